@@ -1,0 +1,21 @@
+"""The exceptions this package raises for its users."""
+
+from __future__ import annotations
+
+__all__ = ["CheckpointError", "ConfigError", "PatchError", "PlanError"]
+
+
+class ConfigError(ValueError):
+    """A setting is unknown, has the wrong type, or cannot hold together with another one."""
+
+
+class PlanError(ValueError):
+    """The model cannot be divided into FSDP units as asked."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, written, or does not fit the run."""
+
+
+class PatchError(RuntimeError):
+    """A function of another package is not the one our replacement was written for."""

@@ -1,0 +1,111 @@
+"""How to write a test for several ranks.
+
+A module-level function marked `world_size(n)` runs on all n ranks of a pool at the same time::
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("reshard", [True, False])
+    def test_matches_unsharded(reshard, tmp_path): ...
+
+- Plain asserts, with the values shown. The first rank to fail decides; its traceback is reported.
+- Arguments are pickled: parametrised values, `tmp_path` (one folder, shared by the ranks) and
+  other fixtures whose value is plain data.
+- Seeds are set, warnings are errors, `os.environ` is restored, process groups are destroyed.
+- `with pytest.raises(...)` inside the function proves that *every* rank raises: a rank that does
+  not raise fails, and one that hangs is reported with its stack. The pool survives it.
+- `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
+
+A test that needs several calls or several sizes, such as saving on two ranks and loading on four,
+takes the `ranks` fixture instead of the mark; `ranks(n, func, *args)` returns one result per rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import settings
+
+from tests.pool import TEST_SECONDS, Pools, RankError, start_server
+
+POOLS = pytest.StashKey[Pools]()
+
+# The first example of a property pays for lazy imports: a deadline would measure those.
+settings.register_profile("default", deadline=None, derandomize=True)
+settings.load_profile("default")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[POOLS] = Pools()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[POOLS].close()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Lets the ranks' imports overlap with the tests that need no ranks."""
+    if session.config.option.collectonly:
+        return
+    if any(_needs_ranks(item) for item in session.items):
+        start_server()
+
+
+def _needs_ranks(item: pytest.Item) -> bool:
+    marked = item.get_closest_marker("world_size") is not None
+    return marked or "ranks" in getattr(item, "fixturenames", ())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test marked `world_size` on its pool instead of in this process."""
+    mark = pyfuncitem.get_closest_marker("world_size")
+    if mark is None:
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    call = functools.partial(pyfuncitem.obj, **arguments)
+    problem = _run_marked(pyfuncitem.config.stash[POOLS], call, *mark.args, **mark.kwargs)
+    if problem is not None:
+        pytest.fail(problem, pytrace=False)
+    return True
+
+
+def _run_marked(
+    pools: Pools,
+    call: Callable[[], Any],
+    world_size: int,
+    *,
+    timeout: float = TEST_SECONDS,
+    backend: str = "gloo",
+) -> str | None:
+    """Returns what the ranks reported as wrong; the stack of this process would say nothing."""
+    try:
+        pools.get(world_size, backend).run(call, timeout)
+    except RankError as error:
+        return str(error)
+    return None
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """A function `ranks(n, func, *args, timeout=120)` that runs `func` on a pool of n ranks."""
+    pools = request.config.stash[POOLS]
+
+    def run(
+        world_size: int, func: Callable[..., Any], *args: Any, timeout: float = TEST_SECONDS
+    ) -> list[Any]:
+        return pools.get(world_size).run(functools.partial(func, *args), timeout)
+
+    return run
