@@ -1,0 +1,77 @@
+"""PyTorch FSDP2 for MosaicML Composer and LLM Foundry. Importing this has no side effect."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
+    from composer_fsdp2.core.config import FSDP2Config, parse_config
+    from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
+    from composer_fsdp2.core.shard import apply_plan
+    from composer_fsdp2.core.tying import tied_groups
+    from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+    from composer_fsdp2.trainer.config import TrainerFSDP2Config
+    from composer_fsdp2.trainer.patches import install, installed, uninstall
+    from composer_fsdp2.trainer.prepare import prepare_fully_shard
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ActivationPlan": "core.activation",
+    "CheckpointError": "errors",
+    "ConfigError": "errors",
+    "FSDP2Config": "core.config",
+    "PatchError": "errors",
+    "PlanError": "errors",
+    "ShardUnit": "core.plan",
+    "TrainerFSDP2Config": "trainer.config",
+    "WrapPlan": "core.plan",
+    "apply_activation": "core.activation",
+    "apply_plan": "core.shard",
+    "install": "trainer.patches",
+    "installed": "trainer.patches",
+    "parse_config": "core.config",
+    "plan_activation": "core.activation",
+    "plan_wrapping": "core.plan",
+    "prepare_fully_shard": "trainer.prepare",
+    "tied_groups": "core.tying",
+    "uninstall": "trainer.patches",
+}
+
+__all__ = [
+    "ActivationPlan",
+    "CheckpointError",
+    "ConfigError",
+    "FSDP2Config",
+    "PatchError",
+    "PlanError",
+    "ShardUnit",
+    "TrainerFSDP2Config",
+    "WrapPlan",
+    "__version__",
+    "apply_activation",
+    "apply_plan",
+    "install",
+    "installed",
+    "parse_config",
+    "plan_activation",
+    "plan_wrapping",
+    "prepare_fully_shard",
+    "tied_groups",
+    "uninstall",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use: torch and Composer take seconds to import."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,180 @@
+"""What the process group really does, and how ranks agree before they start.
+
+[Note: averaging] FSDP2 asks the backend for the average of gradients. Some backends return the sum
+without a word, others refuse. Both are found by doing one small reduction; what is wrong is put
+right in `set_all_reduce_hook`, which sees every reduced gradient. NCCL averages.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2.errors import ConfigError, PlanError
+
+__all__ = ["GradientReduction", "agree", "broadcast_from_rank0", "is_fake", "probe_reduction"]
+
+
+def is_fake(group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the backend only pretends: shapes are right, nothing is sent."""
+    return dist.get_backend(group) == "fake"
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReduction:
+    """How gradients get averaged on one mesh."""
+
+    mesh: DeviceMesh
+    """the mesh to give to `fully_shard`"""
+    hook: Callable[[torch.Tensor], None] | None
+    """for `set_all_reduce_hook`, when the backend needs help"""
+
+
+def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
+    """Finds out how gradients can be averaged on a 1-D or (replicate, shard) mesh.
+
+    Collective: yes, over every group of the mesh.
+
+    A 2-D mesh whose backend cannot run torch's own HSDP is sharded on its shard axis, and the hook
+    averages over the replicate axis: the same arithmetic, with parameters that are DTensors on the
+    shard axis alone.
+    """
+    shard_group = mesh.get_group(mesh.ndim - 1)
+    replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+    sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
+    if replicate_group is None:
+        return GradientReduction(mesh, _divide_by(shard_group.size()) if sums else None)
+    native = _records_events(mesh.device_type) and _averages_all_reduce(
+        replicate_group, mesh.device_type
+    )
+    if native:
+        return GradientReduction(mesh, _divide_by(shard_group.size()) if sums else None)
+    shard_mesh = mesh[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
+    divide = _divide_by(shard_group.size()) if sums else None
+    return GradientReduction(shard_mesh, _average_over(replicate_group, divide))
+
+
+def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool:
+    if is_fake(group) or group.size() == 1:
+        return True
+    output = torch.zeros(1, device=device_type)
+    values = torch.full((group.size(),), float(group.rank()), device=device_type)
+    # Newer torch renamed it and warns about the old name.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(output, values, op=dist.ReduceOp.AVG, group=group)
+    return abs(output.item() - (group.size() - 1) / 2) < 1e-3
+
+
+def _averages_all_reduce(group: dist.ProcessGroup, device_type: str) -> bool:
+    if is_fake(group):
+        return True
+    value = torch.full((1,), float(group.rank()), device=device_type)
+    try:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+    except (RuntimeError, ValueError):
+        return False  # the arguments are refused on every rank, before anything is sent
+    return abs(value.item() - (group.size() - 1) / 2) < 1e-3
+
+
+def _records_events(device_type: str) -> bool:
+    """HSDP's backward insists on an event from the stream, which CPU streams may not give."""
+    if device_type != "cpu":
+        return True
+    return torch.cpu.current_stream().record_event() is not None
+
+
+def _divide_by(size: int) -> Callable[[torch.Tensor], None]:
+    def divide(reduced: torch.Tensor) -> None:
+        # FSDP2 asks for an average of these two only; others it sums and divides itself.
+        if reduced.dtype in (torch.float32, torch.bfloat16):
+            reduced.div_(size)
+
+    return divide
+
+
+def _average_over(
+    group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
+) -> Callable[[torch.Tensor], None]:
+    def average(reduced: torch.Tensor) -> None:
+        if before is not None:
+            before(reduced)
+        dist.all_reduce(reduced, group=group)
+        reduced.div_(group.size())
+
+    return average
+
+
+def agree(facts: Mapping[str, str], error: Exception | None = None) -> list[Mapping[str, str]]:
+    """Raises one error on every rank when any rank failed or holds other facts.
+
+    Collective: yes, over the default group.
+
+    Args:
+        facts: name -> text. Names that start with `~` are exchanged and may differ.
+        error: what this rank would have raised.
+
+    Returns:
+        The facts of every rank.
+
+    Raises:
+        ConfigError: `error` of the first rank that had one, of its own type, or the difference.
+        PlanError: likewise.
+    """
+    failed = None if error is None else (type(error).__name__, str(error))
+    everyone: list[tuple[tuple[str, str] | None, Mapping[str, str]]] = [(failed, facts)]
+    if not is_fake() and dist.get_world_size() > 1:
+        everyone = [(None, {})] * dist.get_world_size()
+        dist.all_gather_object(everyone, (failed, facts))
+    _raise_first(everyone, error)
+    mine = everyone[0][1]
+    for rank, (_, theirs) in enumerate(everyone):
+        for name in mine:
+            if not name.startswith("~") and mine[name] != theirs.get(name):
+                raise PlanError(_difference(name, mine[name], theirs.get(name, ""), rank))
+    return [theirs for _, theirs in everyone]
+
+
+def _raise_first(
+    everyone: list[tuple[tuple[str, str] | None, Mapping[str, str]]], error: Exception | None
+) -> None:
+    failures = [(rank, failed) for rank, (failed, _) in enumerate(everyone) if failed is not None]
+    if not failures:
+        return
+    rank, (kind, text) = failures[0]
+    where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
+    if kind not in ("ConfigError", "PlanError"):
+        where += f"{kind}: "
+    raise (ConfigError if kind == "ConfigError" else PlanError)(where + text) from error
+
+
+def _difference(name: str, mine: str, theirs: str, rank: int) -> str:
+    lines = difflib.unified_diff(
+        mine.splitlines(), theirs.splitlines(), "rank 0", f"rank {rank}", lineterm="", n=1
+    )
+    shown = list(lines)
+    more = f"\n... and {len(shown) - 40} more lines" if len(shown) > 40 else ""
+    return (
+        f"Ranks 0 and {rank} hold a different {name}. They would wait for different collectives "
+        "and hang, or mix gradients of different parameters. Build the same model from the same "
+        "configuration on every rank. The difference:\n" + "\n".join(shown[:40]) + more
+    )
+
+
+@torch.no_grad()
+def broadcast_from_rank0(tensor: torch.Tensor) -> None:
+    """Overwrites a tensor with rank 0's values.
+
+    Collective: yes, over the default group. Any dtype: bytes are sent, because backends do not
+    know all of them.
+    """
+    if dist.get_world_size() == 1 or tensor.numel() == 0:
+        return
+    flat = tensor.detach().contiguous().view(-1)
+    dist.broadcast(flat.view(torch.uint8), src=0)
+    if flat.data_ptr() != tensor.data_ptr():
+        tensor.detach().copy_(flat.view(tensor.shape))

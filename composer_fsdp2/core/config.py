@@ -1,0 +1,438 @@
+"""The FSDP2 configuration: what it may say, and every mistake in it reported at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from composer_fsdp2.errors import ConfigError
+
+__all__ = [
+    "DTYPES",
+    "FSDP2Config",
+    "PrecisionSpec",
+    "Selector",
+    "UnitSettings",
+    "WrapPolicy",
+    "nearest",
+    "parse_config",
+    "parse_unit_settings",
+    "plain",
+]
+
+Reshard = bool | int | Literal["auto"]
+
+DTYPES: dict[str, torch.dtype] = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "torch.float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "torch.bfloat16": torch.bfloat16,
+    "amp_bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "torch.float16": torch.float16,
+    "amp_fp16": torch.float16,
+    # Composer computes amp_fp8 runs in bf16: torch has no fp8 parameters to gather.
+    "amp_fp8": torch.bfloat16,
+}
+_DTYPE_CHOICES = ("fp32", "bf16", "fp16")
+_PRESETS = ("DEFAULT", "PURE", "FULL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrecisionSpec:
+    """Mixed precision of one unit; ``None`` keeps the parameters' own dtype."""
+
+    param_dtype: str | None = None
+    """dtype that is gathered and computed in"""
+    reduce_dtype: str | None = None
+    """dtype of the gradient reduction"""
+    output_dtype: str | None = None
+    """dtype of the floating point outputs of the unit's forward"""
+    cast_forward_inputs: bool = True
+    """casts floating point inputs to `param_dtype`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSettings:
+    """Settings of single units; a field left `None` follows the run's."""
+
+    reshard_after_forward: Reshard | None = None
+    mixed_precision: str | PrecisionSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A pattern that picks modules and the settings of the units made of them."""
+
+    pattern: str
+    settings: UnitSettings = field(default_factory=UnitSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapPolicy:
+    """Which modules become FSDP units, as far as the configuration says so."""
+
+    classes: tuple[Selector, ...] = ()
+    """class names; every instance becomes a unit"""
+    names: tuple[Selector, ...] = ()
+    """module names: a glob (`model.layers.*`), or `re:` and a regular expression"""
+    min_num_params: int | None = None
+    """smallest number of elements that makes a module a unit, counted without nested units"""
+    embeddings: UnitSettings | None = None
+    """input embeddings as units of their own"""
+    lm_head: UnitSettings | None = None
+    """the output head as a unit of its own"""
+
+    @property
+    def selects_blocks(self) -> bool:
+        """Whether it says itself what a block is, so that the model's own hooks are not asked."""
+        return bool(self.classes or self.names) or self.min_num_params is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP2Config:
+    """Settings of one FSDP2 run. Build it directly or with `parse_config` from YAML.
+
+    Raises:
+        ConfigError: from the constructor too, with every mistake in one message.
+    """
+
+    data_parallel_shard_degree: int = -1
+    """ranks that share one copy of the parameters; -1 takes what the other degrees leave"""
+    data_parallel_replicate_degree: int | None = None
+    """number of copies (HSDP); `None` is one copy on a 1-D mesh"""
+    reshard_after_forward: Reshard = "auto"
+    """`auto`: top-level units keep their parameters until backward, all others free them. `true`
+    frees them in every unit, `false` in none. An int reshards to groups of that many ranks
+    (top-level units as with `auto`)"""
+    mixed_precision: str | PrecisionSpec = "DEFAULT"
+    """`DEFAULT`: compute in the trainer's precision, reduce in fp32; `PURE`: reduce in it too;
+    `FULL`: everything in the parameters' own dtype; or a `PrecisionSpec`"""
+    tied_weights: Literal["lift", "error"] = "lift"
+    """a weight shared between units moves to their lowest common parent, or is an error"""
+    wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
+    ignored_params: tuple[str, ...] = ()
+    """name globs of parameters FSDP leaves alone; a trainable one must be a DTensor already"""
+    forward_methods: tuple[str, ...] = ()
+    """methods besides `forward` that compute with parameters, `path.to.module.method`"""
+    activation_checkpointing: bool = False
+    activation_cpu_offload: bool = False
+    state_dict_type: Literal["full", "sharded"] = "sharded"
+    load_monolith_rank0_only: bool = False
+    load_planner: Any = None
+    save_planner: Any = None
+    sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"
+    verbose: bool = False
+    """logs the plan on rank 0"""
+
+    def __post_init__(self) -> None:
+        """Applies the checks of `parse_config` to a config built by hand."""
+        errors: list[str] = []
+        for name, (_, check) in _FIELDS.items():
+            check(name, getattr(self, name), errors)
+        _check_combinations({name: getattr(self, name) for name in _FIELDS}, errors)
+        _raise_all(errors)
+
+
+def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
+    """Parses the mapping under `parallelism_config.fsdp2`.
+
+    Args:
+        config: plain values as YAML gives them; mappings and sequences of any type.
+
+    Raises:
+        ConfigError: with every unknown key, wrong type and impossible value in one message.
+    """
+    errors: list[str] = []
+    values: dict[str, Any] = {}
+    for key, raw in plain(config).items():
+        if key not in _FIELDS:
+            errors.append(_unknown_key(key, _FIELDS, "parallelism_config.fsdp2"))
+            continue
+        parse, check = _FIELDS[key]
+        before = len(errors)
+        value = parse(key, raw, errors)
+        if len(errors) == before:
+            check(key, value, errors)
+            values[key] = value
+    _check_combinations(values, errors)
+    _raise_all(errors)
+    return FSDP2Config(**values)
+
+
+def parse_unit_settings(where: str, raw: Any) -> UnitSettings:
+    """Parses the settings of one unit, as `fsdp_wrap_fn` returns them.
+
+    Raises:
+        ConfigError: for an unknown key or an impossible value; `where` names the place.
+    """
+    errors: list[str] = []
+    settings = _unit_settings(where, plain(raw), errors)
+    _raise_all(errors)
+    return settings
+
+
+def plain(value: Any) -> Any:
+    """Copies nested mappings and sequences of any type into dicts and lists."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [plain(item) for item in value]
+    return value
+
+
+def nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """Describes the known name closest to a misspelt one, or '' when none is close."""
+    close = difflib.get_close_matches(str(word), [str(name) for name in known], n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _raise_all(errors: list[str]) -> None:
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise ConfigError(errors[0])
+    lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(errors, 1))
+    raise ConfigError(f"{len(errors)} settings are wrong:\n{lines}")
+
+
+def _unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
+    hint = nearest(key, known) or f" Valid keys: {', '.join(sorted(known))}."
+    return f"'{key}' is not a key of {where}. It would have no effect.{hint}"
+
+
+def _wrong(key: str, value: Any, expected: str) -> str:
+    return f"'{key}' is {value!r}, but it takes {expected}. Write {key}: <{expected}>."
+
+
+# --- One check per type. Each appends to `errors` and never raises. ---
+
+
+def _as_is(_key: str, raw: Any, _errors: list[str]) -> Any:
+    return raw
+
+
+def _check_bool(key: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, bool):
+        errors.append(_wrong(key, value, "true or false"))
+
+
+def _check_str(key: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, str) or not value:
+        errors.append(_wrong(key, value, "a string"))
+
+
+def _check_anything(_key: str, _value: Any, _errors: list[str]) -> None:
+    """Planners are objects of torch or names from a registry; the trainer checks them."""
+
+
+def _check_shard_degree(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+        errors.append(_wrong(key, value, "a positive number of ranks, or -1 for all that are left"))
+
+
+def _check_replicate_degree(key: str, value: Any, errors: list[str]) -> None:
+    if value is not None:
+        _check_shard_degree(key, value, errors)
+
+
+def _check_reshard(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, bool) or value == "auto":
+        return
+    if not isinstance(value, int) or value < 1:
+        errors.append(_wrong(key, value, "true, false, auto, or a number of ranks >= 1"))
+
+
+def _choice(*choices: str) -> Callable[[str, Any, list[str]], None]:
+    def check(key: str, value: Any, errors: list[str]) -> None:
+        if value not in choices:
+            hint = nearest(value, choices) if isinstance(value, str) else ""
+            errors.append(_wrong(key, value, " or ".join(choices)) + hint)
+
+    return check
+
+
+def _parse_precision(key: str, raw: Any, errors: list[str]) -> Any:
+    if isinstance(raw, str):
+        return raw.upper()
+    if not isinstance(raw, dict):
+        return raw
+    known = [f.name for f in dataclasses.fields(PrecisionSpec)]
+    for name in raw:
+        if name == "buffer_dtype":
+            errors.append(
+                f"'{key}.buffer_dtype' has no effect: FSDP2 does not cast buffers. "
+                "Leave it out, and cast the buffers in the model if they must be low precision."
+            )
+        elif name not in known:
+            errors.append(_unknown_key(name, dict.fromkeys(known), key))
+    dtypes = {name: value for name, value in raw.items() if name.endswith("_dtype")}
+    values = {name: _dtype_name(value) for name, value in dtypes.items() if name in known}
+    if "cast_forward_inputs" in raw:
+        values["cast_forward_inputs"] = raw["cast_forward_inputs"]
+    return PrecisionSpec(**values)
+
+
+def _dtype_name(value: Any) -> Any:
+    return str(value) if isinstance(value, torch.dtype) else value
+
+
+def _check_precision(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, PrecisionSpec):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(value, name)
+            if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
+                errors.append(_wrong(f"{key}.{name}", dtype, " or ".join(_DTYPE_CHOICES)))
+        _check_bool(f"{key}.cast_forward_inputs", value.cast_forward_inputs, errors)
+    elif value not in _PRESETS:
+        hint = nearest(str(value).upper(), _PRESETS)
+        expected = f"{', '.join(_PRESETS)} or a mapping with param_dtype and reduce_dtype"
+        errors.append(_wrong(key, value, expected) + hint)
+
+
+def _parse_names(_key: str, raw: Any, _errors: list[str]) -> Any:
+    if raw is None:
+        return ()
+    return tuple(raw) if isinstance(raw, list) else raw
+
+
+def _check_names(key: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(name, str) and name for name in value):
+        errors.append(_wrong(key, value, "a list of names"))
+
+
+def _unit_settings(where: str, raw: Any, errors: list[str]) -> UnitSettings:
+    """Settings of one pattern: nothing, `true`, or a mapping."""
+    if raw is None or raw is True:
+        return UnitSettings()
+    if not isinstance(raw, dict):
+        errors.append(_wrong(where, raw, "a mapping with reshard_after_forward, mixed_precision"))
+        return UnitSettings()
+    known = {f.name: None for f in dataclasses.fields(UnitSettings)}
+    errors += [_unknown_key(key, known, where) for key in raw if key not in known]
+    values: dict[str, Any] = {}
+    if raw.get("reshard_after_forward") is not None:
+        values["reshard_after_forward"] = raw["reshard_after_forward"]
+        _check_reshard(f"{where}.reshard_after_forward", raw["reshard_after_forward"], errors)
+    if raw.get("mixed_precision") is not None:
+        key = f"{where}.mixed_precision"
+        values["mixed_precision"] = _parse_precision(key, raw["mixed_precision"], errors)
+        _check_precision(key, values["mixed_precision"], errors)
+    return UnitSettings(**values)
+
+
+def _selectors(where: str, raw: Any, errors: list[str]) -> tuple[Selector, ...]:
+    """A list of patterns, or a mapping from pattern to unit settings."""
+    if isinstance(raw, str):
+        raw = [raw]
+    if isinstance(raw, list):
+        raw = {item: None for item in raw if isinstance(item, str)} if _all_str(raw) else None
+    if not isinstance(raw, dict) or not raw:
+        errors.append(_wrong(where, raw, "a list of patterns, or a mapping of pattern: settings"))
+        return ()
+    for pattern in raw:
+        _check_pattern(where, pattern, errors)
+    return tuple(
+        Selector(pattern, _unit_settings(f"{where}.{pattern}", settings, errors))
+        for pattern, settings in raw.items()
+    )
+
+
+def _all_str(values: list[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _check_pattern(where: str, pattern: str, errors: list[str]) -> None:
+    if pattern.startswith("re:"):
+        try:
+            re.compile(pattern[3:])
+        except re.error as error:
+            errors.append(
+                f"'{where}' holds {pattern!r}, which is no regular expression ({error}). "
+                "It could match nothing. Correct it, or write a glob without 're:'."
+            )
+
+
+def _toggle(where: str, raw: Any, errors: list[str]) -> UnitSettings | None:
+    """`false` is off; `true` or a mapping of unit settings is on."""
+    if raw is None or raw is False:
+        return None
+    return _unit_settings(where, raw, errors)
+
+
+def _parse_wrap_policy(key: str, raw: Any, errors: list[str]) -> Any:
+    if raw is None:
+        return WrapPolicy()
+    if not isinstance(raw, dict):
+        return raw
+    known = {f.name: None for f in dataclasses.fields(WrapPolicy)}
+    errors += [_unknown_key(name, known, key) for name in raw if name not in known]
+    values: dict[str, Any] = {}
+    for name in ("classes", "names"):
+        if raw.get(name) is not None:
+            values[name] = _selectors(f"{key}.{name}", raw[name], errors)
+    for name in ("embeddings", "lm_head"):
+        values[name] = _toggle(f"{key}.{name}", raw.get(name), errors)
+    values["min_num_params"] = raw.get("min_num_params")
+    return WrapPolicy(**values)
+
+
+def _check_wrap_policy(key: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, WrapPolicy):
+        choices = ", ".join(f.name for f in dataclasses.fields(WrapPolicy))
+        errors.append(_wrong(key, value, f"a mapping with {choices}"))
+        return
+    least = value.min_num_params
+    if least is not None and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
+        errors.append(_wrong(f"{key}.min_num_params", least, "a number of elements >= 1"))
+
+
+_Parse = Callable[[str, Any, list[str]], Any]
+_Check = Callable[[str, Any, list[str]], None]
+
+_FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
+    "data_parallel_shard_degree": (_as_is, _check_shard_degree),
+    "data_parallel_replicate_degree": (_as_is, _check_replicate_degree),
+    "reshard_after_forward": (_as_is, _check_reshard),
+    "mixed_precision": (_parse_precision, _check_precision),
+    "tied_weights": (_as_is, _choice("lift", "error")),
+    "wrap_policy": (_parse_wrap_policy, _check_wrap_policy),
+    "ignored_params": (_parse_names, _check_names),
+    "forward_methods": (_parse_names, _check_names),
+    "activation_checkpointing": (_as_is, _check_bool),
+    "activation_cpu_offload": (_as_is, _check_bool),
+    "state_dict_type": (_as_is, _choice("full", "sharded")),
+    "load_monolith_rank0_only": (_as_is, _check_bool),
+    "load_planner": (_as_is, _check_anything),
+    "save_planner": (_as_is, _check_anything),
+    "sharded_ckpt_prefix_dir": (_as_is, _check_str),
+    "verbose": (_as_is, _check_bool),
+}
+
+
+def _check_combinations(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Settings that are fine alone and cannot hold together."""
+    if (
+        values.get("load_monolith_rank0_only") is True
+        and values.get("state_dict_type", "sharded") != "full"
+    ):
+        errors.append(
+            "'load_monolith_rank0_only' is true while 'state_dict_type' is sharded. Only a full "
+            "checkpoint can be read by rank 0 alone, so it would have no effect. "
+            "Write state_dict_type: full, or leave load_monolith_rank0_only out."
+        )
+    shard = values.get("data_parallel_shard_degree", -1)
+    if shard == -1 and values.get("data_parallel_replicate_degree") == -1:
+        errors.append(
+            "'data_parallel_shard_degree' and 'data_parallel_replicate_degree' are both -1. "
+            "Only one of them can take the ranks the other leaves. Give one of them a number."
+        )

@@ -1,0 +1,453 @@
+"""Deciding which modules become FSDP units. Pure: names and numbers in, names and numbers out.
+
+[Note: units and owners] A *unit* is what one collective gathers and reduces. Every parameter has
+exactly one *owner* unit: the nearest chosen module above it. All names of a tied parameter have the
+same owner: when they lie below different units, the weight moves up to the lowest common parent
+that has a `forward`, which becomes a unit if it was none. The other parameters of the units below
+stay where they are.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.core.config import PrecisionSpec, Reshard, UnitSettings, nearest
+from composer_fsdp2.core.tying import (
+    ModuleTree,
+    ParamUse,
+    alias_representatives,
+    groups_of,
+    has_forward,
+)
+from composer_fsdp2.errors import PlanError
+
+__all__ = ["Decision", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A rule's answer for one module."""
+
+    wrap: bool
+    reason: str
+    settings: UnitSettings = field(default_factory=UnitSettings)
+
+
+Rule = Callable[[str, nn.Module], Decision | None]
+"""Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit:
+    """Parameters gathered and reduced by one collective."""
+
+    modules: tuple[str, ...]
+    """names given to `fully_shard` together; '' is the root"""
+    params: tuple[str, ...]
+    """names owned by this unit and by no other, every name of a tied parameter included"""
+    numel: int
+    """elements over all ranks"""
+    reshard_after_forward: bool | int
+    """resolved: frees the parameters after forward, keeps them, or reshards to that many ranks"""
+    reason: str
+    mixed_precision: str | PrecisionSpec | None = None
+    """`None` follows the run's"""
+    top_level: bool = False
+    """no other unit contains it"""
+
+
+@dataclass(frozen=True, slots=True)
+class WrapPlan:
+    """Which modules become FSDP units. A value: no tensors, no modules, no process group."""
+
+    units: tuple[ShardUnit, ...]
+    """children before parents, the order of application"""
+    tied: tuple[tuple[str, ...], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def owner_of(self) -> dict[str, ShardUnit]:
+        """Maps every parameter name to its unit."""
+        return {name: unit for unit in self.units for name in unit.params}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values in a stable order, for logs and comparisons."""
+        units = [
+            {
+                "modules": list(unit.modules),
+                "params": list(unit.params),
+                "numel": unit.numel,
+                "reshard_after_forward": unit.reshard_after_forward,
+                "mixed_precision": str(unit.mixed_precision) if unit.mixed_precision else None,
+                "reason": unit.reason,
+            }
+            for unit in self.units
+        ]
+        return {
+            "units": units,
+            "tied": [list(names) for names in self.tied],
+            "ignored": list(self.ignored),
+        }
+
+    def digest(self) -> str:
+        """A short text that differs between different plans."""
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """The plan as a table."""
+        header = ("unit", "params", "elements", "reshard", "reason")
+        rows = [header, *(_row(unit) for unit in self.units)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = [_line(row, widths) for row in rows]
+        lines += [f"tied: {' = '.join(names)}" for names in self.tied]
+        if self.ignored:
+            lines.append(f"ignored: {', '.join(self.ignored)}")
+        return "\n".join(lines)
+
+
+def _row(unit: ShardUnit) -> tuple[str, str, str, str, str]:
+    name = ", ".join(module or "<root>" for module in unit.modules)
+    reshard = str(unit.reshard_after_forward).lower()
+    return name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = zip(row, widths, strict=True)
+    return "  ".join(_align(cell, width, i) for i, (cell, width) in enumerate(cells)).rstrip()
+
+
+def _align(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if column in (1, 2) else cell.ljust(width)
+
+
+def plan_wrapping(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    *,
+    reshard_after_forward: Reshard = "auto",
+    tied_weights: Literal["lift", "error"] = "lift",
+    ignored_params: Iterable[str] = (),
+) -> WrapPlan:
+    """Decides which modules become FSDP units.
+
+    Collective: no. Linear in the number of modules; works on the meta device.
+
+    Args:
+        model: the whole model; its name is ''.
+        rules: asked in order for every module; the first answer wins, no answer is no unit.
+        reshard_after_forward: for units whose decision does not say.
+        tied_weights: what to do with a weight shared between units.
+        ignored_params: globs of parameter names that belong to no unit.
+
+    Raises:
+        PlanError: with every scalar, non-contiguous or mixed-dtype parameter, container without
+            `forward`, unmatched pattern or forbidden tie in one message.
+    """
+    tree = ModuleTree.read(model)
+    _refuse_sharded(tree)
+    chosen, problems = _choose(tree, rules)
+    ignored = _match_ignored(tree, ignored_params, problems)
+    uses = [use for use in tree.uses if id(use.param) not in ignored]
+    ties = _ties(uses)
+    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights)
+    if tied_weights == "error":
+        problems += _forbidden_ties(tree, nearest_unit, ties)
+    owners = _owners(tree, uses, ties, nearest_unit)
+    units = _make_units(tree, uses, owners, nearest_unit, chosen, reshard_after_forward)
+    _check_params(units, uses, problems)
+    if problems:
+        raise PlanError(problems[0] if len(problems) == 1 else _numbered(problems))
+    ignored_names = tuple(use.name for use in tree.uses if id(use.param) in ignored)
+    return WrapPlan(tuple(units), groups_of(uses), ignored_names)
+
+
+def _numbered(problems: list[str]) -> str:
+    lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(problems, 1))
+    return f"The model cannot be divided into FSDP units, for {len(problems)} reasons:\n{lines}"
+
+
+def _refuse_sharded(tree: ModuleTree) -> None:
+    for path, module in tree.modules():
+        if isinstance(module, FSDPModule):
+            raise PlanError(
+                f"{_name(path)} is sharded by FSDP2 already. Sharding twice would mix shards of "
+                "shards. Call prepare_fully_shard once, and take your own fully_shard calls out."
+            )
+
+
+def _name(path: str) -> str:
+    return f"'{path}'" if path else "The model"
+
+
+def _choose(tree: ModuleTree, rules: Sequence[Rule]) -> tuple[dict[int, Decision], list[str]]:
+    """Asks the rules once for every module."""
+    chosen: dict[int, Decision] = {}
+    problems: list[str] = []
+    for path, module in tree.modules():
+        for rule in rules:
+            decision = rule(path, module)
+            if decision is None:
+                continue
+            if decision.wrap:
+                chosen[id(module)] = decision
+                if not has_forward(module):
+                    problems.append(_container(path, module, decision))
+            break
+    return chosen, problems
+
+
+def _container(path: str, module: nn.Module, decision: Decision) -> str:
+    kind = type(module).__name__
+    return (
+        f"{_name(path)} ({kind}) was chosen by {decision.reason}, but a {kind} has no forward. "
+        "FSDP gathers parameters when forward is called, so they would never be there. "
+        "Choose the modules inside it."
+    )
+
+
+def _match_ignored(tree: ModuleTree, patterns: Iterable[str], problems: list[str]) -> set[int]:
+    """Ids of the ignored parameters; one ignored name is enough for a tied parameter."""
+    ignored: set[int] = set()
+    names = [use.name for use in tree.uses]
+    for pattern in patterns:
+        matched = [use for use in tree.uses if fnmatch.fnmatchcase(use.name, pattern)]
+        if not matched:
+            problems.append(
+                f"'{pattern}' of ignored_params matches no parameter. What you meant to leave "
+                f"alone would be sharded.{nearest(pattern, names)} Correct it or take it out."
+            )
+        for use in matched:
+            ignored.add(id(use.param))
+            if use.param.requires_grad and not isinstance(use.param, DTensor):
+                problems.append(_trainable_ignored(use.name))
+    return ignored
+
+
+def _trainable_ignored(name: str) -> str:
+    return (
+        f"'{name}' is in ignored_params and trainable. Nobody would average its gradient, and the "
+        "ranks would drift apart. Freeze it, or take it out of ignored_params."
+    )
+
+
+def _ties(uses: list[ParamUse]) -> list[list[ParamUse]]:
+    """Uses of the same weight, for every weight with more than one name."""
+    representative = alias_representatives(uses)
+    groups: dict[int, list[ParamUse]] = defaultdict(list)
+    for use in uses:
+        groups[representative[id(use.param)]].append(use)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _settle_units(
+    tree: ModuleTree,
+    uses: list[ParamUse],
+    ties: list[list[ParamUse]],
+    chosen: dict[int, Decision],
+    tied_weights: str,
+) -> list[int]:
+    """Unit of every visit (index of the unit's first visit), after adding what ties need.
+
+    Adding a unit can put another tied pair on two sides of it, so this repeats until none is left;
+    every round adds at least one unit.
+    """
+    while True:
+        units = _nearest_units(tree, chosen)
+        added: dict[int, Decision] = {}
+        if any(units[use.visit] < 0 for use in uses):
+            added[id(tree.visits[0].module)] = Decision(wrap=True, reason="root")
+        if tied_weights == "lift":
+            added.update(_parents_of_crossing_ties(tree, units, ties, chosen))
+        if not added:
+            return units
+        chosen.update(added)
+
+
+def _nearest_units(tree: ModuleTree, chosen: Mapping[int, Decision]) -> list[int]:
+    """For every visit the first visit of the nearest chosen module at or above it, else -1."""
+    units: list[int] = []
+    for visit in tree.visits:
+        if id(visit.module) in chosen:
+            units.append(tree.first_visit[id(visit.module)])
+        else:
+            units.append(units[visit.parent] if visit.parent >= 0 else -1)
+    return units
+
+
+def _parents_of_crossing_ties(
+    tree: ModuleTree,
+    units: list[int],
+    ties: list[list[ParamUse]],
+    chosen: Mapping[int, Decision],
+) -> dict[int, Decision]:
+    added: dict[int, Decision] = {}
+    for group in ties:
+        if _crosses(units, group):
+            parent = tree.visits[tree.lowest_common_parent(use.visit for use in group)].module
+            if id(parent) not in chosen:
+                added[id(parent)] = Decision(wrap=True, reason=f"holds tied '{group[0].name}'")
+    return added
+
+
+def _crosses(units: list[int], group: list[ParamUse]) -> bool:
+    return len({units[use.visit] for use in group}) > 1
+
+
+def _forbidden_ties(tree: ModuleTree, units: list[int], ties: list[list[ParamUse]]) -> list[str]:
+    problems: list[str] = []
+    for group in ties:
+        if not _crosses(units, group):
+            continue
+        paths = sorted({tree.visits[units[use.visit]].path or "<root>" for use in group})
+        problems.append(
+            f"{_listed(paths)} were all chosen as FSDP units but share the parameter "
+            f"'{group[0].name}' (also {_listed([use.name for use in group[1:]])}). Sharding them "
+            "apart would untie them. Choose fewer of them, or set `tied_weights: lift` to shard "
+            "the weight with their parent."
+        )
+    return problems
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _owners(
+    tree: ModuleTree, uses: list[ParamUse], ties: list[list[ParamUse]], units: list[int]
+) -> list[int]:
+    """Owner unit of every use; a tied weight belongs to the unit at their common parent."""
+    lifted: dict[int, int] = {}
+    for group in ties:
+        owner = units[group[0].visit]
+        if _crosses(units, group):
+            owner = units[tree.lowest_common_parent(use.visit for use in group)]
+        lifted.update((id(use.param), owner) for use in group)
+    return [lifted.get(id(use.param), units[use.visit]) for use in uses]
+
+
+def _make_units(
+    tree: ModuleTree,
+    uses: list[ParamUse],
+    owners: list[int],
+    units: list[int],
+    chosen: Mapping[int, Decision],
+    run_reshard: Reshard,
+) -> list[ShardUnit]:
+    """Builds the units, children before parents, without those that would do nothing."""
+    owned: dict[int, list[ParamUse]] = defaultdict(list)
+    for use, owner in zip(uses, owners, strict=True):
+        owned[owner].append(use)
+    enclosed, enclosing = _nesting(tree, units, chosen)
+    made: list[ShardUnit] = []
+    for key in tree.finished:
+        if key not in chosen:
+            continue
+        index = tree.first_visit[key]
+        # A unit without parameters of its own still ties the units inside it together (one
+        # prefetch order and one set of streams); without those either, it would do nothing.
+        if not owned[index] and index not in enclosing:
+            continue
+        top_level = index not in enclosed
+        made.append(_make_unit(tree, index, owned[index], chosen[key], top_level, run_reshard))
+    return made
+
+
+def _nesting(
+    tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]
+) -> tuple[set[int], set[int]]:
+    """First visits of units that lie inside another unit, and of units that contain another."""
+    enclosed: set[int] = set()
+    enclosing: set[int] = set()
+    for visit in tree.visits:
+        if id(visit.module) in chosen and visit.parent >= 0 and units[visit.parent] >= 0:
+            enclosed.add(tree.first_visit[id(visit.module)])
+            enclosing.add(units[visit.parent])
+    return enclosed, enclosing
+
+
+def _make_unit(
+    tree: ModuleTree,
+    index: int,
+    uses: list[ParamUse],
+    decision: Decision,
+    top_level: bool,
+    run_reshard: Reshard,
+) -> ShardUnit:
+    distinct = {id(use.param): use.param.numel() for use in uses}
+    own = decision.settings.reshard_after_forward
+    reshard = _resolve_reshard(run_reshard if own is None else own, top_level, own is not None)
+    return ShardUnit(
+        modules=(tree.visits[index].path,),
+        params=tuple(use.name for use in uses),
+        numel=sum(distinct.values()),
+        reshard_after_forward=reshard,
+        reason=decision.reason,
+        mixed_precision=decision.settings.mixed_precision,
+        top_level=top_level,
+    )
+
+
+def _resolve_reshard(reshard: Reshard, top_level: bool, own: bool) -> bool | int:
+    """Turns `auto` into what it means here.
+
+    A top-level unit is needed again right after forward, so freeing it would only gather it twice;
+    a run-wide int leaves it alone for the same reason.
+    """
+    if isinstance(reshard, bool):
+        return reshard
+    if reshard == "auto":
+        return not top_level
+    return False if top_level and not own else reshard
+
+
+def _check_params(
+    units: Iterable[ShardUnit], uses: Iterable[ParamUse], problems: list[str]
+) -> None:
+    """Finds what FSDP2 would refuse, some of it only at the first forward."""
+    params = {use.name: use.param for use in uses}
+    for unit in units:
+        dtypes: dict[str, str] = {}
+        for name in unit.params:
+            param = params[name]
+            dtypes.setdefault(str(param.dtype).removeprefix("torch."), name)
+            if param.ndim == 0:
+                problems.append(_scalar(name))
+            elif not param.is_contiguous():
+                problems.append(_non_contiguous(name, param))
+        if len(dtypes) > 1:
+            problems.append(_mixed_dtypes(unit, dtypes))
+
+
+def _scalar(name: str) -> str:
+    return (
+        f"'{name}' is a scalar parameter. FSDP2 shards the first dimension, and a scalar has none. "
+        "Give it shape (1,), or freeze it and list it in ignored_params."
+    )
+
+
+def _non_contiguous(name: str, param: nn.Parameter) -> str:
+    return (
+        f"'{name}' is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}). FSDP2 "
+        "cuts the memory into rows, so it needs rows that follow each other. "
+        "Store it as `nn.Parameter(weight.contiguous())`."
+    )
+
+
+def _mixed_dtypes(unit: ShardUnit, dtypes: Mapping[str, str]) -> str:
+    found = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
+    return (
+        f"The unit {_name(unit.modules[0])} holds parameters of different dtypes: {found}. One "
+        "collective gathers one dtype, and torch would stop at the first forward. Cast them to one "
+        "dtype, make the modules of one dtype units of their own (`wrap_policy.names`), or list "
+        "frozen ones in ignored_params."
+    )
