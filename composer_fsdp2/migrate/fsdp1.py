@@ -1,0 +1,180 @@
+"""Composer's FSDP1 settings, key by key, as FSDP2 settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer_fsdp2.core.config import nearest
+from composer_fsdp2.errors import ConfigError
+
+__all__ = ["FSDP1_KEYS", "Conversion", "convert_fsdp1", "convert_fsdp1_unit"]
+
+# Keys that mean the same in both.
+_KEPT = (
+    "activation_checkpointing",
+    "activation_cpu_offload",
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "load_monolith_rank0_only",
+    "load_planner",
+    "mixed_precision",
+    "save_planner",
+    "sharded_ckpt_prefix_dir",
+    "verbose",
+)
+
+# Key -> why FSDP2 does not need it. Any value may be dropped.
+_NOT_NEEDED = {
+    "backward_prefetch": "FSDP2 prefetches the next unit of backward by itself",
+    "backward_prefetch_limit": "FSDP2 prefetches one unit ahead",
+    "forward_prefetch": "FSDP2 prefetches from its own stream without blocking the CPU",
+    "forward_prefetch_limit": "FSDP2 prefetches one unit ahead",
+    "limit_all_gathers": "FSDP2 frees memory deterministically and needs no rate limit",
+    "sync_module_states": "rank 0's weights are always the ones every rank starts from",
+    "use_orig_params": "FSDP2 keeps every parameter apart; there are no flat parameters",
+    "activation_checkpointing_reentrant": "checkpointing is always non-reentrant",
+    "te_checkpoint_wrapper": "checkpointing is always torch's own",
+    "device_id": "the device comes from the mesh",
+}
+
+# Key -> (value that changes nothing, what it would need).
+_NOT_SUPPORTED = {
+    "auto_wrap": (True, "leave FSDP out of the configuration to train without it"),
+    "cpu_offload": (False, "CPU offload is not supported yet; take it out"),
+    "ignored_modules": (None, "name their parameters in `ignored_params`"),
+    "keep_low_precision_grads": (
+        False,
+        "not supported yet; reduce in low precision with `mixed_precision: PURE`",
+    ),
+    "process_group": (
+        None,
+        "set `data_parallel_shard_degree` and `data_parallel_replicate_degree`",
+    ),
+    "te_shard_fp8_weight": (False, "fp8 weights are not supported yet; take it out"),
+}
+
+# Strategy -> (reshard_after_forward, copies: 'one' | 'per node' | 'all').
+_STRATEGIES: dict[str, tuple[Any, str]] = {
+    "FULL_SHARD": ("auto", "one"),
+    "SHARD_GRAD_OP": (False, "one"),
+    "HYBRID_SHARD": ("auto", "per node"),
+    "_HYBRID_SHARD_ZERO2": (False, "per node"),
+    "NO_SHARD": (False, "all"),
+}
+
+FSDP1_KEYS = frozenset(
+    {*_KEPT, *_NOT_NEEDED, *_NOT_SUPPORTED, "sharding_strategy", "state_dict_type"} - {"device_id"}
+)
+"""The keys of Composer's `FSDPConfig`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """FSDP2 settings and a line for every key that changed."""
+
+    settings: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def convert_fsdp1(
+    config: Mapping[str, Any], *, world_size: int, local_world_size: int
+) -> Conversion:
+    """Converts Composer's FSDP1 settings.
+
+    Args:
+        config: keys of `FSDPConfig`; a missing key has FSDP1's default.
+        world_size: ranks in all.
+        local_world_size: ranks per node, the size of one copy under HYBRID_SHARD.
+
+    Raises:
+        ConfigError: for an unknown key and for settings FSDP2 has no equal of.
+    """
+    problems: list[str] = []
+    notes: list[str] = []
+    # Written out: FSDP1's default is full, FSDP2's is sharded.
+    settings: dict[str, Any] = {"state_dict_type": config.get("state_dict_type") or "full"}
+    settings.update({key: config[key] for key in _KEPT if config.get(key) is not None})
+    for key, value in config.items():
+        if key not in FSDP1_KEYS:
+            problems.append(f"'{key}' is not a key of FSDP1's configuration.{_hint(key)}")
+        elif key in _NOT_NEEDED:
+            notes.append(f"'{key}' is no longer needed: {_NOT_NEEDED[key]}.")
+        elif key in _NOT_SUPPORTED and value != _NOT_SUPPORTED[key][0]:
+            problems.append(_unsupported(key, value))
+    strategy = config.get("sharding_strategy", "FULL_SHARD")
+    settings.update(_convert_strategy(strategy, settings, world_size, local_world_size, problems))
+    if problems:
+        raise ConfigError(" ".join(problems))
+    return Conversion(settings, tuple(notes))
+
+
+def _hint(key: str) -> str:
+    return nearest(key, sorted(FSDP1_KEYS)) or " It would have no effect; take it out."
+
+
+def _unsupported(key: str, value: Any) -> str:
+    return (
+        f"'{key}: {value}' of FSDP1 has no equal in FSDP2. Dropping it would change the run. "
+        f"Instead: {_NOT_SUPPORTED[key][1]}."
+    )
+
+
+def _convert_strategy(
+    strategy: Any,
+    settings: Mapping[str, Any],
+    world_size: int,
+    local_world_size: int,
+    problems: list[str],
+) -> dict[str, Any]:
+    name = str(strategy).upper()
+    if name not in _STRATEGIES:
+        problems.append(
+            f"sharding_strategy is {strategy!r}, which FSDP1 does not know. The mesh depends on it."
+            f"{nearest(name, _STRATEGIES) or ' Use one of ' + ', '.join(_STRATEGIES) + '.'}"
+        )
+        return {}
+    reshard, copies = _STRATEGIES[name]
+    converted: dict[str, Any] = {"reshard_after_forward": reshard}
+    if copies == "all":
+        converted |= {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": world_size}
+    elif copies == "per node" and settings.get("data_parallel_replicate_degree") is None:
+        converted["data_parallel_shard_degree"] = local_world_size
+        converted["data_parallel_replicate_degree"] = world_size // local_world_size
+    return converted
+
+
+def convert_fsdp1_unit(where: str, config: Mapping[str, Any]) -> Conversion:
+    """Converts what `fsdp_wrap_fn` returned for one module; FSDP2 keys pass through.
+
+    Raises:
+        ConfigError: for FSDP1 settings of a single module that FSDP2 has no equal of.
+    """
+    settings: dict[str, Any] = {}
+    notes: list[str] = []
+    for key, value in config.items():
+        if key in _NOT_NEEDED:
+            notes.append(f"'{key}' of {where} is no longer needed: {_NOT_NEEDED[key]}.")
+        elif key == "sharding_strategy":
+            settings["reshard_after_forward"] = _unit_reshard(where, value)
+        elif key in ("process_group", "device_mesh"):
+            raise ConfigError(
+                f"fsdp_wrap_fn gives {where} its own '{key}'. FSDP2 units share the mesh of the "
+                "run, and this one would be averaged over the wrong ranks. Take it out, or set the "
+                "degrees of the whole run."
+            )
+        else:
+            settings[key] = value
+    return Conversion(settings, tuple(notes))
+
+
+def _unit_reshard(where: str, strategy: Any) -> Any:
+    name = str(getattr(strategy, "name", strategy)).upper()
+    if name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
+        raise ConfigError(
+            f"fsdp_wrap_fn gives {where} sharding_strategy {name}. One module cannot be replicated "
+            "differently from the rest of its mesh. Use FULL_SHARD or SHARD_GRAD_OP there, and set "
+            "`data_parallel_replicate_degree` for the run."
+        )
+    return name == "FULL_SHARD"

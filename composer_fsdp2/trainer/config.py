@@ -1,0 +1,221 @@
+"""Our settings as an object Composer accepts, and every form in which users write them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer.utils import dist
+from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
+from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
+
+from composer_fsdp2.core.config import FSDP2Config, WrapPolicy, nearest, parse_config
+from composer_fsdp2.core.mesh import MeshShape
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
+
+__all__ = ["TrainerFSDP2Config", "parse_parallelism_config", "resolve_settings"]
+
+
+@dataclass(kw_only=True)
+class TrainerFSDP2Config(ComposerFSDP2Config):
+    """`FSDP2Config` as a subclass of Composer's, so that its `isinstance` checks accept it.
+
+    Composer's class answers some of these with fixed properties; here they are real, which alone
+    gives HSDP, planners and checkpoint folders to the Trainer. The meaning of each field is that of
+    `composer_fsdp2.FSDP2Config`, the defaults too.
+    """
+
+    data_parallel_shard_degree: int = -1
+    data_parallel_replicate_degree: int | None = None
+    reshard_after_forward: Any = "auto"
+    mixed_precision: Any = "DEFAULT"
+    tied_weights: str = "lift"
+    wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)
+    ignored_params: tuple[str, ...] = ()
+    forward_methods: tuple[str, ...] = ()
+    load_planner: Any = None
+    save_planner: Any = None
+    sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"
+
+    def __post_init__(self) -> None:
+        """Checks the values; Composer's note that FSDP2 is experimental does not apply."""
+        self.settings  # noqa: B018  (built to be checked)
+
+    @property
+    def settings(self) -> FSDP2Config:
+        """The same settings as the core's type.
+
+        Raises:
+            ConfigError: when a value is wrong.
+        """
+        names = [f.name for f in dataclasses.fields(FSDP2Config)]
+        return FSDP2Config(**{name: getattr(self, name) for name in names})
+
+    @classmethod
+    def of(cls, settings: FSDP2Config) -> TrainerFSDP2Config:
+        """Wraps settings of the core."""
+        names = [f.name for f in dataclasses.fields(FSDP2Config)]
+        return cls(**{name: getattr(settings, name) for name in names})
+
+
+def resolve_settings(config: Any) -> FSDP2Config:
+    """Reads settings in any of the forms users have them.
+
+    Collective: no.
+
+    Args:
+        config: a mapping, our config (core or trainer), Composer's `FSDP2Config`, or an FSDP1
+            `FSDPConfig`, which is converted with a warning for each key that is no longer needed.
+
+    Raises:
+        ConfigError: for anything else, and for wrong values.
+    """
+    if isinstance(config, FSDP2Config):
+        return config
+    if isinstance(config, TrainerFSDP2Config):
+        return config.settings
+    if isinstance(config, ComposerFSDP2Config):
+        return _from_composer(config)
+    if isinstance(config, FSDPConfig):
+        return _from_fsdp1({k: getattr(config, k) for k in FSDP1_KEYS if k in vars(config)})
+    if isinstance(config, Mapping):
+        return parse_config(config)
+    raise ConfigError(
+        f"The FSDP2 configuration is a {type(config).__name__}. Its settings cannot be read. Give "
+        "a mapping, composer_fsdp2.FSDP2Config, or Composer's FSDP2Config or FSDPConfig."
+    )
+
+
+def _from_composer(config: ComposerFSDP2Config) -> FSDP2Config:
+    """Composer's own class; its `True` is torch's default, which keeps the top-level unit."""
+    values: dict[str, Any] = {
+        name: getattr(config, name)
+        for name in (
+            "activation_checkpointing",
+            "activation_cpu_offload",
+            "state_dict_type",
+            "load_monolith_rank0_only",
+            "mixed_precision",
+            "verbose",
+        )
+    }
+    reshard = config.reshard_after_forward
+    values["reshard_after_forward"] = "auto" if reshard is True else reshard
+    mesh = config.device_mesh
+    if mesh is not None:
+        values["data_parallel_shard_degree"] = mesh.size(mesh.ndim - 1)
+        values["data_parallel_replicate_degree"] = mesh.size(0) if mesh.ndim == 2 else None
+    return parse_config(values)
+
+
+def _from_fsdp1(config: Mapping[str, Any]) -> FSDP2Config:
+    conversion = convert_fsdp1(
+        config, world_size=dist.get_world_size(), local_world_size=dist.get_local_world_size()
+    )
+    for note in conversion.notes:
+        warnings.warn(f"FSDP1 to FSDP2: {note}", stacklevel=3)
+    return parse_config(conversion.settings)
+
+
+def parse_parallelism_config(
+    config: ParallelismConfig | Mapping[str, Any] | None,
+) -> ParallelismConfig | None:
+    """Reads the Trainer's `parallelism_config`.
+
+    Collective: no. `fsdp2` may be a mapping, ours, or Composer's object. `fsdp` with FSDP1 settings
+    keeps meaning FSDP1, unless it says `version: 2` or Composer's switch `FSDP_VERSION=2` is set.
+
+    Raises:
+        ConfigError: for a misspelt key, both versions at once, and wrong values.
+    """
+    if config is None:
+        return None
+    if isinstance(config, ParallelismConfig):
+        given: dict[str, Any] = {"fsdp": config.fsdp, "fsdp2": config.fsdp2, "tp": config.tp}
+    else:
+        given = {str(key): value for key, value in config.items()}
+    _check_keys(given)
+    fsdp, fsdp2, tp = given.get("fsdp"), given.get("fsdp2"), given.get("tp")
+    if fsdp is not None and _means_fsdp2(fsdp):
+        fsdp, fsdp2 = None, fsdp
+    parsed: dict[str, Any] = {}
+    if fsdp is not None:
+        parsed["fsdp"] = fsdp if isinstance(fsdp, FSDPConfig) else _fsdp1(fsdp)
+    if fsdp2 is not None:
+        parsed["fsdp2"] = _fsdp2(fsdp2)
+    if tp is not None:
+        parsed["tp"] = tp if isinstance(tp, TPConfig) else TPConfig(**tp)
+    return ParallelismConfig(**parsed) if parsed else None
+
+
+def _check_keys(given: Mapping[str, Any]) -> None:
+    known = ("fsdp", "fsdp2", "tp")
+    for key in given:
+        if key not in known:
+            hint = nearest(key, known) or f" Valid keys: {', '.join(known)}."
+            raise ConfigError(
+                f"'{key}' is not a key of parallelism_config. The run would silently become plain "
+                f"data parallel.{hint}"
+            )
+    if given.get("fsdp") is not None and given.get("fsdp2") is not None:
+        raise ConfigError(
+            "parallelism_config has both 'fsdp' and 'fsdp2'. A model is sharded by one of them. "
+            "Take out 'fsdp' to train with FSDP2, or 'fsdp2' to stay with FSDP1."
+        )
+
+
+def _means_fsdp2(fsdp: Any) -> bool:
+    if isinstance(fsdp, FSDP2Config | ComposerFSDP2Config):
+        return True
+    if not isinstance(fsdp, Mapping):
+        return False
+    if "version" in fsdp:
+        return str(fsdp["version"]) == "2"
+    return os.environ.get("FSDP_VERSION", "1") == "2"
+
+
+def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
+    """FSDP1 takes any key without a word; a misspelt one is an error here."""
+    values = {key: value for key, value in fsdp.items() if key != "version"}
+    for key in values:
+        if key not in FSDP1_KEYS:
+            hint = nearest(key, sorted(FSDP1_KEYS)) or " FSDP2 settings go under 'fsdp2'."
+            raise ConfigError(
+                f"'{key}' is not a key of parallelism_config.fsdp. It would have no effect.{hint}"
+            )
+    return FSDPConfig(**values)
+
+
+def _fsdp2(fsdp2: Any) -> TrainerFSDP2Config:
+    if isinstance(fsdp2, Mapping):
+        fsdp2 = _without_foundry_keys(fsdp2)
+        converted = _from_fsdp1(fsdp2) if _is_fsdp1(fsdp2) else parse_config(fsdp2)
+    else:
+        converted = resolve_settings(fsdp2)
+    # Composer's State builds the mesh; its own checks of the degrees name no numbers.
+    shape = MeshShape.resolve(converted, dist.get_world_size())
+    shape.check_reshard(converted.reshard_after_forward, "the run")
+    return TrainerFSDP2Config.of(converted)
+
+
+def _is_fsdp1(config: Mapping[str, Any]) -> bool:
+    """Whether the keys are FSDP1's: only possible through `FSDP_VERSION=2`."""
+    ours = {f.name for f in dataclasses.fields(FSDP2Config)}
+    return "FSDP_VERSION" in os.environ and any(k in FSDP1_KEYS and k not in ours for k in config)
+
+
+def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Takes out the mark of our config transform and what LLM Foundry adds for mixed init.
+
+    Both additions ask for what always happens: rank 0's weights are the run's.
+    """
+    values = {key: value for key, value in config.items() if key != "version"}
+    mixed_init = "version" in config and values.pop("sync_module_states", False)
+    if mixed_init and values.get("state_dict_type") != "full":
+        values.pop("load_monolith_rank0_only", None)
+    return values

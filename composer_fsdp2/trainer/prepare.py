@@ -1,0 +1,282 @@
+"""`prepare_fully_shard`: what FSDP1 users call, done with FSDP2.
+
+[Note: order of transformations] Decide on names, let the ranks agree, wrap activations, shard with
+children before parents (making each unit's weights real just before), move the optimizer. Nothing
+is changed before every rank has agreed that it can be.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.core import Precision
+from composer.core.precision import _validate_precision
+from composer.devices import Device, DeviceGPU
+from composer.models import ComposerModel
+from composer.utils import ensure_tuple, get_device
+from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
+from composer_fsdp2.core.collectives import agree
+from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.core.materialize import check_origins, describe_meta, shared_seed
+from composer_fsdp2.core.mesh import MeshShape, build_mesh
+from composer_fsdp2.core.optim import (
+    check_optimizer,
+    describe_optimizer,
+    detach_optimizer,
+    reattach_optimizer,
+)
+from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
+from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.core.shard import apply_plan, check_forward_methods, check_hooks
+from composer_fsdp2.core.tying import ModuleTree
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.trainer.config import resolve_settings
+from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
+
+__all__ = ["prepare_fully_shard"]
+
+log = logging.getLogger(__name__)
+
+
+def prepare_fully_shard(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    fsdp2_config: Any,
+    precision: str | Precision | None = None,
+    device: str | Device | None = None,
+    auto_microbatching: bool = False,
+    te_rng_seed: int = 1234,
+) -> tuple[list[Any], dict[str, FSDPModule]]:
+    """Shards a model with FSDP2 and moves its optimizer to the shards, both in place.
+
+    Collective: yes. `torch.distributed` must be initialised. The signature is that of Composer's
+    FSDP1 `prepare_fsdp_module`. A ComposerModel is wrapped by Composer's conventions, any other
+    module as root with its own `fsdp_wrap_fn`. Every rank starts from rank 0's weights.
+
+    Args:
+        model: on cpu or the device on every rank; on meta on ranks above 0; or on meta everywhere.
+        optimizers: at most one, with or without state; or `None` to build it afterwards.
+        fsdp2_config: a mapping, our config, Composer's `FSDP2Config`, or FSDP1's `FSDPConfig`.
+        precision: the training precision, for `mixed_precision: DEFAULT` and `PURE`. Defaults to
+            amp_fp16 on GPU and fp32 on CPU, as in FSDP1.
+        device: where the shards live; the current accelerator, else the CPU, by default.
+        auto_microbatching: not supported yet; must be false.
+        te_rng_seed: kept for the signature; only TransformerEngine's FSDP1 wrapper used it.
+
+    Returns:
+        Hook handles (none are needed, the list is empty) and the FSDP units by name.
+
+    Raises:
+        ConfigError: for wrong settings, on every rank.
+        PlanError: when the model or optimizer cannot be sharded as asked, or ranks differ; on
+            every rank.
+    """
+    if not distributed.is_initialized():
+        raise ConfigError(
+            "torch.distributed is not initialised. FSDP2 shards over its ranks. Call "
+            "composer.utils.dist.initialize_dist() first, or train through the Trainer."
+        )
+    error, decided = None, None
+    facts: dict[str, str] = {}
+    try:
+        _check_arguments(auto_microbatching, te_rng_seed)
+        decided = _decide(model, optimizers, fsdp2_config, precision, device)
+        facts = decided.facts(model)
+    except Exception as caught:  # whatever it is, the other ranks must hear of it
+        error = caught
+    everyone = agree(facts, error)
+    assert decided is not None
+    check_origins([(f["~meta"], f["~meta names"]) for f in everyone])
+    units = _carry_out(model, decided, everyone)
+    return [], units
+
+
+@dataclass(slots=True, eq=False)
+class _Decided:
+    """Everything settled before the model is touched."""
+
+    settings: FSDP2Config
+    shape: MeshShape
+    mesh: DeviceMesh | None
+    device_type: str
+    compute: torch.dtype
+    plan: WrapPlan
+    activation: ActivationPlan | None
+    forward_methods: list[tuple[str, str]]
+    optimizer: torch.optim.Optimizer | None
+
+    def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
+        return resolve_precision(
+            unit.mixed_precision or self.settings.mixed_precision, self.compute
+        )
+
+    def facts(self, model: nn.Module) -> dict[str, str]:
+        """What the ranks must have in common, and what each of them has to tell."""
+        tree = ModuleTree.read(model)
+        on_meta, names = describe_meta(tree)
+        shapes = "\n".join(
+            f"{use.name} {tuple(use.param.shape)} {use.param.dtype} {use.param.requires_grad}"
+            for use in tree.uses
+        )
+        return {
+            "configuration": _describe_settings(self.settings),
+            "precision and device": f"{self.compute} {self.device_type}",
+            "plan": str(self.plan),
+            "set of parameters": shapes,
+            "activation plan": str(self.activation),
+            "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
+            "~meta": on_meta,
+            "~meta names": names,
+            "~seed": str(shared_seed()),
+        }
+
+
+def _describe_settings(settings: FSDP2Config) -> str:
+    skipped = ("load_planner", "save_planner")  # objects, whose repr is an address
+    names = [name for name in FSDP2Config.__slots__ if name not in skipped]
+    return "\n".join(f"{name}: {getattr(settings, name)}" for name in names)
+
+
+def _check_arguments(auto_microbatching: bool, te_rng_seed: int) -> None:
+    if auto_microbatching:
+        raise ConfigError(
+            "auto_microbatching is not supported under FSDP2 yet. An out-of-memory on one rank "
+            "would leave the others waiting. Set device_train_microbatch_size to a number."
+        )
+    if te_rng_seed != 1234:
+        warnings.warn(
+            "te_rng_seed has no effect: activation checkpointing is torch's own here.", stacklevel=3
+        )
+
+
+def _decide(
+    model: nn.Module, optimizers: Any, fsdp2_config: Any, precision: Any, device: Any
+) -> _Decided:
+    """Settles everything that can be settled without touching the model. Collective: no."""
+    settings = resolve_settings(fsdp2_config)
+    place = get_device(device)
+    optimizer = _single_optimizer(optimizers)
+    tree = ModuleTree.read(model)
+    check_hooks(tree)
+    shape = MeshShape.resolve(settings, distributed.get_world_size())
+    plan = _plan(model, settings)
+    _check_reshards(shape, settings, plan)
+    methods = check_forward_methods(tree, settings.forward_methods) + _eval_methods(model, plan)
+    if optimizer is not None:
+        check_optimizer(optimizer, tree, gives_values=distributed.get_rank() == 0)
+    return _Decided(
+        settings=settings,
+        shape=shape,
+        mesh=_given_mesh(fsdp2_config),
+        device_type="cuda" if isinstance(place, DeviceGPU) else place.name,
+        compute=_compute_dtype(precision, place),
+        plan=plan,
+        activation=_plan_activation(model, settings, plan),
+        forward_methods=methods,
+        optimizer=optimizer,
+    )
+
+
+def _plan(model: nn.Module, settings: FSDP2Config) -> WrapPlan:
+    return plan_wrapping(
+        model,
+        trainer_rules(model, settings.wrap_policy),
+        reshard_after_forward=settings.reshard_after_forward,
+        tied_weights=settings.tied_weights,
+        ignored_params=settings.ignored_params,
+    )
+
+
+def _plan_activation(
+    model: nn.Module, settings: FSDP2Config, plan: WrapPlan
+) -> ActivationPlan | None:
+    if not settings.activation_checkpointing and not settings.activation_cpu_offload:
+        return None
+    return plan_activation(
+        model,
+        activation_choice(model, plan),
+        recompute=settings.activation_checkpointing,
+        offload=settings.activation_cpu_offload,
+    )
+
+
+def _single_optimizer(optimizers: Any) -> torch.optim.Optimizer | None:
+    given = ensure_tuple(optimizers)
+    if len(given) > 1:
+        raise ConfigError(
+            f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer with "
+            "several parameter groups."
+        )
+    return given[0] if given else None
+
+
+def _compute_dtype(precision: str | Precision | None, device: Device) -> torch.dtype:
+    if precision is None:
+        precision = Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
+    name = precision.value if isinstance(precision, Precision) else str(precision)
+    dtype = compute_dtype(name)
+    _validate_precision(Precision(name), device)
+    return dtype
+
+
+def _check_reshards(shape: MeshShape, settings: FSDP2Config, plan: WrapPlan) -> None:
+    shape.check_reshard(settings.reshard_after_forward, "the run")
+    for unit in plan.units:
+        shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
+
+
+def _eval_methods(model: nn.Module, plan: WrapPlan) -> list[tuple[str, str]]:
+    """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks."""
+    root_is_unit = any("" in unit.modules for unit in plan.units)
+    if root_is_unit and isinstance(model, ComposerModel):
+        return [("", "eval_forward")]
+    return []
+
+
+def _given_mesh(config: Any) -> DeviceMesh | None:
+    """The mesh Composer's State built, or the user put into Composer's config."""
+    return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
+
+
+def _carry_out(
+    model: nn.Module, decided: _Decided, everyone: Sequence[Any]
+) -> dict[str, FSDPModule]:
+    """Changes the model and its optimizer as decided. Collective: yes."""
+    if decided.settings.verbose and distributed.get_rank() == 0:
+        _show(f"{decided.plan}\n{decided.activation or 'activations: kept'}")
+    detached = None
+    if decided.optimizer is not None:
+        detached = detach_optimizer(decided.optimizer, ModuleTree.read(model))
+    if decided.activation is not None:
+        apply_activation(model, decided.activation)
+    units = apply_plan(
+        model,
+        decided.plan,
+        decided.mesh or build_mesh(decided.shape, decided.device_type),
+        precision_of=decided.precision_of,
+        forward_methods=decided.forward_methods,
+        rank0_has_values=everyone[0]["~meta"] == "none",
+        seed=int(everyone[0]["~seed"]),
+    )
+    if detached is not None:
+        reattach_optimizer(detached)
+    return units
+
+
+def _show(text: str) -> None:
+    """`verbose` was asked for, so it is shown even where nobody set up logging."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("FSDP2 plan:\n%s", text)
+    else:
+        print(f"FSDP2 plan:\n{text}", file=sys.stderr, flush=True)

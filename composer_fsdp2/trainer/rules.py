@@ -1,0 +1,163 @@
+"""Composer's conventions for wrapping and activation checkpointing, as rules."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from composer.models import ComposerModel
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from composer_fsdp2.core.config import WrapPolicy, parse_unit_settings
+from composer_fsdp2.core.plan import Decision, Rule, WrapPlan
+from composer_fsdp2.core.rules import by_hf_blocks, policy_rules, root_rule
+from composer_fsdp2.core.tying import has_forward
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migrate.fsdp1 import convert_fsdp1_unit
+
+__all__ = ["activation_choice", "trainer_rules"]
+
+
+def trainer_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
+    """The rules for a model in Composer's Trainer, in order of precedence.
+
+    Metrics are left alone; then `_fsdp_wrap` on a module; then the `wrap_policy`; then
+    `fsdp_wrap_fn` of the direct child a module lies in, or the model's Hugging Face block list when
+    there is no such function; then the direct children of a ComposerModel. A policy that says what
+    a block is replaces `fsdp_wrap_fn`. Any other module is the root itself and its `fsdp_wrap_fn`.
+
+    Raises:
+        PlanError: for parts of the policy that match nothing.
+    """
+    tops = _tops(model)
+    rules: list[Rule] = [] if model in tops else [_metric_rule(model)]
+    rules.append(_attribute_rule(tops))
+    rules += policy_rules(model, policy)
+    if not policy.selects_blocks:
+        hooks = _hook_rule(tops)
+        blocks = hooks or by_hf_blocks(model)
+        rules += [blocks] if blocks else []
+    rules.append(root_rule if model in tops else _direct_child_rule(tops))
+    return rules
+
+
+def _tops(model: nn.Module) -> list[nn.Module]:
+    """Modules whose hooks are asked: a ComposerModel's children, or the model itself."""
+    if not isinstance(model, ComposerModel):
+        return [model]
+    return [child for child in model.children() if not _is_metric(child)]
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return isinstance(module, Metric | MetricCollection)
+
+
+def _metric_rule(model: nn.Module) -> Rule:
+    inside = {
+        id(module) for child in model.children() if _is_metric(child) for module in child.modules()
+    }
+
+    def rule(_name: str, module: nn.Module) -> Decision | None:
+        return Decision(wrap=False, reason="metric") if id(module) in inside else None
+
+    return rule
+
+
+def _attribute_rule(tops: list[nn.Module]) -> Rule:
+    roots = {id(top) for top in tops if not isinstance(top, ComposerModel)}
+
+    def rule(name: str, module: nn.Module) -> Decision | None:
+        wanted = getattr(module, "_fsdp_wrap", None)
+        if wanted is None or (name == "" and id(module) in roots):
+            return None
+        return Decision(wrap=bool(wanted), reason="_fsdp_wrap")
+
+    return rule
+
+
+def _hook_rule(tops: list[nn.Module]) -> Rule | None:
+    """`fsdp_wrap_fn` of each top module, asked for everything inside it but not for itself."""
+    asked: dict[int, Callable[[nn.Module], Any]] = {}
+    for top in tops:
+        hook = getattr(top, "fsdp_wrap_fn", None)
+        if callable(hook):
+            asked.update((id(module), hook) for module in top.modules() if module is not top)
+    if not asked:
+        return None
+
+    def rule(name: str, module: nn.Module) -> Decision | None:
+        hook = asked.get(id(module))
+        return None if hook is None else _hook_decision(name, hook(module))
+
+    return rule
+
+
+def _hook_decision(name: str, answer: Any) -> Decision | None:
+    if not answer:
+        return None
+    if isinstance(answer, bool):
+        return Decision(wrap=True, reason="fsdp_wrap_fn")
+    if not isinstance(answer, Mapping):
+        raise ConfigError(
+            f"fsdp_wrap_fn returned a {type(answer).__name__} for '{name}'. Whether it becomes a "
+            "unit is then unknown. Return true, false, or a mapping of settings of the unit."
+        )
+    conversion = convert_fsdp1_unit(f"'{name}'", answer)
+    for note in conversion.notes:
+        warnings.warn(f"FSDP1 to FSDP2: {note}", stacklevel=2)
+    settings = parse_unit_settings(f"fsdp_wrap_fn of '{name}'", conversion.settings)
+    return Decision(wrap=True, reason="fsdp_wrap_fn", settings=settings)
+
+
+def _direct_child_rule(tops: list[nn.Module]) -> Rule:
+    """Containers cannot be units, and a grandchild registered again stays in its own parent."""
+    inside = {id(module) for top in tops for module in top.modules() if module is not top}
+    ids = {id(top) for top in tops if has_forward(top) and id(top) not in inside}
+
+    def rule(_name: str, module: nn.Module) -> Decision | None:
+        return Decision(wrap=True, reason="direct child") if id(module) in ids else None
+
+    return rule
+
+
+def activation_choice(model: nn.Module, plan: WrapPlan) -> Callable[[str, nn.Module], bool]:
+    """Which modules are checkpointed.
+
+    `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
+    it lies in. A model with neither is checkpointed at its FSDP blocks: units inside another unit
+    that contain none, embeddings and head left out.
+    """
+    asked: dict[int, Callable[[nn.Module], Any]] = {}
+    for top in _tops(model):
+        hook = getattr(top, "activation_checkpointing_fn", None)
+        if callable(hook):
+            asked.update((id(module), hook) for module in top.modules())
+    if asked or any(hasattr(module, "_activation_checkpointing") for module in model.modules()):
+        return lambda _name, module: _asked_to_checkpoint(asked, module)
+    blocks = _blocks(plan)
+    return lambda name, _module: name in blocks
+
+
+def _asked_to_checkpoint(
+    asked: Mapping[int, Callable[[nn.Module], Any]], module: nn.Module
+) -> bool:
+    own = getattr(module, "_activation_checkpointing", None)
+    if own is not None:
+        return bool(own)
+    hook = asked.get(id(module))
+    return bool(hook(module)) if hook is not None else False
+
+
+def _blocks(plan: WrapPlan) -> set[str]:
+    inner = [unit for unit in plan.units if not unit.top_level]
+    names = {unit.modules[0] for unit in inner if unit.reason not in ("embeddings", "lm_head")}
+    parents = {name.rpartition(".")[0] for name in names}
+    containing = {part for name in parents for part in _prefixes(name)}
+    return names - containing
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
