@@ -1,0 +1,309 @@
+"""The command `composer-fsdp2`. Each command imports what it needs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["app", "main"]
+
+_USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
+_BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
+_PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
+# Beginnings of warnings that packages raise about themselves in every run.
+_NOISE = (
+    "FSDP2 Config/APIs are experimental",
+    "To copy construct from a tensor",
+    "TypedStorage is deprecated",
+    "pkg_resources is deprecated as an API",
+)
+
+app = typer.Typer(
+    name="composer-fsdp2",
+    no_args_is_help=True,
+    add_completion=False,
+    # Its tracebacks are pages long and hide the error.
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@app.callback()
+def _about() -> None:
+    """PyTorch FSDP2 for MosaicML Composer and LLM Foundry."""
+
+
+@app.command(
+    help="""Train what RUN.yaml describes, with FSDP2 where it says so.
+
+`parallelism_config: {fsdp2: {}}` in the YAML asks for FSDP2. All other keys, and the overrides,
+are those of `llmfoundry train`.
+
+- `composer-fsdp2 train yamls/quickstart.yaml`
+
+- `composer-fsdp2 train run.yaml max_duration=100ba parallelism_config.fsdp2.state_dict_type=full`
+
+- On several nodes, on each: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
+--rdzv-endpoint HOST:29400 --no-python composer-fsdp2 train run.yaml`
+"""
+)
+def train(
+    run: Annotated[Path, typer.Argument(help="A training run of LLM Foundry.", metavar="RUN.yaml")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Replaces a setting; dots lead into blocks.", metavar="key=value"),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-n", min=1, help="Processes; default one per GPU, 2 without any."),
+    ] = None,
+    log_dir: Annotated[
+        Path | None,
+        typer.Option(help="Output of ranks above 0; default a new temporary folder."),
+    ] = None,
+) -> None:
+    """Starts the ranks, or is one when a launcher has started them."""
+    from composer_fsdp2.launch import under_launcher
+
+    overrides = overrides or []
+    with _reported():
+        cfg = _load_run(run, overrides)
+        if not under_launcher():
+            _launch(["train", str(run), *overrides], ranks, log_dir)
+            return
+        if ranks or log_dir:
+            raise ConfigError(
+                "--ranks or --log-dir is given, but a launcher has already started the ranks. It "
+                "would have no effect. Remove it, and give the launcher its own option."
+            )
+        _train_here(run, overrides, cfg)
+
+
+@app.command(help="Show versions, and whether everything that is replaced in Composer fits them.")
+def doctor() -> None:
+    """Prints to standard output, for a bug report."""
+    from composer_fsdp2.trainer.patches import describe_patches
+
+    for package in _PACKAGES:
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            version = "not installed"
+        typer.echo(f"{package:16}{version}")
+    typer.echo(f"\n{describe_patches()}")
+
+
+# --- Errors: what the user can correct is one message and exit code 2, without a traceback. ---
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    from composer_fsdp2.launch import RankError
+
+    try:
+        yield
+    except _USER_ERRORS as error:
+        _say(f"[bold red]{type(error).__name__}:[/] [red]{escape(str(error))}[/]")
+        raise typer.Exit(2) from None
+    except RankError as error:
+        _say(f"\n[red]{escape(str(error))}[/]")
+        raise typer.Exit(1) from None
+
+
+def _say(markup: str) -> None:
+    # Made for each message: it keeps the stream it finds, and standard error may be replaced.
+    Console(stderr=True, highlight=False, soft_wrap=True).print(markup)
+
+
+# --- Reading a run: everything that can be known to be wrong before a process starts. ---
+
+
+def _load_run(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Reads a run and checks it as far as parallelism goes.
+
+    Returns:
+        The parallelism settings alone, in LLM Foundry's keys.
+
+    Raises:
+        ConfigError: it cannot be read, or asks for something impossible.
+    """
+    from composer_fsdp2.foundry import parse_run_config
+
+    _check_installed()
+    return parse_run_config(_resolve(_merge(_read_yaml(path), overrides)))
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("llmfoundry") is None:
+        raise ConfigError(
+            "LLM Foundry is not installed. 'train' runs its training script. "
+            "Install it with: pip install 'composer-fsdp2[foundry]'"
+        )
+    if importlib.util.find_spec("pkg_resources") is None:
+        raise ConfigError(
+            "The module 'pkg_resources' is missing. LLM Foundry imports it, and setuptools has it "
+            "only before version 81. Install it with: pip install 'setuptools<81'"
+        )
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError
+
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no file '{path}'. Without it there is nothing to train. "
+            f"Write the path of a training YAML, absolute or from {Path.cwd()}."
+        )
+    try:
+        cfg = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
+            "Correct it at that place."
+        ) from None
+    if not isinstance(cfg, DictConfig) or not cfg:
+        raise ConfigError(
+            f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
+            "Write them, or start from yamls/quickstart.yaml."
+        )
+    return cfg
+
+
+def _merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    """Applies the overrides one by one, so that an error can name the one it is in."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(
+                f"'{item}' is not an override. It would change nothing. "
+                "Write key=value without spaces around '=', for example max_duration=100ba."
+            )
+        try:
+            cfg.merge_with(OmegaConf.from_cli([item]))
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(
+                f"The override '{item}' cannot be applied: {_one_line(error)}. The run would not "
+                "be the one asked for. Correct the key, or the value, which has to be YAML."
+            ) from None
+    return cfg
+
+
+def _resolve(cfg: DictConfig) -> dict[str, Any]:
+    """The blocks about parallelism; others may need resolvers that `code_paths` will register."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        blocks = {key: cfg[key] for key in _BLOCKS if key in cfg}
+        return {
+            key: OmegaConf.to_container(block, resolve=True)
+            if OmegaConf.is_config(block)
+            else block
+            for key, block in blocks.items()
+        }
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"An interpolation cannot be resolved: {_one_line(error)}. The parallelism settings "
+            "depend on it. Correct the name between '${' and '}'."
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+# --- Training: start the ranks, or be one. ---
+
+
+def _launch(command: list[str], ranks: int | None, log_dir: Path | None) -> None:
+    from composer_fsdp2.launch import default_ranks, launch_ranks
+
+    ranks = ranks or default_ranks()
+    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
+    count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
+    _say(f"[dim]Starting {escape(count)}[/]")
+    # As this process was started: `-m` would put the current folder before installed packages.
+    script = Path(sys.argv[0])
+    program = [str(script)] if script.name == app.info.name else ["-m", "composer_fsdp2.cli"]
+    launch_ranks([*program, *command], ranks, log_dir)
+
+
+def _train_here(run: Path, overrides: list[str], cfg: Mapping[str, Any]) -> None:
+    """Trains as one rank.
+
+    Collective: yes, every rank of the run has to come here.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from composer_fsdp2.foundry import requests_fsdp2
+    from composer_fsdp2.launch import rank_guard
+
+    _quiet_others()
+    if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
+        _say(f"[yellow]{escape(_describe_other(run, cfg))}[/]")
+    with rank_guard():
+        # Leaves an exception where torchrun or `launch` can read it.
+        record(_train_from_yaml)(run, overrides)
+
+
+def _quiet_others() -> None:
+    """Drops what other packages say about themselves in every run, and nothing else."""
+    import logging
+    import warnings
+
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    models = logging.getLogger("transformers.modeling_utils")
+    models.addFilter(lambda record: "has generative capabilities" not in record.getMessage())
+    # Threads of the tokenizer and forked data loader workers do not mix; it says so at length.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
+    """One line for a run without FSDP2, which is probably not what its user wanted."""
+    used = "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
+    return (
+        f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and trains {used}. "
+        "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
+    )
+
+
+def _train_from_yaml(run: Path, overrides: list[str]) -> None:
+    from llmfoundry import registry
+    from llmfoundry.command_utils import train_from_yaml
+
+    from composer_fsdp2.foundry import transform
+
+    # LLM Foundry finds it by entry point, but not in a checkout that is not installed.
+    registry.config_transforms.register("composer_fsdp2", func=transform)
+    train_from_yaml(str(run), overrides)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The quickstart as a newcomer runs it, in real processes, only smaller."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llmfoundry")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "variables.text.megabytes=0.2",
+    "variables.text.vocab_size=512",
+    "max_seq_len=32",
+    "model.d_model=32",
+    "model.n_layers=2",
+    "eval_interval=4ba",
+    "eval_subset_num_batches=2",
+    "save_interval=4ba",
+    "scheduler.t_warmup=1ba",
+    "loggers.quickstart_console.every=2",
+    # A rank that waits for another must fail the test, not outlast it.
+    "dist_timeout=60",
+]
+
+
+def quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Runs two ranks in the root of the repository, as the README says."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    # CPU also where there are GPUs: the numbers below are for two ranks.
+    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "composer_fsdp2.cli", "train", "yamls/quickstart.yaml"]
+    command += [f"--log-dir={folder}/logs", f"variables.folder={folder}", *SMALL, *overrides]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=400
+    )
+
+
+def summary(output: str) -> tuple[float, int, float, int]:
+    """Held-out loss and batch, at the start and at the end."""
+    found = re.search(r"Held-out loss: ([\d.]+) at batch (\d+), ([\d.]+) at batch (\d+)", output)
+    assert found, output
+    before, start, after, end = found.groups()
+    return float(before), int(start), float(after), int(end)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("quickstart")
+
+
+@pytest.fixture(scope="module")
+def first_run(folder) -> subprocess.CompletedProcess[str]:
+    return quickstart(folder, "max_duration=4ba")
+
+
+def test_trains_to_the_end(first_run):
+    assert first_run.returncode == 0, first_run.stderr
+    assert "Starting 2 ranks" in first_run.stderr
+    before, start, after, end = summary(first_run.stdout)
+    assert (start, end) == (0, 4)
+    assert after < before
+
+
+def test_the_checkpoint_is_sharded_over_both_ranks(first_run, folder):
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    checkpoint = folder / "checkpoints" / "ep0-ba4"
+    assert {file.name for file in checkpoint.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert (folder / "checkpoints" / "latest-sharded-rank0").exists()
+    entries = FileSystemReader(checkpoint).read_metadata().state_dict_metadata.items()
+    chunks = {
+        name: len(entry.chunks)
+        for name, entry in entries
+        if isinstance(entry, TensorStorageMetadata) and name.startswith("state.model.")
+    }
+    assert chunks
+    assert set(chunks.values()) == {2}
+
+
+def test_resumes_with_a_longer_duration(first_run, folder):
+    second = quickstart(folder, "max_duration=8ba")
+    assert second.returncode == 0, second.stderr
+    assert "Going on from the checkpoint of batch 4." in second.stdout
+    assert "Preparing data" not in second.stdout
+    before, start, after, end = summary(second.stdout)
+    assert (before, start) == summary(first_run.stdout)[:2]
+    assert after < summary(first_run.stdout)[2]
+    assert end == 8
+    assert (folder / "checkpoints" / "ep0-ba8").is_dir()
+
+
+FAILING = """
+import time
+import torch.distributed as dist
+from composer import Callback
+from llmfoundry import registry
+
+@registry.callbacks.register("failing")
+class Failing(Callback):
+    def batch_end(self, state, logger):
+        if dist.get_rank() == 1:
+            print("failed at", time.time(), flush=True)
+            raise RuntimeError("one rank gives up")
+"""
+
+
+def test_a_failing_rank_ends_the_run_with_its_error(first_run, folder, tmp_path):
+    code = tmp_path / "failing.py"
+    code.write_text(FAILING)
+    failed = quickstart(
+        tmp_path,
+        f"variables.data={folder}/data",
+        f"code_paths=[yamls/quickstart_data.py,{code}]",
+        "callbacks.failing={}",
+        "max_duration=4ba",
+    )
+    ended = time.time()
+    assert failed.returncode == 1
+    report = failed.stderr[failed.stderr.rindex("Rank 1 failed:") :]
+    assert report.startswith("Rank 1 failed: RuntimeError: one rank gives up")
+    assert "in batch_end" in report
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stdout.log")
+    assert ended - float(log.read_text().split("failed at")[1]) < 30
