@@ -129,7 +129,9 @@ class Grandchild(TinyComposer):
         self.embedding = self.net.embed
 
 
-def batches(steps: int, size: int, length: int = 5, seed: int = 7) -> list[tuple[torch.Tensor, ...]]:
+def batches(
+    steps: int, size: int, length: int = 5, seed: int = 7
+) -> list[tuple[torch.Tensor, ...]]:
     """Global batches of (ids, targets), each `(size, length)`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (steps, 2, size, length)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    ActivationWrapper,
     checkpoint_wrapper,
     offload_wrapper,
 )
 
-from composer_fsdp2.core.tying import ModuleTree, has_forward
+from composer_fsdp2.core.tying import ModuleTree, has_forward, is_wrapper
 from composer_fsdp2.errors import PlanError
 
 __all__ = ["ActivationPlan", "apply_activation", "plan_activation"]
@@ -53,7 +52,9 @@ def plan_activation(
     Raises:
         PlanError: when no module is chosen, or one without `forward`.
     """
-    chosen = [(name, m) for name, m in ModuleTree.read(model).modules() if name and choose(name, m)]
+    modules = ModuleTree.read(model).modules()
+    named = [(name, module) for name, module in modules if name and not is_wrapper(module)]
+    chosen = [(name, module) for name, module in named if choose(name, module)]
     if not chosen:
         raise PlanError(
             "Activation checkpointing is on, but no module was chosen for it. Nothing would be "
@@ -74,14 +75,17 @@ def plan_activation(
 def apply_activation(model: nn.Module, plan: ActivationPlan) -> None:
     """Wraps the modules of the plan in place; a module registered twice is wrapped once.
 
+    What is in such a wrapper already is left as it is.
+
     Collective: no. Always non-reentrant. Names in `state_dict()` stay as they are;
     `named_modules()` and `named_parameters()` of outer modules gain `_checkpoint_wrapped_module`.
     """
     tree = ModuleTree.read(model)
     wanted = set(plan.modules)
+    wrapped = {visit.path for visit in tree.visits if is_wrapper(visit.module)}
     wrappers: dict[int, nn.Module] = {}
     for name, module in tree.modules():
-        if name in wanted and not isinstance(module, ActivationWrapper):
+        if name in wanted and name not in wrapped:
             wrappers[id(module)] = _wrap(module, plan)
     for _, parent in tree.modules():
         for name, child in parent._modules.items():

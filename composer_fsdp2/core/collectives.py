@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.errors import ConfigError, PlanError
 
-__all__ = ["GradientReduction", "agree", "broadcast_from_rank0", "is_fake", "probe_reduction"]
+__all__ = [
+    "GradientReduction",
+    "agree",
+    "any_rank",
+    "broadcast_from_rank0",
+    "is_fake",
+    "probe_reduction",
+]
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:
@@ -109,13 +117,14 @@ def _average_over(
     return average
 
 
-def agree(facts: Mapping[str, str], error: Exception | None = None) -> list[Mapping[str, str]]:
+def agree(facts: Mapping[str, Any], error: Exception | None = None) -> list[Mapping[str, Any]]:
     """Raises one error on every rank when any rank failed or holds other facts.
 
     Collective: yes, over the default group.
 
     Args:
-        facts: name -> text. Names that start with `~` are exchanged and may differ.
+        facts: name -> text. Names that start with `~` are exchanged and may differ, and may be any
+            plain value.
         error: what this rank would have raised.
 
     Returns:
@@ -126,7 +135,7 @@ def agree(facts: Mapping[str, str], error: Exception | None = None) -> list[Mapp
         PlanError: likewise.
     """
     failed = None if error is None else (type(error).__name__, str(error))
-    everyone: list[tuple[tuple[str, str] | None, Mapping[str, str]]] = [(failed, facts)]
+    everyone: list[tuple[tuple[str, str] | None, Mapping[str, Any]]] = [(failed, facts)]
     if not is_fake() and dist.get_world_size() > 1:
         everyone = [(None, {})] * dist.get_world_size()
         dist.all_gather_object(everyone, (failed, facts))
@@ -140,7 +149,7 @@ def agree(facts: Mapping[str, str], error: Exception | None = None) -> list[Mapp
 
 
 def _raise_first(
-    everyone: list[tuple[tuple[str, str] | None, Mapping[str, str]]], error: Exception | None
+    everyone: list[tuple[tuple[str, str] | None, Mapping[str, Any]]], error: Exception | None
 ) -> None:
     failures = [(rank, failed) for rank, (failed, _) in enumerate(everyone) if failed is not None]
     if not failures:
@@ -165,16 +174,25 @@ def _difference(name: str, mine: str, theirs: str, rank: int) -> str:
     )
 
 
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on any rank. Collective: yes, over the default group."""
+    if dist.get_world_size() == 1:
+        return flag
+    found = torch.tensor([int(flag)], device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return bool(found.item())
+
+
 @torch.no_grad()
-def broadcast_from_rank0(tensor: torch.Tensor) -> None:
+def broadcast_from_rank0(tensor: torch.Tensor, device: torch.device) -> None:
     """Overwrites a tensor with rank 0's values.
 
     Collective: yes, over the default group. Any dtype: bytes are sent, because backends do not
-    know all of them.
+    know all of them. A tensor elsewhere than on `device` travels through it.
     """
     if dist.get_world_size() == 1 or tensor.numel() == 0:
         return
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().to(device).contiguous().view(-1)
     dist.broadcast(flat.view(torch.uint8), src=0)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))

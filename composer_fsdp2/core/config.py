@@ -45,6 +45,7 @@ DTYPES: dict[str, torch.dtype] = {
 }
 _DTYPE_CHOICES = ("fp32", "bf16", "fp16")
 _PRESETS = ("DEFAULT", "PURE", "FULL")
+_PATTERNS = "a list of patterns, or a mapping of pattern: settings"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,11 +160,8 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
             errors.append(_unknown_key(key, _FIELDS, "parallelism_config.fsdp2"))
             continue
         parse, check = _FIELDS[key]
-        before = len(errors)
-        value = parse(key, raw, errors)
-        if len(errors) == before:
-            check(key, value, errors)
-            values[key] = value
+        values[key] = parse(key, raw, errors)
+        check(key, values[key], errors)
     _check_combinations(values, errors)
     _raise_all(errors)
     return FSDP2Config(**values)
@@ -177,6 +175,7 @@ def parse_unit_settings(where: str, raw: Any) -> UnitSettings:
     """
     errors: list[str] = []
     settings = _unit_settings(where, plain(raw), errors)
+    _check_unit(where, settings, errors)
     _raise_all(errors)
     return settings
 
@@ -310,49 +309,58 @@ def _check_names(key: str, value: Any, errors: list[str]) -> None:
         errors.append(_wrong(key, value, "a list of names"))
 
 
-def _unit_settings(where: str, raw: Any, errors: list[str]) -> UnitSettings:
+def _unit_settings(where: str, raw: Any, errors: list[str]) -> Any:
     """Settings of one pattern: nothing, `true`, or a mapping."""
     if raw is None or raw is True:
         return UnitSettings()
     if not isinstance(raw, dict):
-        errors.append(_wrong(where, raw, "a mapping with reshard_after_forward, mixed_precision"))
-        return UnitSettings()
+        return raw
     known = {f.name: None for f in dataclasses.fields(UnitSettings)}
     errors += [_unknown_key(key, known, where) for key in raw if key not in known]
-    values: dict[str, Any] = {}
-    if raw.get("reshard_after_forward") is not None:
-        values["reshard_after_forward"] = raw["reshard_after_forward"]
-        _check_reshard(f"{where}.reshard_after_forward", raw["reshard_after_forward"], errors)
-    if raw.get("mixed_precision") is not None:
-        key = f"{where}.mixed_precision"
-        values["mixed_precision"] = _parse_precision(key, raw["mixed_precision"], errors)
-        _check_precision(key, values["mixed_precision"], errors)
-    return UnitSettings(**values)
+    key = f"{where}.mixed_precision"
+    return UnitSettings(
+        reshard_after_forward=raw.get("reshard_after_forward"),
+        mixed_precision=_parse_precision(key, raw.get("mixed_precision"), errors),
+    )
+
+
+def _check_unit(where: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, UnitSettings):
+        errors.append(_wrong(where, value, "a mapping with reshard_after_forward, mixed_precision"))
+        return
+    if value.reshard_after_forward is not None:
+        _check_reshard(f"{where}.reshard_after_forward", value.reshard_after_forward, errors)
+    if value.mixed_precision is not None:
+        _check_precision(f"{where}.mixed_precision", value.mixed_precision, errors)
 
 
 def _selectors(where: str, raw: Any, errors: list[str]) -> tuple[Selector, ...]:
     """A list of patterns, or a mapping from pattern to unit settings."""
-    if isinstance(raw, str):
-        raw = [raw]
-    if isinstance(raw, list):
-        raw = {item: None for item in raw if isinstance(item, str)} if _all_str(raw) else None
-    if not isinstance(raw, dict) or not raw:
-        errors.append(_wrong(where, raw, "a list of patterns, or a mapping of pattern: settings"))
+    written = [raw] if isinstance(raw, str) else raw
+    if isinstance(written, list) and all(isinstance(item, str) for item in written):
+        written = dict.fromkeys(written)
+    if not isinstance(written, dict) or not written:
+        errors.append(_wrong(where, raw, _PATTERNS))
         return ()
-    for pattern in raw:
-        _check_pattern(where, pattern, errors)
     return tuple(
         Selector(pattern, _unit_settings(f"{where}.{pattern}", settings, errors))
-        for pattern, settings in raw.items()
+        for pattern, settings in written.items()
     )
 
 
-def _all_str(values: list[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
+def _check_selectors(where: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, tuple) or not all(isinstance(item, Selector) for item in value):
+        errors.append(_wrong(where, value, _PATTERNS))
+        return
+    for selector in value:
+        _check_pattern(where, selector.pattern, errors)
+        _check_unit(f"{where}.{selector.pattern}", selector.settings, errors)
 
 
-def _check_pattern(where: str, pattern: str, errors: list[str]) -> None:
-    if pattern.startswith("re:"):
+def _check_pattern(where: str, pattern: Any, errors: list[str]) -> None:
+    if not isinstance(pattern, str) or not pattern:
+        errors.append(_wrong(where, pattern, "patterns that are not empty"))
+    elif pattern.startswith("re:"):
         try:
             re.compile(pattern[3:])
         except re.error as error:
@@ -362,7 +370,7 @@ def _check_pattern(where: str, pattern: str, errors: list[str]) -> None:
             )
 
 
-def _toggle(where: str, raw: Any, errors: list[str]) -> UnitSettings | None:
+def _toggle(where: str, raw: Any, errors: list[str]) -> Any:
     """`false` is off; `true` or a mapping of unit settings is on."""
     if raw is None or raw is False:
         return None
@@ -391,9 +399,18 @@ def _check_wrap_policy(key: str, value: Any, errors: list[str]) -> None:
         choices = ", ".join(f.name for f in dataclasses.fields(WrapPolicy))
         errors.append(_wrong(key, value, f"a mapping with {choices}"))
         return
-    least = value.min_num_params
-    if least is not None and (isinstance(least, bool) or not isinstance(least, int) or least < 1):
-        errors.append(_wrong(f"{key}.min_num_params", least, "a number of elements >= 1"))
+    for name in ("classes", "names"):
+        _check_selectors(f"{key}.{name}", getattr(value, name), errors)
+    for name in ("embeddings", "lm_head"):
+        if getattr(value, name) is not None:
+            _check_unit(f"{key}.{name}", getattr(value, name), errors)
+    if value.min_num_params is not None:
+        _check_count(f"{key}.min_num_params", value.min_num_params, errors)
+
+
+def _check_count(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        errors.append(_wrong(key, value, "a number of elements >= 1"))
 
 
 _Parse = Callable[[str, Any, list[str]], Any]
@@ -423,7 +440,7 @@ def _check_combinations(values: Mapping[str, Any], errors: list[str]) -> None:
     """Settings that are fine alone and cannot hold together."""
     if (
         values.get("load_monolith_rank0_only") is True
-        and values.get("state_dict_type", "sharded") != "full"
+        and values.get("state_dict_type", "sharded") == "sharded"
     ):
         errors.append(
             "'load_monolith_rank0_only' is true while 'state_dict_type' is sharded. Only a full "

@@ -10,57 +10,76 @@ ever holds more than one full unit beside its shards.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.core.collectives import broadcast_from_rank0, is_fake
+from composer_fsdp2.core.collectives import agree, any_rank, broadcast_from_rank0, is_fake
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import PlanError
 
-__all__ = ["InitialWeights", "check_origins", "describe_meta", "replace_parameter", "shared_seed"]
+__all__ = ["InitialWeights", "Origins", "check_origins", "replace_parameter", "shared_seed"]
 
 Initialiser = Callable[[nn.Module], object]
 Tensors = dict[str, torch.Tensor]
 
 
-def describe_meta(tree: ModuleTree) -> tuple[str, str]:
-    """What of the model is on meta: ('none' | 'all' | 'some', names when 'some')."""
-    names: list[str] = []
-    total = 0
-    for path, module in tree.modules():
-        for name, tensor in _own_tensors(module).items():
-            total += 1
-            if tensor.is_meta:
-                names.append(f"{path}.{name}" if path else name)
-    if not names:
-        return "none", ""
-    return ("all", "") if len(names) == total else ("some", "\n".join(names))
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """What of a model is on meta on one rank."""
+
+    on_meta: Literal["none", "all", "some"]
+    digest: str
+    """of the names, when some are"""
+    attributes: str
+    """plain tensor attributes; ranks need the same ones only when some rank is on meta"""
+
+    @classmethod
+    def read(cls, tree: ModuleTree) -> Origins:
+        """Looks at every parameter, buffer and tensor attribute. Collective: no."""
+        names = [use.name for use in tree.uses if use.param.is_meta]
+        total = len(tree.uses)
+        attributes: list[str] = []
+        for path, module in tree.modules():
+            for name, tensor in _unlearned_tensors(module):
+                total += 1
+                if name not in module._buffers:
+                    attributes.append(f"{path}.{name} {tensor.shape}")
+                if tensor.is_meta:
+                    names.append(f"{path}.{name}")
+        on_meta = "none" if not names else "all" if len(names) == total else "some"
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
+        return cls(on_meta, digest, "\n".join(attributes))
 
 
-def check_origins(everyone: list[tuple[str, str]]) -> None:
+def check_origins(everyone: Sequence[Origins]) -> None:
     """Checks that rank 0 holds every value that any rank holds.
 
-    Collective: no; `everyone` is what `describe_meta` gave on each rank.
+    Collective: no; `everyone` is what each rank has.
 
     Raises:
-        PlanError: when a rank holds values where rank 0 is on meta.
+        PlanError: when a rank holds values where rank 0 is on meta, or attributes rank 0 has not.
     """
     first = everyone[0]
-    if first[0] == "none":
-        return
     for rank, found in enumerate(everyone):
-        if found != first:
+        if first.on_meta != "none" and found.digest != first.digest:
             raise PlanError(
-                f"Rank 0 holds the model on meta ({first[0]} of it) and rank {rank} does not "
-                f"({found[0]} of it). Rank 0's values are the ones every rank starts from, and it "
-                "has none. Build the model on cpu on rank 0 and on meta elsewhere "
+                f"Rank 0 holds the model on meta ({first.on_meta} of it) and rank {rank} does not "
+                f"({found.on_meta} of it). Rank 0's values are the ones every rank starts from, "
+                "and it has none. Build the model on cpu on rank 0 and on meta elsewhere "
                 "(`init_device: mixed`), or on meta everywhere (`init_device: meta`)."
+            )
+        if found.on_meta != "none" and found.attributes != first.attributes:
+            raise PlanError(
+                f"Modules on rank {rank}, which is on meta, hold other tensor attributes than on "
+                f"rank 0 ({found.attributes or 'none'} against {first.attributes or 'none'}). They "
+                "could not be given rank 0's values. Set the same attributes on every rank."
             )
 
 
@@ -69,7 +88,7 @@ def replace_parameter(
 ) -> nn.Parameter:
     """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
     new = nn.Parameter(data, requires_grad=old.requires_grad)
-    new.__dict__.update(old.__dict__)
+    vars(new).update(vars(old))
     new._backward_hooks = old._backward_hooks
     for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
         new.register_post_accumulate_grad_hook(hook)
@@ -94,22 +113,33 @@ class InitialWeights:
         default_factory=dict[int, Initialiser | None]
     )
     _rank0_has_values: bool = True
+    _some_on_meta: bool = True
 
     @classmethod
     def prepare(
-        cls, tree: ModuleTree, device: torch.device, seed: int, rank0_has_values: bool
+        cls,
+        tree: ModuleTree,
+        device: torch.device,
+        seed: int,
+        *,
+        rank0_has_values: bool,
+        some_on_meta: bool,
     ) -> InitialWeights:
         """Records where parameters sit and who initialises them."""
-        weights = cls(tree, device, seed, _rank0_has_values=rank0_has_values)
+        weights = cls(tree, device, seed)
+        weights._rank0_has_values, weights._some_on_meta = rank0_has_values, some_on_meta
+        if is_fake():
+            return weights  # nothing will be filled
         for use in tree.uses:
             module = tree.visits[use.visit].module
             place = (module, use.name.rpartition(".")[2])
             weights._places.setdefault(id(use.param), []).append(place)
-        weights._initialisers = _initialisers(tree)
+        if not rank0_has_values:
+            weights._initialisers = _initialisers(tree)
         return weights
 
     @contextlib.contextmanager
-    def seeded(self) -> Iterator[None]:
+    def seeded(self) -> Generator[None, None, None]:
         """One random stream for everything that is created; the caller's is untouched."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -128,17 +158,31 @@ class InitialWeights:
         """
         if is_fake():
             return
-        todo = [(path, module) for path, module in modules if id(module) not in self._ready]
-        self._ready.update(id(module) for _, module in todo)
+        todo: list[tuple[str, nn.Module]] = []
+        for path, module in modules:
+            if id(module) not in self._ready:  # one registered twice comes under both names
+                self._ready.add(id(module))
+                todo.append((path, module))
         blank = {id(module): self._materialise(module) for _, module in todo}
         if not self._rank0_has_values:
+            self._initialise_all(todo, blank)
+        for _, module in todo:
+            for name, tensor in _own_tensors(module).items():
+                learned = name in module._parameters or name in module._buffers
+                if not isinstance(tensor, DTensor) and (learned or self._some_on_meta):
+                    broadcast_from_rank0(tensor, self.device)
+
+    def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
+        """Initialises modules; what fails on one rank is raised on all before they broadcast."""
+        error: Exception | None = None
+        try:
             missing = [name for item in todo for name in self._initialise(item, blank[id(item[1])])]
             if missing:
-                raise PlanError(_uninitialised(missing))
-        for _, module in todo:
-            for tensor in _own_tensors(module).values():
-                if not isinstance(tensor, DTensor):
-                    broadcast_from_rank0(tensor)
+                error = PlanError(_uninitialised(missing))
+        except Exception as caught:  # an initialiser is the user's code
+            error = caught
+        if any_rank(error is not None, self.device):
+            agree({}, error)
 
     def _materialise(self, module: nn.Module) -> Tensors:
         """Replaces the module's meta tensors by marked memory; returns what was replaced."""
@@ -195,9 +239,15 @@ def _is_plain(value: object) -> bool:
 def _own_tensors(module: nn.Module) -> Tensors:
     """Parameters, buffers (persistent or not) and plain tensor attributes, without children."""
     tensors: Tensors = {n: p for n, p in module._parameters.items() if p is not None}
-    tensors.update((n, b) for n, b in module._buffers.items() if b is not None)
-    tensors.update((n, v) for n, v in vars(module).items() if _is_plain(v))
+    tensors.update(_unlearned_tensors(module))
     return tensors
+
+
+def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Buffers and plain tensor attributes."""
+    found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+    found += [(name, value) for name, value in vars(module).items() if _is_plain(value)]
+    return found
 
 
 def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
@@ -308,10 +358,9 @@ def _uninitialised(names: list[str]) -> str:
 
 
 def shared_seed() -> int:
-    """A seed drawn from rank 0's generator.
+    """A seed drawn from the default generator.
 
-    Collective: no; ranks exchange it and take rank 0's.
+    Collective: no; ranks exchange it and take rank 0's. Every rank draws, so that ranks with the
+    same random state keep it.
     """
-    if dist.get_rank() != 0:
-        return 0
     return int(torch.randint(2**31, (1,)).item())

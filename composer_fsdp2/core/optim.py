@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2.core.collectives import broadcast_from_rank0
-from composer_fsdp2.core.tying import ModuleTree
+from composer_fsdp2.core.tying import ModuleTree, alias_representatives
 from composer_fsdp2.errors import PlanError
 
 __all__ = [
@@ -49,7 +49,8 @@ def check_optimizer(
         gives_values: whether this rank's state is the one that is kept (rank 0's is).
 
     Raises:
-        PlanError: for parameters of another model, and for state that cannot be divided.
+        PlanError: for parameters of another model, for one weight in two groups, and for state that
+            cannot be divided.
     """
     names = {id(use.param): use.name for use in reversed(tree.uses)}
     foreign = [
@@ -66,6 +67,7 @@ def check_optimizer(
             "Build the optimizer from the parameters of the model that is prepared. Parameters of "
             f"the model that the optimizer does not hold: {', '.join(missing[:10]) or 'none'}."
         )
+    _check_aliases(optimizer, tree, names)
     for param, state in optimizer.state.items():
         _check_state(names.get(id(param), "?"), param, state, gives_values)
 
@@ -92,6 +94,25 @@ def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
     if given:
         return f"'{given[index]}' {shape}"
     return f"group {number} parameter {index} {shape}"
+
+
+def _check_aliases(
+    optimizer: torch.optim.Optimizer, tree: ModuleTree, names: Mapping[int, str]
+) -> None:
+    """One weight has one group, also where two parameters stand for it."""
+    representative = alias_representatives(tree.uses)
+    first: dict[int, tuple[int, str]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = names[id(param)]
+            other, other_name = first.setdefault(representative[id(param)], (number, name))
+            if other != number:
+                raise PlanError(
+                    f"Groups {other} and {number} of the optimizer hold '{other_name}' and "
+                    f"'{name}', which share memory. Sharded they are one parameter, and one "
+                    "parameter has one group. Tie them by assignment (`b.weight = a.weight`) "
+                    "before building the optimizer."
+                )
 
 
 def _check_state(
@@ -138,17 +159,11 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
 
     Collective: yes, when it had state: rank 0's is kept, as its weights are. Groups, their order,
     extra keys and `initial_lr` stay.
-
-    Raises:
-        PlanError: when two groups hold weights that turned out to be one.
     """
     optimizer = detached.optimizer
-    owner: dict[int, int] = {}
-    for number, (group, places) in enumerate(
-        zip(optimizer.param_groups, detached.groups, strict=True)
-    ):
+    for group, places in zip(optimizer.param_groups, detached.groups, strict=True):
         params = [getattr(module, attribute) for module, attribute in places]
-        group["params"] = _without_aliases(params, number, owner)
+        group["params"] = _without_aliases(params)
     for (module, attribute), shape, state in detached.states:
         param = getattr(module, attribute)
         if param in optimizer.state:
@@ -158,20 +173,10 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
         }
 
 
-def _without_aliases(
-    params: list[nn.Parameter], number: int, owner: dict[int, int]
-) -> list[nn.Parameter]:
+def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
     """Keeps one of several entries that were different parameters over one memory."""
     kept: dict[int, nn.Parameter] = {}
     for param in params:
-        first = owner.setdefault(id(param), number)
-        if first != number:
-            raise PlanError(
-                f"Groups {first} and {number} of the optimizer hold two parameters that share "
-                f"memory (shape {tuple(param.shape)}). Sharded they are one parameter, and one "
-                "parameter has one group. Tie them by assignment (`b.weight = a.weight`) before "
-                "building the optimizer."
-            )
         if id(param) in kept:
             warnings.warn(
                 f"Two parameters of shape {tuple(param.shape)} shared memory and are one parameter "
@@ -190,7 +195,7 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
         return value
     full = value.detach()
     full = torch.empty_like(full, device=param.device) if full.is_meta else full.to(param.device)
-    broadcast_from_rank0(full)
+    broadcast_from_rank0(full, param.device)
     if not isinstance(param, DTensor):
         return full
     local = full

@@ -26,8 +26,8 @@ from composer_fsdp2.core.tying import (
     ModuleTree,
     ParamUse,
     alias_representatives,
-    groups_of,
     has_forward,
+    is_wrapper,
 )
 from composer_fsdp2.errors import PlanError
 
@@ -136,6 +136,7 @@ def plan_wrapping(
     reshard_after_forward: Reshard = "auto",
     tied_weights: Literal["lift", "error"] = "lift",
     ignored_params: Iterable[str] = (),
+    tree: ModuleTree | None = None,
 ) -> WrapPlan:
     """Decides which modules become FSDP units.
 
@@ -147,27 +148,30 @@ def plan_wrapping(
         reshard_after_forward: for units whose decision does not say.
         tied_weights: what to do with a weight shared between units.
         ignored_params: globs of parameter names that belong to no unit.
+        tree: the model as `ModuleTree.read` gave it, when the caller has it.
 
     Raises:
         PlanError: with every scalar, non-contiguous or mixed-dtype parameter, container without
             `forward`, unmatched pattern or forbidden tie in one message.
     """
-    tree = ModuleTree.read(model)
+    tree = tree or ModuleTree.read(model)
     _refuse_sharded(tree)
+    weight_of = alias_representatives(tree.uses)
     chosen, problems = _choose(tree, rules)
-    ignored = _match_ignored(tree, ignored_params, problems)
-    uses = [use for use in tree.uses if id(use.param) not in ignored]
-    ties = _ties(uses)
-    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights)
+    ignored = _match_ignored(tree, ignored_params, weight_of, problems)
+    uses = [use for use in tree.uses if weight_of[id(use.param)] not in ignored]
+    ties = _ties(uses, weight_of)
+    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights, problems)
     if tied_weights == "error":
         problems += _forbidden_ties(tree, nearest_unit, ties)
-    owners = _owners(tree, uses, ties, nearest_unit)
-    units = _make_units(tree, uses, owners, nearest_unit, chosen, reshard_after_forward)
+    owned = _owned(tree, uses, ties, nearest_unit)
+    units = _make_units(tree, owned, weight_of, nearest_unit, chosen, reshard_after_forward)
     _check_params(units, uses, problems)
     if problems:
         raise PlanError(problems[0] if len(problems) == 1 else _numbered(problems))
-    ignored_names = tuple(use.name for use in tree.uses if id(use.param) in ignored)
-    return WrapPlan(tuple(units), groups_of(uses), ignored_names)
+    tied = tuple(tuple(use.name for use in group) for group in ties)
+    ignored_names = tuple(use.name for use in tree.uses if weight_of[id(use.param)] in ignored)
+    return WrapPlan(tuple(units), tied, ignored_names)
 
 
 def _numbered(problems: list[str]) -> str:
@@ -189,10 +193,12 @@ def _name(path: str) -> str:
 
 
 def _choose(tree: ModuleTree, rules: Sequence[Rule]) -> tuple[dict[int, Decision], list[str]]:
-    """Asks the rules once for every module."""
+    """Asks the rules once for every module; an activation wrapper is its module under one name."""
     chosen: dict[int, Decision] = {}
     problems: list[str] = []
     for path, module in tree.modules():
+        if is_wrapper(module):
+            continue
         for rule in rules:
             decision = rule(path, module)
             if decision is None:
@@ -214,37 +220,42 @@ def _container(path: str, module: nn.Module, decision: Decision) -> str:
     )
 
 
-def _match_ignored(tree: ModuleTree, patterns: Iterable[str], problems: list[str]) -> set[int]:
-    """Ids of the ignored parameters; one ignored name is enough for a tied parameter."""
+def _match_ignored(
+    tree: ModuleTree,
+    patterns: Iterable[str],
+    weight_of: Mapping[int, int],
+    problems: list[str],
+) -> set[int]:
+    """The ignored weights; one ignored name is enough for a tied one."""
     ignored: set[int] = set()
     names = [use.name for use in tree.uses]
     for pattern in patterns:
         matched = [use for use in tree.uses if fnmatch.fnmatchcase(use.name, pattern)]
+        ignored.update(weight_of[id(use.param)] for use in matched)
         if not matched:
             problems.append(
                 f"'{pattern}' of ignored_params matches no parameter. What you meant to leave "
                 f"alone would be sharded.{nearest(pattern, names)} Correct it or take it out."
             )
-        for use in matched:
-            ignored.add(id(use.param))
-            if use.param.requires_grad and not isinstance(use.param, DTensor):
-                problems.append(_trainable_ignored(use.name))
+    for use in tree.uses:
+        trainable = use.param.requires_grad and not isinstance(use.param, DTensor)
+        if trainable and weight_of[id(use.param)] in ignored:
+            problems.append(_trainable_ignored(use.name))
     return ignored
 
 
 def _trainable_ignored(name: str) -> str:
     return (
-        f"'{name}' is in ignored_params and trainable. Nobody would average its gradient, and the "
-        "ranks would drift apart. Freeze it, or take it out of ignored_params."
+        f"'{name}' is left out by ignored_params and trainable. Nobody would average its gradient, "
+        "and the ranks would drift apart. Freeze it, or take it out of ignored_params."
     )
 
 
-def _ties(uses: list[ParamUse]) -> list[list[ParamUse]]:
+def _ties(uses: list[ParamUse], weight_of: Mapping[int, int]) -> list[list[ParamUse]]:
     """Uses of the same weight, for every weight with more than one name."""
-    representative = alias_representatives(uses)
     groups: dict[int, list[ParamUse]] = defaultdict(list)
     for use in uses:
-        groups[representative[id(use.param)]].append(use)
+        groups[weight_of[id(use.param)]].append(use)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -254,21 +265,25 @@ def _settle_units(
     ties: list[list[ParamUse]],
     chosen: dict[int, Decision],
     tied_weights: str,
+    problems: list[str],
 ) -> list[int]:
     """Unit of every visit (index of the unit's first visit), after adding what ties need.
 
     Adding a unit can put another tied pair on two sides of it, so this repeats until none is left;
     every round adds at least one unit.
     """
+    root = tree.visits[0].module
     while True:
         units = _nearest_units(tree, chosen)
         added: dict[int, Decision] = {}
         if any(units[use.visit] < 0 for use in uses):
-            added[id(tree.visits[0].module)] = Decision(wrap=True, reason="root")
+            added[id(root)] = Decision(wrap=True, reason="root")
         if tied_weights == "lift":
             added.update(_parents_of_crossing_ties(tree, units, ties, chosen))
         if not added:
             return units
+        if id(root) in added and not has_forward(root):
+            problems.append(_container("", root, added[id(root)]))
         chosen.update(added)
 
 
@@ -322,31 +337,31 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
-def _owners(
+def _owned(
     tree: ModuleTree, uses: list[ParamUse], ties: list[list[ParamUse]], units: list[int]
-) -> list[int]:
-    """Owner unit of every use; a tied weight belongs to the unit at their common parent."""
+) -> dict[int, list[ParamUse]]:
+    """What every unit owns; a tied weight belongs to the unit at its names' common parent."""
     lifted: dict[int, int] = {}
     for group in ties:
         owner = units[group[0].visit]
         if _crosses(units, group):
             owner = units[tree.lowest_common_parent(use.visit for use in group)]
         lifted.update((id(use.param), owner) for use in group)
-    return [lifted.get(id(use.param), units[use.visit]) for use in uses]
+    owned: dict[int, list[ParamUse]] = defaultdict(list)
+    for use in uses:
+        owned[lifted.get(id(use.param), units[use.visit])].append(use)
+    return owned
 
 
 def _make_units(
     tree: ModuleTree,
-    uses: list[ParamUse],
-    owners: list[int],
+    owned: Mapping[int, list[ParamUse]],
+    weight_of: Mapping[int, int],
     units: list[int],
     chosen: Mapping[int, Decision],
     run_reshard: Reshard,
 ) -> list[ShardUnit]:
     """Builds the units, children before parents, without those that would do nothing."""
-    owned: dict[int, list[ParamUse]] = defaultdict(list)
-    for use, owner in zip(uses, owners, strict=True):
-        owned[owner].append(use)
     enclosed, enclosing = _nesting(tree, units, chosen)
     made: list[ShardUnit] = []
     for key in tree.finished:
@@ -355,10 +370,22 @@ def _make_units(
         index = tree.first_visit[key]
         # A unit without parameters of its own still ties the units inside it together (one
         # prefetch order and one set of streams); without those either, it would do nothing.
-        if not owned[index] and index not in enclosing:
+        uses = owned.get(index, [])
+        if not uses and index not in enclosing:
             continue
-        top_level = index not in enclosed
-        made.append(_make_unit(tree, index, owned[index], chosen[key], top_level, run_reshard))
+        weights = {weight_of[id(use.param)]: use.param.numel() for use in uses}
+        decision, top_level = chosen[key], index not in enclosed
+        made.append(
+            ShardUnit(
+                modules=(tree.visits[index].path,),
+                params=tuple(use.name for use in uses),
+                numel=sum(weights.values()),
+                reshard_after_forward=_resolve_reshard(decision, top_level, run_reshard),
+                reason=decision.reason,
+                mixed_precision=decision.settings.mixed_precision,
+                top_level=top_level,
+            )
+        )
     return made
 
 
@@ -375,39 +402,19 @@ def _nesting(
     return enclosed, enclosing
 
 
-def _make_unit(
-    tree: ModuleTree,
-    index: int,
-    uses: list[ParamUse],
-    decision: Decision,
-    top_level: bool,
-    run_reshard: Reshard,
-) -> ShardUnit:
-    distinct = {id(use.param): use.param.numel() for use in uses}
-    own = decision.settings.reshard_after_forward
-    reshard = _resolve_reshard(run_reshard if own is None else own, top_level, own is not None)
-    return ShardUnit(
-        modules=(tree.visits[index].path,),
-        params=tuple(use.name for use in uses),
-        numel=sum(distinct.values()),
-        reshard_after_forward=reshard,
-        reason=decision.reason,
-        mixed_precision=decision.settings.mixed_precision,
-        top_level=top_level,
-    )
-
-
-def _resolve_reshard(reshard: Reshard, top_level: bool, own: bool) -> bool | int:
+def _resolve_reshard(decision: Decision, top_level: bool, run_reshard: Reshard) -> bool | int:
     """Turns `auto` into what it means here.
 
     A top-level unit is needed again right after forward, so freeing it would only gather it twice;
     a run-wide int leaves it alone for the same reason.
     """
+    own = decision.settings.reshard_after_forward
+    reshard = run_reshard if own is None else own
     if isinstance(reshard, bool):
         return reshard
     if reshard == "auto":
         return not top_level
-    return False if top_level and not own else reshard
+    return False if top_level and own is None else reshard
 
 
 def _check_params(
@@ -445,8 +452,9 @@ def _non_contiguous(name: str, param: nn.Parameter) -> str:
 
 def _mixed_dtypes(unit: ShardUnit, dtypes: Mapping[str, str]) -> str:
     found = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
+    where = f"The unit '{unit.modules[0]}'" if unit.modules[0] else "The root unit"
     return (
-        f"The unit {_name(unit.modules[0])} holds parameters of different dtypes: {found}. One "
+        f"{where} holds parameters of different dtypes: {found}. One "
         "collective gathers one dtype, and torch would stop at the first forward. Cast them to one "
         "dtype, make the modules of one dtype units of their own (`wrap_policy.names`), or list "
         "frozen ones in ignored_params."

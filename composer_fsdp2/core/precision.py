@@ -1,14 +1,25 @@
-"""From the `mixed_precision` setting to torch's policy."""
+"""From the `mixed_precision` setting to torch's policy, and the casts of a unit's inputs.
+
+[Note: casting inputs] torch casts the inputs of a unit through its registry of containers, which
+builds new ones. A key-value cache is such a container: the block would write into a copy, and
+generation go wrong without a word. So tensors are cast here, in plain containers only.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from typing import Any
+
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_map
 
 from composer_fsdp2.core.config import DTYPES, PrecisionSpec
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["compute_dtype", "resolve_precision"]
+__all__ = ["InputCast", "compute_dtype", "resolve_precision"]
 
 
 def compute_dtype(precision: str) -> torch.dtype:
@@ -49,3 +60,46 @@ def resolve_precision(
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputCast:
+    """Casts floating point inputs to one dtype, or not at all; see [Note: casting inputs]."""
+
+    dtype: torch.dtype | None
+
+    @classmethod
+    def taken_from(cls, policy: MixedPrecisionPolicy) -> tuple[InputCast, MixedPrecisionPolicy]:
+        """The cast a policy asks for, and the policy without it."""
+        dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        return cls(dtype), dataclasses.replace(policy, cast_forward_inputs=False)
+
+    def __call__(self, value: Any) -> Any:
+        """Casts the tensors in a value; other containers than tuple, list and dict stay whole."""
+        if self.dtype is None:
+            return value
+        return tree_map(self._cast, value, is_leaf=_is_whole)
+
+    def _cast(self, value: Any) -> Any:
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if floating else value
+
+    def before_forward(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A forward pre-hook with keyword arguments."""
+        return self(args), self(kwargs)
+
+    def before_method(self, module: nn.Module, name: str) -> None:
+        """Does the same for another method of the module."""
+        method = getattr(module, name)
+
+        @functools.wraps(method)
+        def casting(*args: Any, **kwargs: Any) -> Any:
+            return method(*self(args), **self(kwargs))
+
+        setattr(module, name, casting)
+
+
+def _is_whole(value: object) -> bool:
+    return not isinstance(value, tuple | list | dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -95,6 +95,8 @@ def policy_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
     Raises:
         PlanError: with every part of the policy that matches nothing.
     """
+    if policy == WrapPolicy():
+        return []
     tree = ModuleTree.read(model)
     problems = [*_unmatched_classes(tree, policy.classes), *_unmatched_names(tree, policy.names)]
     rules = [by_name(selector.pattern, selector.settings) for selector in policy.names]
@@ -113,7 +115,7 @@ def policy_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
 
 
 def _members(
-    modules: list[nn.Module], key: str, settings: UnitSettings, problems: list[str]
+    modules: Sequence[nn.Module], key: str, settings: UnitSettings, problems: list[str]
 ) -> list[Rule]:
     """A rule for modules already found; finding none is a problem."""
     if not modules:

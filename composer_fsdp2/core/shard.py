@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import gc
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +25,35 @@ from torch.distributed.fsdp import (
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan
+from composer_fsdp2.core.precision import InputCast
 from composer_fsdp2.core.tying import ModuleTree, ParamUse, alias_representatives
 from composer_fsdp2.errors import PlanError
 
-__all__ = ["apply_plan", "check_forward_methods", "check_hooks", "merge_aliases"]
+__all__ = [
+    "apply_plan",
+    "check_forward_methods",
+    "check_hooks",
+    "collector_paused",
+    "merge_aliases",
+]
+
+
+@contextlib.contextmanager
+def collector_paused() -> Generator[None, None, None]:
+    """Keeps Python's cycle collector from running.
+
+    Sharding makes some hundred long-lived objects per unit, and each full collection walks all of
+    them: with thousands of units that is a third of the time. Full parameters are not kept by
+    cycles, so nothing large waits for the collector.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
 
 PrecisionOf = Callable[[ShardUnit], MixedPrecisionPolicy]
 
@@ -49,7 +76,9 @@ def check_hooks(tree: ModuleTree) -> None:
         )
 
 
-def check_forward_methods(tree: ModuleTree, patterns: Iterable[str]) -> list[tuple[str, str]]:
+def check_forward_methods(
+    tree: ModuleTree, patterns: Iterable[str], plan: WrapPlan
+) -> list[tuple[str, str]]:
     """Finds the methods besides `forward` that compute with parameters.
 
     Collective: no.
@@ -58,12 +87,14 @@ def check_forward_methods(tree: ModuleTree, patterns: Iterable[str]) -> list[tup
         tree: the model.
         patterns: `path.to.module.method`, where the path may be a glob; modules add their own
             with an attribute `fsdp_forward_methods`, a list of method names.
+        plan: says which modules will be units.
 
     Returns:
         Pairs of module name and method name.
 
     Raises:
-        PlanError: for a pattern that matches nothing and a method that does not exist.
+        PlanError: for a pattern that matches nothing, a method that does not exist, and a module
+            that is no unit.
     """
     found: dict[tuple[str, str], None] = {}
     modules = list(tree.modules())
@@ -86,7 +117,19 @@ def check_forward_methods(tree: ModuleTree, patterns: Iterable[str]) -> list[tup
                     "It would have no effect. Correct the name."
                 )
             found[name, method] = None
+    units = {name for unit in plan.units for name in unit.modules}
+    for path, method in found:
+        if path not in units:
+            raise PlanError(_not_a_unit(path, method))
     return list(found)
+
+
+def _not_a_unit(path: str, method: str) -> str:
+    return (
+        f"'{method}' of '{path}' is listed as a forward method, but '{path}' is not a unit. "
+        "Only a unit can gather parameters when one of its methods is called. Make it a unit "
+        f"with wrap_policy.names: ['{path}']."
+    )
 
 
 def merge_aliases(tree: ModuleTree) -> bool:
@@ -106,6 +149,7 @@ def merge_aliases(tree: ModuleTree) -> bool:
     return merged
 
 
+@collector_paused()
 def apply_plan(
     model: nn.Module,
     plan: WrapPlan,
@@ -114,6 +158,7 @@ def apply_plan(
     precision_of: PrecisionOf | None = None,
     forward_methods: Iterable[tuple[str, str]] = (),
     rank0_has_values: bool = True,
+    some_on_meta: bool = True,
     seed: int | None = None,
 ) -> dict[str, FSDPModule]:
     """Shards a model in place, unit by unit, children before parents.
@@ -129,6 +174,8 @@ def apply_plan(
         precision_of: mixed precision of a unit; none by default.
         forward_methods: from `check_forward_methods`.
         rank0_has_values: false when rank 0 is on meta, wholly or in part.
+        some_on_meta: false when every rank holds all values; tensors that are neither parameter
+            nor buffer then stay what each rank has.
         seed: of weights that are created; the same on every rank. Drawn by rank 0 when left out.
 
     Returns:
@@ -143,19 +190,26 @@ def apply_plan(
     layout = _Layout.read(tree, plan)
     carried = _attributes(tree)
     seed = _agreed_seed() if seed is None else seed
-    weights = InitialWeights.prepare(tree, _device_of(mesh), seed, rank0_has_values)
+    weights = InitialWeights.prepare(
+        tree,
+        _device_of(mesh),
+        seed,
+        rank0_has_values=rank0_has_values,
+        some_on_meta=some_on_meta,
+    )
     tree.uses.clear()  # or every full parameter would live until the last unit is sharded
+    casts: dict[nn.Module, InputCast] = {}
     with weights.seeded():
         for unit in layout.order:
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.modules[0]]
-            _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
+            casts[module] = _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
         weights.fill(tree.modules())
     _carry_over(carried)
     _check_ties(layout, plan)
     for path, method in forward_methods:
-        _register_forward_method(layout, path, method)
+        _register_forward_method(layout, path, method, casts)
     return {name: _unit(layout.modules[name]) for unit in plan.units for name in unit.modules}
 
 
@@ -291,8 +345,10 @@ def _shard_unit(
     ignored: set[nn.Parameter],
     reduction: GradientReduction,
     policy: MixedPrecisionPolicy,
-) -> None:
+) -> InputCast:
+    """Shards one unit; returns the cast of its inputs, which other methods need as well."""
     kwargs: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
+    cast, policy = InputCast.taken_from(policy)
     fully_shard(
         module,
         mesh=reduction.mesh,
@@ -300,11 +356,14 @@ def _shard_unit(
         mp_policy=policy,
         **kwargs,
     )
+    if cast.dtype is not None:
+        module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
     assert isinstance(module, FSDPModule)
     if reduction.hook is not None:
         module.set_all_reduce_hook(reduction.hook)
     if unit.top_level and unit.reshard_after_forward is not False:
         _insist_on_reshard(module, unit)
+    return cast
 
 
 def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:
@@ -336,7 +395,7 @@ def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Call
     """What users hung on parameters: attributes and post-accumulate hooks."""
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
     for use in tree.uses:
-        hooks = getattr(use.param, "_post_accumulate_grad_hooks", None)
+        hooks = use.param._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
         if use.param.__dict__ or hooks:
             place = _place(tree, use)
             carried.append((place, dict(use.param.__dict__), list((hooks or {}).values())))
@@ -350,7 +409,7 @@ def _carry_over(carried: list[tuple[Place, dict[str, Any], list[Callable[..., No
         if param is None or id(param) in done:
             continue
         done.add(id(param))
-        param.__dict__.update(attributes)
+        vars(param).update(attributes)
         if not getattr(param, "_post_accumulate_grad_hooks", None):
             for hook in hooks:
                 param.register_post_accumulate_grad_hook(hook)
@@ -366,13 +425,11 @@ def _check_ties(layout: _Layout, plan: WrapPlan) -> None:
         assert len(found) == 1, f"sharding untied {names}"
 
 
-def _register_forward_method(layout: _Layout, path: str, method: str) -> None:
-    """Lets a method gather the unit it belongs to: its own module or the nearest one above."""
+def _register_forward_method(
+    layout: _Layout, path: str, method: str, casts: Mapping[nn.Module, InputCast]
+) -> None:
+    """Lets a method gather the parameters of its module."""
     module = layout.modules[path]
-    if not isinstance(module, FSDPModule):
-        raise PlanError(
-            f"'{method}' of '{path}' is listed as a forward method, but '{path}' is not a unit. "
-            "Only a unit can gather parameters when one of its methods is called. Make it a unit "
-            f"with wrap_policy.names: ['{path}']."
-        )
+    assert isinstance(module, FSDPModule)
+    casts[module].before_method(module, method)
     register_fsdp_forward_method(module, method)

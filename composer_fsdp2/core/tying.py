@@ -16,7 +16,18 @@ from torch import nn
 
 from composer_fsdp2.errors import PlanError
 
-__all__ = ["ModuleTree", "ParamUse", "Visit", "alias_representatives", "has_forward", "tied_groups"]
+__all__ = [
+    "ModuleTree",
+    "ParamUse",
+    "Visit",
+    "alias_representatives",
+    "has_forward",
+    "is_wrapper",
+    "tied_groups",
+]
+
+_WRAPPED = "_checkpoint_wrapped_module"
+"""what torch's activation wrappers call the module they run"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,9 +130,14 @@ class ModuleTree:
 
 def _child_path(path: str, name: str) -> str:
     """Activation wrappers do not appear in names, as they do not in `state_dict()`."""
-    if name == "_checkpoint_wrapped_module":
+    if name == _WRAPPED:
         return path
     return f"{path}.{name}" if path else name
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is an activation wrapper, which has the name of the module inside it."""
+    return _WRAPPED in module._modules
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -135,12 +151,7 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     Raises:
         PlanError: when two parameters overlap in memory without being the same view of it.
     """
-    return groups_of(ModuleTree.read(model).uses)
-
-
-def groups_of(uses: Iterable[ParamUse]) -> tuple[tuple[str, ...], ...]:
-    """`tied_groups` of names already read."""
-    uses = list(uses)
+    uses = ModuleTree.read(model).uses
     representative = alias_representatives(uses)
     names: dict[int, list[str]] = defaultdict(list)
     for use in uses:
@@ -179,12 +190,12 @@ def _aliases_in_storage(group: list[tuple[str, nn.Parameter]]) -> dict[int, int]
         holder_start, holder_end = _extent(holder)
         if start >= holder_end:
             holder_name, holder = name, param
-        elif (start, param.shape, param.stride()) == (holder_start, holder.shape, holder.stride()):
+        elif start == holder_start and _layout(param) == _layout(holder):
             found[id(param)] = id(holder)
         else:
             raise PlanError(
                 f"'{holder_name}' and '{name}' share memory but are different views of it "
-                f"(elements {holder_start} to {holder_end} and {start} to {end} of one storage). "
+                f"(bytes {holder_start} to {holder_end} and {start} to {end} of one storage). "
                 "Sharding would cut them apart, and an update of one would no longer move the "
                 "other. Give one of them its own memory (`.clone()`), or hold one parameter and "
                 "take the view in forward."
@@ -193,7 +204,11 @@ def _aliases_in_storage(group: list[tuple[str, nn.Parameter]]) -> dict[int, int]
 
 
 def _extent(param: nn.Parameter) -> tuple[int, int]:
-    """First element in the storage and one past the last."""
-    start = param.storage_offset()
+    """First byte in the storage and one past the last."""
+    start = int(param.storage_offset())
     reach = sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
-    return start, start + reach + 1
+    return start * param.element_size(), (start + reach + 1) * param.element_size()
+
+
+def _layout(param: nn.Parameter) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return param.dtype, param.shape, param.stride()

@@ -20,6 +20,8 @@ from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
 
 __all__ = ["TrainerFSDP2Config", "parse_parallelism_config", "resolve_settings"]
 
+_OURS = frozenset(f.name for f in dataclasses.fields(FSDP2Config))
+
 
 @dataclass(kw_only=True)
 class TrainerFSDP2Config(ComposerFSDP2Config):
@@ -30,8 +32,8 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     `composer_fsdp2.FSDP2Config`, the defaults too.
     """
 
-    data_parallel_shard_degree: int = -1
-    data_parallel_replicate_degree: int | None = None
+    data_parallel_shard_degree: int = -1  # pyright: ignore[reportIncompatibleMethodOverride]
+    data_parallel_replicate_degree: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
     reshard_after_forward: Any = "auto"
     mixed_precision: Any = "DEFAULT"
     tied_weights: str = "lift"
@@ -40,7 +42,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     forward_methods: tuple[str, ...] = ()
     load_planner: Any = None
     save_planner: Any = None
-    sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"
+    sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"  # pyright: ignore[reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
         """Checks the values; Composer's note that FSDP2 is experimental does not apply."""
@@ -53,14 +55,12 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
         Raises:
             ConfigError: when a value is wrong.
         """
-        names = [f.name for f in dataclasses.fields(FSDP2Config)]
-        return FSDP2Config(**{name: getattr(self, name) for name in names})
+        return FSDP2Config(**{name: getattr(self, name) for name in _OURS})
 
     @classmethod
     def of(cls, settings: FSDP2Config) -> TrainerFSDP2Config:
         """Wraps settings of the core."""
-        names = [f.name for f in dataclasses.fields(FSDP2Config)]
-        return cls(**{name: getattr(settings, name) for name in names})
+        return cls(**{name: getattr(settings, name) for name in _OURS})
 
 
 def resolve_settings(config: Any) -> FSDP2Config:
@@ -174,9 +174,23 @@ def _means_fsdp2(fsdp: Any) -> bool:
         return True
     if not isinstance(fsdp, Mapping):
         return False
-    if "version" in fsdp:
-        return str(fsdp["version"]) == "2"
+    return _version(fsdp, "fsdp") == "2" if "version" in fsdp else _switched_to_fsdp2()
+
+
+def _switched_to_fsdp2() -> bool:
+    """Composer's switch, which makes FSDP1 settings mean FSDP2."""
     return os.environ.get("FSDP_VERSION", "1") == "2"
+
+
+def _version(config: Mapping[str, Any], key: str) -> str:
+    """The version a mapping says it is written for; only `fsdp` may be either."""
+    version, possible = str(config["version"]), ("1", "2") if key == "fsdp" else ("2",)
+    if version not in possible:
+        raise ConfigError(
+            f"'version' of parallelism_config.{key} is {config['version']!r}. The run would use "
+            f"another FSDP than it says. Write version: {' or '.join(possible)}, or take it out."
+        )
+    return version
 
 
 def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
@@ -184,7 +198,8 @@ def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
     values = {key: value for key, value in fsdp.items() if key != "version"}
     for key in values:
         if key not in FSDP1_KEYS:
-            hint = nearest(key, sorted(FSDP1_KEYS)) or " FSDP2 settings go under 'fsdp2'."
+            known = [] if key in _OURS else sorted(FSDP1_KEYS)
+            hint = nearest(key, known) or " FSDP2 settings go under 'fsdp2'."
             raise ConfigError(
                 f"'{key}' is not a key of parallelism_config.fsdp. It would have no effect.{hint}"
             )
@@ -205,8 +220,7 @@ def _fsdp2(fsdp2: Any) -> TrainerFSDP2Config:
 
 def _is_fsdp1(config: Mapping[str, Any]) -> bool:
     """Whether the keys are FSDP1's: only possible through `FSDP_VERSION=2`."""
-    ours = {f.name for f in dataclasses.fields(FSDP2Config)}
-    return "FSDP_VERSION" in os.environ and any(k in FSDP1_KEYS and k not in ours for k in config)
+    return _switched_to_fsdp2() and any(k in FSDP1_KEYS and k not in _OURS for k in config)
 
 
 def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,6 +228,8 @@ def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Both additions ask for what always happens: rank 0's weights are the run's.
     """
+    if "version" in config:
+        _version(config, "fsdp2")
     values = {key: value for key, value in config.items() if key != "version"}
     mixed_init = "version" in config and values.pop("sync_module_states", False)
     if mixed_init and values.get("state_dict_type") != "full":

@@ -7,6 +7,7 @@ is changed before every rank has agreed that it can be.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import sys
 import warnings
@@ -28,7 +29,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.core.config import FSDP2Config
-from composer_fsdp2.core.materialize import check_origins, describe_meta, shared_seed
+from composer_fsdp2.core.materialize import Origins, check_origins, shared_seed
 from composer_fsdp2.core.mesh import MeshShape, build_mesh
 from composer_fsdp2.core.optim import (
     check_optimizer,
@@ -38,7 +39,12 @@ from composer_fsdp2.core.optim import (
 )
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
-from composer_fsdp2.core.shard import apply_plan, check_forward_methods, check_hooks
+from composer_fsdp2.core.shard import (
+    apply_plan,
+    check_forward_methods,
+    check_hooks,
+    collector_paused,
+)
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
@@ -49,6 +55,7 @@ __all__ = ["prepare_fully_shard"]
 log = logging.getLogger(__name__)
 
 
+@collector_paused()
 def prepare_fully_shard(
     model: nn.Module,
     optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
@@ -88,17 +95,18 @@ def prepare_fully_shard(
             "composer.utils.dist.initialize_dist() first, or train through the Trainer."
         )
     error, decided = None, None
-    facts: dict[str, str] = {}
+    facts: dict[str, Any] = {}
     try:
         _check_arguments(auto_microbatching, te_rng_seed)
         decided = _decide(model, optimizers, fsdp2_config, precision, device)
-        facts = decided.facts(model)
+        facts = decided.facts()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
     everyone = agree(facts, error)
     assert decided is not None
-    check_origins([(f["~meta"], f["~meta names"]) for f in everyone])
-    units = _carry_out(model, decided, everyone)
+    origins = [Origins(*fact["~origins"]) for fact in everyone]
+    check_origins(origins)
+    units = _carry_out(model, decided, origins, seed=everyone[0]["~seed"])
     return [], units
 
 
@@ -106,6 +114,7 @@ def prepare_fully_shard(
 class _Decided:
     """Everything settled before the model is touched."""
 
+    tree: ModuleTree
     settings: FSDP2Config
     shape: MeshShape
     mesh: DeviceMesh | None
@@ -121,25 +130,32 @@ class _Decided:
             unit.mixed_precision or self.settings.mixed_precision, self.compute
         )
 
-    def facts(self, model: nn.Module) -> dict[str, str]:
+    def facts(self) -> dict[str, Any]:
         """What the ranks must have in common, and what each of them has to tell."""
-        tree = ModuleTree.read(model)
-        on_meta, names = describe_meta(tree)
-        shapes = "\n".join(
-            f"{use.name} {tuple(use.param.shape)} {use.param.dtype} {use.param.requires_grad}"
-            for use in tree.uses
-        )
         return {
             "configuration": _describe_settings(self.settings),
             "precision and device": f"{self.compute} {self.device_type}",
             "plan": str(self.plan),
-            "set of parameters": shapes,
+            "set of parameters and buffers": _describe_tensors(self.tree),
             "activation plan": str(self.activation),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
-            "~meta": on_meta,
-            "~meta names": names,
-            "~seed": str(shared_seed()),
+            "~origins": dataclasses.astuple(Origins.read(self.tree)),
+            "~seed": shared_seed(),
         }
+
+
+def _describe_tensors(tree: ModuleTree) -> str:
+    lines = [
+        f"{use.name} {use.param.shape} {use.param.dtype} {use.param.requires_grad}"
+        for use in tree.uses
+    ]
+    for path, module in tree.modules():
+        lines += [
+            f"{path}.{name} {buffer.shape} {buffer.dtype}"
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+    return "\n".join(lines)
 
 
 def _describe_settings(settings: FSDP2Config) -> str:
@@ -170,12 +186,14 @@ def _decide(
     tree = ModuleTree.read(model)
     check_hooks(tree)
     shape = MeshShape.resolve(settings, distributed.get_world_size())
-    plan = _plan(model, settings)
+    plan = _plan(model, tree, settings)
     _check_reshards(shape, settings, plan)
-    methods = check_forward_methods(tree, settings.forward_methods) + _eval_methods(model, plan)
+    methods = check_forward_methods(tree, settings.forward_methods, plan)
+    methods += _eval_methods(model, plan)
     if optimizer is not None:
         check_optimizer(optimizer, tree, gives_values=distributed.get_rank() == 0)
     return _Decided(
+        tree=tree,
         settings=settings,
         shape=shape,
         mesh=_given_mesh(fsdp2_config),
@@ -188,13 +206,14 @@ def _decide(
     )
 
 
-def _plan(model: nn.Module, settings: FSDP2Config) -> WrapPlan:
+def _plan(model: nn.Module, tree: ModuleTree, settings: FSDP2Config) -> WrapPlan:
     return plan_wrapping(
         model,
         trainer_rules(model, settings.wrap_policy),
         reshard_after_forward=settings.reshard_after_forward,
         tied_weights=settings.tied_weights,
         ignored_params=settings.ignored_params,
+        tree=tree,
     )
 
 
@@ -250,14 +269,16 @@ def _given_mesh(config: Any) -> DeviceMesh | None:
 
 
 def _carry_out(
-    model: nn.Module, decided: _Decided, everyone: Sequence[Any]
+    model: nn.Module, decided: _Decided, origins: Sequence[Origins], seed: int
 ) -> dict[str, FSDPModule]:
     """Changes the model and its optimizer as decided. Collective: yes."""
     if decided.settings.verbose and distributed.get_rank() == 0:
         _show(f"{decided.plan}\n{decided.activation or 'activations: kept'}")
     detached = None
     if decided.optimizer is not None:
-        detached = detach_optimizer(decided.optimizer, ModuleTree.read(model))
+        detached = detach_optimizer(decided.optimizer, decided.tree)
+    # Nothing may hold the full parameters while the units are sharded one after another.
+    decided.tree = ModuleTree()
     if decided.activation is not None:
         apply_activation(model, decided.activation)
     units = apply_plan(
@@ -266,8 +287,9 @@ def _carry_out(
         decided.mesh or build_mesh(decided.shape, decided.device_type),
         precision_of=decided.precision_of,
         forward_methods=decided.forward_methods,
-        rank0_has_values=everyone[0]["~meta"] == "none",
-        seed=int(everyone[0]["~seed"]),
+        rank0_has_values=origins[0].on_meta == "none",
+        some_on_meta=any(origin.on_meta != "none" for origin in origins),
+        seed=seed,
     )
     if detached is not None:
         reattach_optimizer(detached)

@@ -127,7 +127,7 @@ def activation_choice(model: nn.Module, plan: WrapPlan) -> Callable[[str, nn.Mod
 
     `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
     it lies in. A model with neither is checkpointed at its FSDP blocks: units inside another unit
-    that contain none, embeddings and head left out.
+    that contain none; direct children, embeddings and head left out.
     """
     asked: dict[int, Callable[[nn.Module], Any]] = {}
     for top in _tops(model):
@@ -152,7 +152,8 @@ def _asked_to_checkpoint(
 
 def _blocks(plan: WrapPlan) -> set[str]:
     inner = [unit for unit in plan.units if not unit.top_level]
-    names = {unit.modules[0] for unit in inner if unit.reason not in ("embeddings", "lm_head")}
+    no_blocks = ("direct child", "embeddings", "lm_head")
+    names = {unit.modules[0] for unit in inner if unit.reason not in no_blocks}
     parents = {name.rpartition(".")[0] for name in names}
     containing = {part for name in parents for part in _prefixes(name)}
     return names - containing

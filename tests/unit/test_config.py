@@ -1,0 +1,511 @@
+"""The configuration: what it takes, and that every mistake in it is named, all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from composer_fsdp2.core.config import (
+    DTYPES,
+    FSDP2Config,
+    PrecisionSpec,
+    Selector,
+    UnitSettings,
+    WrapPolicy,
+    nearest,
+    parse_config,
+    parse_unit_settings,
+    plain,
+)
+from composer_fsdp2.errors import ConfigError
+
+KEYS = [f.name for f in dataclasses.fields(FSDP2Config)]
+ANYTHING = {"load_planner", "save_planner"}
+
+GOOD = {
+    "data_parallel_shard_degree": [1, 8, -1],
+    "data_parallel_replicate_degree": [None, 1, 2],
+    "reshard_after_forward": ["auto", True, False, 1, 4],
+    "mixed_precision": ["DEFAULT", "PURE", "FULL"],
+    "tied_weights": ["lift", "error"],
+    "ignored_params": [(), ("a.*",), ("a.weight", "b.*")],
+    "forward_methods": [(), ("model.encode",)],
+    "activation_checkpointing": [True, False],
+    "activation_cpu_offload": [True, False],
+    "state_dict_type": ["full", "sharded"],
+    "load_monolith_rank0_only": [False],
+    "load_planner": [None, "mine", object()],
+    "save_planner": [None, "mine", object()],
+    "sharded_ckpt_prefix_dir": ["ba{batch}"],
+    "verbose": [True, False],
+    "wrap_policy": [WrapPolicy(), WrapPolicy(min_num_params=10)],
+}
+"""Values the constructor takes; the parser takes lists for tuples and mappings for objects."""
+
+BAD = {
+    "data_parallel_shard_degree": [0, -2, 1.5, True, "2", None, []],
+    "data_parallel_replicate_degree": [0, -2, 1.5, False, "2"],
+    "reshard_after_forward": [0, -1, 1.5, "yes", "AUTO", None, [2]],
+    "mixed_precision": ["PURR", None, 1, True, []],
+    "tied_weights": ["untie", None, True, ["lift"]],
+    "ignored_params": ["a.*", 1, (1,), ("",)],
+    "forward_methods": ["model.encode", {"a": 1}, (None,)],
+    "activation_checkpointing": ["true", 1, None],
+    "activation_cpu_offload": ["true", 0, None],
+    "state_dict_type": ["local", "Full", None, 1],
+    "load_monolith_rank0_only": ["no", 0, None],
+    "sharded_ckpt_prefix_dir": ["", None, 3],
+    "verbose": ["yes", 1, None],
+    "wrap_policy": ["blocks", 3, ["Block"], True],
+}
+
+
+def pairs(table):
+    return [
+        pytest.param(key, value, id=f"{key}={value!r:.20}") for key in table for value in table[key]
+    ]
+
+
+def error_of(make, *args, **kwargs) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make(*args, **kwargs)
+    return str(caught.value)
+
+
+def test_the_tables_above_cover_every_key():
+    assert sorted(GOOD) == sorted(KEYS)
+    assert sorted(BAD) == sorted(set(KEYS) - ANYTHING)
+
+
+def test_nothing_said_is_the_defaults():
+    assert parse_config({}) == FSDP2Config()
+
+
+@pytest.mark.parametrize(("key", "value"), pairs(GOOD))
+def test_constructor_takes_good_values(key, value):
+    assert getattr(FSDP2Config(**{key: value}), key) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), pairs({key: GOOD[key] for key in GOOD if key != "wrap_policy"})
+)
+def test_parser_takes_good_values(key, value):
+    written = list(value) if isinstance(value, tuple) else value
+    assert getattr(parse_config({key: written}), key) == value
+
+
+@pytest.mark.parametrize(("key", "value"), pairs(BAD))
+def test_bad_values_are_named_by_parser_and_constructor(key, value):
+    parsed = error_of(parse_config, {key: value})
+    built = error_of(FSDP2Config, **{key: value})
+    for message in (parsed, built):
+        assert f"'{key}" in message
+        assert "takes" in message
+        assert "Write" in message
+
+
+def test_a_list_of_names_may_be_left_empty():
+    config = parse_config({"ignored_params": None, "forward_methods": []})
+    assert (config.ignored_params, config.forward_methods) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("reshard_after_foward", "reshard_after_forward"),
+        ("shard_degree", "data_parallel_shard_degree"),
+        ("wrap_polciy", "wrap_policy"),
+        ("mixed_precison", "mixed_precision"),
+    ],
+)
+def test_misspelt_key_shows_the_nearest(written, meant):
+    message = error_of(parse_config, {written: 1})
+    assert f"'{written}' is not a key" in message
+    assert f"Did you mean '{meant}'?" in message
+
+
+def test_key_like_no_other_shows_all():
+    message = error_of(parse_config, {"xyzzy": 1})
+    assert all(key in message for key in KEYS)
+
+
+def test_all_mistakes_at_once_and_numbered():
+    message = error_of(
+        parse_config,
+        {
+            "verbos": True,
+            "reshard_after_forward": "no",
+            "tied_weights": "untie",
+            "wrap_policy": {"clases": ["A"], "min_num_params": 0, "names": ["re:("]},
+            "mixed_precision": {"buffer_dtype": "bf16", "param_dtype": "int7"},
+        },
+    )
+    assert message.startswith("8 settings are wrong:")
+    assert [line[:5] for line in message.splitlines()[1:]] == [f"  {n}. " for n in range(1, 9)]
+    for name in (
+        "'verbos'",
+        "'reshard_after_forward'",
+        "'tied_weights'",
+        "'clases'",
+        "'wrap_policy.min_num_params'",
+        "'wrap_policy.names'",
+        "'mixed_precision.buffer_dtype'",
+        "'mixed_precision.param_dtype'",
+    ):
+        assert name in message
+
+
+def test_constructor_reports_all_mistakes_too():
+    message = error_of(FSDP2Config, verbose="yes", tied_weights="no", state_dict_type="local")
+    assert message.startswith("3 settings are wrong:")
+
+
+def test_one_mistake_is_not_numbered():
+    assert error_of(parse_config, {"verbose": "yes"}).startswith("'verbose' is 'yes'")
+
+
+# --- wrap_policy ---
+
+
+def policy(**written) -> WrapPolicy:
+    return parse_config({"wrap_policy": written}).wrap_policy
+
+
+@pytest.mark.parametrize("key", ["classes", "names"])
+def test_selectors_as_string_list_and_mapping(key):
+    one = (Selector("Block"),)
+    assert getattr(policy(**{key: "Block"}), key) == one
+    assert getattr(policy(**{key: ["Block"]}), key) == one
+    assert getattr(policy(**{key: ("Block",)}), key) == one
+    assert getattr(policy(**{key: {"Block": None}}), key) == one
+    assert getattr(policy(**{key: {"Block": True}}), key) == one
+    assert getattr(policy(**{key: {"Block": {}}}), key) == one
+
+
+def test_selectors_with_settings_keep_their_order():
+    read = policy(
+        names={
+            "model.layers.1*": {"reshard_after_forward": 4},
+            "model.layers.*": {"mixed_precision": "pure"},
+            r"re:model\.layers\.\d+": {"mixed_precision": {"param_dtype": "bf16"}},
+        }
+    )
+    assert read.names == (
+        Selector("model.layers.1*", UnitSettings(reshard_after_forward=4)),
+        Selector("model.layers.*", UnitSettings(mixed_precision="PURE")),
+        Selector(
+            r"re:model\.layers\.\d+",
+            UnitSettings(mixed_precision=PrecisionSpec(param_dtype="bf16")),
+        ),
+    )
+
+
+def test_embeddings_and_head_as_switch_and_mapping():
+    read = policy(embeddings=True, lm_head={"reshard_after_forward": False})
+    assert read.embeddings == UnitSettings()
+    assert read.lm_head == UnitSettings(reshard_after_forward=False)
+    off = policy(embeddings=False, lm_head=None)
+    assert (off.embeddings, off.lm_head) == (None, None)
+
+
+def test_an_empty_policy_is_the_default():
+    assert parse_config({"wrap_policy": None}) == parse_config({"wrap_policy": {}}) == FSDP2Config()
+
+
+@pytest.mark.parametrize(
+    ("written", "selects"),
+    [
+        ({}, False),
+        ({"embeddings": True, "lm_head": True}, False),
+        ({"classes": "A"}, True),
+        ({"names": "a"}, True),
+        ({"min_num_params": 1}, True),
+    ],
+)
+def test_selects_blocks(written, selects):
+    assert policy(**written).selects_blocks is selects
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ({"clases": ["A"]}, ["'clases'", "'classes'"]),
+        ({"classes": []}, ["'wrap_policy.classes'"]),
+        ({"classes": {}}, ["'wrap_policy.classes'"]),
+        ({"classes": 3}, ["'wrap_policy.classes'"]),
+        ({"classes": ""}, ["'wrap_policy.classes'"]),
+        ({"classes": [{"A": 1}]}, ["'wrap_policy.classes' is [{'A': 1}]"]),
+        ({"names": ["re:("]}, ["'wrap_policy.names'", "re:(", "no regular expression"]),
+        ({"names": {"a.*": "yes"}}, ["'wrap_policy.names.a.*'"]),
+        ({"names": {"a.*": {"reshard": True}}}, ["'reshard'", "wrap_policy.names.a.*"]),
+        (
+            {"names": {"a.*": {"reshard_after_forward": 0}}},
+            ["'wrap_policy.names.a.*.reshard_after_forward'"],
+        ),
+        (
+            {"names": {"a.*": {"mixed_precision": "PURR"}}},
+            ["'wrap_policy.names.a.*.mixed_precision'", "'PURE'"],
+        ),
+        (
+            {"classes": {"A": {"mixed_precision": {"param_dtype": "int7"}}}},
+            ["'wrap_policy.classes.A.mixed_precision.param_dtype'", "int7"],
+        ),
+        ({"embeddings": "yes"}, ["'wrap_policy.embeddings'"]),
+        (
+            {"lm_head": {"reshard_after_forwrd": 1}},
+            ["wrap_policy.lm_head", "reshard_after_forward"],
+        ),
+        ({"min_num_params": 0}, ["'wrap_policy.min_num_params'"]),
+        ({"min_num_params": True}, ["'wrap_policy.min_num_params'"]),
+        ({"min_num_params": "1e6"}, ["'wrap_policy.min_num_params'"]),
+    ],
+)
+def test_mistakes_inside_the_policy(written, named):
+    message = error_of(parse_config, {"wrap_policy": written})
+    assert all(name in message for name in named), message
+
+
+@pytest.mark.parametrize(
+    ("built", "named"),
+    [
+        (WrapPolicy(names=(Selector("re:("),)), "'wrap_policy.names'"),
+        (WrapPolicy(names=("a.*",)), "'wrap_policy.names'"),
+        (WrapPolicy(names=(Selector(3),)), "'wrap_policy.names'"),
+        (WrapPolicy(classes=[Selector("A")]), "'wrap_policy.classes'"),
+        (WrapPolicy(min_num_params=-1), "'wrap_policy.min_num_params'"),
+        (WrapPolicy(lm_head=True), "'wrap_policy.lm_head'"),
+        (
+            WrapPolicy(classes=(Selector("A", UnitSettings(reshard_after_forward=0)),)),
+            "'wrap_policy.classes.A.reshard_after_forward'",
+        ),
+        (
+            WrapPolicy(embeddings=UnitSettings(mixed_precision=PrecisionSpec(param_dtype="int7"))),
+            "'wrap_policy.embeddings.mixed_precision.param_dtype'",
+        ),
+    ],
+)
+def test_a_policy_built_by_hand_is_checked_like_a_parsed_one(built, named):
+    assert named in error_of(FSDP2Config, wrap_policy=built)
+
+
+# --- mixed_precision ---
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_every_dtype_name(name):
+    spec = parse_config({"mixed_precision": {"param_dtype": name}}).mixed_precision
+    assert spec == PrecisionSpec(param_dtype=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_torch_dtypes_are_taken_by_name(dtype):
+    spec = parse_config({"mixed_precision": {"reduce_dtype": dtype}}).mixed_precision
+    assert DTYPES[spec.reduce_dtype] is dtype
+
+
+def test_presets_in_any_case():
+    assert parse_config({"mixed_precision": "pure"}).mixed_precision == "PURE"
+
+
+def test_a_whole_precision_spec():
+    written = {
+        "param_dtype": "bf16",
+        "reduce_dtype": "fp32",
+        "output_dtype": None,
+        "cast_forward_inputs": False,
+    }
+    assert parse_config({"mixed_precision": written}).mixed_precision == PrecisionSpec(
+        param_dtype="bf16", reduce_dtype="fp32", cast_forward_inputs=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("written", "named"),
+    [
+        ({"param_dtype": "int8"}, ["'mixed_precision.param_dtype'", "fp32 or bf16 or fp16"]),
+        ({"param_dtype": torch.int8}, ["'mixed_precision.param_dtype'"]),
+        ({"param_dtype": 16}, ["'mixed_precision.param_dtype'"]),
+        ({"param_dtyp": "bf16"}, ["'param_dtyp'", "Did you mean 'param_dtype'?"]),
+        ({"buffer_dtype": "bf16"}, ["'mixed_precision.buffer_dtype'", "does not cast buffers"]),
+        ({"cast_forward_inputs": "yes"}, ["'mixed_precision.cast_forward_inputs'"]),
+    ],
+)
+def test_mistakes_inside_the_precision(written, named):
+    message = error_of(parse_config, {"mixed_precision": written})
+    assert all(name in message for name in named), message
+
+
+# --- combinations ---
+
+
+def test_monolith_on_rank0_needs_a_full_checkpoint():
+    for make in (parse_config, lambda values: FSDP2Config(**values)):
+        message = error_of(make, {"load_monolith_rank0_only": True})
+        assert "'load_monolith_rank0_only'" in message
+        assert "state_dict_type: full" in message
+    ok = parse_config({"load_monolith_rank0_only": True, "state_dict_type": "full"})
+    assert ok.load_monolith_rank0_only
+
+
+def test_only_one_degree_may_be_left_open():
+    message = error_of(parse_config, {"data_parallel_replicate_degree": -1})
+    assert "'data_parallel_shard_degree'" in message
+    assert "'data_parallel_replicate_degree'" in message
+    ok = parse_config({"data_parallel_replicate_degree": -1, "data_parallel_shard_degree": 2})
+    assert ok.data_parallel_replicate_degree == -1
+
+
+@pytest.mark.parametrize("make", [parse_config, lambda values: FSDP2Config(**values)])
+def test_a_wrong_value_starts_no_argument_about_combinations(make):
+    message = error_of(make, {"load_monolith_rank0_only": True, "state_dict_type": "ful"})
+    assert message.startswith("'state_dict_type' is 'ful'")
+
+
+# --- forms of the same thing ---
+
+
+def test_omegaconf_is_a_mapping_like_any_other():
+    written = {
+        "data_parallel_replicate_degree": 2,
+        "ignored_params": ["a.*"],
+        "wrap_policy": {"names": {"layers.*": {"mixed_precision": {"param_dtype": "bf16"}}}},
+        "mixed_precision": "pure",
+    }
+    assert parse_config(OmegaConf.create(written)) == parse_config(written)
+    interpolated = OmegaConf.create({"n": 2, "fsdp2": {"data_parallel_shard_degree": "${n}"}})
+    assert parse_config(interpolated.fsdp2).data_parallel_shard_degree == 2
+
+
+def test_plain_copies_all_the_way_down():
+    inner = {"b": (1, [2])}
+    copied = plain(OmegaConf.create({"a": inner}))
+    assert copied == {"a": {"b": [1, [2]]}}
+    assert type(copied["a"]) is dict
+    assert type(copied["a"]["b"]) is list
+
+
+def test_settings_of_one_unit():
+    assert parse_unit_settings("'a'", {}) == UnitSettings()
+    assert parse_unit_settings("'a'", True) == UnitSettings()
+    read = parse_unit_settings("'a'", {"reshard_after_forward": 2, "mixed_precision": "full"})
+    assert read == UnitSettings(reshard_after_forward=2, mixed_precision="FULL")
+    message = error_of(parse_unit_settings, "unit 'a'", {"reshard": 1, "mixed_precision": "F"})
+    assert message.startswith("2 settings are wrong")
+    assert "is not a key of unit 'a'" in message
+    assert "unit 'a'.mixed_precision" in message
+
+
+def test_nearest_is_silent_about_strangers():
+    assert nearest("lift", ("left", "right")) == " Did you mean 'left'?"
+    assert nearest("xyzzy", ("left", "right")) == ""
+    assert nearest("xyzzy", ()) == ""
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        FSDP2Config().verbose = True  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError):
+        FSDP2Config(8)  # pyright: ignore[reportCallIssue]
+
+
+# --- properties ---
+
+leaves = (
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 9)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=6)
+    | st.sampled_from(["auto", "lift", "full", "PURE", "bf16", "re:(", "param_dtype", "names"])
+)
+words = st.sampled_from(
+    [
+        *KEYS,
+        *(f.name for f in dataclasses.fields(WrapPolicy)),
+        *(f.name for f in dataclasses.fields(PrecisionSpec)),
+        "buffer_dtype",
+        "layers.*",
+        "re:[",
+    ]
+)
+keys = words | st.text(max_size=8)
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(keys, values, max_size=5))
+def test_whatever_is_written_it_is_a_config_or_a_config_error(written):
+    try:
+        parsed = parse_config(written)
+    except ConfigError:
+        return
+    assert isinstance(parsed, FSDP2Config)
+
+
+reshards = st.sampled_from(["auto", True, False, 1, 2, 8])
+dtypes = st.none() | st.sampled_from(sorted(DTYPES))
+precisions = st.sampled_from(["DEFAULT", "PURE", "FULL"]) | st.fixed_dictionaries(
+    {
+        "param_dtype": dtypes,
+        "reduce_dtype": dtypes,
+        "output_dtype": dtypes,
+        "cast_forward_inputs": st.booleans(),
+    }
+)
+unit_settings = st.fixed_dictionaries(
+    {}, optional={"reshard_after_forward": reshards, "mixed_precision": precisions}
+)
+patterns = st.text("abc.*", min_size=1, max_size=5)
+selectors = st.dictionaries(patterns, unit_settings, min_size=1, max_size=3)
+valid = st.fixed_dictionaries(
+    {},
+    optional={
+        "data_parallel_shard_degree": st.integers(1, 64),
+        "data_parallel_replicate_degree": st.none() | st.integers(1, 64),
+        "reshard_after_forward": reshards,
+        "mixed_precision": precisions,
+        "tied_weights": st.sampled_from(["lift", "error"]),
+        "wrap_policy": st.fixed_dictionaries(
+            {},
+            optional={
+                "classes": selectors,
+                "names": selectors,
+                "min_num_params": st.integers(1, 10**9),
+                "embeddings": unit_settings,
+                "lm_head": unit_settings,
+            },
+        ),
+        "ignored_params": st.lists(patterns, max_size=3),
+        "forward_methods": st.lists(patterns, max_size=3),
+        "activation_checkpointing": st.booleans(),
+        "activation_cpu_offload": st.booleans(),
+        "state_dict_type": st.sampled_from(["full", "sharded"]),
+        "sharded_ckpt_prefix_dir": patterns,
+        "verbose": st.booleans(),
+    },
+)
+
+
+def written_out(config: FSDP2Config) -> dict:
+    """The mapping a user would write to get this config."""
+    written = dataclasses.asdict(config)
+    for key in ("classes", "names"):
+        written["wrap_policy"][key] = {
+            selector["pattern"]: selector["settings"] for selector in written["wrap_policy"][key]
+        } or None
+    return written
+
+
+@given(valid)
+def test_a_valid_config_survives_being_written_out(written):
+    config = parse_config(written)
+    assert parse_config(written_out(config)) == config
+    assert parse_config(OmegaConf.create(written)) == config

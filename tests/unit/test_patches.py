@@ -1,0 +1,152 @@
+"""The table of replaced attributes: all of it or nothing, and back to exactly what was there."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+
+import pytest
+
+from composer_fsdp2.errors import PatchError
+from composer_fsdp2.trainer import patches
+from composer_fsdp2.trainer.patches import (
+    PATCHES,
+    PatchPoint,
+    describe_patches,
+    install,
+    installed,
+    uninstall,
+)
+
+
+def current(target: str) -> object:
+    module, _, path = target.partition(":")
+    owner = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    return inspect.getattr_static(owner, name)
+
+
+def state() -> list[object]:
+    return [current(point.target) for point in PATCHES]
+
+
+REPLACEMENTS = [point.replacement for point in PATCHES]
+
+
+@pytest.fixture(autouse=True)
+def originals():
+    """Every test starts from, and has to end with, what Composer has."""
+    uninstall()
+    before = state()
+    yield before
+    assert all(now is then for now, then in zip(state(), before, strict=True))
+
+
+def test_in_and_out(originals):
+    install()
+    assert state() == REPLACEMENTS
+    uninstall()
+    assert all(now is then for now, then in zip(state(), originals, strict=True))
+
+
+def test_again_does_nothing():
+    install()
+    install()
+    assert state() == REPLACEMENTS
+    uninstall()
+    uninstall()
+
+
+def test_a_block_leaves_things_as_they_were(originals):
+    with installed():
+        assert state() == REPLACEMENTS
+        with installed():
+            assert state() == REPLACEMENTS
+        assert state() == REPLACEMENTS
+    assert state() == originals
+    install()
+    with installed():
+        pass
+    assert state() == REPLACEMENTS
+    uninstall()
+
+
+def test_a_block_that_fails_leaves_things_as_they_were(originals):
+    with pytest.raises(KeyError), installed():
+        raise KeyError
+    assert state() == originals
+
+
+def test_the_replacement_is_what_the_trainer_calls():
+    from composer.trainer import Trainer
+
+    with installed():
+        trainer = object.__new__(Trainer)
+        parsed = trainer._parse_parallelism_config({"fsdp2": {"reshard_after_forward": False}})
+        assert parsed.fsdp2.reshard_after_forward is False
+        with pytest.raises(ValueError, match="not a key of parallelism_config"):
+            trainer._parse_parallelism_config({"fdsp2": {}})
+
+
+# --- all or nothing ---
+
+
+def broken(**changes) -> PatchPoint:
+    return dataclasses.replace(PATCHES[-1], **changes)
+
+
+@pytest.mark.parametrize(
+    ("point", "said"),
+    [
+        (broken(fingerprints=frozenset({"0" * 16})), "is not one the replacement was written for"),
+        (broken(target=PATCHES[-1].target + "_of_old"), "does not exist in this version"),
+        (broken(target="composer.trainer.trainer:Trainer._gone"), "does not exist"),
+    ],
+)
+def test_one_row_that_does_not_fit_and_nothing_is_replaced(monkeypatch, originals, point, said):
+    monkeypatch.setattr(patches, "PATCHES", (PATCHES[0], point))
+    with pytest.raises(PatchError) as caught:
+        install()
+    message = str(caught.value)
+    assert f"'{point.target}'" in message
+    assert said in message
+    assert "Installed is mosaicml " in message
+    assert state() == originals
+    assert "cannot be installed: " in describe_patches()
+    with pytest.raises(PatchError), installed():
+        pass
+    monkeypatch.undo()
+    install()
+    assert state() == REPLACEMENTS
+    uninstall()
+
+
+# --- the table ---
+
+
+def test_every_row_says_what_and_why():
+    for point in PATCHES:
+        assert ":" in point.target
+        assert point.fingerprints
+        assert point.versions.startswith("mosaicml ")
+        assert len(point.why.split()) > 5
+    assert len({point.target for point in PATCHES}) == len(PATCHES)
+
+
+def test_replacements_take_the_same_arguments():
+    for point in PATCHES:
+        theirs = list(inspect.signature(current(point.target)).parameters.values())
+        ours = list(inspect.signature(point.replacement).parameters.values())
+        assert [p.name.lstrip("_") for p in ours] == [p.name for p in theirs]
+        assert [(p.kind, p.default) for p in ours] == [(p.kind, p.default) for p in theirs]
+
+
+def test_the_table_as_text():
+    text = describe_patches()
+    for point in PATCHES:
+        assert f"{point.target}\n  fits, not installed\n  because it {point.why}" in text
+    with installed():
+        assert describe_patches().count("\n  installed\n") == len(PATCHES)

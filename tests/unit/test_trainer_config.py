@@ -1,0 +1,458 @@
+"""Every form in which users of Composer have their settings, FSDP1's included."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
+from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
+from omegaconf import OmegaConf
+
+from composer_fsdp2.core.config import FSDP2Config, Selector, UnitSettings, WrapPolicy, parse_config
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1, convert_fsdp1_unit
+from composer_fsdp2.trainer.config import (
+    TrainerFSDP2Config,
+    parse_parallelism_config,
+    resolve_settings,
+)
+
+
+@pytest.fixture(autouse=True)
+def no_switch(monkeypatch):
+    monkeypatch.delenv("FSDP_VERSION", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+@pytest.fixture
+def eight_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+
+
+def composers(**values) -> ComposerFSDP2Config:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ComposerFSDP2Config(**values)
+
+
+def error_of(config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_parallelism_config(config)
+    return str(caught.value)
+
+
+# --- our class in Composer's place ---
+
+
+def test_it_is_composers_and_says_nothing_about_experiments():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = TrainerFSDP2Config()
+    assert isinstance(config, ComposerFSDP2Config)
+
+
+def test_composers_fixed_answers_are_real_fields_here():
+    config = TrainerFSDP2Config(
+        data_parallel_shard_degree=4,
+        data_parallel_replicate_degree=2,
+        load_planner="mine",
+        save_planner="mine",
+        sharded_ckpt_prefix_dir="ba{batch}",
+    )
+    assert (config.data_parallel_shard_degree, config.data_parallel_replicate_degree) == (4, 2)
+    assert (config.load_planner, config.save_planner) == ("mine", "mine")
+    assert config.sharded_ckpt_prefix_dir == "ba{batch}"
+    config.device_mesh = None
+    config.sync_module_states = True
+    assert config.use_orig_params
+    composers_fields = {f.name for f in dataclasses.fields(ComposerFSDP2Config)}
+    assert composers_fields <= {f.name for f in dataclasses.fields(TrainerFSDP2Config)}
+
+
+def test_fields_and_defaults_are_those_of_the_core():
+    assert TrainerFSDP2Config().settings == FSDP2Config()
+    ours = {f.name for f in dataclasses.fields(TrainerFSDP2Config)}
+    assert {f.name for f in dataclasses.fields(FSDP2Config)} <= ours
+
+
+def test_there_and_back():
+    settings = FSDP2Config(
+        data_parallel_replicate_degree=2,
+        reshard_after_forward=4,
+        wrap_policy=WrapPolicy(classes=(Selector("A", UnitSettings(reshard_after_forward=2)),)),
+        ignored_params=("a",),
+    )
+    assert TrainerFSDP2Config.of(settings).settings == settings
+
+
+def test_it_is_checked_like_the_core():
+    with pytest.raises(ConfigError, match="'tied_weights'"):
+        TrainerFSDP2Config(tied_weights="untie")
+
+
+# --- resolve_settings ---
+
+
+def test_forms_of_settings():
+    expected = FSDP2Config(reshard_after_forward=False)
+    for form in (
+        expected,
+        TrainerFSDP2Config(reshard_after_forward=False),
+        {"reshard_after_forward": False},
+        OmegaConf.create({"reshard_after_forward": False}),
+        composers(reshard_after_forward=False),
+    ):
+        assert resolve_settings(form) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({}, {}),
+        ({"reshard_after_forward": True}, {"reshard_after_forward": "auto"}),
+        ({"reshard_after_forward": 2}, {"reshard_after_forward": 2}),
+        ({"mixed_precision": "PURE"}, {"mixed_precision": "PURE"}),
+        ({"state_dict_type": "full"}, {"state_dict_type": "full"}),
+        ({"activation_checkpointing": True}, {"activation_checkpointing": True}),
+        ({"activation_cpu_offload": True}, {"activation_cpu_offload": True}),
+        ({"verbose": True}, {"verbose": True}),
+        (
+            {"load_monolith_rank0_only": True, "state_dict_type": "full"},
+            {"load_monolith_rank0_only": True, "state_dict_type": "full"},
+        ),
+    ],
+)
+def test_composers_own_settings(given, meant):
+    assert resolve_settings(composers(**given)) == parse_config(meant)
+
+
+def test_an_fsdp1_config_is_converted_aloud():
+    with pytest.warns(UserWarning, match="FSDP1 to FSDP2: 'forward_prefetch' is no longer needed"):
+        settings = resolve_settings(
+            FSDPConfig(sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True)
+        )
+    assert settings == FSDP2Config(reshard_after_forward=False, state_dict_type="full")
+
+
+def test_an_fsdp1_config_says_only_what_was_given():
+    """Its other fields are class defaults; a warning about each would be noise."""
+    assert resolve_settings(FSDPConfig()) == FSDP2Config(state_dict_type="full")
+
+
+@pytest.mark.parametrize("thing", [None, "full", 2, ["verbose"], object()])
+def test_anything_else_is_refused_by_its_type(thing):
+    with pytest.raises(ConfigError, match=f"is a {type(thing).__name__}"):
+        resolve_settings(thing)
+
+
+# --- parse_parallelism_config ---
+
+
+def test_nothing_is_nothing():
+    assert parse_parallelism_config(None) is None
+    assert parse_parallelism_config({}) is None
+    assert parse_parallelism_config({"fsdp": None, "fsdp2": None, "tp": None}) is None
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        {"reshard_after_forward": False},
+        OmegaConf.create({"reshard_after_forward": False}),
+        FSDP2Config(reshard_after_forward=False),
+        TrainerFSDP2Config(reshard_after_forward=False),
+        composers(reshard_after_forward=False),
+    ],
+    ids=["mapping", "OmegaConf", "core", "trainer", "Composer"],
+)
+@pytest.mark.parametrize("key", ["fsdp2", "fsdp"])
+def test_fsdp2_in_every_form(key, written):
+    if key == "fsdp" and not dataclasses.is_dataclass(written):
+        written = {**written, "version": 2}
+    parsed = parse_parallelism_config({key: written})
+    assert parsed.fsdp is None
+    assert type(parsed.fsdp2) is TrainerFSDP2Config
+    assert parsed.fsdp2.settings == FSDP2Config(reshard_after_forward=False)
+
+
+def test_an_empty_block_asks_for_fsdp2_with_defaults():
+    assert parse_parallelism_config({"fsdp2": {}}).fsdp2.settings == FSDP2Config()
+
+
+def test_fsdp1_settings_stay_fsdp1():
+    written = {"sharding_strategy": "SHARD_GRAD_OP", "use_orig_params": False}
+    for block in (written, {**written, "version": 1}, OmegaConf.create(written)):
+        parsed = parse_parallelism_config({"fsdp": block})
+        assert parsed.fsdp2 is None
+        assert type(parsed.fsdp) is FSDPConfig
+        assert parsed.fsdp.sharding_strategy == "SHARD_GRAD_OP"
+        assert parsed.fsdp.use_orig_params is False
+        assert not hasattr(parsed.fsdp, "version")
+    given = FSDPConfig(**written)
+    assert parse_parallelism_config({"fsdp": given}).fsdp is given
+
+
+def test_parallelism_config_objects():
+    fsdp1 = FSDPConfig()
+    assert parse_parallelism_config(ParallelismConfig(fsdp=fsdp1)).fsdp is fsdp1
+    parsed = parse_parallelism_config(ParallelismConfig(fsdp2=composers()))
+    assert type(parsed.fsdp2) is TrainerFSDP2Config
+    assert parse_parallelism_config(ParallelismConfig()) is None
+    assert "'fsdp' and 'fsdp2'" in error_of(ParallelismConfig(fsdp=fsdp1, fsdp2=composers()))
+
+
+def test_tensor_parallelism_passes_through():
+    parsed = parse_parallelism_config({"tp": {"tensor_parallel_degree": 2}})
+    assert parsed == ParallelismConfig(tp=TPConfig(tensor_parallel_degree=2))
+    given = TPConfig()
+    assert parse_parallelism_config({"tp": given}).tp is given
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"fdsp2": {}}, "Did you mean 'fsdp2'?"),
+        ({"ddp": {}}, "not a key of parallelism_config"),
+        ({"xyz": {}}, "Valid keys: fsdp, fsdp2, tp."),
+        ({"fsdp": {}, "fsdp2": {}}, "both 'fsdp' and 'fsdp2'"),
+        ({"fsdp2": {"reshard_after_forwrd": True}}, "Did you mean 'reshard_after_forward'?"),
+        ({"fsdp2": {"sharding_strategy": "FULL_SHARD"}}, "'sharding_strategy' is not a key"),
+        ({"fsdp2": "yes"}, "is a str"),
+        ({"fsdp2": True}, "is a bool"),
+        ({"fsdp2": {"version": 1}}, "'version' of parallelism_config.fsdp2 is 1"),
+        ({"fsdp": {"version": 3}}, "'version' of parallelism_config.fsdp is 3"),
+        ({"fsdp": {"sharding_strateg": "FULL_SHARD"}}, "Did you mean 'sharding_strategy'?"),
+        ({"fsdp": {"tied_weights": "lift"}}, "FSDP2 settings go under 'fsdp2'"),
+        ({"fsdp": {"version": 2, "tied_weight": "lift"}}, "Did you mean 'tied_weights'?"),
+        ({"fsdp2": {"data_parallel_shard_degree": 2}}, "world size 1"),
+        ({"fsdp2": {"reshard_after_forward": 2}}, "shard degree 1"),
+    ],
+)
+def test_what_would_silently_become_something_else_is_an_error(written, said):
+    assert said in error_of(written)
+
+
+def test_degrees_fit_the_run(eight_ranks):
+    parsed = parse_parallelism_config({"fsdp2": {"data_parallel_replicate_degree": 2}})
+    assert parsed.fsdp2.data_parallel_replicate_degree == 2
+    assert "world size 8" in error_of({"fsdp2": {"data_parallel_shard_degree": 3}})
+    both = {"data_parallel_replicate_degree": 2, "reshard_after_forward": 8}
+    assert "shard degree 4" in error_of({"fsdp2": both})
+
+
+# --- Composer's switch ---
+
+
+def test_the_switch_converts_fsdp1_settings(monkeypatch, eight_ranks):
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    block = {
+        "sharding_strategy": "HYBRID_SHARD",
+        "backward_prefetch": "BACKWARD_PRE",
+        "activation_checkpointing": True,
+        "mixed_precision": "PURE",
+    }
+    with pytest.warns(UserWarning, match="'backward_prefetch' is no longer needed"):
+        parsed = parse_parallelism_config({"fsdp": block})
+    assert parsed.fsdp is None
+    assert parsed.fsdp2.settings == FSDP2Config(
+        data_parallel_shard_degree=4,
+        data_parallel_replicate_degree=2,
+        activation_checkpointing=True,
+        mixed_precision="PURE",
+        state_dict_type="full",
+    )
+
+
+def test_the_switch_leaves_fsdp2_settings_as_they_are(monkeypatch):
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    for key in ("fsdp", "fsdp2"):
+        parsed = parse_parallelism_config({key: {"tied_weights": "error"}})
+        assert parsed.fsdp2.settings == FSDP2Config(tied_weights="error")
+    assert "cpu_offload" in error_of({"fsdp": {"cpu_offload": True}})
+    assert "'forward_prefetc'" in error_of({"fsdp": {"forward_prefetc": True}})
+
+
+def test_a_version_in_the_settings_comes_before_the_switch(monkeypatch):
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert parse_parallelism_config({"fsdp": {"version": 1}}).fsdp2 is None
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert parse_parallelism_config({"fsdp": {"version": 2}}).fsdp is None
+
+
+def test_a_switch_that_says_one_changes_nothing(monkeypatch):
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    assert parse_parallelism_config({"fsdp": {}}).fsdp2 is None
+    assert "not a key" in error_of({"fsdp2": {"sharding_strategy": "FULL_SHARD"}})
+
+
+# --- FSDP1, key by key ---
+
+
+def convert(world_size: int = 8, local_world_size: int = 4, **config):
+    return convert_fsdp1(config, world_size=world_size, local_world_size=local_world_size)
+
+
+def test_the_keys_are_those_of_composer():
+    theirs = {f.name for f in dataclasses.fields(FSDPConfig)} - {"_device_mesh"}
+    assert theirs == FSDP1_KEYS
+
+
+DEFAULTS = {f.name: f.default for f in dataclasses.fields(FSDPConfig) if f.name != "_device_mesh"}
+
+
+def test_composers_defaults_convert_to_ours_but_for_the_checkpoint():
+    settings = parse_config(convert(**DEFAULTS).settings)
+    assert settings == FSDP2Config(state_dict_type="full")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_checkpointing", True),
+        ("activation_cpu_offload", True),
+        ("data_parallel_replicate_degree", 2),
+        ("data_parallel_shard_degree", 4),
+        ("load_monolith_rank0_only", True),
+        ("load_planner", "mine"),
+        ("mixed_precision", "PURE"),
+        ("save_planner", "mine"),
+        ("sharded_ckpt_prefix_dir", "ba{batch}"),
+        ("state_dict_type", "sharded"),
+        ("verbose", True),
+    ],
+)
+def test_keys_that_mean_the_same(key, value):
+    conversion = convert(**{key: value})
+    assert conversion.settings[key] == value
+    assert conversion.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("activation_checkpointing_reentrant", False),
+        ("backward_prefetch", "BACKWARD_PRE"),
+        ("backward_prefetch_limit", 2),
+        ("forward_prefetch", True),
+        ("forward_prefetch_limit", 2),
+        ("limit_all_gathers", False),
+        ("sync_module_states", True),
+        ("te_checkpoint_wrapper", True),
+        ("use_orig_params", False),
+    ],
+)
+def test_keys_that_are_not_needed_are_noted(key, value):
+    conversion = convert(**{key: value})
+    assert conversion.settings == convert().settings
+    (note,) = conversion.notes
+    assert note.startswith(f"'{key}' is no longer needed: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "harmless"),
+    [
+        ("auto_wrap", False, True),
+        ("cpu_offload", True, False),
+        ("ignored_modules", ["a"], None),
+        ("keep_low_precision_grads", True, False),
+        ("process_group", "node", None),
+        ("te_shard_fp8_weight", True, False),
+    ],
+)
+def test_keys_that_would_change_the_run_are_refused(key, value, harmless):
+    with pytest.raises(ConfigError) as caught:
+        convert(**{key: value})
+    message = str(caught.value)
+    assert f"'{key}: {value}' of FSDP1 has no equal in FSDP2" in message
+    assert "Instead: " in message
+    assert convert(**{key: harmless}) == convert()
+
+
+def test_the_tables_above_cover_every_key():
+    marks = [
+        mark
+        for test in (
+            test_keys_that_mean_the_same,
+            test_keys_that_are_not_needed_are_noted,
+            test_keys_that_would_change_the_run_are_refused,
+        )
+        for mark in test.pytestmark
+    ]
+    covered = [row[0] for mark in marks for row in mark.args[1]]
+    assert sorted([*covered, "sharding_strategy"]) == sorted(FSDP1_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "meant"),
+    [
+        ("FULL_SHARD", {"reshard_after_forward": "auto"}),
+        ("full_shard", {"reshard_after_forward": "auto"}),
+        ("SHARD_GRAD_OP", {"reshard_after_forward": False}),
+        (
+            "HYBRID_SHARD",
+            {
+                "reshard_after_forward": "auto",
+                "data_parallel_shard_degree": 4,
+                "data_parallel_replicate_degree": 2,
+            },
+        ),
+        (
+            "_HYBRID_SHARD_ZERO2",
+            {
+                "reshard_after_forward": False,
+                "data_parallel_shard_degree": 4,
+                "data_parallel_replicate_degree": 2,
+            },
+        ),
+        (
+            "NO_SHARD",
+            {
+                "reshard_after_forward": False,
+                "data_parallel_shard_degree": 1,
+                "data_parallel_replicate_degree": 8,
+            },
+        ),
+    ],
+)
+def test_every_strategy(strategy, meant):
+    settings = convert(sharding_strategy=strategy).settings
+    assert settings == {"state_dict_type": "full", **meant}
+    assert parse_config(settings).state_dict_type == "full"
+
+
+def test_given_degrees_come_before_those_of_the_strategy():
+    settings = convert(
+        sharding_strategy="HYBRID_SHARD",
+        data_parallel_shard_degree=2,
+        data_parallel_replicate_degree=4,
+    ).settings
+    assert settings["data_parallel_shard_degree"] == 2
+    assert settings["data_parallel_replicate_degree"] == 4
+
+
+def test_mistakes_are_reported_together():
+    with pytest.raises(ConfigError) as caught:
+        convert(sharding_strategy="FULL_SHRAD", cpu_offload=True, forward_prefetc=True)
+    message = str(caught.value)
+    assert "Did you mean 'FULL_SHARD'?" in message
+    assert "'cpu_offload: True'" in message
+    assert "Did you mean 'forward_prefetch'?" in message
+
+
+def test_a_strategy_nobody_knows():
+    with pytest.raises(ConfigError, match=r"'ZERO3'.* Use one of FULL_SHARD, SHARD_GRAD_OP"):
+        convert(sharding_strategy="ZERO3")
+
+
+def test_settings_of_single_units():
+    conversion = convert_fsdp1_unit(
+        "'a'", {"sharding_strategy": "SHARD_GRAD_OP", "forward_prefetch": True, "anything": 1}
+    )
+    assert conversion.settings == {"reshard_after_forward": False, "anything": 1}
+    assert conversion.notes == (
+        "'forward_prefetch' of 'a' is no longer needed: FSDP2 prefetches from its own stream "
+        "without blocking the CPU.",
+    )
