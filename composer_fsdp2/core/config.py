@@ -57,7 +57,8 @@ class PrecisionSpec:
     reduce_dtype: str | None = None
     """dtype of the gradient reduction"""
     output_dtype: str | None = None
-    """dtype of the floating point outputs of the unit's forward"""
+    """dtype of the floating point outputs of the unit's forward; said for the whole run, it is
+    that of the top-level units alone, because blocks hand their outputs to each other"""
     cast_forward_inputs: bool = True
     """casts floating point inputs to `param_dtype`"""
 

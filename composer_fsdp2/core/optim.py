@@ -99,8 +99,18 @@ def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
 def _check_aliases(
     optimizer: torch.optim.Optimizer, tree: ModuleTree, names: Mapping[int, str]
 ) -> None:
-    """One weight has one group, also where two parameters stand for it."""
+    """One weight has one group and one state, also where two parameters stand for it."""
     representative = alias_representatives(tree.uses)
+    holders: dict[int, str] = {}
+    for param in optimizer.state:
+        name = names[id(param)]
+        other_name = holders.setdefault(representative[id(param)], name)
+        if other_name != name:
+            raise PlanError(
+                f"The optimizer has stepped '{other_name}' and '{name}', which share memory. "
+                "Sharded they are one parameter, and no single state continues both. Tie them by "
+                "assignment (`b.weight = a.weight`) before building the optimizer."
+            )
     first: dict[int, tuple[int, str]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:

@@ -126,9 +126,12 @@ class _Decided:
     optimizer: torch.optim.Optimizer | None
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
-        return resolve_precision(
-            unit.mixed_precision or self.settings.mixed_precision, self.compute
-        )
+        """The policy of one unit; the run's output dtype is that of what leaves the model."""
+        own = unit.mixed_precision
+        policy = resolve_precision(own or self.settings.mixed_precision, self.compute)
+        if own is None and not unit.top_level:
+            policy = dataclasses.replace(policy, output_dtype=None)
+        return policy
 
     def facts(self) -> dict[str, Any]:
         """What the ranks must have in common, and what each of them has to tell."""
@@ -181,6 +184,9 @@ def _decide(
 ) -> _Decided:
     """Settles everything that can be settled without touching the model. Collective: no."""
     settings = resolve_settings(fsdp2_config)
+    mesh = _given_mesh(fsdp2_config)
+    if device is None and mesh is not None:
+        device = "gpu" if mesh.device_type == "cuda" else mesh.device_type
     place = get_device(device)
     optimizer = _single_optimizer(optimizers)
     tree = ModuleTree.read(model)
@@ -196,7 +202,7 @@ def _decide(
         tree=tree,
         settings=settings,
         shape=shape,
-        mesh=_given_mesh(fsdp2_config),
+        mesh=mesh,
         device_type="cuda" if isinstance(place, DeviceGPU) else place.name,
         compute=_compute_dtype(precision, place),
         plan=plan,

@@ -1,0 +1,285 @@
+"""Whatever is wrong, and on whichever rank: every rank raises, at once, and stays in step."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import ConfigError, FSDP2Config, PlanError, prepare_fully_shard
+from tests.models import TinyComposer, TinyLM
+
+WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
+    "unknown key": (
+        {"sharding_stratgy": "FULL_SHARD", "reshard_after_foward": True},
+        r"'reshard_after_foward' is not a key .* Did you mean 'reshard_after_forward'\?",
+    ),
+    "wrong type": ({"activation_checkpointing": "yes"}, "it takes true or false"),
+    "no config": (["reshard_after_forward"], "configuration is a list"),
+    "degrees": (
+        {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 3},
+        "degree 2 x data_parallel_replicate_degree 3 does not multiply to the world size 2",
+    ),
+    "too many ranks": ({"data_parallel_shard_degree": 8}, "multiply to the world size 2"),
+    "reshard": ({"reshard_after_forward": 3}, "does not divide the shard degree 2. .* Use one of"),
+    "contradiction": (
+        {"load_monolith_rank0_only": True, "state_dict_type": "sharded"},
+        "Write state_dict_type: full",
+    ),
+}
+
+UNMATCHED: dict[str, tuple[dict[str, Any], str]] = {
+    "class": (
+        {"wrap_policy": {"classes": ["Blok"]}},
+        "Did you mean 'Block'.* Classes in this model: Block, Embedding, Identity",
+    ),
+    "name": ({"wrap_policy": {"names": ["blocks.9"]}}, "Names in this model: embed, blocks"),
+    "head": ({"wrap_policy": {"lm_head": True}}, "wrap_policy.lm_head matches no module"),
+    "container": (
+        {"wrap_policy": {"names": ["blocks"]}},
+        r"'blocks' \(ModuleList\) was chosen .* Choose the modules inside it",
+    ),
+    "ignored": ({"ignored_params": ["nothing.*"]}, r"'nothing\.\*' of ignored_params matches no"),
+    "trainable ignored": ({"ignored_params": ["norm.*"]}, "'norm.weight' is .* trainable"),
+    "method": ({"forward_methods": ["generate"]}, "'generate' of forward_methods matches no"),
+    "method of no unit": (
+        {"forward_methods": ["norm.extra_repr"]},
+        "'norm' is not a unit. .* Make it a unit with wrap_policy.names",
+    ),
+    "tie": (
+        {"tied_weights": "error", "wrap_policy": {"names": ["head"], "embeddings": True}},
+        "'embed', 'head' were all chosen .* share the parameter 'embed.weight'",
+    ),
+}
+
+
+def sharded(model: nn.Module, config: Any = None, **arguments: Any) -> nn.Module:
+    prepare_fully_shard(model, None, {} if config is None else config, **arguments)
+    return model
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", WRONG_SETTINGS)
+def test_wrong_settings(case: str):
+    config, message = WRONG_SETTINGS[case]
+    with _every_rank_raises(ConfigError, message):
+        sharded(TinyLM(), config)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", UNMATCHED)
+def test_settings_that_do_not_fit_the_model(case: str):
+    config, message = UNMATCHED[case]
+    model = TinyLM("two modules")
+    with _every_rank_raises(PlanError, message):
+        sharded(model, config)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+
+
+@pytest.mark.world_size(2)
+def test_every_mistake_is_reported_at_once():
+    config = {"mixed_precision": "PURR", "reshard_after_forward": "never", "colour": "blue"}
+    with _every_rank_raises(ConfigError, "(?s)3 settings are wrong.*PURE.*never.*colour"):
+        sharded(TinyLM(), config)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"precision": "amp_fp32"}, "precision 'amp_fp32' is not supported under FSDP2"),
+        ({"auto_microbatching": True}, "auto_microbatching is not supported"),
+    ],
+    ids=["precision", "auto microbatching"],
+)
+def test_unsupported_arguments(arguments: dict[str, Any], message: str):
+    with _every_rank_raises(ConfigError, message):
+        sharded(TinyLM(), **arguments)
+
+
+@pytest.mark.world_size(2)
+def test_two_optimizers():
+    model = TinyLM()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+    with _every_rank_raises(ConfigError, "2 optimizers were given"):
+        prepare_fully_shard(model, optimizers, {})
+
+
+@pytest.mark.world_size(2)
+def test_scalar_parameter():
+    model = TinyLM()
+    model.blocks[1].scale = nn.Parameter(torch.tensor(2.0))
+    with _every_rank_raises(PlanError, r"'blocks\.1\.scale' is a scalar parameter.*shape \(1,\)"):
+        sharded(model)
+
+
+@pytest.mark.world_size(2)
+def test_mixed_dtypes_in_one_unit():
+    model = TinyLM()
+    model.blocks[1].up.to(torch.bfloat16)
+    message = r"'blocks\.1' holds .* float32 \('blocks\.1\.norm\.weight'\) and bfloat16"
+    with _every_rank_raises(PlanError, message):
+        sharded(model)
+
+
+@pytest.mark.world_size(2)
+def test_parameters_that_are_not_contiguous():
+    model = TinyLM()
+    model.norm.weight = nn.Parameter(torch.zeros(20)[::2])
+    with _every_rank_raises(PlanError, r"'norm\.weight' is not contiguous"):
+        sharded(model)
+
+
+@pytest.mark.world_size(2)
+def test_applying_twice():
+    model = sharded(TinyLM())
+    with _every_rank_raises(PlanError, "The model is sharded by FSDP2 already"):
+        sharded(model)
+
+
+@pytest.mark.world_size(2)
+def test_a_part_that_is_sharded_already():
+    model = TinyComposer()
+    sharded(model.net.blocks[1])
+    with _every_rank_raises(PlanError, r"'net\.blocks\.1' is sharded by FSDP2 already"):
+        sharded(model)
+
+
+# --- Ranks that do not agree. ---
+
+
+@pytest.mark.world_size(2)
+def test_ranks_with_different_depth():
+    with _every_rank_raises(PlanError, r"(?s)Ranks 0 and 1 hold a different plan.*\+.*blocks\.3"):
+        sharded(TinyLM(layers=3 + dist.get_rank()))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("part", ["dtype", "requires_grad", "shape", "name"])
+def test_ranks_with_different_parameters(part: str):
+    model = TinyLM()
+    if dist.get_rank() == 1:
+        _change(model.blocks[2], part)
+    with _every_rank_raises(PlanError, r"(?s)Ranks 0 and 1 hold a different .*\+blocks\.2"):
+        sharded(model)
+
+
+def _change(block: nn.Module, part: str) -> None:
+    """The same number of units, and as many elements as before but for `shape`."""
+    if part == "dtype":
+        block.to(torch.bfloat16)
+    elif part == "requires_grad":
+        block.down.bias.requires_grad_(False)
+    elif part == "shape":
+        block.down = nn.Linear(20, 11)
+    else:
+        block.renamed = block.down
+        del block.down
+
+
+@pytest.mark.world_size(2)
+def test_ranks_with_different_ties():
+    with _every_rank_raises(PlanError, r"(?s)different plan.*tied: embed\.weight = head\.weight"):
+        sharded(TinyLM("two modules" if dist.get_rank() else "none"))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"reshard_after_forward": False},
+        {"mixed_precision": "FULL"},
+        {"wrap_policy": {"classes": ["Linear"]}},
+        {"activation_checkpointing": True},
+        {"data_parallel_replicate_degree": 2},
+    ],
+    ids=lambda config: next(iter(config)),
+)
+def test_ranks_with_different_settings(config: dict[str, Any]):
+    message = rf"(?s)Ranks 0 and 1 hold a different configuration.*\+{next(iter(config))}"
+    with _every_rank_raises(PlanError, message):
+        sharded(TinyLM(), config if dist.get_rank() else {})
+
+
+@pytest.mark.world_size(2)
+def test_ranks_with_different_precision():
+    """The CPU computes in fp32 only, so rank 1 has an error of its own."""
+    with _every_rank_raises(PlanError, r"On rank 1: .*AMP_BF16 is not supported for CPU"):
+        sharded(TinyLM(), FSDP2Config(), precision=["fp32", "amp_bf16"][dist.get_rank()])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("on_rank_1", ["none", "another kind", "a group more", "state"])
+def test_ranks_with_different_optimizers(on_rank_1: str):
+    model = TinyLM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if dist.get_rank() == 1:
+        optimizer = _other_optimizer(on_rank_1, model)
+    with _every_rank_raises(PlanError, "Ranks 0 and 1 hold a different optimizer"):
+        prepare_fully_shard(model, optimizer, {})
+
+
+def _other_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer | None:
+    params = list(model.parameters())
+    if kind == "none":
+        return None
+    if kind == "another kind":
+        return torch.optim.AdamW(params)
+    if kind == "a group more":
+        return torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    optimizer.state[params[0]]["momentum_buffer"] = torch.zeros_like(params[0])
+    return optimizer
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("failing", [0, 3])
+def test_wrong_settings_on_one_rank(failing: int):
+    wrong = {"reshard_after_forward": "never"}
+    with _every_rank_raises(ConfigError, rf"On rank {failing}: 'reshard_after_forward' is 'never'"):
+        sharded(TinyLM(), wrong if dist.get_rank() == failing else {})
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("failing", [0, 3])
+def test_exception_in_user_code_on_one_rank(failing: int):
+    model = TinyLM()
+    if dist.get_rank() == failing:
+        model.fsdp_wrap_fn = _broken
+    with _every_rank_raises(PlanError, rf"On rank {failing}: ZeroDivisionError: division by zero"):
+        sharded(model)
+
+
+@pytest.mark.world_size(2)
+def test_answer_of_fsdp_wrap_fn_that_means_nothing():
+    model = TinyLM()
+    model.fsdp_wrap_fn = _answers_with_a_list
+    with _every_rank_raises(ConfigError, "fsdp_wrap_fn returned a list for 'embed'"):
+        sharded(model)
+
+
+def _broken(_module: nn.Module) -> bool:
+    return bool(1 / 0)
+
+
+def _answers_with_a_list(_module: nn.Module) -> Any:
+    return ["Block"]
+
+
+@contextlib.contextmanager
+def _every_rank_raises(kind: type[Exception], message: str) -> Iterator[None]:
+    """The same error on every rank within seconds; after it, collectives still meet."""
+    started = time.monotonic()
+    with pytest.raises(kind, match=message) as caught:
+        yield
+    assert time.monotonic() - started < 5
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, str(caught.value))
+    assert len(set(texts)) == 1, texts

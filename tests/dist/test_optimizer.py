@@ -1,0 +1,318 @@
+"""The optimizer steps the shards the model computes with, whenever and however it was built."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from composer.optim import DecoupledAdamW, DecoupledSGDW
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import PlanError, prepare_fully_shard
+from tests.models import TinyLM, batches
+from tests.parity import (
+    OPTIMIZERS,
+    Recipe,
+    assert_same_state,
+    assert_same_values,
+    gathered,
+    model_loss,
+    train_together,
+)
+
+MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+MORE_OPTIMIZERS: dict[str, MakeOptimizer] = {
+    **OPTIMIZERS,
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, eps=1e-5, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.1),
+    "decoupled adamw": lambda params: DecoupledAdamW(params, lr=1e-2, eps=1e-5, weight_decay=1e-5),
+    "decoupled sgdw": lambda params: DecoupledSGDW(params, lr=0.1, momentum=0.9, weight_decay=1e-5),
+}
+
+every_optimizer = pytest.mark.parametrize("name", MORE_OPTIMIZERS)
+
+
+def tied_lm() -> TinyLM:
+    torch.manual_seed(0)
+    return TinyLM("two modules")
+
+
+@pytest.mark.world_size(2)
+@every_optimizer
+def test_built_before_or_after(name: str):
+    before, after = tied_lm(), tied_lm()
+    early = MORE_OPTIMIZERS[name](before.parameters())
+    prepare_fully_shard(before, early, {})
+    prepare_fully_shard(after, None, {})
+    late = MORE_OPTIMIZERS[name](after.parameters())
+    for model, optimizer in ((before, early), (after, late)):
+        _train(model, optimizer, batches(5, 4))
+    expected, got = gathered(after), gathered(before)
+    assert all(torch.equal(expected[key], got[key]) for key in expected)
+    _assert_steps_shards(before, early)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("steps", [0, 3])
+@every_optimizer
+def test_state_goes_on(name: str, steps: int):
+    """The same unsharded history, then 20 steps with and without shards."""
+    pair = [tied_lm(), tied_lm()]
+    optimizers = [MORE_OPTIMIZERS[name](model.parameters()) for model in pair]
+    for model, optimizer in zip(pair, optimizers, strict=True):
+        _train(model, optimizer, batches(steps, 8, seed=3))
+    prepare_fully_shard(pair[1], optimizers[1], {})
+    assert_same_state(*optimizers)
+    train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("config", [{}, {"data_parallel_replicate_degree": 2}])
+def test_state_goes_on_on_four_ranks(config: dict[str, Any]):
+    pair = [tied_lm(), tied_lm()]
+    optimizers = [MORE_OPTIMIZERS["adamw"](model.parameters()) for model in pair]
+    for model, optimizer in zip(pair, optimizers, strict=True):
+        _train(model, optimizer, batches(3, 8, seed=3))
+    prepare_fully_shard(pair[1], optimizers[1], config)
+    train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
+
+
+@pytest.mark.world_size(2)
+def test_rank_0s_state_is_the_one_kept():
+    model = tied_lm()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    _train(model, optimizer, batches(2, 4, seed=dist.get_rank()))
+    alone = tied_lm()
+    expected = OPTIMIZERS["sgd"](alone.parameters())
+    _train(alone, expected, batches(2, 4, seed=0))
+    prepare_fully_shard(model, optimizer, {})
+    assert_same_values(alone, model)
+    assert_same_state(expected, optimizer)
+
+
+@pytest.mark.world_size(2)
+def test_groups_keep_order_and_keys():
+    model = tied_lm()
+    optimizer = torch.optim.AdamW(_two_groups(model), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    before = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    prepare_fully_shard(model, optimizer, {})
+    after = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    assert after == before
+    assert after[0]["initial_lr"] == 1e-2
+    assert after[1]["label"] == "matrices"
+    expected = [group["params"] for group in _two_groups(model)]
+    for params, group in zip(expected, optimizer.param_groups, strict=True):
+        assert [id(p) for p in params] == [id(p) for p in group["params"]]
+    _train(model, optimizer, batches(1, 4))
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-3
+
+
+@pytest.mark.world_size(2)
+def test_group_settings_reach_their_parameters():
+    pair = [tied_lm(), tied_lm()]
+    optimizers = [torch.optim.AdamW(_two_groups(m), lr=1e-2, eps=1e-5) for m in pair]
+    prepare_fully_shard(pair[1], optimizers[1], {})
+    train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("wanted", ["blocks.1", "up.weight", "embed"])
+def test_subset_of_parameters(wanted: str):
+    pair = [tied_lm(), tied_lm()]
+    optimizers = [OPTIMIZERS["adamw"](_named(model, wanted)) for model in pair]
+    prepare_fully_shard(pair[1], optimizers[1], {})
+    assert optimizers[1].param_groups[0]["params"] == _named(pair[1], wanted)
+    train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("given", ["all", "trainable"])
+def test_frozen_parameters(given: str):
+    pair = [_frozen_embedding(), _frozen_embedding()]
+    optimizers = [OPTIMIZERS["adamw"](_given(model, given)) for model in pair]
+    prepare_fully_shard(pair[1], optimizers[1], {})
+    assert not pair[1].embed.weight.requires_grad
+    train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
+
+
+@pytest.mark.world_size(2)
+def test_attributes_stay_on_parameters():
+    model = tied_lm()
+    model.embed.weight.no_decay = True
+    model.blocks[0].up.weight.owner = "someone"
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    prepare_fully_shard(model, optimizer, {})
+    assert model.head.weight.no_decay
+    assert model.blocks[0].up.weight.owner == "someone"
+    assert optimizer.param_groups[0]["params"][0].no_decay
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_post_accumulate_hooks_stay_and_are_called_once(device: str):
+    with torch.device(device):
+        model = TinyLM("two modules")
+    called: list[str] = []
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(functools.partial(_record, called, name))
+    prepare_fully_shard(model, None, {})
+    model_loss(model, batches(1, 2)[0]).backward()
+    assert sorted(called) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.world_size(2)
+def test_tensor_hooks_are_refused_by_name():
+    model = tied_lm()
+    model.blocks[1].down.bias.register_hook(lambda grad: grad)
+    with pytest.raises(PlanError, match=r"'blocks\.1\.down\.bias' have tensor hooks"):
+        prepare_fully_shard(model, None, {})
+    _assert_untouched(model)
+
+
+@pytest.mark.world_size(2)
+def test_parameters_of_another_model_are_refused():
+    model, other = tied_lm(), tied_lm()
+    optimizer = OPTIMIZERS["sgd"]([*model.blocks.parameters(), *other.head.parameters()])
+    held = [list(group["params"]) for group in optimizer.param_groups]
+    with pytest.raises(PlanError) as caught:
+        prepare_fully_shard(model, optimizer, {})
+    assert "1 parameters that are not in the model: group 0 parameter" in str(caught.value)
+    assert "does not hold: embed.weight, " in str(caught.value)
+    _assert_untouched(model)
+    now = [group["params"] for group in optimizer.param_groups]
+    assert [[id(p) for p in params] for params in now] == [[id(p) for p in ps] for ps in held]
+
+
+@pytest.mark.world_size(2)
+def test_named_parameters_of_another_model_are_refused_by_name():
+    model, other = tied_lm(), tied_lm()
+    optimizer = torch.optim.SGD(other.named_parameters(), lr=0.1)
+    with pytest.raises(PlanError, match=r"not in the model: 'embed\.weight' \(17, 10\)"):
+        prepare_fully_shard(model, optimizer, {})
+
+
+@pytest.mark.world_size(2)
+def test_state_that_cannot_be_divided_is_refused():
+    model = tied_lm()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    _train(model, optimizer, batches(1, 4))
+    with pytest.raises(PlanError, match=r"state 'row_var' of 'embed\.weight' has shape"):
+        prepare_fully_shard(model, optimizer, {})
+    _assert_untouched(model)
+
+
+@pytest.mark.world_size(2)
+def test_constructor_state_on_meta_is_refused():
+    with torch.device("meta"):
+        model = TinyLM()
+    optimizer = MORE_OPTIMIZERS["adagrad"](model.parameters())
+    with pytest.raises(PlanError, match=r"state 'sum' of 'embed\.weight' is on the meta device"):
+        prepare_fully_shard(model, optimizer, {})
+
+
+@pytest.mark.world_size(2)
+def test_constructor_state_comes_from_rank_0_when_others_are_on_meta():
+    with torch.device("cpu" if dist.get_rank() == 0 else "meta"):
+        torch.manual_seed(0)
+        model = TinyLM()
+    torch.manual_seed(0)
+    oracle = TinyLM()
+    pair = [MORE_OPTIMIZERS["adagrad"](m.parameters()) for m in (oracle, model)]
+    prepare_fully_shard(model, pair[1], {})
+    train_together(oracle, pair[0], model, pair[1], Recipe())
+
+
+@pytest.mark.world_size(2)
+def test_parameters_over_one_memory_become_one_entry():
+    model = _storage_tied()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    count = len(optimizer.param_groups[0]["params"])
+    with pytest.warns(UserWarning, match="shared memory and are one parameter now"):
+        prepare_fully_shard(model, optimizer, {})
+    assert len(optimizer.param_groups[0]["params"]) == count - 1
+    _assert_steps_shards(model, optimizer)
+
+
+@pytest.mark.world_size(2)
+def test_parameters_over_one_memory_in_two_groups_are_refused():
+    model = _storage_tied()
+    rest = [p for name, p in model.named_parameters() if name != "head.weight"]
+    optimizer = torch.optim.SGD([{"params": rest}, {"params": [model.head.weight]}], lr=0.1)
+    with pytest.raises(PlanError, match=r"hold 'embed\.weight' and 'head\.weight', which share"):
+        prepare_fully_shard(model, optimizer, {})
+    _assert_untouched(model)
+
+
+@pytest.mark.world_size(2)
+def test_two_states_of_one_memory_are_refused():
+    model = _storage_tied()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    _train(model, optimizer, batches(1, 4))
+    with pytest.raises(PlanError, match=r"has stepped 'embed\.weight' and 'head\.weight'"):
+        prepare_fully_shard(model, optimizer, {})
+    _assert_untouched(model)
+
+
+def _storage_tied() -> TinyLM:
+    torch.manual_seed(0)
+    return TinyLM("storage")
+
+
+def _frozen_embedding() -> TinyLM:
+    torch.manual_seed(0)
+    model = TinyLM()
+    model.embed.weight.requires_grad_(False)
+    return model
+
+
+def _given(model: nn.Module, which: str) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if which == "all" or p.requires_grad]
+
+
+def _named(model: nn.Module, part: str) -> list[nn.Parameter]:
+    return [param for name, param in model.named_parameters() if part in name]
+
+
+def _two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Vectors without weight decay before matrices with it, against the model's order."""
+    vectors = [p for p in model.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    return [
+        {"params": vectors, "weight_decay": 0.0, "label": "vectors"},
+        {"params": matrices, "weight_decay": 0.1, "lr": 3e-3, "label": "matrices"},
+    ]
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, data: list[Any]) -> None:
+    for batch in data:
+        model_loss(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _record(called: list[str], name: str, param: torch.Tensor) -> None:
+    assert isinstance(param, DTensor)
+    assert param.grad is not None
+    called.append(name)
+
+
+def _assert_steps_shards(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer holds exactly the model's parameters, and its state is theirs."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert held == {id(param) for param in model.parameters()}
+    assert {id(param) for param in optimizer.state} <= held
+
+
+def _assert_untouched(model: nn.Module) -> None:
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    value = torch.ones(())
+    dist.all_reduce(value)
+    assert value == dist.get_world_size()

@@ -1,0 +1,180 @@
+"""A sharded run equals the unsharded one: fp32, 20 steps, parameters within 1e-6."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_fsdp2 import prepare_fully_shard
+from tests.models import TIES, AcrossChildren, Grandchild, TinyComposer, TinyLM, batches
+from tests.parity import OPTIMIZERS, Recipe, check_parity, gathered, model_loss
+
+# Newer torch says so of every `nn.Linear` that is a unit by itself; nothing here adds in place.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+
+RECIPES = {
+    "plain": Recipe(),
+    "accumulation": Recipe(microbatches=2),
+    "norm clipping": Recipe(clip_norm=0.5),
+    "value clipping": Recipe(clip_value=0.01),
+    "evaluation": Recipe(evaluate=True),
+}
+
+# Units that cut through the ties of the models.
+CUT = {"wrap_policy": {"embeddings": True, "classes": ["Block", "Linear"]}}
+CUT_SHARED = {"wrap_policy": {"embeddings": True, "classes": ["SharedBlock", "Linear"]}}
+
+FROZEN = {
+    "first block": "blocks.0.",
+    "middle block": "blocks.1.",
+    "one weight": "blocks.1.up.weight",
+    "everything but the head": ("embed", "blocks", "norm"),
+}
+
+both_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("recipe", RECIPES)
+@both_optimizers
+def test_recipe(recipe: str, optimizer: str):
+    check_parity(TinyLM, {}, optimizer, RECIPES[recipe])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reshard", [True, False, "auto"])
+@both_optimizers
+def test_reshard(reshard: Any, optimizer: str):
+    check_parity(TinyLM, {"reshard_after_forward": reshard}, optimizer)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("cut", [False, True], ids=["blocks", "cut"])
+@both_optimizers
+def test_ties(tie: str, cut: bool, optimizer: str):
+    _check_tie(tie, _cut(tie) if cut else {}, optimizer)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", [TinyComposer, AcrossChildren, Grandchild])
+@pytest.mark.parametrize("cut", [False, True], ids=["children", "cut"])
+@both_optimizers
+def test_composer_models(kind: type[nn.Module], cut: bool, optimizer: str):
+    check_parity(kind, CUT if cut else {}, optimizer)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("part", FROZEN)
+@both_optimizers
+def test_frozen(part: str, optimizer: str):
+    model = check_parity(functools.partial(_frozen, FROZEN[part]), {}, optimizer)
+    fresh = gathered(_seeded(TinyLM))
+    kept = [name for name, value in gathered(model).items() if torch.equal(value, fresh[name])]
+    assert kept == [name for name in fresh if name.startswith(FROZEN[part])]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    "policy",
+    [{"min_num_params": 150}, {"names": ["blocks.*", "blocks.1.up"]}],
+    ids=["by size", "nested"],
+)
+@both_optimizers
+def test_wrap_policy(policy: dict[str, Any], optimizer: str):
+    check_parity(TinyLM, {"wrap_policy": policy}, optimizer)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("config", [{}, CUT], ids=["blocks", "cut"])
+@both_optimizers
+def test_recompute_changes_nothing(config: dict[str, Any], optimizer: str):
+    kept = _train(config, optimizer)
+    recomputed = _train({**config, "activation_checkpointing": True}, optimizer)
+    assert kept.keys() == recomputed.keys()
+    assert max((kept[name] - recomputed[name]).abs().max().item() for name in kept) == 0.0
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("recompute", [False, True])
+@both_optimizers
+def test_offloaded_activations(recompute: bool, optimizer: str):
+    config = {"activation_cpu_offload": True, "activation_checkpointing": recompute}
+    check_parity(TinyLM, config, optimizer)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("recipe", ["plain", "accumulation", "norm clipping"])
+@pytest.mark.parametrize("replicate", [1, 2, 4])
+def test_hsdp(replicate: int, recipe: str):
+    config = {"data_parallel_replicate_degree": replicate}
+    check_parity(TinyLM, config, "sgd", RECIPES[recipe])
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("tie", TIES)
+def test_hsdp_with_ties(tie: str):
+    _check_tie(tie, {**_cut(tie), "data_parallel_replicate_degree": 2}, "adamw")
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("tie", ["none", "two modules"])
+@both_optimizers
+def test_reshard_to_two_of_four_ranks(tie: str, optimizer: str):
+    check_parity(functools.partial(TinyLM, tie), {"reshard_after_forward": 2}, optimizer)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_on_four_ranks(recipe: str):
+    check_parity(TinyLM, {"activation_checkpointing": True}, "adamw", RECIPES[recipe])
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("tie", TIES)
+def test_ties_on_four_ranks(tie: str):
+    _check_tie(tie, {}, "sgd")
+
+
+def _cut(tie: str) -> dict[str, Any]:
+    return CUT_SHARED if tie == "all layers" else CUT
+
+
+def _check_tie(tie: str, config: dict[str, Any], optimizer: str) -> None:
+    """Two parameters over one memory become one: what the model with a plain tie does."""
+    oracle = "two modules" if tie == "storage" else tie
+    with warnings.catch_warnings():
+        if tie == "storage":
+            warnings.filterwarnings("ignore", message="Two parameters of shape")
+        make, make_oracle = functools.partial(TinyLM, tie), functools.partial(TinyLM, oracle)
+        check_parity(make, config, optimizer, make_oracle=make_oracle)
+
+
+def _frozen(prefixes: str | tuple[str, ...]) -> TinyLM:
+    model = TinyLM()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(prefixes))
+    return model
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def _train(config: dict[str, Any], optimizer: str) -> dict[str, torch.Tensor]:
+    """What a sharded model holds after 20 steps, every rank on the same batches."""
+    model = _seeded(TinyLM)
+    stepped = OPTIMIZERS[optimizer](model.parameters())
+    prepare_fully_shard(model, stepped, config)
+    for batch in batches(20, 4):
+        model_loss(model, batch).backward()
+        stepped.step()
+        stepped.zero_grad()
+    return gathered(model)

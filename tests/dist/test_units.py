@@ -1,0 +1,376 @@
+"""What single units can be told, and every form in which the settings may come."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
+from composer.utils.parallelism import FSDPConfig
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
+from composer_fsdp2.core.config import PrecisionSpec
+from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from tests.models import Block, TinyComposer, TinyLM, batches
+from tests.parity import OPTIMIZERS, Recipe, check_parity, model_loss, train_together
+
+BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+fp32, bf16 = torch.float32, torch.bfloat16
+
+
+class Configured(TinyLM):
+    """Its blocks are units, with the settings `fsdp_wrap_fn` gives the second of them."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.settings = settings
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> Any:
+        return self.settings if module is self.blocks[1] else isinstance(module, Block)
+
+
+class Encoder(TinyLM):
+    """Computes in methods other than `forward`."""
+
+    def encode(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.embed(ids))
+
+
+class ListsItsMethods(Encoder):
+    fsdp_forward_methods = ("encode",)
+
+
+def sharded(model: nn.Module, config: Any) -> nn.Module:
+    prepare_fully_shard(model, None, config)
+    return model
+
+
+# --- What is returned. ---
+
+
+@pytest.mark.world_size(2)
+def test_returns_handles_and_units_by_name():
+    model = TinyComposer()
+    handles, units = prepare_fully_shard(model, None, {})
+    assert handles == []
+    assert list(units) == ["net.blocks.0", "net.blocks.1", "net.blocks.2", "net"]
+    for name, unit in units.items():
+        assert isinstance(unit, FSDPModule)
+        assert unit is model.get_submodule(name)
+
+
+@pytest.mark.world_size(2)
+def test_units_keep_their_names_under_activation_checkpointing():
+    model = TinyLM()
+    _, units = prepare_fully_shard(model, None, {"activation_checkpointing": True})
+    assert list(units) == ["blocks.0", "blocks.1", "blocks.2", ""]
+    assert set(model.state_dict()) == set(TinyLM().state_dict())
+
+
+@pytest.mark.world_size(1)
+@pytest.mark.parametrize("config", [{}, {"data_parallel_replicate_degree": 1}])
+def test_one_rank(config: dict[str, Any]):
+    model = check_parity(TinyLM, config)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+# --- Methods that compute with parameters. ---
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("make", "config"),
+    [(Encoder, {"forward_methods": ["encode"]}), (ListsItsMethods, {})],
+    ids=["setting", "attribute"],
+)
+def test_forward_methods(make: Callable[[], Encoder], config: dict[str, Any]):
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    model = sharded(make(), config)
+    ids = batches(1, 2)[0][0]
+    for _ in range(2):
+        assert torch.equal(model.encode(ids), plain.encode(ids))
+        assert torch.allclose(model(ids), plain(ids), atol=1e-6)
+
+
+# --- Parameters that are left alone. ---
+
+
+@pytest.mark.world_size(2)
+def test_ignored_params_stay_whole_and_start_from_rank_0():
+    models = [_frozen_norm(seed=0), _frozen_norm(seed=dist.get_rank())]
+    optimizers = [OPTIMIZERS["sgd"](model.parameters()) for model in models]
+    config = {"ignored_params": ["norm.*", "blocks.1.up.weight"]}
+    prepare_fully_shard(models[1], optimizers[1], config)
+    left_alone = [n for n, p in models[1].named_parameters() if not isinstance(p, DTensor)]
+    assert left_alone == ["blocks.1.up.weight", "norm.weight", "norm.bias"]
+    train_together(models[0], optimizers[0], models[1], optimizers[1], Recipe())
+
+
+def _frozen_norm(seed: int) -> TinyLM:
+    torch.manual_seed(seed)
+    model = TinyLM()
+    nn.init.normal_(model.norm.weight)
+    for param in (*model.norm.parameters(), model.blocks[1].up.weight):
+        param.requires_grad_(False)
+    return model
+
+
+# --- When parameters are freed. ---
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("reshard", "blocks_held", "root_held"),
+    [("auto", False, True), (True, False, False), (False, True, True)],
+)
+def test_reshard_after_forward(reshard: Any, blocks_held: bool, root_held: bool):
+    model = sharded(TinyLM(), {"reshard_after_forward": reshard})
+    assert _held_after_forward(model) == {**dict.fromkeys("012", blocks_held), "": root_held}
+
+
+@pytest.mark.world_size(2)
+def test_fsdp_wrap_fn_sets_reshard_of_one_unit():
+    model = sharded(Configured(reshard_after_forward=False), {})
+    assert _held_after_forward(model) == {"0": False, "1": True, "2": False, "": True}
+
+
+@pytest.mark.world_size(2)
+def test_wrap_policy_sets_reshard_of_some_units():
+    policy = {"names": {"blocks.1": {"reshard_after_forward": False}}, "classes": ["Block"]}
+    model = sharded(TinyLM(), {"wrap_policy": policy})
+    assert _held_after_forward(model) == {"0": False, "1": True, "2": False, "": True}
+
+
+@pytest.mark.world_size(4)
+def test_reshard_to_two_ranks():
+    model = sharded(TinyLM(), {"reshard_after_forward": 2})
+    rows = model.blocks[0].up.weight.to_local().shape[0]
+    model(batches(1, 2)[0][0])
+    assert rows == 5
+    assert model.blocks[0].up.weight.to_local().shape[0] == 10
+
+
+def _held_after_forward(model: TinyLM) -> dict[str, bool]:
+    """Which units have whole parameters between forward and backward."""
+    model(batches(1, 2)[0][0])
+    held = {str(i): block.up.weight for i, block in enumerate(model.blocks)}
+    held[""] = model.norm.weight
+    return {name: not isinstance(param, DTensor) for name, param in held.items()}
+
+
+# --- In which dtype. ---
+
+
+class Traffic(TorchDispatchMode):
+    """Records the dtypes that are gathered and reduced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered: set[torch.dtype] = set()
+        self.reduced: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "_allgather_base_" in name:
+            self.gathered.add(args[1].dtype)
+        elif "_reduce_scatter_base_" in name:
+            self.reduced.add(args[1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("mixed_precision", "compute", "reduce"),
+    [
+        ("DEFAULT", fp32, fp32),
+        ("PURE", fp32, fp32),
+        ("FULL", fp32, fp32),
+        ({"param_dtype": "bf16", "reduce_dtype": "fp32"}, bf16, fp32),
+        ({"param_dtype": "bf16", "reduce_dtype": "bf16"}, bf16, bf16),
+        ({"reduce_dtype": "bf16"}, fp32, bf16),
+    ],
+)
+def test_mixed_precision(mixed_precision: Any, compute: torch.dtype, reduce: torch.dtype):
+    model = sharded(TinyLM(), {"mixed_precision": mixed_precision})
+    seen = _dtypes_of_blocks(model)
+    batch = batches(1, 2)[0]
+    with Traffic() as traffic:
+        logits = model(batch[0])
+        logits.float().sum().backward()
+    assert logits.dtype == compute
+    assert seen == {0: (compute, compute), 1: (compute, compute), 2: (compute, compute)}
+    assert traffic.gathered == {compute}
+    assert traffic.reduced == {reduce}
+    assert {param.grad.dtype for param in model.parameters()} == {fp32}
+
+
+@pytest.mark.world_size(2)
+def test_output_dtype():
+    spec = {**BF16, "output_dtype": "fp32"}
+    model = sharded(nn.Sequential(Block(), Block()), {"mixed_precision": spec})
+    seen: list[torch.dtype] = []
+    model[1].up.register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
+    assert model(torch.randn(2, 10)).dtype == fp32
+    assert seen == [bf16]
+
+
+@pytest.mark.world_size(2)
+def test_output_dtype_of_the_run_is_that_of_the_model():
+    spec = {**BF16, "output_dtype": "fp32"}
+    model = sharded(TinyLM(), {"mixed_precision": spec})
+    seen: list[torch.dtype] = []
+    model.norm.register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
+    assert model(batches(1, 2)[0][0]).dtype == fp32
+    assert seen == [bf16]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", ["fsdp_wrap_fn", "wrap_policy"])
+def test_mixed_precision_of_one_unit(way: str):
+    spec = {**BF16, "output_dtype": "fp32"}
+    if way == "fsdp_wrap_fn":
+        model = sharded(Configured(mixed_precision=spec), {})
+    else:
+        policy = {"names": {"blocks.1": {"mixed_precision": spec}}, "classes": ["Block"]}
+        model = sharded(TinyLM(), {"wrap_policy": policy})
+    seen = _dtypes_of_blocks(model)
+    assert model(batches(1, 2)[0][0]).dtype == fp32
+    assert seen == {0: (fp32, fp32), 1: (bf16, bf16), 2: (fp32, fp32)}
+
+
+@pytest.mark.world_size(2)
+def test_inputs_are_left_alone_when_told_so():
+    spec = {**BF16, "cast_forward_inputs": False, "output_dtype": "fp32"}
+    model = nn.Sequential(nn.Linear(10, 10))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_pre_hook(lambda _module, args: seen.append(args[0].dtype))
+    sharded(model, {"mixed_precision": spec})
+    with torch.autocast("cpu", bf16):
+        model(torch.randn(2, 10))
+    assert seen == [fp32]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_low_precision_trains(recompute: bool):
+    config = {"mixed_precision": BF16, "activation_checkpointing": recompute}
+    model = TinyLM("two modules")
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    prepare_fully_shard(model, optimizer, config)
+    batch = batches(1, 4)[0]
+    losses = []
+    for _ in range(10):
+        loss = model_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("precision", ["fp32", "amp_bf16", "amp_fp16"])
+def test_presets(precision: str):
+    compute = compute_dtype(precision)
+    default, pure, full_precision = (
+        resolve_precision(preset, compute) for preset in ("DEFAULT", "PURE", "FULL")
+    )
+    assert (default.param_dtype, default.reduce_dtype) == (compute, fp32)
+    assert (pure.param_dtype, pure.reduce_dtype) == (compute, compute)
+    assert (full_precision.param_dtype, full_precision.reduce_dtype) == (None, None)
+    assert default.output_dtype is pure.output_dtype is full_precision.output_dtype is None
+
+
+def _dtypes_of_blocks(model: TinyLM) -> dict[int, tuple[torch.dtype, torch.dtype]]:
+    """Filled in by forward: dtypes of each block's first weight and of its input."""
+    seen: dict[int, tuple[torch.dtype, torch.dtype]] = {}
+
+    def watch(index: int) -> None:
+        def note(module: nn.Module, args: Any) -> None:
+            seen[index] = (module.weight.dtype, args[0].dtype)
+
+        model.blocks[index].norm.register_forward_pre_hook(note)
+
+    for index in range(len(model.blocks)):
+        watch(index)
+    return seen
+
+
+# --- Every form of the settings. ---
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("form", ["mapping", "ours", "the trainer's", "composer's", "fsdp1"])
+def test_forms_of_the_same_settings(form: str):
+    model = sharded(TinyLM(), _written(form))
+    assert _held_after_forward(model) == {"0": True, "1": True, "2": True, "": True}
+
+
+def _written(form: str) -> Any:
+    if form == "ours":
+        return FSDP2Config(reshard_after_forward=False)
+    if form == "the trainer's":
+        return TrainerFSDP2Config(reshard_after_forward=False)
+    if form == "fsdp1":
+        return FSDPConfig(sharding_strategy="SHARD_GRAD_OP")
+    if form == "composer's":
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="FSDP2 Config/APIs are experimental")
+            return ComposerFSDP2Config(reshard_after_forward=False)
+    return {"reshard_after_forward": False}
+
+
+@pytest.mark.world_size(4)
+def test_composers_config_with_a_mesh_of_its_own():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2 Config/APIs are experimental")
+        config = ComposerFSDP2Config(device_mesh=mesh)
+    model = check_parity(TinyLM, config)
+    assert model.embed.weight.to_local().shape[0] in (8, 9)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(
+    ("strategy", "rows", "held"),
+    [
+        ("FULL_SHARD", 5, False),
+        ("SHARD_GRAD_OP", 5, True),
+        ("HYBRID_SHARD", 10, False),
+        ("_HYBRID_SHARD_ZERO2", 10, True),
+        ("NO_SHARD", 20, True),
+    ],
+)
+def test_fsdp1_strategies(strategy: str, rows: int, held: bool):
+    os.environ["LOCAL_WORLD_SIZE"] = "2"  # two nodes of two ranks
+    model = check_parity(TinyLM, FSDPConfig(sharding_strategy=strategy))
+    assert model.blocks[0].up.weight.to_local().shape == (rows, 10)
+    assert _held_after_forward(model)["1"] == held
+
+
+@pytest.mark.world_size(2)
+def test_settings_of_fsdp1_that_are_not_needed_are_named():
+    config = FSDPConfig(limit_all_gathers=True, sync_module_states=True)
+    with pytest.warns(UserWarning, match="FSDP1 to FSDP2: '.*' is no longer needed") as warned:
+        sharded(TinyLM(), config)
+    assert len(warned) == 2
+
+
+@pytest.mark.world_size(2)
+def test_precision_spec_may_be_an_object():
+    spec = PrecisionSpec(param_dtype="bf16", reduce_dtype="fp32")
+    model = sharded(TinyLM(), FSDP2Config(mixed_precision=spec))
+    seen = _dtypes_of_blocks(model)
+    model(batches(1, 2)[0][0])
+    assert seen[1] == (bf16, bf16)
