@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
+from torch.utils._pytree import tree_flatten
 
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
@@ -204,7 +205,9 @@ def apply_plan(
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.modules[0]]
+            frozen = layout.is_frozen(unit)
             casts[module] = _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
+            _spare_backward_gather(_unit(module), frozen)
         weights.fill(tree.modules())
     _carry_over(carried)
     _check_ties(layout, plan)
@@ -243,6 +246,8 @@ class _Layout:
 
     modules: dict[str, nn.Module]
     """name -> module, the activation wrapper where there is one"""
+    holders: dict[str, nn.Module]
+    """name -> the module itself, which holds the parameters of that name"""
     members: dict[str, list[tuple[str, nn.Module]]]
     """unit name -> modules whose nearest unit it is"""
     foreign: dict[str, list[Place]]
@@ -252,8 +257,10 @@ class _Layout:
     @classmethod
     def read(cls, tree: ModuleTree, plan: WrapPlan) -> _Layout:
         modules: dict[str, nn.Module] = {}
+        holders: dict[str, nn.Module] = {}
         for visit in tree.visits:
             modules.setdefault(visit.path, visit.module)
+            holders[visit.path] = visit.module
         nearest = _nearest_units(
             tree, {id(modules[u.modules[0]]): u.modules[0] for u in plan.units}
         )
@@ -269,14 +276,20 @@ class _Layout:
         # inside it, outer ones first; all others come children before parents.
         first = [unit for unit in reversed(plan.units) if unit.modules[0] in hidden]
         rest = [unit for unit in plan.units if unit.modules[0] not in hidden]
-        return cls(modules, members, foreign, first + rest)
+        return cls(modules, holders, members, foreign, first + rest)
 
     def modules_of(self, unit: ShardUnit) -> list[tuple[str, nn.Module]]:
         """Modules whose tensors must be real before the unit is sharded."""
         modules = list(self.members[unit.modules[0]])
         own = {path for path, _ in modules}
-        holders = dict.fromkeys(name.rpartition(".")[0] for name in unit.params)
-        return modules + [(path, self.modules[path]) for path in holders if path not in own]
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in unit.params)
+        return modules + [(path, self.holders[path]) for path in paths if path not in own]
+
+    def is_frozen(self, unit: ShardUnit) -> bool:
+        """Whether the unit owns parameters and none of them is trained."""
+        places = (name.rpartition(".") for name in unit.params)
+        params = [self.holders[path]._parameters[attribute] for path, _, attribute in places]
+        return bool(params) and not any(p is not None and p.requires_grad for p in params)
 
     def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
         """Parameters `fully_shard` must leave alone, as they are registered now."""
@@ -366,6 +379,29 @@ def _shard_unit(
     return cast
 
 
+def _spare_backward_gather(module: FSDPModule, frozen: bool) -> None:
+    """Keeps torch from gathering a unit in backward that does not compute with it there.
+
+    The gradient of an embedding is made of rows of the output's. A frozen unit is not part of
+    backward until a gradient passes through it, but torch would prefetch the last one of a frozen
+    beginning (an image tower, the lower layers of a fine-tuned model).
+    """
+    if isinstance(module, nn.Embedding):
+        module.set_unshard_in_backward(False)
+    elif frozen:
+        assert isinstance(module, nn.Module)
+        module.set_unshard_in_backward(False)
+        module.register_forward_hook(_gather_once_backward_needs_it)
+
+
+def _gather_once_backward_needs_it(module: nn.Module, _args: object, output: object) -> None:
+    """Never turned off again: the module may run several times before one backward."""
+    leaves, _ = tree_flatten(output)
+    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+        assert isinstance(module, FSDPModule)
+        module.set_unshard_in_backward(True)
+
+
 def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:
     """Frees a top-level unit after forward although torch would keep it.
 
@@ -419,7 +455,7 @@ def _check_ties(layout: _Layout, plan: WrapPlan) -> None:
     """Proves that every tied name still leads to one parameter."""
     for names in plan.tied:
         found = {
-            id(layout.modules[path]._parameters[attribute])
+            id(layout.holders[path]._parameters[attribute])
             for path, _, attribute in (name.rpartition(".") for name in names)
         }
         assert len(found) == 1, f"sharding untied {names}"

@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
-from tests.models import TIES, AcrossChildren, Grandchild, TinyComposer, TinyLM, batches
+from tests.models import (
+    TIES,
+    AcrossChildren,
+    Grandchild,
+    TinyComposer,
+    TinyLM,
+    TwoNames,
+    batches,
+)
 from tests.parity import OPTIMIZERS, Recipe, check_parity, gathered, model_loss
 
 # Newer torch says so of every `nn.Linear` that is a unit by itself; nothing here adds in place.
@@ -33,6 +41,7 @@ CUT_SHARED = {"wrap_policy": {"embeddings": True, "classes": ["SharedBlock", "Li
 FROZEN = {
     "first block": "blocks.0.",
     "middle block": "blocks.1.",
+    "beginning": ("embed", "blocks.0.", "blocks.1."),
     "one weight": "blocks.1.up.weight",
     "everything but the head": ("embed", "blocks", "norm"),
 }
@@ -81,6 +90,18 @@ def test_frozen(part: str, optimizer: str):
 
 
 @pytest.mark.world_size(2)
+@both_optimizers
+def test_a_frozen_block_may_run_without_and_with_gradients_through_it(optimizer: str):
+    def make() -> TinyLM:
+        model = TinyLM("module registered twice")  # the first block runs again at the end
+        for module in (model.embed, model.blocks[0]):
+            module.requires_grad_(False)
+        return model
+
+    check_parity(make, {}, optimizer)
+
+
+@pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "policy",
     [{"min_num_params": 150}, {"names": ["blocks.*", "blocks.1.up"]}],
@@ -99,6 +120,16 @@ def test_recompute_changes_nothing(config: dict[str, Any], optimizer: str):
     recomputed = _train({**config, "activation_checkpointing": True}, optimizer)
     assert kept.keys() == recomputed.keys()
     assert max((kept[name] - recomputed[name]).abs().max().item() for name in kept) == 0.0
+
+
+@pytest.mark.world_size(2)
+def test_a_checkpointed_module_may_hold_a_tie_itself():
+    def make() -> TinyLM:
+        model = TinyLM("inside one module")
+        model.activation_checkpointing_fn = lambda module: isinstance(module, TwoNames)
+        return model
+
+    check_parity(make, {"activation_checkpointing": True})
 
 
 @pytest.mark.world_size(2)
