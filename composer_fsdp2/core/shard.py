@@ -205,9 +205,10 @@ def apply_plan(
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.modules[0]]
-            frozen = layout.is_frozen(unit)
+            # Before it is sharded, which gives the module another class.
+            is_embedding, frozen = type(module) is nn.Embedding, layout.is_frozen(unit)
             casts[module] = _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
-            _spare_backward_gather(_unit(module), frozen)
+            _spare_backward_gather(_unit(module), frozen, is_embedding)
         weights.fill(tree.modules())
     _carry_over(carried)
     _check_ties(layout, plan)
@@ -379,14 +380,15 @@ def _shard_unit(
     return cast
 
 
-def _spare_backward_gather(module: FSDPModule, frozen: bool) -> None:
+def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool) -> None:
     """Keeps torch from gathering a unit in backward that does not compute with it there.
 
-    The gradient of an embedding is made of rows of the output's. A frozen unit is not part of
+    The gradient of an embedding is made of rows of the output's; a subclass may do more, such as
+    multiply with the weight to get logits. A frozen unit is not part of
     backward until a gradient passes through it, but torch would prefetch the last one of a frozen
     beginning (an image tower, the lower layers of a fine-tuned model).
     """
-    if isinstance(module, nn.Embedding):
+    if is_embedding:
         module.set_unshard_in_backward(False)
     elif frozen:
         assert isinstance(module, nn.Module)

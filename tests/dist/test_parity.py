@@ -101,6 +101,23 @@ def test_a_frozen_block_may_run_without_and_with_gradients_through_it(optimizer:
     check_parity(make, {}, optimizer)
 
 
+class ReusedEmbedding(nn.Embedding):
+    """Looks ids up, and turns vectors into logits with the same weight."""
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return value @ self.weight.T if value.is_floating_point() else super().forward(value)
+
+
+@pytest.mark.world_size(2)
+def test_an_embedding_may_also_make_the_logits():
+    def make() -> TinyLM:
+        model = TinyLM()
+        model.embed = model.head = ReusedEmbedding(*model.embed.weight.shape)
+        return model
+
+    check_parity(make, {"wrap_policy": {"embeddings": True, "classes": ["Block"]}})
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "policy",

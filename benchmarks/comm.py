@@ -1,0 +1,270 @@
+"""Bytes on the wire in one training step, against the least the chosen units allow.
+
+Method: a step of a Llama-like model (8 blocks, d=256, vocabulary 2048, fp32) runs under a dispatch
+mode that sees every collective; the second step is counted, so agreements made once are not in it.
+`--backend fake` is one process of an 8-rank group; `--backend gloo` is real ranks (2, or 4 where a
+case needs a second axis). The counts are exact and do not depend on the hardware.
+
+The minimum follows from the plan: every unit is gathered once for the forward; once more for the
+backward if it gave its parameters up and a gradient passes through it (over the smaller group if it
+resharded to an int); the gradients of its trainable parameters are reduce-scattered once, and with
+replicas their shards are all-reduced once.
+
+Goal: ratio <= 1.005 in every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import shapes
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+GOAL = 1.005
+_CONTROL = {"wait_tensor", "barrier", "monitored_barrier_"}
+
+
+@dataclass
+class Traffic:
+    """Bytes of one rank in one step, un-sharded side."""
+
+    gathered: int = 0
+    reduced: int = 0
+    averaged: int = 0
+    wire: float = 0.0
+    """what a ring sends: (n-1)/n of a gather or a scatter, twice that of an all-reduce"""
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def gather(self, nbytes: int, ranks: int) -> None:
+        self.gathered += nbytes
+        self.wire += nbytes * (ranks - 1) / ranks
+        self.calls["all_gather"] += 1
+
+    def scatter(self, nbytes: int, ranks: int) -> None:
+        self.reduced += nbytes
+        self.wire += nbytes * (ranks - 1) / ranks
+        self.calls["reduce_scatter"] += 1
+
+    def average(self, nbytes: int, ranks: int) -> None:
+        self.averaged += nbytes
+        self.wire += 2 * nbytes * (ranks - 1) / ranks
+        self.calls["all_reduce"] += 1
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+class CountTraffic(TorchDispatchMode):
+    """Adds up every collective that reaches the dispatcher, in place or functional."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.traffic = Traffic()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func.overloadpacket.__name__, args, result)
+        return result
+
+    def _count(self, name: str, args: Any, result: Any) -> None:
+        if name == "_allgather_base_":
+            self.traffic.gather(_nbytes(args[0]), args[0].numel() // args[1].numel())
+        elif name == "_reduce_scatter_base_":
+            self.traffic.scatter(_nbytes(args[1]), args[1].numel() // args[0].numel())
+        elif name == "allreduce_":
+            self.traffic.average(
+                sum(map(_nbytes, args[0])), dist.ProcessGroup.unbox(args[1]).size()
+            )
+        elif name.startswith("all_gather_into_tensor"):
+            self.traffic.gather(_nbytes(result), args[1])
+        elif name == "reduce_scatter_tensor":
+            self.traffic.scatter(_nbytes(args[0]), args[2])
+        elif name in ("all_reduce", "all_reduce_"):
+            group = torch._C._distributed_c10d._resolve_process_group(args[2])
+            self.traffic.average(_nbytes(args[0]), group.size())
+        elif name not in _CONTROL:
+            self.traffic.calls[f"other:{name}"] += 1
+
+
+def minimum(model: nn.Module, units: Sequence[Any], shard: int, replicate: int = 1) -> Traffic:
+    """The least traffic of one step for these units; call it before the model is sharded."""
+    order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
+    params = dict(model.named_parameters())
+    # Registration order is forward order here, so a gradient reaches everything from here on.
+    first_trainable = min(order[name] for name, param in params.items() if param.requires_grad)
+    least = Traffic()
+    for unit in units:
+        own = {name: params[name] for name in unit.params if name in params}
+        nbytes = sum(map(_nbytes, own.values()))
+        least.gather(nbytes, shard)
+        reached = max(order[name] for name in own) >= first_trainable
+        if unit.reshard_after_forward is not False and reached and not _only_embeddings(model, own):
+            again = unit.reshard_after_forward
+            least.gather(nbytes, shard if again is True else again)
+        if trainable := sum(_nbytes(param) for param in own.values() if param.requires_grad):
+            least.scatter(trainable, shard)
+            if replicate > 1:
+                least.average(trainable // shard, replicate)
+    return least
+
+
+def _only_embeddings(model: nn.Module, names: Sequence[str] | dict[str, Any]) -> bool:
+    """An embedding's backward reads the indices, never the weight."""
+    owners = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+    return all(isinstance(owner, nn.Embedding) for owner in owners)
+
+
+# --- cases ---
+
+
+def _frozen_middle() -> nn.Module:
+    model = shapes.LlamaLike()
+    model.blocks[2:6].requires_grad_(False)
+    return model
+
+
+def _frozen_prefix() -> nn.Module:
+    model = shapes.LlamaLike()
+    model.embed.requires_grad_(False)
+    model.blocks[:4].requires_grad_(False)
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    build: Callable[[], nn.Module] = shapes.LlamaLike
+    reshard: bool | int | str = "auto"
+    replicate: int | None = None
+    classes: tuple[str, ...] = ("Block",)
+    gloo_ranks: int = 2
+
+
+CASES = {
+    "plain": Case(),
+    "kept": Case(reshard=False),
+    "tied": Case(lambda: shapes.LlamaLike(tied=True)),
+    "frozen_middle": Case(_frozen_middle),
+    "frozen_prefix": Case(_frozen_prefix),
+    "lora": Case(lambda: shapes.add_lora(shapes.LlamaLike())),
+    "int_reshard": Case(reshard=2, gloo_ranks=4),
+    "hsdp": Case(replicate=2, gloo_ranks=4),
+    "embedding_unit": Case(classes=("Block", "Embedding")),
+}
+
+
+def _units_by_hand(
+    model: nn.Module, classes: tuple[str, ...], reshard: bool | int
+) -> list[SimpleNamespace]:
+    blocks = shapes.names_of(model.named_modules(), classes)
+    names = [name for name, _ in model.named_parameters()]
+    units = [
+        SimpleNamespace(
+            params=[n for n in names if n.startswith(f"{block}.")], reshard_after_forward=reshard
+        )
+        for block in blocks
+    ]
+    inside = {name for unit in units for name in unit.params}
+    rest = [name for name in names if name not in inside]
+    return [*units, SimpleNamespace(params=rest, reshard_after_forward=False)]
+
+
+def _shard_hand(model: nn.Module, case: Case, world: int) -> Sequence[Any]:
+    reshard = True if case.reshard == "auto" else case.reshard
+    units = _units_by_hand(model, case.classes, reshard)
+    shapes.shard_by_hand(model, case.classes, _mesh_by_hand(case, world), reshard)
+    return units
+
+
+def _mesh_by_hand(case: Case, world: int) -> DeviceMesh:
+    if case.replicate is None:
+        return init_device_mesh("cpu", (world,))
+    shape = (case.replicate, world // case.replicate)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard_ours(model: nn.Module, case: Case, world: int) -> Sequence[Any]:
+    plan = shapes.plan(model, case.classes, reshard_after_forward=case.reshard)
+    degrees = {} if case.replicate is None else {"data_parallel_replicate_degree": case.replicate}
+    made = shapes.prepare(model, case.classes, reshard_after_forward=case.reshard, **degrees)
+    assert list(made) == [name for unit in plan.units for name in unit.modules]
+    return plan.units
+
+
+PEERS = {"ours": _shard_ours, "hand": _shard_hand}
+
+
+def measure_all(names: Sequence[str], peer: str, backend: str) -> None:
+    """Counts several cases in one process group: starting ranks costs more than the steps."""
+    for name in names:
+        measure(name, peer, backend)
+
+
+def measure(name: str, peer: str, backend: str) -> None:
+    """Counts one case in a process group that exists and prints its line."""
+    case, world = CASES[name], dist.get_world_size()
+    torch.manual_seed(0)
+    model = case.build()
+    twin = case.build()
+    units = PEERS[peer](model, case, world)
+    least = minimum(twin, units, world // (case.replicate or 1), case.replicate or 1)
+    tokens = torch.randint(0, 2048, (2, 17))
+    for _ in range(2):
+        with CountTraffic() as counter:
+            model(tokens).backward()
+        model.zero_grad()
+    if dist.get_rank() == 0:
+        _report(name, peer, backend, world, counter.traffic, least)
+
+
+def _report(name: str, peer: str, backend: str, world: int, seen: Traffic, least: Traffic) -> None:
+    pairs = {
+        "wire": (seen.wire, least.wire),
+        "gathered": (seen.gathered, least.gathered),
+        "reduced": (seen.reduced, least.reduced),
+        "averaged": (seen.averaged, least.averaged),
+    }
+    value = {
+        "case": name,
+        "peer": peer,
+        "backend": backend,
+        "ranks": world,
+        # The worst kind counts: a gather too many must not hide behind a reduction too few.
+        "ratio": max(actual / best for actual, best in pairs.values() if best or actual),
+        **{f"{kind}_bytes": [round(a), round(b)] for kind, (a, b) in pairs.items()},
+        "calls": dict(seen.calls),
+        "minimum_calls": dict(least.calls),
+    }
+    shapes.emit("comm", value, GOAL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", choices=["all", *CASES], default="all")
+    parser.add_argument("--backend", choices=["fake", "gloo"], default="fake")
+    parser.add_argument("--peer", choices=list(PEERS), default="ours")
+    options = parser.parse_args()
+    names = list(CASES) if options.case == "all" else [options.case]
+    if options.backend == "fake":
+        with shapes.fake_group(8):
+            measure_all(names, options.peer, "fake")
+        return
+    for ranks in sorted({CASES[name].gloo_ranks for name in names}):
+        together = [name for name in names if CASES[name].gloo_ranks == ranks]
+        shapes.run_ranks(measure_all, ranks, together, options.peer, "gloo")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""Models, process groups and small measuring tools shared by the benchmarks.
+
+Every model is plain `torch.nn`, so that a benchmark measures sharding and nothing else. Parameters
+are registered in the order of the forward pass; `comm.py` relies on that to know which units a
+backward reaches.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+if TYPE_CHECKING:
+    from composer_fsdp2.core.plan import WrapPlan
+
+# --- models ---
+
+
+class RMSNorm(nn.Module):
+    """Scale by the root mean square."""
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(d_model))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class LoRALinear(nn.Module):
+    """A frozen linear layer with a trainable low-rank update."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Attention(nn.Module):
+    """Causal self-attention with four square projections."""
+
+    def __init__(self, d_model: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q = nn.Linear(d_model, d_model, bias=False)
+        self.k = nn.Linear(d_model, d_model, bias=False)
+        self.v = nn.Linear(d_model, d_model, bias=False)
+        self.o = nn.Linear(d_model, d_model, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, seq, d_model = x.shape
+        q, k, v = (
+            p(x).view(batch, seq, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(y.transpose(1, 2).reshape(batch, seq, d_model))
+
+
+class MLP(nn.Module):
+    """Gated feed-forward layer."""
+
+    def __init__(self, d_model: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, hidden, bias=False)
+        self.up = nn.Linear(d_model, hidden, bias=False)
+        self.down = nn.Linear(hidden, d_model, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer."""
+
+    def __init__(self, d_model: int, heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(d_model)
+        self.attn = Attention(d_model, heads)
+        self.norm2 = RMSNorm(d_model)
+        self.mlp = MLP(d_model, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class LlamaLike(nn.Module):
+    """A small Llama-like language model; `forward(tokens)` returns the next-token loss."""
+
+    def __init__(
+        self,
+        blocks: int = 8,
+        d_model: int = 256,
+        vocab: int = 2048,
+        hidden: int = 672,
+        heads: int = 4,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, d_model)
+        self.blocks = nn.ModuleList(Block(d_model, heads, hidden) for _ in range(blocks))
+        self.norm = RMSNorm(d_model)
+        self.head = nn.Linear(d_model, vocab, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class Leaf(nn.Module):
+    """The smallest module worth a unit of its own; stands for an expert."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+class Parent(nn.Module):
+    """A container with a forward and `children` wrapped modules in a list."""
+
+    def __init__(self, children: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Leaf() for _ in range(children))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for expert in self.experts:
+            x = x + expert(x)
+        return x
+
+
+class Nested(nn.Module):
+    """`modules` wrapped leaves, `per_parent` to a parent, plus a norm that only the root holds."""
+
+    def __init__(self, modules: int, per_parent: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Parent(per_parent) for _ in range(modules // per_parent))
+        self.norm = RMSNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class QwenAttention(nn.Module):
+    """Grouped-query projections of Qwen3-235B-A22B (shape only)."""
+
+    def __init__(self, d_model: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(d_model, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(d_model, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(d_model, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, d_model, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.q_proj(x))
+
+
+class Expert(MLP):
+    """One expert of a mixture."""
+
+
+class Mixture(nn.Module):
+    """Router and experts (shape only: the forward uses every expert)."""
+
+    def __init__(self, d_model: int, experts: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(d_model, experts, bias=False)
+        self.experts = nn.ModuleList(Expert(d_model, hidden) for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(expert(x) for expert in self.experts)
+
+
+class QwenLayer(nn.Module):
+    """One layer of the Qwen3 mixture-of-experts shape."""
+
+    def __init__(self, experts: int, d_model: int, hidden: int) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(d_model)
+        self.self_attn = QwenAttention(d_model, heads=64, kv_heads=4, head_dim=128)
+        self.post_attention_layernorm = RMSNorm(d_model)
+        self.mlp = Mixture(d_model, experts, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class QwenMoE(nn.Module):
+    """Qwen3-235B-A22B by its published sizes: 235e9 parameters, so build it on meta."""
+
+    def __init__(
+        self,
+        layers: int = 94,
+        experts: int = 128,
+        d_model: int = 4096,
+        hidden: int = 1536,
+        vocab: int = 151936,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(vocab, d_model)
+        self.layers = nn.ModuleList(QwenLayer(experts, d_model, hidden) for _ in range(layers))
+        self.norm = RMSNorm(d_model)
+        self.lm_head = nn.Linear(d_model, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed_tokens(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+
+def add_lora(model: LlamaLike, rank: int = 8) -> LlamaLike:
+    """Freezes `model` and puts trainable low-rank updates on q and v of every block."""
+    model.requires_grad_(False)
+    for block in model.blocks:
+        block.attn.q = LoRALinear(block.attn.q, rank)
+        block.attn.v = LoRALinear(block.attn.v, rank)
+    return model
+
+
+# --- sharding by hand ---
+
+
+def shard_by_hand(
+    model: nn.Module,
+    classes: tuple[str, ...],
+    mesh: DeviceMesh,
+    reshard_after_forward: bool | int = True,
+) -> nn.Module:
+    """What a careful user writes: `fully_shard` on every module of `classes`, then on the root.
+
+    The root is left to torch's default, so that it keeps its parameters until backward.
+    """
+    for module in reversed([m for m in model.modules() if type(m).__name__ in classes]):
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return fully_shard(model, mesh=mesh)
+
+
+# --- sharding by this package ---
+
+
+def plan(model: nn.Module, classes: tuple[str, ...], **options: Any) -> WrapPlan:
+    """The plan of the same units as `shard_by_hand`."""
+    from composer_fsdp2.core.plan import plan_wrapping
+    from composer_fsdp2.core.rules import by_class, root_rule
+
+    return plan_wrapping(model, [by_class(*classes), root_rule], **options)
+
+
+def prepare(model: nn.Module, classes: tuple[str, ...], **config: Any) -> Iterable[str]:
+    """Shards `model` through the drop-in; returns the names of its units.
+
+    Args:
+        model: any module.
+        classes: of the modules that become units beside the root.
+        config: what else stands under `fsdp2` in a YAML.
+    """
+    from composer_fsdp2 import prepare_fully_shard
+
+    policy = {"wrap_policy": {"classes": list(classes)}, **config}
+    return prepare_fully_shard(model, None, policy, device="cpu")[1]
+
+
+# --- process groups ---
+
+
+@contextmanager
+def fake_group(world_size: int) -> Iterator[DeviceMesh]:
+    """A group of `world_size` ranks in one process that moves no data; yields its 1-D CPU mesh."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def _rank_main(
+    rank: int, body: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # Libraries of the stack read these instead of asking torch.distributed.
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world_size),
+    )
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+    )
+    try:
+        body(*args)
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(body: Callable[..., None], world_size: int, *args: Any) -> None:
+    """Runs `body(*args)` on `world_size` gloo ranks of this machine (loopback, no port)."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        store = os.path.join(folder, "store")
+        torch.multiprocessing.spawn(_rank_main, (body, world_size, store, args), nprocs=world_size)
+
+
+# --- measuring ---
+
+
+def cpu_seconds(body: Callable[[], Any]) -> float:
+    """CPU seconds of this process for `body()`; its result is dropped after the clock stops."""
+    gc.collect()
+    start = time.process_time()
+    kept = body()
+    elapsed = time.process_time() - start
+    del kept
+    return elapsed
+
+
+def paired_ratio(
+    ours: Callable[[], float], theirs: Callable[[], float], pairs: int
+) -> dict[str, float]:
+    """Median of `ours() / theirs()`, the order swapped every time so that drift cancels."""
+    ours_seconds, theirs_seconds = [], []
+    for index in range(pairs):
+        order = [(ours, ours_seconds), (theirs, theirs_seconds)]
+        for measure, into in order if index % 2 == 0 else reversed(order):
+            into.append(measure())
+    ratios = [a / b for a, b in zip(ours_seconds, theirs_seconds, strict=True)]
+    return {
+        "ratio": statistics.median(ratios),
+        **spread(ratios),
+        "ours_seconds": statistics.median(ours_seconds),
+        "theirs_seconds": statistics.median(theirs_seconds),
+    }
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """First and third quartile of `values`; equal to the extremes where there are too few."""
+    if len(values) < 4:
+        return {"low": min(values), "high": max(values)}
+    low, _, high = statistics.quantiles(values, n=4)
+    return {"low": low, "high": high}
+
+
+def emit(figure: str, value: Mapping[str, Any], goal: float | None = None) -> None:
+    """Prints one JSON line for one figure."""
+    line = {"figure": figure, "torch": torch.__version__.split("+")[0], **value}
+    if goal is not None:
+        line["goal"] = goal
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}
+    sys.stdout.write(json.dumps(rounded) + "\n")
+    sys.stdout.flush()
+
+
+def names_of(modules: Iterable[tuple[str, nn.Module]], classes: tuple[str, ...]) -> list[str]:
+    """Names of the modules whose class is in `classes`."""
+    return [name for name, module in modules if type(module).__name__ in classes]
