@@ -178,7 +178,7 @@ class QuickstartConsole(LoggerDestination):
         self.every = every
         self.metrics: dict[str, float] = {}
         self.evals: list[tuple[int, float]] = []  # batch and loss
-        self.summary = ""
+        self.finished = False
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Keep the newest value of every metric."""
@@ -205,15 +205,8 @@ class QuickstartConsole(LoggerDestination):
         say(f"batch {self.evals[-1][0]:4d}   held-out loss {loss:6.3f}")
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Say what this run achieved and how to go on; printed when the progress bars are gone."""
-        if len(self.evals) < 2 or dist.get_global_rank() != 0:
-            return
-        (start, before), (end, after) = self.evals[0], self.evals[-1]
-        self.summary = (
-            f"Held-out loss: {before:.3f} at batch {start}, {after:.3f} at batch {end} "
-            f"({1 - after / before:.0%} lower).\nThe same command with a larger `max_duration=...` "
-            "goes on from the checkpoint."
-        )
+        """Training came to its end; one more evaluation may follow."""
+        self.finished = True
 
     def state_dict(self) -> dict[str, Any]:
         """Goes into the checkpoint, so that a resumed run can compare with the very start."""
@@ -224,9 +217,16 @@ class QuickstartConsole(LoggerDestination):
         self.evals = list(state["evals"])
 
     def post_close(self) -> None:
-        """Print the summary, if training came to its end."""
-        if self.summary:
-            print(f"\n{self.summary}", flush=True)
+        """Say what the runs achieved and how to go on, when the progress bars are gone."""
+        if not self.finished or len(self.evals) < 2 or dist.get_global_rank() != 0:
+            return
+        (start, before), (end, after) = self.evals[0], self.evals[-1]
+        print(
+            f"\nHeld-out loss: {before:.3f} at batch {start}, {after:.3f} at batch {end} "
+            f"({1 - after / before:.0%} lower).\nThe same command with a larger "
+            "`max_duration=...` goes on from the checkpoint.",
+            flush=True,
+        )
 
 
 def say(text: str) -> None:
