@@ -55,12 +55,14 @@ def _drop_in(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> No
 
 def _composer(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> None:
     """Composer's own function; it asks the modules themselves which of them to wrap."""
+    from composer.core import Precision
     from composer.distributed.fsdp2 import prepare_fully_shard
     from composer.utils.parallelism import FSDP2Config
 
     for module in model.modules():
         module._fsdp_wrap = type(module).__name__ in classes
-    prepare_fully_shard(model, FSDP2Config(device_mesh=mesh, reshard_after_forward=True))
+    config = FSDP2Config(device_mesh=mesh, reshard_after_forward=True)
+    prepare_fully_shard(model, config, Precision.FP32)
 
 
 PEERS: dict[str, Prepare] = {

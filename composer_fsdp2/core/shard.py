@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
@@ -398,10 +398,16 @@ def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool)
 
 def _gather_once_backward_needs_it(module: nn.Module, _args: object, output: object) -> None:
     """Never turned off again: the module may run several times before one backward."""
-    leaves, _ = tree_flatten(output)
-    if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
+    if torch.is_grad_enabled() and any(map(_may_need_gradient, tree_leaves(output))):
         assert isinstance(module, FSDPModule)
         module.set_unshard_in_backward(True)
+
+
+def _may_need_gradient(leaf: object) -> bool:
+    """Whether a gradient can come back through it; an unknown object may hold such a tensor."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.requires_grad
+    return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
 
 
 def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import prepare_fully_shard
 from tests.models import (
     TIES,
     AcrossChildren,
+    Block,
     Grandchild,
     TinyComposer,
     TinyLM,
@@ -99,6 +102,36 @@ def test_a_frozen_block_may_run_without_and_with_gradients_through_it(optimizer:
         return model
 
     check_parity(make, {}, optimizer)
+
+
+@dataclass
+class Box:
+    inside: torch.Tensor
+
+
+class Boxing(Block):
+    """Hands its output over in an object torch does not look into."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class Unboxing(Block):
+    def forward(self, x: Any) -> torch.Tensor:
+        return super().forward(x.inside)
+
+
+@pytest.mark.world_size(2)
+def test_a_frozen_block_may_hide_its_output():
+    if not hasattr(FSDPModule, "set_reshard_after_forward"):
+        pytest.skip("older torch loses the gradient of such a unit itself, by hand too")
+
+    def make() -> TinyLM:
+        model = TinyLM()
+        model.blocks = nn.ModuleList([Block(), Boxing().requires_grad_(False), Unboxing()])
+        return model
+
+    check_parity(make, {})
 
 
 class ReusedEmbedding(nn.Embedding):

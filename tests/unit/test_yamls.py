@@ -36,4 +36,4 @@ def test_quickstart_shows_the_defaults():
 
     from composer_fsdp2.core.config import FSDP2Config, parse_config
 
-    assert parse_config(shown) == FSDP2Config()
+    assert parse_config(shown) == FSDP2Config(verbose=True)
