@@ -134,6 +134,16 @@ def test_a_frozen_block_may_hide_its_output():
     check_parity(make, {})
 
 
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(
+    "config", [{"reshard_after_forward": 2}, {"data_parallel_replicate_degree": 2}]
+)
+@pytest.mark.parametrize("part", ["beginning", "middle block"])
+def test_frozen_on_four_ranks(part: str, config: dict[str, Any]):
+    config = {**config, "wrap_policy": {"embeddings": True, "classes": ["Block"]}}
+    check_parity(functools.partial(_frozen, FROZEN[part]), config)
+
+
 class ReusedEmbedding(nn.Embedding):
     """Looks ids up, and turns vectors into logits with the same weight."""
 
