@@ -55,6 +55,8 @@ _NOT_SUPPORTED = {
     "te_shard_fp8_weight": (False, "fp8 weights are not supported yet; take it out"),
 }
 
+_DEGREES = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
+
 # Strategy -> (reshard_after_forward, copies: 'one' | 'per node' | 'all').
 _STRATEGIES: dict[str, tuple[Any, str]] = {
     "FULL_SHARD": ("auto", "one"),
@@ -138,6 +140,14 @@ def _convert_strategy(
     reshard, copies = _STRATEGIES[name]
     converted: dict[str, Any] = {"reshard_after_forward": reshard}
     if copies == "all":
+        given = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
+        whole = dict(zip(_DEGREES, (1, world_size), strict=True))
+        if any(whole[key] != degree for key, degree in given.items()):
+            problems.append(
+                f"sharding_strategy NO_SHARD holds a whole copy on each of {world_size} ranks, and "
+                f"{given} says otherwise. One of them would be ignored. Take out the degrees, or "
+                "choose FULL_SHARD or HYBRID_SHARD."
+            )
         converted |= {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": world_size}
     elif copies == "per node" and settings.get("data_parallel_replicate_degree") is None:
         converted["data_parallel_shard_degree"] = local_world_size

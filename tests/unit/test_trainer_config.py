@@ -456,3 +456,12 @@ def test_settings_of_single_units():
         "'forward_prefetch' of 'a' is no longer needed: FSDP2 prefetches from its own stream "
         "without blocking the CPU.",
     )
+
+
+def test_no_shard_does_not_ignore_degrees():
+    with pytest.raises(ConfigError, match="NO_SHARD holds a whole copy on each of 8 ranks"):
+        convert_fsdp1(
+            {"sharding_strategy": "NO_SHARD", "data_parallel_shard_degree": 4},
+            world_size=8,
+            local_world_size=8,
+        )
