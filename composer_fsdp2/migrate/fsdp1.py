@@ -141,7 +141,7 @@ def _convert_strategy(
     converted: dict[str, Any] = {"reshard_after_forward": reshard}
     if copies == "all":
         given = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
-        whole = dict(zip(_DEGREES, (1, world_size), strict=True))
+        whole: dict[str, int] = {_DEGREES[0]: 1, _DEGREES[1]: world_size}
         if any(whole[key] != degree for key, degree in given.items()):
             problems.append(
                 f"sharding_strategy NO_SHARD holds a whole copy on each of {world_size} ranks, and "
