@@ -1,0 +1,1 @@
+"""Reading, writing and converting checkpoints; knows nothing of Composer."""

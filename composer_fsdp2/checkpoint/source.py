@@ -1,0 +1,422 @@
+"""Opening a checkpoint of any kind under one interface: names, shapes and values by key.
+
+Keys are those of torch.distributed.checkpoint: the way to a value through nested dictionaries and
+lists, joined by dots, such as `state.model.lm_head.weight`. They are the same for a folder of
+shards and for one file.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal
+
+import torch
+
+# Not public, but it alone decides what keys are in the files.
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from composer_fsdp2.checkpoint.archive import Archive, map_file
+from composer_fsdp2.checkpoint.pickles import load_file, load_object, read_metadata, trusts
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = [
+    "CHECKSUMS",
+    "METADATA",
+    "Checkpoint",
+    "FileCheckpoint",
+    "FolderCheckpoint",
+    "Kind",
+    "TensorEntry",
+    "Way",
+    "detect_kind",
+    "digest_of",
+    "flatten",
+    "open_checkpoint",
+]
+
+Kind = Literal["sharded", "full"]
+Way = tuple[str | int, ...]
+"""the way to a value, before its parts are joined by dots"""
+
+METADATA = ".metadata"
+CHECKSUMS = "checksums.json"
+"""Written by our saves beside `.metadata`: the size of every file, and a digest of `.metadata`.
+The values are covered by the checksums inside the files, see `archive`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """What is known of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Checkpoint:
+    """What a folder and a file have in common; see the subclasses.
+
+    Attributes:
+        path: the folder or file.
+        tensors: key -> shape and dtype, in the order of the file.
+        objects: keys of everything that is no tensor.
+        paths: key -> the way to it.
+    """
+
+    kind: Kind
+    path: Path
+    tensors: Mapping[str, TensorEntry]
+    objects: Collection[str]
+    paths: Mapping[str, Way]
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The whole tensor on the CPU; where possible a view of the file, never to be written to.
+
+        Raises:
+            CheckpointError: its bytes are missing or damaged.
+        """
+        raise NotImplementedError
+
+    def object(self, key: str) -> Any:
+        """A value that is no tensor.
+
+        Raises:
+            CheckpointError: its bytes are missing, damaged, or could execute code.
+        """
+        raise NotImplementedError
+
+    def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
+        """Reads everything and compares it with its checksums.
+
+        Args:
+            share: (i, n) looks at every n-th part from the i-th, so that ranks divide the work.
+
+        Yields:
+            the bytes of each part, when it has been read.
+
+        Raises:
+            CheckpointError: a file is missing, cut off, of another checkpoint, or damaged.
+        """
+        raise NotImplementedError
+
+    @functools.cached_property
+    def size_bytes(self) -> int:
+        """Of all its files."""
+        raise NotImplementedError
+
+    def under(self, *start: str | int) -> dict[str, Way]:
+        """Keys whose way begins with `start`, and the rest of their way."""
+        n = len(start)
+        return {key: way[n:] for key, way in self.paths.items() if way[:n] == start}
+
+
+def detect_kind(path: Path) -> Kind:
+    """Tells the two kinds apart by what is there, not by what a setting says.
+
+    Raises:
+        CheckpointError: there is nothing, or something that is neither.
+    """
+    if path.is_dir():
+        if (path / METADATA).is_file():
+            return "sharded"
+        inside = sorted(item.name for item in path.iterdir())
+        shown = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") or "nothing"
+        raise CheckpointError(
+            f"'{path}' is no checkpoint: the folder has no '{METADATA}' (it holds {shown}). A save "
+            "that was interrupted leaves such a folder, and the folder above checkpoints looks "
+            "like this too. Give the folder of one complete checkpoint, or a file."
+        )
+    if path.is_file():
+        return "full"
+    raise CheckpointError(
+        f"There is no checkpoint at '{path}'. Nothing can be loaded from there. Give the path of a "
+        "folder that a sharded save wrote, or of the file of a full save."
+    )
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens what is at a path, reading no tensor.
+
+    Collective: no.
+
+    Raises:
+        CheckpointError: it is no checkpoint, incomplete, damaged, or could execute code.
+    """
+    path = Path(path)
+    return FolderCheckpoint(path) if detect_kind(path) == "sharded" else FileCheckpoint(path)
+
+
+class FolderCheckpoint(Checkpoint):
+    """A folder of shards with a `.metadata`, as torch.distributed.checkpoint writes it.
+
+    In the layout of old Composer versions the optimizer is at the root; here it is where it is
+    today, under `state`. No file is changed for that.
+    """
+
+    kind: Kind = "sharded"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata = _as_today(read_metadata(path / METADATA), path)
+        self._mapped: dict[str, memoryview] = {}
+        entries = self.metadata.state_dict_metadata
+        self.tensors = {
+            key: TensorEntry(tuple(entry.size), entry.properties.dtype)
+            for key, entry in entries.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self.objects = {key: None for key in entries if key not in self.tensors}.keys()
+        ways = self.metadata.planner_data or {}
+        self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
+        self._chunks: dict[str, list[MetadataIndex]] = {}
+        for index in self.metadata.storage_data:
+            self._chunks.setdefault(index.fqn, []).append(index)
+        self._check_complete()
+
+    def chunks(self, key: str) -> list[ChunkStorageMetadata]:
+        """How a tensor is cut: offsets and sizes of its pieces."""
+        entry = self.metadata.state_dict_metadata[key]
+        return entry.chunks if isinstance(entry, TensorStorageMetadata) else []
+
+    def chunk(self, index: MetadataIndex) -> torch.Tensor:
+        """One piece of a tensor as it is on disk, its checksum compared."""
+        archive = self.archive(index)
+        archive.check()
+        return archive.tensor()
+
+    def raw(self, index: MetadataIndex) -> memoryview:
+        """The bytes of one piece or object, unread."""
+        info = self.metadata.storage_data[index]
+        mapped = self._mapped.get(info.relative_path)
+        if mapped is None:
+            mapped = self._mapped[info.relative_path] = map_file(self.path / info.relative_path)
+        return mapped[info.offset : info.offset + info.length]
+
+    def archive(self, index: MetadataIndex) -> Archive:
+        """The archive that holds one piece or object."""
+        info = self.metadata.storage_data[index]
+        return Archive(self.raw(index), f"'{index.fqn}' in '{self.path / info.relative_path}'")
+
+    def indices(self, key: str) -> list[MetadataIndex]:
+        """Where the pieces of a value are; an object has one."""
+        return self._chunks.get(key, [])
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The whole tensor; a view of the file if it is in one piece."""
+        entry = self.tensors[key]
+        pieces = [i for i in self.indices(key) if math.prod(self._chunk_of(i).sizes)]
+        if len(pieces) == 1 and tuple(self._chunk_of(pieces[0]).sizes) == entry.shape:
+            return self.chunk(pieces[0])
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
+        for index in pieces:
+            target = whole
+            for dim, start in enumerate(index.offset or ()):
+                target = target.narrow(dim, start, self._chunk_of(index).sizes[dim])
+            target.copy_(self.chunk(index))
+        return whole
+
+    def _chunk_of(self, index: MetadataIndex) -> ChunkStorageMetadata:
+        chunks = self.chunks(index.fqn)
+        hint = index.index
+        if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
+            return chunks[hint]
+        return next(chunk for chunk in chunks if chunk.offsets == index.offset)
+
+    def object(self, key: str) -> Any:
+        """A value that is no tensor, its checksum compared."""
+        index = self.indices(key)[0]
+        archive = self.archive(index)
+        archive.check()
+        return load_object(archive.data, archive.where, trusted=trusts(self.path))
+
+    def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
+        """Every n-th piece, and the digest of `.metadata` where our save wrote one."""
+        self._check_digest()
+        first, step = share
+        for index in list(self.metadata.storage_data)[first::step]:
+            archive = self.archive(index)
+            archive.check()
+            yield len(archive.data)
+
+    @functools.cached_property
+    def size_bytes(self) -> int:
+        """Of all its files."""
+        return sum(item.stat().st_size for item in self.path.iterdir() if item.is_file())
+
+    def _check_complete(self) -> None:
+        """Every file is there, and long enough; costs one look at each."""
+        needed: dict[str, int] = {}
+        for info in self.metadata.storage_data.values():
+            end = info.offset + info.length
+            needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
+        for name, sizes in _read_checksums(self.path).get("files", {}).items():
+            needed[name] = max(needed.get(name, 0), sizes)
+        problems: list[str] = []
+        for name, size in needed.items():
+            file = self.path / name
+            if not file.is_file():
+                problems.append(f"'{name}' is missing")
+            elif file.stat().st_size < size:
+                problems.append(f"'{name}' has {file.stat().st_size} of {size} bytes")
+        if problems:
+            shown = ", ".join(problems[:20])
+            more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+            raise CheckpointError(
+                f"The checkpoint '{self.path}' is incomplete: {shown}{more}. Some weights are not "
+                "there. Restore the files, or take another checkpoint."
+            )
+
+    def _check_digest(self) -> None:
+        expected = _read_checksums(self.path).get("metadata_sha256")
+        if expected is not None and digest_of(self.path / METADATA) != expected:
+            raise CheckpointError(
+                f"'{self.path / METADATA}' is damaged: it is not what was written beside it in "
+                f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
+                "checkpoint."
+            )
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a small file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _read_checksums(folder: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads((folder / CHECKSUMS).read_text())
+        assert isinstance(found["files"], dict)
+        assert isinstance(found["metadata_sha256"], str)
+    except FileNotFoundError:
+        return {}  # written by somebody else
+    except (OSError, ValueError, LookupError, TypeError, AssertionError):
+        raise CheckpointError(
+            f"'{folder / CHECKSUMS}' is damaged. It cannot be told whether the checkpoint is "
+            "whole. Take another checkpoint, or remove that file to load without this check."
+        ) from None
+    return found
+
+
+_ROOT = "optimizers"
+
+
+def _as_today(metadata: Metadata, folder: Path) -> Metadata:
+    """Checks what the file says and moves an optimizer at the root under `state`."""
+    ways = metadata.planner_data or {}
+    try:
+        _check_places(metadata, folder)
+        legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
+        if not legacy:
+            return metadata
+
+        def today(key: str) -> str:
+            return f"state.{key}" if key in legacy else key
+
+        return replace(
+            metadata,
+            state_dict_metadata={today(k): v for k, v in metadata.state_dict_metadata.items()},
+            planner_data={
+                today(k): ("state", *way) if k in legacy else way for k, way in ways.items()
+            },
+            storage_data={
+                MetadataIndex(today(index.fqn), index.offset, index.index): info
+                for index, info in metadata.storage_data.items()
+            },
+        )
+    except (AttributeError, TypeError, ValueError, LookupError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"'{folder / METADATA}' is damaged: it does not describe a checkpoint ({error}). "
+            "Nothing can be found without it. Take another checkpoint."
+        ) from error
+
+
+def _check_places(metadata: Metadata, folder: Path) -> None:
+    for index, info in metadata.storage_data.items():
+        place = PurePosixPath(info.relative_path)
+        if place.is_absolute() or ".." in place.parts or not place.parts:
+            raise CheckpointError(
+                f"'{folder / METADATA}' looks for '{index.fqn}' in '{place}', outside of its own "
+                "folder. No save writes such a path, and following it could read any file. Do not "
+                "use this checkpoint."
+            )
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(
+                f"'{index.fqn}' in '{folder}' is stored in a transformed form "
+                f"({', '.join(info.transform_descriptors)}), which cannot be read here. Its values "
+                "would be garbage. Save it again without extensions."
+            )
+        if info.offset < 0 or info.length < 0:
+            raise ValueError(f"'{index.fqn}' is at a negative place")
+
+
+class FileCheckpoint(Checkpoint):
+    """One file that `torch.save` wrote: nested dictionaries with whole tensors.
+
+    Tensors stay in the file until they are read. Two keys may hold the same tensor; then the file
+    holds it once, and so does `values`.
+
+    Attributes:
+        values: everything, nested as in the file.
+    """
+
+    kind: Kind = "full"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.values = load_file(path)
+        if not isinstance(self.values, dict):
+            raise CheckpointError(
+                f"'{path}' holds a {type(self.values).__name__}, not a dictionary. It is no "
+                "checkpoint of a training run. Give the file that Composer wrote."
+            )
+        self._flat, self.paths = flatten(self.values)
+        self.tensors = {
+            key: TensorEntry(tuple(value.shape), value.dtype)
+            for key, value in self._flat.items()
+            if isinstance(value, torch.Tensor)
+        }
+        self.objects = {key: None for key in self._flat if key not in self.tensors}.keys()
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """The whole tensor, a view of the file."""
+        return self._flat[key]
+
+    def object(self, key: str) -> Any:
+        """A value that is no tensor."""
+        return self._flat[key]
+
+    def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
+        """Every n-th member of the archive."""
+        data = map_file(self.path)
+        if bytes(data[:2]) == b"PK":  # older files have no checksums
+            Archive(data, f"'{self.path}'").check(share)
+        yield len(data)
+
+    @functools.cached_property
+    def size_bytes(self) -> int:
+        """Of the file."""
+        return self.path.stat().st_size
+
+
+def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
+    """Values and ways by key, with the keys torch.distributed.checkpoint would give them."""
+    flat, ways = flatten_state_dict(dict(values))
+    return flat, {key: tuple(way) for key, way in ways.items()}
