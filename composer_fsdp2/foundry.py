@@ -7,7 +7,6 @@ nothing but the YAML.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,9 +35,9 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         ConfigError: the parallelism settings cannot be used.
         PatchError: FSDP2 is requested, and Composer is not a version that can be extended.
     """
-    # Composer wants NODE_RANK once torch.distributed runs; torchrun calls that number GROUP_RANK.
-    if "GROUP_RANK" in os.environ:
-        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
+    from composer_fsdp2.trainer.loading import set_node_rank
+
+    set_node_rank()  # before Composer starts torch.distributed
     parsed = parse_run_config(cfg)
     if requests_fsdp2(parsed):
         from composer_fsdp2.trainer.patches import install

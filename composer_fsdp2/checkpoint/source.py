@@ -168,11 +168,15 @@ class FolderCheckpoint(Checkpoint):
 
     In the layout of old Composer versions the optimizer is at the root; here it is where it is
     today, under `state`. No file is changed for that.
+
+    Args:
+        path: the folder.
+        complete: whether all files have to be there already.
     """
 
     kind: Kind = "sharded"
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, complete: bool = True) -> None:
         self.path = path
         self.metadata = _as_today(read_metadata(path / METADATA), path)
         self._mapped: dict[str, memoryview] = {}
@@ -188,7 +192,8 @@ class FolderCheckpoint(Checkpoint):
         self._chunks: dict[str, list[MetadataIndex]] = {}
         for index in self.metadata.storage_data:
             self._chunks.setdefault(index.fqn, []).append(index)
-        self._check_complete()
+        if complete:
+            self._check_complete()
 
     def chunks(self, key: str) -> list[ChunkStorageMetadata]:
         """How a tensor is cut: offsets and sizes of its pieces."""
@@ -387,6 +392,10 @@ class FileCheckpoint(Checkpoint):
                 f"'{path}' holds a {type(self.values).__name__}, not a dictionary. It is no "
                 "checkpoint of a training run. Give the file that Composer wrote."
             )
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Looks at `values` again after a change."""
         self._flat, self.paths = flatten(self.values)
         self.tensors = {
             key: TensorEntry(tuple(value.shape), value.dtype)

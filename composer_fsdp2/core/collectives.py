@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
 
 __all__ = [
     "GradientReduction",
@@ -117,15 +117,25 @@ def _average_over(
     return average
 
 
-def agree(facts: Mapping[str, Any], error: Exception | None = None) -> list[Mapping[str, Any]]:
+_OURS: dict[str, type[ValueError]] = {
+    kind.__name__: kind for kind in (CheckpointError, ConfigError, PlanError)
+}
+
+
+def agree(
+    facts: Mapping[str, Any],
+    error: Exception | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> list[Mapping[str, Any]]:
     """Raises one error on every rank when any rank failed or holds other facts.
 
-    Collective: yes, over the default group.
+    Collective: yes, over `group`.
 
     Args:
         facts: name -> text. Names that start with `~` are exchanged and may differ, and may be any
             plain value.
         error: what this rank would have raised.
+        group: the default group by default.
 
     Returns:
         The facts of every rank.
@@ -133,12 +143,13 @@ def agree(facts: Mapping[str, Any], error: Exception | None = None) -> list[Mapp
     Raises:
         ConfigError: `error` of the first rank that had one, of its own type, or the difference.
         PlanError: likewise.
+        CheckpointError: likewise.
     """
     failed = None if error is None else (type(error).__name__, str(error))
     everyone: list[tuple[tuple[str, str] | None, Mapping[str, Any]]] = [(failed, facts)]
-    if not is_fake() and dist.get_world_size() > 1:
-        everyone = [(None, {})] * dist.get_world_size()
-        dist.all_gather_object(everyone, (failed, facts))
+    if dist.is_initialized() and not is_fake(group) and dist.get_world_size(group) > 1:
+        everyone = [(None, {})] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, (failed, facts), group=group)
     _raise_first(everyone, error)
     mine = everyone[0][1]
     for rank, (_, theirs) in enumerate(everyone):
@@ -156,9 +167,9 @@ def _raise_first(
         return
     rank, (kind, text) = failures[0]
     where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
-    if kind not in ("ConfigError", "PlanError"):
+    if kind not in _OURS:
         where += f"{kind}: "
-    raise (ConfigError if kind == "ConfigError" else PlanError)(where + text) from error
+    raise _OURS.get(kind, PlanError)(where + text) from error
 
 
 def _difference(name: str, mine: str, theirs: str, rank: int) -> str:

@@ -133,6 +133,8 @@ class FSDP2Config:
     load_planner: Any = None
     save_planner: Any = None
     sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"
+    async_save: bool = False
+    """training goes on while a checkpoint is written; one at a time"""
     verbose: bool = False
     """logs the plan on rank 0"""
 
@@ -433,6 +435,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "load_planner": (_as_is, _check_anything),
     "save_planner": (_as_is, _check_anything),
     "sharded_ckpt_prefix_dir": (_as_is, _check_str),
+    "async_save": (_as_is, _check_bool),
     "verbose": (_as_is, _check_bool),
 }
 

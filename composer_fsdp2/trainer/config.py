@@ -43,6 +43,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     load_planner: Any = None
     save_planner: Any = None
     sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"  # pyright: ignore[reportIncompatibleMethodOverride]
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         """Checks the values; Composer's note that FSDP2 is experimental does not apply."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -23,6 +24,7 @@ class PatchPoint:
     target: str
     """`package.module:attribute` or `package.module:Class.attribute`"""
     replacement: Callable[..., Any]
+    """gets the original as its first argument, before those of the call"""
     why: str
     fingerprints: frozenset[str]
     """of the sources it was read and tested for"""
@@ -30,34 +32,240 @@ class PatchPoint:
     """of the package, for the message when none fits"""
 
 
-def _parse_parallelism_config(_self: Any, parallelism_config: Any) -> Any:
+def _parse_parallelism_config(_original: Any, _self: Any, parallelism_config: Any) -> Any:
     from composer_fsdp2.trainer.config import parse_parallelism_config
 
     return parse_parallelism_config(parallelism_config)
 
 
 def _parallelize_composer_model(
-    composer_model: Any, optimizer: Any, config: Any, precision: Any = None
+    _original: Any, composer_model: Any, optimizer: Any, config: Any, precision: Any = None
 ) -> None:
     from composer_fsdp2.trainer.prepare import prepare_fully_shard
 
     prepare_fully_shard(composer_model, optimizer, config, precision)
 
 
+def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    from composer_fsdp2.trainer.autoresume import note_autoresume
+
+    note_autoresume(original, trainer, *args, **kwargs)
+
+
+def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
+    from composer_fsdp2.trainer.autoresume import settle_autoresume
+
+    settle_autoresume(original, trainer, model, optimizers)
+
+
+def _load_checkpoint(original: Any, path: str, state: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.autoresume import load_newest_good
+
+    if _uses_fsdp1(state):
+        return original(path, state, *args, **kwargs)
+    return load_newest_good(path, state, *args, **kwargs)
+
+
+def _save_checkpoint(original: Any, state: Any, save_filename: str, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.saving import save_checkpoint
+
+    if _uses_fsdp1(state):
+        return original(state, save_filename, **kwargs)
+    return save_checkpoint(state, save_filename, **kwargs)
+
+
+def _uses_fsdp1(state: Any) -> bool:
+    from composer.utils.parallelism import FSDPConfig
+
+    return isinstance(state.fsdp_config, FSDPConfig)
+
+
+def _write_checkpoint_file(original: Any, state_dict: Any, filename: str) -> None:
+    from composer_fsdp2.trainer.saving import write_whole_file
+
+    write_whole_file(original, state_dict, filename)
+
+
+def _read_file(_original: Any, checkpoint_filepath: Any, map_location: str) -> Any:
+    from composer_fsdp2.trainer.loading import read_file
+
+    return read_file(checkpoint_filepath, map_location)
+
+
+def _read_metadata(_original: Any, reader: Any) -> Any:
+    from composer_fsdp2.trainer.loading import read_folder_metadata
+
+    return read_folder_metadata(reader)
+
+
+def _read_data(_original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+    from composer_fsdp2.trainer.loading import read_folder_data
+
+    return read_folder_data(reader, plan, planner)
+
+
+def _dist_cp_load(
+    _original: Any, state_dict: Any, storage_reader: Any, load_planner: Any = None
+) -> None:
+    from composer_fsdp2.trainer.loading import load_sharded_safely
+
+    load_sharded_safely(state_dict, storage_reader, load_planner)
+
+
+def _download_checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.loading import unpacking_safely
+
+    with unpacking_safely():
+        return original(*args, **kwargs)
+
+
+def _apply_required_algorithms(
+    original: Any, state: Any, state_dict: Any, *args: Any, **kwargs: Any
+) -> None:
+    from composer_fsdp2.trainer.loading import vet_algorithms
+
+    vet_algorithms(state_dict)
+    original(state, state_dict, *args, **kwargs)
+
+
+def _saver_save(original: Any, saver: Any, state: Any, logger: Any) -> None:
+    from composer_fsdp2.trainer.saving import save_in_background
+
+    save_in_background(original, saver, state, logger)
+
+
+def _saver_fit_end(original: Any, saver: Any, state: Any, logger: Any) -> None:
+    from composer_fsdp2.trainer.saving import finish_background_save
+
+    finish_background_save(_originals[_SAVER_SAVE], saver, logger)
+    original(saver, state, logger)
+
+
+def _saver_post_close(original: Any, saver: Any) -> None:
+    from composer_fsdp2.trainer.saving import leave_background_save
+
+    leave_background_save(saver)
+    original(saver)
+
+
+_CHECKPOINT = "composer.utils.checkpoint"
+_SAVER = "composer.callbacks.checkpoint_saver:CheckpointSaver"
+_SAVER_SAVE = f"{_SAVER}._save_checkpoint"
+_READ = "mosaicml 0.32.1"
+
+
+def _point(target: str, replacement: Callable[..., Any], fingerprint: str, why: str) -> PatchPoint:
+    return PatchPoint(
+        target=target,
+        replacement=replacement,
+        why=why,
+        fingerprints=frozenset({fingerprint}),
+        versions=_READ,
+    )
+
+
 PATCHES: tuple[PatchPoint, ...] = (
-    PatchPoint(
-        target="composer.trainer.trainer:Trainer._parse_parallelism_config",
-        replacement=_parse_parallelism_config,
-        why="reads only the keys fsdp and tp, so that fsdp2 and a misspelt key become plain DDP",
-        fingerprints=frozenset({"7042fa346599943f"}),
-        versions="mosaicml 0.32.1",
+    _point(
+        "composer.trainer.trainer:Trainer._parse_parallelism_config",
+        _parse_parallelism_config,
+        "7042fa346599943f",
+        "reads only the keys fsdp and tp, so that fsdp2 and a misspelt key become plain DDP",
     ),
-    PatchPoint(
-        target="composer.distributed.prepare_distributed:parallelize_composer_model",
-        replacement=_parallelize_composer_model,
-        why="wraps without the root, refuses ties, drops optimizer state and knows only CUDA",
-        fingerprints=frozenset({"dc721528ec14d5a0"}),
-        versions="mosaicml 0.32.1",
+    _point(
+        "composer.distributed.prepare_distributed:parallelize_composer_model",
+        _parallelize_composer_model,
+        "dc721528ec14d5a0",
+        "wraps without the root, refuses ties, drops optimizer state and knows only CUDA",
+    ),
+    _point(
+        "composer.trainer.trainer:Trainer.__init__",
+        _init,
+        "9cb451145a150898",
+        "tells nobody that autoresume was asked for (and needs NODE_RANK, which torchrun lacks)",
+    ),
+    _point(
+        "composer.trainer.trainer:Trainer._wrap_model_for_distributed",
+        _wrap_model,
+        "dc2164ce81ec821e",
+        "is the last step before autoresume follows a link that may point to a damaged checkpoint",
+    ),
+    _point(
+        f"{_CHECKPOINT}:load_checkpoint",
+        _load_checkpoint,
+        "e399245a5531caa7",
+        "takes the kind of a checkpoint from a setting, and loads some kinds wrongly in silence",
+    ),
+    _point(
+        f"{_CHECKPOINT}:_save_checkpoint",
+        _save_checkpoint,
+        "d1acbd0a8dc88793",
+        "writes into the place of the last checkpoint, which is lost if the run dies meanwhile",
+    ),
+    _point(
+        f"{_CHECKPOINT}:_write_checkpoint_file",
+        _write_checkpoint_file,
+        "527c2b767751f3c6",
+        "writes under the final name, so that a killed run leaves half a file to resume from",
+    ),
+    _point(
+        f"{_CHECKPOINT}:_torch_load_with_validation",
+        _read_file,
+        "61e2e6db892a6bb2",
+        "executes code that a file contains",
+    ),
+    _point(
+        "composer.checkpoint.load:_torch_load_with_validation",
+        _read_file,
+        "61e2e6db892a6bb2",
+        "executes code that a file contains (a second name of the same function)",
+    ),
+    _point(
+        f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_metadata",
+        _read_metadata,
+        "8b55e1977dc3a705",
+        "executes code that a .metadata contains",
+    ),
+    _point(
+        f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_data",
+        _read_data,
+        "9e3e2260a6d6a7b3",
+        "executes code that an entry contains, and does not compare checksums",
+    ),
+    _point(
+        f"{_CHECKPOINT}:dist_cp_load",
+        _dist_cp_load,
+        "1d34a881ba414fae",
+        "meets one missing key with a second try in which any key may be missing",
+    ),
+    _point(
+        f"{_CHECKPOINT}:download_checkpoint",
+        _download_checkpoint,
+        "89aee44e9b52ec3b",
+        "unpacks archives without looking where their members want to go",
+    ),
+    _point(
+        "composer.core.state:State._apply_required_algorithms",
+        _apply_required_algorithms,
+        "d36696ae3338309a",
+        "evaluates text that comes from the checkpoint",
+    ),
+    _point(
+        _SAVER_SAVE,
+        _saver_save,
+        "2f1b5899b0e325bd",
+        "stops training until a checkpoint is written",
+    ),
+    _point(
+        f"{_SAVER}.fit_end",
+        _saver_fit_end,
+        "997a8a59b4107a15",
+        "does not wait for a checkpoint that is being written in the background",
+    ),
+    _point(
+        f"{_SAVER}.post_close",
+        _saver_post_close,
+        "dc6f64dc9974189d",
+        "does not wait for a checkpoint that is being written in the background",
     ),
 )
 
@@ -78,8 +286,17 @@ def install() -> None:
     for point, owner, name in found:
         _check(point, inspect.getattr_static(owner, name))
     for point, owner, name in found:
-        _originals[point.target] = inspect.getattr_static(owner, name)
-        setattr(owner, name, point.replacement)
+        original = inspect.getattr_static(owner, name)
+        _originals[point.target] = original
+        setattr(owner, name, _replaced(point, original))
+
+
+def _replaced(point: PatchPoint, original: Any) -> Any:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return point.replacement(original, *args, **kwargs)
+
+    return call
 
 
 def uninstall() -> None:

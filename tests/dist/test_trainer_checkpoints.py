@@ -103,7 +103,7 @@ def test_hsdp_resumes(kind: str, tmp_path: Path):
     _check_resume(tmp_path, fsdp2, FORMATS[kind])
     if kind == "sharded":
         written = sorted(file.name for file in (tmp_path / "first" / "ep0-ba5").iterdir())
-        assert written == [".metadata", "__0_0.distcp", "__1_0.distcp"]
+        assert written == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
 
 
 @pytest.mark.world_size(4)

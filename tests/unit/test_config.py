@@ -42,6 +42,7 @@ GOOD = {
     "load_planner": [None, "mine", object()],
     "save_planner": [None, "mine", object()],
     "sharded_ckpt_prefix_dir": ["ba{batch}"],
+    "async_save": [True, False],
     "verbose": [True, False],
     "wrap_policy": [WrapPolicy(), WrapPolicy(min_num_params=10)],
 }
@@ -60,6 +61,7 @@ BAD = {
     "state_dict_type": ["local", "Full", None, 1],
     "load_monolith_rank0_only": ["no", 0, None],
     "sharded_ckpt_prefix_dir": ["", None, 3],
+    "async_save": ["yes", 1, None],
     "verbose": ["yes", 1, None],
     "wrap_policy": ["blocks", 3, ["Block"], True],
 }
@@ -489,6 +491,7 @@ valid = st.fixed_dictionaries(
         "activation_cpu_offload": st.booleans(),
         "state_dict_type": st.sampled_from(["full", "sharded"]),
         "sharded_ckpt_prefix_dir": patterns,
+        "async_save": st.booleans(),
         "verbose": st.booleans(),
     },
 )

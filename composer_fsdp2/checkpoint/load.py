@@ -1,0 +1,254 @@
+"""Loading a checkpoint into what a run already has: only if it fits, and exactly.
+
+torch fills a state dict key by key and asks only for the keys the run has. Whatever the file has
+beside them is dropped without a word, and hyperparameters go by the number of their group. So what
+fits is settled here first, from names and shapes.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.storage import StorageReader
+
+from composer_fsdp2.checkpoint.pickles import load_object, trusts
+from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["Fit", "check_fit", "check_groups", "load_sharded", "read_items", "reason_of"]
+
+_LISTED = 20
+_MODEL = "state.model."
+_OPTIMIZERS = "state.optimizers."
+_OPTIONAL = (
+    # Descriptions of the run that wrote it; nothing reads them back.
+    "state.metadata.*",
+    "state.integrations.*",
+    # Newer versions of torch save more than older ones did; what is there when nothing is loaded
+    # is what the older version meant.
+    "state.schedulers.*._is_initial",
+    "state.optimizers.*.param_groups.*.decoupled_weight_decay",
+    "state.optimizers.*.param_groups.*.fused",
+    # A run that was on another kind of device.
+    "rng.*.cuda",
+)
+"""Keys a checkpoint may lack. Never a tensor of the model or of the optimizer."""
+
+
+@dataclass(slots=True)
+class Fit:
+    """How a checkpoint's keys lie against those of a run."""
+
+    missing: list[str] = field(default_factory=list)
+    """names the run needs and the checkpoint has not"""
+    unexpected: list[str] = field(default_factory=list)
+    """names of the model and optimizer that the run has no place for"""
+    shapes: list[str] = field(default_factory=list)
+    """names that are there with another shape, and both shapes"""
+    left_out: list[str] = field(default_factory=list)
+    """keys that keep the value they have, because nothing is lost by that"""
+
+
+def check_fit(
+    saved: Checkpoint,
+    wanted: Mapping[str, Any],
+    *,
+    strict: bool = True,
+    ignored: Sequence[str] = (),
+) -> Fit:
+    """Compares the keys and shapes of a checkpoint with those of a run.
+
+    Collective: no. No tensor is read.
+
+    Args:
+        saved: the checkpoint.
+        wanted: key -> value of the run, flattened. Keys that are not to be loaded are not in it.
+        strict: whether the model's names must be the same. If not, differences of its names go to
+            `left_out`; differences of shape never do.
+        ignored: globs over ways joined by `/`, of what the user does not want from the checkpoint.
+
+    Returns:
+        The comparison; `left_out` is not to be asked for.
+
+    Raises:
+        CheckpointError: it does not fit; lists at most 20 names of each kind.
+    """
+    fit = Fit()
+    for key, value in wanted.items():
+        if key in saved.tensors and isinstance(value, torch.Tensor):
+            have = saved.tensors[key].shape
+            if key.startswith((_MODEL, _OPTIMIZERS)) and have != tuple(value.shape):
+                run = tuple(value.shape)
+                fit.shapes.append(f"{key} (checkpoint {have}, run {run})")
+        elif key not in saved.tensors and not _holds(saved, key):
+            optional = any(fnmatch.fnmatchcase(key, pattern) for pattern in _OPTIONAL)
+            optional = optional and not _is_learned(key, value)
+            optional = optional or _is_new_callback(saved, key)
+            optional = optional or (not strict and key.startswith(_MODEL))
+            (fit.left_out if optional else fit.missing).append(key)
+    parts = {key.split(".")[1] for key in wanted if key.startswith(("state.model", "state.opt"))}
+    for key in saved.tensors:
+        learned = key.startswith(_MODEL) or (key.startswith(_OPTIMIZERS) and ".state." in key)
+        if not learned or key in wanted or key.split(".")[1] not in parts:
+            continue
+        if _is_ignored(saved.paths[key], ignored):
+            continue
+        loose = not strict and key.startswith(_MODEL)
+        (fit.left_out if loose else fit.unexpected).append(key)
+    _raise_unfit(saved, fit)
+    return fit
+
+
+def _is_ignored(way: Way, ignored: Sequence[str]) -> bool:
+    starts = ["/".join(map(str, way[:n])) for n in range(1, len(way) + 1)]
+    return any(fnmatch.fnmatchcase(start, glob) for start in starts for glob in ignored)
+
+
+def _is_learned(key: str, value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not key.startswith("rng.")
+
+
+def _holds(saved: Checkpoint, key: str) -> bool:
+    """Whether it has the key, or an object that contains it, as before torch 2.4."""
+    while key:
+        if key in saved.objects:
+            return True
+        key = key.rpartition(".")[0]
+    return False
+
+
+def _is_new_callback(saved: Checkpoint, key: str) -> bool:
+    """Whether it belongs to a callback or algorithm the saved run did not have at all."""
+    parts = key.split(".")
+    if parts[:2] != ["state", "callbacks"]:
+        return False
+    name = ".".join(parts[:3])
+    return not any(k == name or k.startswith(f"{name}.") for k in (*saved.objects, *saved.tensors))
+
+
+def _raise_unfit(saved: Checkpoint, fit: Fit) -> None:
+    differences = [
+        f"{what}: {_shown(names)}"
+        for what, names in (
+            ("not in the checkpoint", fit.missing),
+            ("not in the run", fit.unexpected),
+            ("of another shape", fit.shapes),
+        )
+        if names
+    ]
+    if differences:
+        raise CheckpointError(
+            f"The checkpoint '{saved.path}' does not fit this run; {'; '.join(differences)}. "
+            "Whatever is left out would train from other values than those that were saved. Use "
+            "the model and optimizer it was saved with, or name in `load_ignore_keys` what should "
+            "not be loaded."
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(names[:_LISTED]) + more
+
+
+def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], where: str) -> None:
+    """Compares parameter groups by the names in them; the order of names does not matter.
+
+    Collective: no.
+
+    Args:
+        saved: names of each group in the checkpoint.
+        run: names of each group of the run's optimizer.
+        where: the checkpoint, for the error.
+
+    Raises:
+        CheckpointError: the number of groups or the members of one differ.
+    """
+    theirs, ours = [set(group) for group in saved], [set(group) for group in run]
+    if theirs == ours:
+        return
+    problems: list[str] = []
+    if len(theirs) != len(ours):
+        problems.append(f"the checkpoint has {len(theirs)} and the run {len(ours)}")
+    for number, (a, b) in enumerate(zip(theirs, ours, strict=False)):
+        for only, side in ((sorted(a - b), "checkpoint"), (sorted(b - a), "run")):
+            if only:
+                problems.append(f"group {number} has only in the {side}: {_shown(only)}")
+    raise CheckpointError(
+        f"The parameter groups of '{where}' are not those of this run: {'; '.join(problems)}. "
+        "Learning rates and weight decay go by the number of the group and would reach the wrong "
+        "parameters. Build the optimizer with the same groups, or start its state anew with "
+        "load_ignore_keys: [state/optimizers/*]."
+    )
+
+
+def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) -> None:
+    """Carries out this rank's part of a load: every byte checked, nothing executed.
+
+    Collective: no.
+
+    Raises:
+        CheckpointError: a piece is damaged, could execute code, or has not the promised shape.
+    """
+    trusted = trusts(saved.path)
+    # Pieces that lie behind each other are read one after the other.
+    for item in sorted(plan.items, key=lambda item: _place(saved, item)):
+        archive = saved.archive(item.storage_index)
+        archive.check()
+        if item.type == LoadItemType.BYTE_IO:
+            # What passes here cannot execute anything when the planner loads it its own way.
+            load_object(archive.data, archive.where, trusted=trusted)
+            planner.load_bytes(item, io.BytesIO(archive.data))
+            continue
+        piece = archive.tensor()
+        try:
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                piece = piece.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            assert target.shape == piece.shape
+        except (RuntimeError, ValueError, IndexError, AssertionError):
+            raise CheckpointError(
+                f"{archive.where} has not the shape its metadata promises. The file belongs to "
+                "another checkpoint. Restore the right file, or take another checkpoint."
+            ) from None
+        target.copy_(piece)
+        planner.commit_tensor(item, target)
+
+
+def _place(saved: FolderCheckpoint, item: ReadItem) -> tuple[str, int]:
+    info = saved.metadata.storage_data[item.storage_index]
+    return info.relative_path, info.offset
+
+
+def load_sharded(
+    target: dict[str, Any], reader: StorageReader, planner: LoadPlanner | None = None
+) -> None:
+    """Fills a nested state dict, tensors in place, from a sharded checkpoint.
+
+    Collective: yes, over the default group.
+
+    Raises:
+        CheckpointError: on every rank, when any rank failed. torch raises a `BaseException`, which
+            `except Exception` does not see.
+    """
+    try:
+        with torch.no_grad():
+            load(target, storage_reader=reader, planner=planner)
+    except CheckpointException as error:
+        raise CheckpointError(reason_of(error)) from error
+
+
+def reason_of(error: CheckpointException) -> str:
+    """The first rank's reason; the others usually say the same."""
+    rank, (cause, _) = min(error.failures.items())
+    text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
+    return text if len(error.failures) > 1 else f"On rank {rank}: {text}"
