@@ -147,7 +147,7 @@ def _asked_for(error: Exception) -> str:
     for mark in ("Unsupported global: GLOBAL ", "Unsupported class ", "Trying to call reduce for "):
         if mark in text:
             return text.partition(mark)[2].split()[0].rstrip(".,")
-    return "something that is not data" if "Unsupported operand" in text else ""
+    return ""
 
 
 def _safe_types() -> list[Any]:

@@ -16,7 +16,7 @@ import os
 import tarfile
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ from composer_fsdp2.checkpoint.source import (
     detect_kind,
     flatten,
 )
+from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
 
@@ -192,6 +193,7 @@ class _Load:
         self.weights_only = weights_only
         self.strict = strict
         self.ignore = ignore
+        self.notes: list[str] = []
 
     @property
     def scaler(self) -> str:
@@ -207,18 +209,27 @@ class _Load:
         _drop(wanted, self.ignore)
         return wanted
 
-    def check(self, wanted: StateDict) -> Fit:
-        """Settles whether it fits. Collective: no."""
+    def check_parts(self, wanted: StateDict) -> list[str]:
+        """Settles whether it has what a run continues from. Collective: no.
+
+        Returns:
+            The run's optimizers whose state is wanted.
+        """
         names = list(wanted["state"].get("optimizers", {}))
         if not self.weights_only and names:
             self._check_has_state()
+        # Another model differs in its groups too, but that would be an odd way to say so.
+        self.check_names({"state": {"model": wanted["state"].get("model", {})}})
         self._check_optimizers(names)
+        return names
+
+    def check_names(self, wanted: StateDict) -> Fit:
+        """Settles whether names and shapes fit. Collective: no."""
         flat, _ = flatten(wanted)
         globs = () if callable(self.ignore) else tuple(self.ignore or ())
         fit = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
         self.strict = self.strict and not fit.left_out
-        _warn_lossy(self.saved, flat)
-        _warn_left_out(self.saved, fit)
+        self.notes = [*_lossy(self.saved, flat), *_left_out(self.saved, fit)]
         return fit
 
     def _check_has_state(self) -> None:
@@ -245,15 +256,30 @@ class _Load:
         for name, groups in saved.items():
             check_groups(groups, _groups_of(self.state, name), str(self.saved.path))
 
+    def _check_schedulers(self, loaded: StateDict) -> None:
+        """A schedule has one learning rate for each group; this differs if groups are ignored."""
+        groups = sum(len(optimizer.param_groups) for optimizer in self.state.optimizers)
+        for name, schedule in (loaded.get("schedulers") or {}).items():
+            saved = len(schedule.get("base_lrs", ())) or groups
+            if not self.weights_only and saved != groups:
+                raise CheckpointError(
+                    f"The schedule {name} in '{self.saved.path}' is for {saved} parameter groups, "
+                    f"the run has {groups}. Groups would get each other's learning rates, or none. "
+                    "Add state/schedulers/* to load_ignore_keys: Composer's schedulers go by the "
+                    "timestamp, which stays that of the checkpoint."
+                )
+
     def apply(self, loaded: StateDict, apply: Apply) -> list[dict[str, Any]] | None:
         """Hands what was read to Composer. Collective: yes."""
+        _tell(self.notes)
         logger, excluded, passes = apply
         _agreed(lambda: vet_algorithms(loaded["state"]))
+        _agreed(lambda: self._check_schedulers(loaded["state"]))
         load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
         load(
             loaded["state"],
             logger,
-            strict=self.strict,
+            strict=self.strict and not self.ignore,
             exclude_algorithms=excluded,
             algorithm_passes=passes,
         )
@@ -273,12 +299,15 @@ class _ShardedLoad(_Load):
         if "rng" in wanted:
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
             wanted["rng"] = wanted["rng"][:ranks]
-        fit = _agreed(lambda: self.check(wanted))
-        names = wanted["state"].get("optimizers", {})
+        names: list[str] = _agreed(lambda: self.check_parts(wanted))
         groups = {name: _read_groups(saved, reader, name) for name in names}
         _agreed(lambda: self.check_groups(groups))
+        fit: Fit = _agreed(lambda: self.check_names(wanted))
         _remove(wanted, fit.left_out)
         config: Any = self.state.fsdp_config
+        if config is None or self.state.device.name == "cpu":
+            # These are the tensors the run computes with; half a load must not reach them.
+            wanted = Staging().copy(wanted)
         load_sharded(wanted, reader, None if config is None else config.load_planner)
         _rename_scaler(wanted["state"], self.scaler)
         return self.apply(wanted, apply)
@@ -333,13 +362,10 @@ class _FullLoad(_Load):
         values.setdefault("state", {})
         _drop(values, self.ignore)
         saved.refresh()
-        self.check(wanted)
+        names = self.check_parts(wanted)
         optimizers = values["state"].get("optimizers", {})
-        if not self.weights_only and "optimizers" in wanted["state"]:
-            names = wanted["state"]["optimizers"]
-            self.check_groups(
-                {n: [g["params"] for g in optimizers[n]["param_groups"]] for n in names}
-            )
+        self.check_groups({n: [g["params"] for g in optimizers[n]["param_groups"]] for n in names})
+        self.check_names(wanted)
         _unalias(optimizers, every=self.state.fsdp_config is None)
         _rename_scaler(values["state"], self.scaler)
         return values
@@ -419,31 +445,36 @@ def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
                     seen.add(place)
 
 
-def _warn_lossy(saved: Checkpoint, flat: Mapping[str, Any]) -> None:
-    lossy = [
+def _lossy(saved: Checkpoint, flat: Mapping[str, Any]) -> Iterator[str]:
+    keys = [
         key
         for key, value in flat.items()
         if isinstance(value, torch.Tensor) and key in saved.tensors
         if torch.promote_types(saved.tensors[key].dtype, value.dtype) != value.dtype
     ]
-    if lossy and dist.get_global_rank() == 0:
-        dtype, into = saved.tensors[lossy[0]].dtype, flat[lossy[0]].dtype
-        warnings.warn(
-            f"{len(lossy)} tensors of '{saved.path}' lose precision: '{lossy[0]}' is stored in "
-            f"{dtype} and the run keeps it in {into}.",
-            stacklevel=2,
+    if keys:
+        stored, kept = saved.tensors[keys[0]].dtype, flat[keys[0]].dtype
+        yield (
+            f"{len(keys)} tensors of '{saved.path}' lose precision: '{keys[0]}' is stored in "
+            f"{stored} and the run keeps it in {kept}."
         )
 
 
-def _warn_left_out(saved: Checkpoint, fit: Fit) -> None:
-    told = [key for key in fit.left_out if not key.startswith(("state.metadata", "state.integ"))]
-    if told and dist.get_global_rank() == 0:
+def _left_out(saved: Checkpoint, fit: Fit) -> Iterator[str]:
+    described = ("state.metadata.", "state.integrations.")  # nobody reads them back
+    told = [key for key in fit.left_out if not key.startswith(described)]
+    if told:
         more = f" and {len(told) - 20} more" if len(told) > 20 else ""
-        warnings.warn(
+        yield (
             f"'{saved.path}' and the run do not both have {', '.join(told[:20])}{more}. What the "
-            "run has of it stays as it is.",
-            stacklevel=2,
+            "run has of it stays as it is."
         )
+
+
+def _tell(notes: Iterable[str]) -> None:
+    if dist.get_global_rank() == 0:
+        for note in notes:
+            warnings.warn(note, stacklevel=2)
 
 
 @contextlib.contextmanager
@@ -547,7 +578,7 @@ def load_sharded_safely(
     saved = FolderCheckpoint(Path(storage_reader.path), complete=False)
     flat, _ = flatten(state_dict)
     fit = _agreed(lambda: check_fit(saved, flat, strict=False))
-    _warn_left_out(saved, fit)
+    _tell(_left_out(saved, fit))
     _remove(state_dict, [key for key in fit.left_out if not key.startswith("state.model.")])
     load_sharded(state_dict, storage_reader, load_planner)
     _agreed(lambda: vet_algorithms(state_dict.get("state", {})))

@@ -61,10 +61,12 @@ class Recorder(Callback):
 Recorder.__qualname__ = "train_and_save.<locals>.Recorder"
 
 
-def resume(name: str, parallelism: dict[str, Any] | None, **kwargs: Any) -> tuple[Trainer, Recorder]:
+def resume(
+    name: str, parallelism: dict[str, Any] | None, model: Any = None, **kwargs: Any
+) -> tuple[Trainer, Recorder]:
     """A Trainer with other weights that has loaded the fixture."""
     tiny, facts = tiny_model(), expected(name)
-    model = tiny.build_model(8, **facts["model_kwargs"])
+    model = model or tiny.build_model(8, **facts["model_kwargs"])
     data, losses = tiny.build_dataset(), Recorder()
     loader = DataLoader(
         data,
@@ -72,13 +74,16 @@ def resume(name: str, parallelism: dict[str, Any] | None, **kwargs: Any) -> tupl
         sampler=composer_dist.get_sampler(data, shuffle=False, drop_last=True),
     )
     settings: dict[str, Any] = {
-        "optimizers": tiny.build_optimizer(model, facts["optimizer_groups"]),
         "load_path": str(path_of(name)),
         "load_weights_only": facts["weights_only"],
     }
+    if "optimizers" not in kwargs:
+        settings["optimizers"] = tiny.build_optimizer(model, facts["optimizer_groups"])
     with installed(), warnings.catch_warnings():
         # Of Composer: fewer or more ranks than random states.
         warnings.filterwarnings("ignore", message=".*RNG state")
+        # Ours: torch 2.7 did not save it, newer ones ask for it.
+        warnings.filterwarnings("ignore", message=".*both have state.schedulers.LambdaLR._is_init")
         trainer = Trainer(
             model=model,
             schedulers=CosineAnnealingWithWarmupScheduler("2ba", "20ba", alpha_f=0.1),

@@ -1,0 +1,408 @@
+"""Saves: whole or absent, in the background on request, and good for going back to FSDP1."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from composer import Callback
+from composer.callbacks import CheckpointSaver
+from torch.distributed.checkpoint import DefaultSavePlanner
+
+from composer_fsdp2 import installed
+from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
+from composer_fsdp2.errors import CheckpointError
+from tests.dist.test_fsdp1_checkpoints import Recorder, resume
+from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
+from tests.fsdp1_fixtures import expected, needs_fixtures, tiny_model
+from tests.models import TinyComposer
+from tests.training import built, largest_difference, samples_of, trainer_for
+
+
+def everything(path: Path) -> dict[str, torch.Tensor]:
+    saved = open_checkpoint(path)
+    return {key: saved.tensor(key) for key in saved.tensors}
+
+
+# --- in the background ---
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_five_and_five_steps_are_ten(kind: str, tmp_path: Path):
+    _check_resume(tmp_path, {"state_dict_type": kind, "async_save": True}, FORMATS[kind])
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_hsdp(kind: str, tmp_path: Path):
+    fsdp2 = {"state_dict_type": kind, "async_save": True, "data_parallel_replicate_degree": 2}
+    _check_resume(tmp_path, fsdp2, FORMATS[kind])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_same_checkpoints_as_without(kind: str, tmp_path: Path):
+    """Values are those of the moment of the save, though training went on meanwhile."""
+    for name, background in (("a", False), ("b", True)):
+        fsdp2 = {"state_dict_type": kind, "async_save": background}
+        _run(tmp_path / name, fsdp2, save_num_checkpoints_to_keep=1)
+    left = [sorted(item.name for item in (tmp_path / name).iterdir()) for name in ("a", "b")]
+    assert left[0] == left[1]
+    assert len(left[0]) == 2  # the link and the newest
+    file = next(name for name in left[0] if "ba10" in name)
+    a, b = everything(tmp_path / "a" / file), everything(tmp_path / "b" / file)
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[key], b[key]) for key in a if not key.startswith("rng"))
+    assert (tmp_path / "b" / "latest-rank0.pt").resolve().name == file
+
+
+class SlowPlanner(DefaultSavePlanner):
+    """Takes its time, and remembers when it was busy."""
+
+    busy: list[tuple[float, float]] = []
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        start = time.monotonic()
+        time.sleep(1.0)
+        self.busy.append((start, time.monotonic()))
+        return super().finish_plan(new_plan)
+
+
+class Clock(Callback):
+    """When each batch began."""
+
+    def __init__(self) -> None:
+        self.starts: list[float] = []
+
+    def batch_start(self, state: Any, logger: Any) -> None:
+        del state, logger
+        self.starts.append(time.monotonic())
+
+
+@pytest.mark.world_size(2)
+def test_training_goes_on_meanwhile_and_fit_waits(tmp_path: Path):
+    SlowPlanner.busy.clear()
+    clock = Clock()
+    _run(
+        tmp_path,
+        {"async_save": True, "save_planner": SlowPlanner()},
+        until=STEPS - 1,
+        callbacks=[clock],
+    )
+    assert len(SlowPlanner.busy) == 2
+    (start, end), (last_start, last_end) = SlowPlanner.busy
+    assert [start < moment < end for moment in clock.starts].count(True) >= 2
+    assert last_start > end, "two saves were in flight"
+    assert last_end < time.monotonic()
+    assert sorted(item.name for item in tmp_path.iterdir())[:2] == ["ep0-ba5", "ep0-ba9"]
+
+
+@contextlib.contextmanager
+def no_space(limit_bytes: int) -> Iterator[None]:
+    """The system refuses to make files larger, as it does when the disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def fill_disk(_state_dict: dict[str, Any]) -> None:
+    """As `save_ignore_keys`, which is called right before anything is written."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_save_that_fails_is_told_and_leaves_nothing(kind: str, background: bool, tmp_path: Path):
+    fsdp2 = {"state_dict_type": kind, "async_save": background}
+    _run(tmp_path, fsdp2, until=HALF)
+    before = sorted(item.name for item in tmp_path.iterdir())
+    plenty = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    with no_space(plenty), pytest.raises(CheckpointError, match="not be written") as caught:
+        _run(tmp_path, fsdp2, autoresume=True, run_name="again", save_ignore_keys=fill_disk)
+    assert "ba10" in str(caught.value)
+    assert "Make room" in str(caught.value)
+    dist.barrier()
+    assert sorted(item.name for item in tmp_path.iterdir()) == before
+    assert (tmp_path / "latest-rank0.pt").resolve().name == FORMATS[kind]
+    whole, _ = _run(tmp_path / "whole", fsdp2)
+    resumed, _ = _run(tmp_path, fsdp2, seed=1, autoresume=True, run_name="again")
+    assert largest_difference(_state(resumed), _state(whole)) == 0.0
+
+
+@pytest.mark.world_size(2)
+def test_one_rank_that_cannot_write_stops_all(tmp_path: Path):
+    limit = no_space(2000) if dist.get_rank() == 1 else contextlib.nullcontext()
+    with limit, pytest.raises(CheckpointError, match="could not be written"):
+        _run(tmp_path, {})
+    dist.barrier()
+    assert [item for item in tmp_path.iterdir() if "ba" in item.name] == []
+
+
+@pytest.mark.world_size(2)
+def test_a_destination_that_cannot_be(tmp_path: Path):
+    folder = tmp_path / "folder"
+    trainer, _ = _run(folder, {}, until=HALF)
+    target = tmp_path / "file"
+    if dist.get_rank() == 0:
+        target.write_text("in the way")
+    dist.barrier()
+    with installed(), pytest.raises(CheckpointError, match="could not be written"):
+        trainer.save_checkpoint(str(target / "{batch}.pt"))
+    assert target.read_text() == "in the way"
+
+
+# --- whole or absent ---
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_nothing_has_its_name_before_it_is_whole(kind: str, tmp_path: Path):
+    """What is being written over stays loadable until the moment it is replaced."""
+    fsdp2 = {"state_dict_type": kind}
+    trainer, _ = _run(tmp_path, fsdp2, until=HALF)
+    path = tmp_path / FORMATS[kind]
+    before = everything(path)
+    with no_space(2000), installed(), pytest.raises(CheckpointError):
+        trainer.save_checkpoint(str(tmp_path / "ep{epoch}-ba{batch}-rank{rank}.pt"))
+    after = everything(path)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    with installed():
+        trainer.save_checkpoint(str(tmp_path / "ep{epoch}-ba{batch}-rank{rank}.pt"))
+    dist.barrier()
+    assert not [item for item in tmp_path.iterdir() if item.name.startswith(".")]
+
+
+@pytest.mark.world_size(2)
+def test_checksums_are_of_what_was_written(tmp_path: Path):
+    _run(tmp_path, {}, until=HALF)
+    folder = tmp_path / FORMATS["sharded"]
+    found = json.loads((folder / "checksums.json").read_text())
+    assert found["files"] == {
+        name: (folder / name).stat().st_size
+        for name in (".metadata", "__0_0.distcp", "__1_0.distcp")
+    }
+    list(FolderCheckpoint(folder).check())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with (folder / ".metadata").open("ab") as file:
+            file.write(b"x")  # behind the end of the pickle, where nobody looks
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="not what was written beside it"):
+        list(FolderCheckpoint(folder).check())
+
+
+class CountingPlanner(DefaultSavePlanner):
+    resolved = 0
+
+    def resolve_data(self, write_item: Any) -> Any:
+        type(self).resolved += 1
+        return super().resolve_data(write_item)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("background", [False, True])
+def test_a_planner_of_the_user_is_used(background: bool, tmp_path: Path):
+    CountingPlanner.resolved = 0
+    fsdp2 = {"save_planner": CountingPlanner(), "async_save": background}
+    _run(tmp_path, fsdp2, until=HALF)
+    assert CountingPlanner.resolved > 20
+
+
+# --- autoresume ---
+
+
+def damage(path: Path) -> None:
+    """Flips a bit in the middle of a weight, cuts a file off, or takes the metadata away."""
+    if dist.get_rank() == 0:
+        file = path / "__1_0.distcp" if path.is_dir() else path
+        data = bytearray(file.read_bytes())
+        found = open_checkpoint(path)
+        value = found.tensor("state.model.net.embed.weight")
+        raw = value[-2:].contiguous().numpy().tobytes()
+        at = data.find(raw)
+        assert at > 0
+        data[at] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+
+
+def cut_off(path: Path) -> None:
+    if dist.get_rank() == 0:
+        file = path / "__1_0.distcp" if path.is_dir() else path
+        os.truncate(file, file.stat().st_size // 2)
+    dist.barrier()
+
+
+def no_metadata(path: Path) -> None:
+    if dist.get_rank() == 0:
+        (path / ".metadata" if path.is_dir() else path).unlink()
+        if not path.exists():
+            path.write_bytes(b"")
+    dist.barrier()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("harm", [damage, cut_off, no_metadata])
+def test_autoresume_passes_over_a_bad_checkpoint(harm: Any, kind: str, tmp_path: Path):
+    fsdp2 = {"state_dict_type": kind}
+    again = {"autoresume": True, "run_name": "again"}
+    whole, _ = _run(tmp_path, fsdp2, **again)
+    newest = FORMATS[kind].replace("ba5", "ba10")
+    harm(tmp_path / newest)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        resumed, _ = _run(tmp_path, fsdp2, seed=1, **again)
+    assert int(resumed.state.timestamp.batch) == STEPS
+    assert largest_difference(_state(resumed), _state(whole)) == 0.0
+    if dist.get_rank() == 0:
+        said = [str(w.message) for w in told if str(w.message).startswith("Autoresume passes over")]
+        assert len(said) == 1
+        assert f"{newest}.damaged" in said[0]
+    assert (tmp_path / f"{newest}.damaged").exists()
+    assert (tmp_path / "latest-rank0.pt").resolve().name == newest
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_autoresume_finds_what_no_link_points_to(kind: str, tmp_path: Path):
+    """A run that is killed between a save and its link."""
+    fsdp2 = {"state_dict_type": kind}
+    again = {"autoresume": True, "run_name": "again"}
+    whole, _ = _run(tmp_path, fsdp2, **again)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (tmp_path / "latest-rank0.pt").unlink()
+    dist.barrier()
+    rank0 = dist.get_rank() == 0
+    told = pytest.warns(UserWarning, match="newest complete") if rank0 else contextlib.nullcontext()
+    with told:
+        resumed, _ = _run(tmp_path, fsdp2, until=0, seed=1, **again)
+    assert largest_difference(_state(resumed), _state(whole)) == 0.0
+
+
+@pytest.mark.world_size(2)
+def test_autoresume_does_not_start_anew_when_all_are_bad(tmp_path: Path):
+    again = {"autoresume": True, "run_name": "again"}
+    _run(tmp_path, {}, until=HALF, **again)
+    damage(tmp_path / FORMATS["sharded"])
+    with pytest.raises(CheckpointError, match="Starting anew would lose"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _run(tmp_path, {}, seed=1, **again)
+
+
+@pytest.mark.world_size(2)
+def test_a_misfit_is_not_taken_for_damage(tmp_path: Path):
+    again = {"autoresume": True, "run_name": "again"}
+    _run(tmp_path, {}, until=HALF, **again)
+    model = built(lambda: TinyComposer(layers=4), 1)
+    with installed(), pytest.raises(CheckpointError, match="does not fit this run"):
+        trainer_for(
+            model, torch.optim.AdamW(model.parameters()), samples_of(2, 8),
+            save_folder=str(tmp_path), **again,
+        )  # fmt: skip
+    assert (tmp_path / FORMATS["sharded"]).exists()
+
+
+# --- back to FSDP1 ---
+
+
+@needs_fixtures
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_fsdp1_goes_on_from_what_fsdp2_saved(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Resumed under FSDP2 at batch 3, saved at batch 4, taken back by FSDP1 without us."""
+    import composer.core.state as composer_state
+
+    name = f"{'sharded_dtensor' if kind == 'sharded' else 'full'}_2r"
+    trainer, _ = resume(
+        name, {"fsdp2": {"state_dict_type": kind}}, save_folder=str(tmp_path), save_interval="4ba"
+    )
+    with installed():
+        trainer.fit(duration="1ba")
+    trainer.close()
+    saved = tmp_path / ("ep0-ba4" if kind == "sharded" else "ep0-ba4-rank0.pt")
+    # FSDP1 was written for CUDA: it asks for the current device, and takes `.cpu()` for a copy.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+    real = composer_state.StateDictOptions
+    monkeypatch.setattr(
+        composer_state,
+        "StateDictOptions",
+        lambda **given: real(**given | ({"cpu_offload": False} if given["full_state_dict"] else {})),
+    )
+    tiny = tiny_model()
+    model = tiny.build_model(9)
+    losses = Recorder()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        back = fsdp1_trainer(model, tiny, saved, kind, losses)
+        back.fit()
+        back.close()
+    wanted = expected(name)["next_losses"][1:]
+    assert len(losses.values) == len(wanted)
+    assert max(abs(a - b) for a, b in zip(losses.values, wanted, strict=True)) <= 2e-6
+
+
+def fsdp1_trainer(model: Any, tiny: Any, path: Path, kind: str, losses: Recorder) -> Any:
+    from composer import Trainer
+    from composer.optim import CosineAnnealingWithWarmupScheduler
+    from composer.utils import dist as composer_dist
+    from torch.utils.data import DataLoader
+
+    data = tiny.build_dataset()
+    return Trainer(
+        model=model,
+        optimizers=tiny.build_optimizer(model, 2),
+        schedulers=CosineAnnealingWithWarmupScheduler("2ba", "20ba", alpha_f=0.1),
+        train_dataloader=DataLoader(
+            data,
+            batch_size=tiny.GLOBAL_BATCH // dist.get_world_size(),
+            sampler=composer_dist.get_sampler(data, shuffle=False, drop_last=True),
+        ),
+        max_duration="8ba",
+        device="cpu",
+        precision="fp32",
+        seed=7,
+        parallelism_config={"fsdp": {"state_dict_type": kind}},
+        load_path=str(path),
+        callbacks=[losses],
+        progress_bar=False,
+    )
+
+
+@pytest.mark.world_size(2)
+def test_the_saver_can_be_a_callback(tmp_path: Path):
+    """Several savers of one run do not wait for each other's files."""
+    savers = [
+        CheckpointSaver(folder=str(tmp_path / name), save_interval=f"{n}ba")
+        for name, n in (("a", 2), ("b", 3))
+    ]
+    with installed():
+        model = built(TinyComposer)
+        trainer = trainer_for(
+            model, torch.optim.AdamW(model.parameters()), samples_of(6, 8),
+            {"async_save": True}, callbacks=savers,
+        )  # fmt: skip
+        trainer.fit()
+        trainer.close()
+    for name, batches in (("a", "246"), ("b", "36")):
+        for batch in batches:
+            list(open_checkpoint(tmp_path / name / f"ep0-ba{batch}").check())
