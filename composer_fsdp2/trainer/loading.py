@@ -50,6 +50,9 @@ from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
+    "Ignore",
+    "StateDict",
+    "drop_keys",
     "load_checkpoint",
     "load_sharded_safely",
     "read_file",
@@ -206,8 +209,7 @@ class _Load:
             wanted: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
         else:
             wanted = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
-        _drop(wanted, self.ignore)
-        return wanted
+        return drop_keys(wanted, self.ignore)
 
     def check_parts(self, wanted: StateDict) -> list[str]:
         """Settles whether it has what a run continues from. Collective: no.
@@ -346,8 +348,7 @@ class _FullLoad(_Load):
                 state: StateDict = {"model": dict(self.state.model.state_dict())}
                 if not self.weights_only:
                     state["optimizers"] = {type(o).__qualname__: {} for o in self.state.optimizers}
-                wanted = {"state": state}
-                _drop(wanted, self.ignore)
+                wanted = drop_keys({"state": state}, self.ignore)
             else:
                 wanted = self.wanted()
         parts = {k: v for k, v in wanted["state"].items() if k in ("model", "optimizers")}
@@ -358,9 +359,8 @@ class _FullLoad(_Load):
         for _ in saved.check(share):
             pass
         self.saved = saved
-        values = saved.values
+        values = saved.values = drop_keys(saved.values, self.ignore)
         values.setdefault("state", {})
-        _drop(values, self.ignore)
         saved.refresh()
         names = self.check_parts(wanted)
         optimizers = values["state"].get("optimizers", {})
@@ -406,10 +406,23 @@ def _plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
-def _drop(values: StateDict, ignore: Ignore) -> None:
-    if ignore:
-        (ignore if callable(ignore) else composers.glob_filter(list(ignore)))(values)
-        values["state"] = values.get("state", {})
+def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
+    """The state dict without the keys a user ignores.
+
+    Containers are copied: they may be the very lists that a scheduler goes on with.
+    """
+    if not ignore:
+        return values
+    values = _copied_containers(values)
+    (ignore if callable(ignore) else composers.glob_filter(list(ignore)))(values)
+    values.setdefault("state", {})
+    return values
+
+
+def _copied_containers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copied_containers(item) for key, item in value.items()}
+    return [_copied_containers(item) for item in value] if type(value) is list else value
 
 
 def _remove(values: StateDict, keys: Sequence[str]) -> None:

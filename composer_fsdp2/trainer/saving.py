@@ -7,7 +7,7 @@ saving; their full checkpoints are written atomically too.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from composer_fsdp2.checkpoint.write import (
 )
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer.loading import Ignore, StateDict, drop_keys
 
 __all__ = [
     "finish_background_save",
@@ -37,9 +38,6 @@ __all__ = [
     "save_in_background",
     "write_whole_file",
 ]
-
-Ignore = Sequence[str] | Callable[[dict[str, Any]], None] | None
-StateDict = dict[str, Any]
 
 _ATTRIBUTE = "_fsdp2_background"
 _LEAVE_SECONDS = 60.0
@@ -115,11 +113,9 @@ def _snapshot(
         }
     else:
         values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
-    if ignore_keys:
-        drop = ignore_keys if callable(ignore_keys) else composers.glob_filter(list(ignore_keys))
-        drop(values)
-        values.setdefault("state", {})
     sharded = state.fsdp_sharded_state_dict_enabled
+    if sharded or dist.get_global_rank() == 0:
+        values = drop_keys(values, ignore_keys)
     if sharded and dist.get_global_rank() > 0:
         values.pop("rng", None)  # rank 0 has those of all ranks
     planner = getattr(state.fsdp_config, "save_planner", None)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from composer import Callback
 from composer.callbacks import CheckpointSaver
+from composer.optim import LinearScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from composer_fsdp2 import installed
@@ -222,6 +223,24 @@ def test_a_planner_of_the_user_is_used(background: bool, tmp_path: Path):
     fsdp2 = {"save_planner": CountingPlanner(), "async_save": background}
     _run(tmp_path, fsdp2, until=HALF)
     assert CountingPlanner.resolved > 20
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ignored_keys_are_left_out_and_the_run_keeps_them(kind: str, tmp_path: Path):
+    """The lists in a state dict are those the schedulers go on with."""
+    ignored = ["state/schedulers/*", "state/model/net.head*"]
+    fsdp2 = {"state_dict_type": kind}
+    schedule: dict[str, Any] = {"schedulers": LinearScheduler()}
+    left, _ = _run(tmp_path / "a", fsdp2, save_ignore_keys=ignored, **schedule)
+    whole, _ = _run(tmp_path / "b", fsdp2, **schedule)
+    assert largest_difference(_state(left), _state(whole)) == 0.0
+    for ours, theirs in zip(left.state.schedulers, whole.state.schedulers, strict=True):
+        assert ours.base_lrs == theirs.base_lrs
+    keys = open_checkpoint(tmp_path / "a" / FORMATS[kind]).paths
+    assert "state.model.net.embed.weight" in keys
+    assert not [key for key in keys if "net.head" in key and ".model." in key]
+    assert not [key for key in keys if key.startswith("state.schedulers.")]
 
 
 # --- autoresume ---
