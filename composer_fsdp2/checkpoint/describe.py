@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -181,49 +181,46 @@ def _group(values: dict[str, Any]) -> ParamGroup:
 def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
     """Groups of keys of the model that are one parameter, in the order of the checkpoint.
 
-    In a file they share their storage. A folder holds each of them; there they are matrices of
+    Two names of one storage are tied. A save may give each name a copy; such are the matrices of
     one shape with equal checksums, of which at most one has optimizer state. Without an optimizer,
     matrices that are equal by chance look the same.
     """
     keys = [key for key in source.under(*MODEL) if key in source.tensors]
+    ties = _ties_by_checksum(source, keys)
     if isinstance(source, FileCheckpoint):
-        return _grouped((key, _storage(source.tensor(key))) for key in keys)
-    assert isinstance(source, FolderCheckpoint)
-    return _ties_by_checksum(source, keys)
+        known = {key for tie in ties for key in tie}
+        shared = _grouped((key, _place(source.tensor(key))) for key in keys)
+        ties += [tie for tie in shared if not known.issuperset(tie)]
+    return tuple(sorted(ties, key=lambda tie: keys.index(tie[0])))
 
 
-def _grouped(items: Iterator[tuple[str, Any]]) -> tuple[tuple[str, ...], ...]:
+def _grouped(items: Iterable[tuple[str, Any]]) -> list[tuple[str, ...]]:
     groups: dict[Any, list[str]] = {}
     for key, same in items:
         if same is not None:
             groups.setdefault(same, []).append(key)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+    return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def _storage(tensor: torch.Tensor) -> Any:
+def _place(tensor: torch.Tensor) -> Any:
     if not tensor.numel():
         return None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _ties_by_checksum(source: FolderCheckpoint, keys: list[str]) -> tuple[tuple[str, ...], ...]:
+def _ties_by_checksum(source: Checkpoint, keys: list[str]) -> list[tuple[str, ...]]:
     trained = _trained(source)
     shapes: dict[Any, list[str]] = {}
     for key in keys:
         entry = source.tensors[key]
         if len(entry.shape) >= 2 and entry.size_bytes:
             shapes.setdefault((entry.shape, entry.dtype), []).append(key)
-    # Whatever has state is no second name, so most shapes need no look into the files.
-    maybe = [
-        group
-        for group in shapes.values()
-        if len(group) > 1 and not (trained and all(key in trained for key in group))
-    ]
     found: list[tuple[str, ...]] = []
-    for group in maybe:
-        equal = _grouped((key, _checksums(source, key)) for key in group)
-        found.extend(tie for tie in equal if sum(key in trained for key in tie) <= 1)
-    return tuple(found)
+    for group in shapes.values():
+        # Whatever has state is no second name, so most shapes need no look into the files.
+        if len(group) > 1 and not all(key in trained for key in group):
+            found += _grouped((key, _checksum(source, key)) for key in group)
+    return [tie for tie in found if sum(key in trained for key in tie) <= 1]
 
 
 def _trained(source: Checkpoint) -> set[str]:
@@ -233,8 +230,12 @@ def _trained(source: Checkpoint) -> set[str]:
     return {key for key, way in source.under(*MODEL).items() if way and way[0] in names}
 
 
-def _checksums(source: FolderCheckpoint, key: str) -> Any:
+def _checksum(source: Checkpoint, key: str) -> Any:
     """Equal for equal tensors; None if there are none to compare."""
+    if isinstance(source, FileCheckpoint):
+        tensor, crc = source.tensor(key), source.stored_crc(key)
+        return (crc, tensor.storage_offset(), tensor.stride()) if crc else None
+    assert isinstance(source, FolderCheckpoint)
     try:
         found = [(i.offset, source.archive(i).data_crcs()) for i in source.indices(key)]
     except CheckpointError:

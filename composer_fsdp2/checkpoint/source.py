@@ -244,6 +244,8 @@ class FolderCheckpoint(Checkpoint):
 
     def tensor(self, key: str) -> torch.Tensor:
         """The whole tensor; a view of the file if it is in one piece."""
+        if key in self.problems:
+            raise self._incomplete()
         entry = self.tensors[key]
         pieces = [i for i in self.indices(key) if math.prod(self._chunk_of(i).sizes)]
         if len(pieces) == 1 and tuple(self._chunk_of(pieces[0]).sizes) == entry.shape:
@@ -271,6 +273,8 @@ class FolderCheckpoint(Checkpoint):
 
     def object(self, key: str) -> Any:
         """A value that is no tensor, its checksum compared."""
+        if key in self.problems:
+            raise self._incomplete()
         index = self.indices(key)[0]
         archive = self.archive(index)
         archive.check()
@@ -456,6 +460,26 @@ class FileCheckpoint(Checkpoint):
     def object(self, key: str) -> Any:
         """A value that is no tensor."""
         return self._flat[key]
+
+    def stored_crc(self, key: str) -> int | None:
+        """The checksum of a tensor's whole storage as the file has it; None if it has none."""
+        return self._crcs.get(self._flat[key].untyped_storage().data_ptr())
+
+    @functools.cached_property
+    def _crcs(self) -> dict[int, int]:
+        """By address: storages are mapped in one piece, so they lie as the archive's members do."""
+        data = map_file(self.path)
+        if bytes(data[:2]) != b"PK":
+            return {}
+        archive = Archive(data, f"'{self.path}'")
+        members = [m for name, m in archive.members.items() if "/data/" in name and m.size]
+        storages = (self._flat[key].untyped_storage() for key in self.tensors)
+        mapped = {storage.data_ptr() for storage in storages if storage.nbytes()}
+        if not members or not mapped:
+            return {}
+        base = min(mapped) - min(member.start for member in members)
+        crcs = {base + member.start: member.crc for member in members}
+        return crcs if mapped <= crcs.keys() else {}
 
     def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
         """Every n-th member of the archive."""

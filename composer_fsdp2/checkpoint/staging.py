@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from composer_fsdp2.errors import CheckpointError
@@ -84,7 +84,9 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
-        path.unlink(missing_ok=True)
+        # It may not be there, or not even the folder; why it failed is what counts.
+        with suppress(OSError):
+            path.unlink()
 
 
 def _sync(path: Path) -> None:

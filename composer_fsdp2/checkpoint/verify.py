@@ -19,7 +19,7 @@ class Verdict:
     """What `verify_checkpoint` found."""
 
     path: str
-    kind: str
+    kind: str | None
     size_bytes: int
     parts: int
     """tensors and objects"""
@@ -36,9 +36,14 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> Verd
         advance: told the bytes read so far, and in all.
 
     Raises:
-        CheckpointError: it is none, or what describes it cannot be read.
+        CheckpointError: there is nothing.
     """
-    source = open_checkpoint(path, incomplete=True)
+    try:
+        source = open_checkpoint(path, incomplete=True)
+    except CheckpointError as error:
+        if not path.exists():
+            raise
+        return Verdict(str(path), None, 0, 0, (str(error),))
     problems = list(source.problems.values())
     checks = _folder(source) if isinstance(source, FolderCheckpoint) else _file(source)
     done, total = 0, source.size_bytes
