@@ -132,10 +132,23 @@ def _stored(source: Checkpoint) -> _Pretrained:
         )
     stored = values["model"]["config"]
     return _Pretrained(
-        dict(stored["content"]),
+        _as_saved(stored["content"]),
         str(stored.get("class", "")),
         dict(_tokenizer_files(values.get("tokenizer", {}), source.path)),
     )
+
+
+def _as_saved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the note that attention was chosen already, which leads to the slowest kind.
+
+    `save_pretrained` of a model leaves it out, that of its config does not, and Composer calls
+    the latter.
+    """
+    return {
+        key: _as_saved(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "_attn_implementation_autoset"
+    }
 
 
 def _value(source: Checkpoint, key: str) -> Any:

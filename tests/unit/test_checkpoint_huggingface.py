@@ -98,6 +98,7 @@ def test_from_pretrained_gives_equal_logits(name: str, kind: str, tmp_path: Path
     assert not info["unexpected_keys"]
     assert not info["missing_keys"]
     assert type(loaded) is type(model)
+    assert loaded.config._attn_implementation == model.config._attn_implementation
     assert torch.equal(logits(loaded), logits(model))
     tied = name != "llama"
     assert ("lm_head.weight" in names_in(tmp_path / "out")) is not tied
