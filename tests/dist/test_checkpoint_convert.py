@@ -102,6 +102,8 @@ def _train_hugging_face(name: str, kind: str, folder: Path) -> dict[str, torch.T
     return weights(model)
 
 
+# GPT-2's blocks do; newer torch warns of what could happen to a view.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("name", ["llama tied", "llama", "gpt2"])
 def test_from_pretrained_loads_what_was_trained(
