@@ -11,7 +11,6 @@ import io
 import json
 import math
 import mmap
-import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -245,27 +244,26 @@ class _Whole:
     def __init__(self, source: Checkpoint, scratch: Path) -> None:
         self._source = source
         self._places: dict[str, int] = {}
-        size = 0
-        for key, entry in source.tensors.items():
-            if isinstance(source, FolderCheckpoint) and len(source.indices(key)) > 1:
-                self._places[key] = size
-                size += math.ceil(entry.size_bytes / _ALIGN) * _ALIGN
-        if size:
-            with tempfile.TemporaryFile(dir=scratch) as file:
-                # A full disk is an error here, and a crash when a mapped page is written.
-                os.posix_fallocate(file.fileno(), 0, size)
-                self._data = memoryview(mmap.mmap(file.fileno(), size))
+        if not isinstance(source, FolderCheckpoint):
+            return
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            for key, entry in source.tensors.items():
+                if len(source.indices(key)) > 1 and entry.size_bytes:
+                    file.seek(math.ceil(file.tell() / _ALIGN) * _ALIGN)
+                    self._places[key] = file.tell()
+                    # One tensor at a time. Written and not mapped: a full disk is an error here,
+                    # and would be a crash there.
+                    file.write(alone(source.tensor(key)).view(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            if self._places:
+                self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def tensor(self, key: str) -> torch.Tensor:
-        entry = self._source.tensors[key]
-        if key not in self._places or not entry.size_bytes:
+        if key not in self._places:
             return self._source.tensor(key)
-        start = self._places[key]
+        entry, start = self._source.tensors[key], self._places[key]
         data = self._data[start : start + entry.size_bytes]
-        assert isinstance(self._source, FolderCheckpoint)
-        return self._source.assemble(
-            key, torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
-        )
+        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
 
 
 def _tie(values: dict[str, Any], ties: Iterable[tuple[str, ...]]) -> None:

@@ -32,6 +32,7 @@ _STORED = ("state", "integrations", "huggingface")
 _PREFIX = "model."
 """of the HuggingFaceModel around the model"""
 _SMALL_FILES = (".jinja", ".json", ".model", ".txt")
+_EXPORTED = {"attn_impl": "torch", "init_device": "cpu"}
 _BLOCK = 1 << 24
 """elements written at once"""
 _DTYPES = {
@@ -139,16 +140,17 @@ def _stored(source: Checkpoint) -> _Pretrained:
 
 
 def _as_saved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the note that attention was chosen already, which leads to the slowest kind.
+    """A config as the export of a model writes it; Composer saves the one of the running model.
 
-    `save_pretrained` of a model leaves it out, that of its config does not, and Composer calls
-    the latter.
+    Source: `PreTrainedModel.save_pretrained`, without whose first change attention is the slowest
+    kind; LLM Foundry's `HuggingFaceCheckpointer` for the others, which are settings of MPT.
     """
-    return {
+    settings = {
         key: _as_saved(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key != "_attn_implementation_autoset"
     }
+    return settings | {key: value for key, value in _EXPORTED.items() if key in settings}
 
 
 def _value(source: Checkpoint, key: str) -> Any:

@@ -250,10 +250,7 @@ class FolderCheckpoint(Checkpoint):
         pieces = [i for i in self.indices(key) if math.prod(self._chunk_of(i).sizes)]
         if len(pieces) == 1 and tuple(self._chunk_of(pieces[0]).sizes) == entry.shape:
             return self.chunk(pieces[0])
-        return self.assemble(key, torch.empty(entry.shape, dtype=entry.dtype))
-
-    def assemble(self, key: str, whole: torch.Tensor) -> torch.Tensor:
-        """Copies every piece of a tensor to its place in `whole`, which is returned."""
+        whole = torch.empty(entry.shape, dtype=entry.dtype)
         for index in self.indices(key):
             sizes = self._chunk_of(index).sizes
             if not math.prod(sizes):
