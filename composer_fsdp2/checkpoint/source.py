@@ -186,6 +186,15 @@ class FolderCheckpoint(Checkpoint):
         self.path = path
         self.metadata = _as_today(read_metadata(path / METADATA), path)
         self._mapped: dict[str, memoryview] = {}
+        try:
+            self._index()
+            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
+        except (AttributeError, TypeError, LookupError) as error:
+            raise _senseless(path, error) from error
+        if self.problems and not incomplete:
+            raise self._incomplete()
+
+    def _index(self) -> None:
         entries = self.metadata.state_dict_metadata
         self.tensors = {
             key: TensorEntry(tuple(entry.size), entry.properties.dtype)
@@ -198,9 +207,6 @@ class FolderCheckpoint(Checkpoint):
         self._chunks: dict[str, list[MetadataIndex]] = {}
         for index in self.metadata.storage_data:
             self._chunks.setdefault(index.fqn, []).append(index)
-        self.problems = dict([*self._find_short_files(), *self._find_gaps()])
-        if self.problems and not incomplete:
-            raise self._incomplete()
 
     def chunks(self, key: str) -> list[ChunkStorageMetadata]:
         """How a tensor is cut: offsets and sizes of its pieces."""
@@ -251,13 +257,10 @@ class FolderCheckpoint(Checkpoint):
         if len(pieces) == 1 and tuple(self._chunk_of(pieces[0]).sizes) == entry.shape:
             return self.chunk(pieces[0])
         whole = torch.empty(entry.shape, dtype=entry.dtype)
-        for index in self.indices(key):
-            sizes = self._chunk_of(index).sizes
-            if not math.prod(sizes):
-                continue
+        for index in pieces:
             target = whole
             for dim, start in enumerate(index.offset or ()):
-                target = target.narrow(dim, start, sizes[dim])
+                target = target.narrow(dim, start, self._chunk_of(index).sizes[dim])
             target.copy_(self.chunk(index))
         return whole
 
@@ -266,7 +269,10 @@ class FolderCheckpoint(Checkpoint):
         hint = index.index
         if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
             return chunks[hint]
-        return next(chunk for chunk in chunks if chunk.offsets == index.offset)
+        found = next((chunk for chunk in chunks if chunk.offsets == index.offset), None)
+        if found is None:
+            raise self._incomplete()  # `_find_gaps` has found it
+        return found
 
     def object(self, key: str) -> Any:
         """A value that is no tensor, its checksum compared."""
@@ -318,7 +324,7 @@ class FolderCheckpoint(Checkpoint):
             stored = {index.offset for index in self.indices(key)}
             pieces = [chunk for chunk in self.chunks(key) if chunk.offsets in stored]
             found, size = sum(math.prod(c.sizes) for c in pieces), math.prod(entry.shape)
-            if found != size:
+            if found != size or len(pieces) != len(stored):
                 yield key, f"pieces of '{key}' hold {found} of {size} elements"
         for key in self.objects:
             if not self.indices(key):
@@ -397,10 +403,14 @@ def _as_today(metadata: Metadata, folder: Path) -> Metadata:
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(
-            f"'{folder / METADATA}' is damaged: it does not describe a checkpoint ({error}). "
-            "Nothing can be found without it. Take another checkpoint."
-        ) from error
+        raise _senseless(folder, error) from error
+
+
+def _senseless(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"'{folder / METADATA}' is damaged: it does not describe a checkpoint ({error}). "
+        "Nothing can be found without it. Take another checkpoint."
+    )
 
 
 def _check_places(metadata: Metadata, folder: Path) -> None:

@@ -64,8 +64,8 @@ def _folder(source: FolderCheckpoint) -> Iterator[Callable[[], int]]:
 
     yield digest
     for index, info in source.metadata.storage_data.items():
-        # A file that is missing or cut off is known already, and one problem, not many.
-        if info.relative_path not in source.problems:
+        # What is missing or cut off is known already, and one problem, not one for each piece.
+        if info.relative_path not in source.problems and index.fqn not in source.problems:
             yield lambda index=index: source.check_piece(index)
 
 

@@ -198,6 +198,21 @@ def _rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     (folder / CHECKSUMS).unlink()
 
 
+def test_metadata_that_describes_a_piece_twice_or_nowhere(folder: Path):
+    def move(metadata: Any) -> None:
+        index = next(index for index in metadata.storage_data if index.fqn == EMBED)
+        info = metadata.storage_data.pop(index)
+        metadata.storage_data[MetadataIndex(EMBED, (5, 5), index.index)] = info
+
+    _rewrite(folder, move)
+    found_by(folder, f"pieces of '{EMBED}' hold 0 of 320 elements")
+
+
+def test_metadata_with_a_part_missing(folder: Path):
+    _rewrite(folder, lambda metadata: delattr(metadata.state_dict_metadata[EMBED], "properties"))
+    found_by(folder, "is damaged: it does not describe a checkpoint")
+
+
 @pytest.mark.parametrize("place", ["../outside", "/etc/passwd", "a/../../b"])
 def test_path_that_climbs_out(place: str, folder: Path):
     def move(metadata: Any) -> None:
