@@ -7,23 +7,22 @@ import importlib.util
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
-from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+from composer_fsdp2.checkpoint_cli import app as checkpoint_app
+from composer_fsdp2.console import reported, say
+from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 __all__ = ["app", "main"]
 
-_USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
 _BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
 # Beginnings of warnings that packages raise about themselves in every run.
@@ -42,6 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def train(
     from composer_fsdp2.launch import under_launcher
 
     overrides = overrides or []
-    with _reported():
+    with reported():
         cfg = _load_run(run, overrides)
         if not under_launcher():
             _launch(["train", str(run), *overrides], ranks, log_dir)
@@ -112,28 +112,6 @@ def doctor() -> None:
             version = "not installed"
         typer.echo(f"{package:16}{version}")
     typer.echo(f"\n{describe_patches()}")
-
-
-# --- Errors: what the user can correct is one message and exit code 2, without a traceback. ---
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    from composer_fsdp2.launch import RankError
-
-    try:
-        yield
-    except _USER_ERRORS as error:
-        _say(f"[bold red]{type(error).__name__}:[/] [red]{escape(str(error))}[/]")
-        raise typer.Exit(2) from None
-    except RankError as error:
-        _say(f"\n[red]{escape(str(error))}[/]")
-        raise typer.Exit(1) from None
-
-
-def _say(markup: str) -> None:
-    # Made for each message: it keeps the stream it finds, and standard error may be replaced.
-    Console(stderr=True, highlight=False, soft_wrap=True).print(markup)
 
 
 # --- Reading a run: everything that can be known to be wrong before a process starts. ---
@@ -247,7 +225,7 @@ def _launch(command: list[str], ranks: int | None, log_dir: Path | None) -> None
     ranks = ranks or default_ranks()
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
     count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
-    _say(f"[dim]Starting {escape(count)}[/]")
+    say(f"[dim]Starting {escape(count)}[/]")
     # As this process was started: `-m` would put the current folder before installed packages.
     script = Path(sys.argv[0])
     program = [str(script)] if script.name == app.info.name else ["-m", "composer_fsdp2.cli"]
@@ -266,7 +244,7 @@ def _train_here(run: Path, overrides: list[str], cfg: Mapping[str, Any]) -> None
 
     _quiet_others()
     if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
-        _say(f"[yellow]{escape(_describe_other(run, cfg))}[/]")
+        say(f"[yellow]{escape(_describe_other(run, cfg))}[/]")
     with rank_guard():
         # Leaves an exception where torchrun or `launch` can read it.
         record(_train_from_yaml)(run, overrides)

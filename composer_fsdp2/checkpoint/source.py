@@ -15,6 +15,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -78,10 +79,13 @@ class Checkpoint:
         tensors: key -> shape and dtype, in the order of the file.
         objects: keys of everything that is no tensor.
         paths: key -> the way to it.
+        problems: file or key -> what is known to be wrong with it; empty unless opened although
+            `incomplete`.
     """
 
     kind: Kind
     path: Path
+    problems: Mapping[str, str] = MappingProxyType({})
     tensors: Mapping[str, TensorEntry]
     objects: Collection[str]
     paths: Mapping[str, Way]
@@ -151,16 +155,22 @@ def detect_kind(path: Path) -> Kind:
     )
 
 
-def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+def open_checkpoint(path: str | os.PathLike[str], *, incomplete: bool = False) -> Checkpoint:
     """Opens what is at a path, reading no tensor.
 
     Collective: no.
+
+    Args:
+        path: a folder or a file.
+        incomplete: opens it although parts are missing; its `problems` say which.
 
     Raises:
         CheckpointError: it is no checkpoint, incomplete, damaged, or could execute code.
     """
     path = Path(path)
-    return FolderCheckpoint(path) if detect_kind(path) == "sharded" else FileCheckpoint(path)
+    if detect_kind(path) == "full":
+        return FileCheckpoint(path)
+    return FolderCheckpoint(path, incomplete=incomplete)
 
 
 class FolderCheckpoint(Checkpoint):
@@ -171,15 +181,24 @@ class FolderCheckpoint(Checkpoint):
 
     Args:
         path: the folder.
-        complete: whether all files have to be there already.
+        incomplete: opens it although files are missing, or are still to come.
     """
 
     kind: Kind = "sharded"
 
-    def __init__(self, path: Path, *, complete: bool = True) -> None:
+    def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
         self.metadata = _as_today(read_metadata(path / METADATA), path)
         self._mapped: dict[str, memoryview] = {}
+        try:
+            self._index()
+            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
+        except (AttributeError, TypeError, LookupError) as error:
+            raise _senseless(path, error) from error
+        if self.problems and not incomplete:
+            raise self._incomplete()
+
+    def _index(self) -> None:
         entries = self.metadata.state_dict_metadata
         self.tensors = {
             key: TensorEntry(tuple(entry.size), entry.properties.dtype)
@@ -192,8 +211,6 @@ class FolderCheckpoint(Checkpoint):
         self._chunks: dict[str, list[MetadataIndex]] = {}
         for index in self.metadata.storage_data:
             self._chunks.setdefault(index.fqn, []).append(index)
-        if complete:
-            self._check_complete()
 
     def chunks(self, key: str) -> list[ChunkStorageMetadata]:
         """How a tensor is cut: offsets and sizes of its pieces."""
@@ -201,10 +218,22 @@ class FolderCheckpoint(Checkpoint):
         return entry.chunks if isinstance(entry, TensorStorageMetadata) else []
 
     def chunk(self, index: MetadataIndex) -> torch.Tensor:
-        """One piece of a tensor as it is on disk, its checksum compared."""
+        """One piece of a tensor as it is on disk, its checksum compared.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or a piece of another checkpoint.
+        """
         archive = self.archive(index)
         archive.check()
-        return archive.tensor()
+        found = archive.tensor()
+        expected = TensorEntry(tuple(self._chunk_of(index).sizes), self.tensors[index.fqn].dtype)
+        if (tuple(found.shape), found.dtype) != (expected.shape, expected.dtype):
+            raise CheckpointError(
+                f"{archive.where} is a {found.dtype} of shape {tuple(found.shape)}, where the "
+                f"metadata promises a {expected.dtype} of shape {expected.shape}. Its file belongs "
+                "to another checkpoint. Take another copy."
+            )
+        return found
 
     def raw(self, index: MetadataIndex) -> memoryview:
         """The bytes of one piece or object, unread."""
@@ -225,6 +254,8 @@ class FolderCheckpoint(Checkpoint):
 
     def tensor(self, key: str) -> torch.Tensor:
         """The whole tensor; a view of the file if it is in one piece."""
+        if key in self.problems:
+            raise self._incomplete()
         entry = self.tensors[key]
         pieces = [i for i in self.indices(key) if math.prod(self._chunk_of(i).sizes)]
         if len(pieces) == 1 and tuple(self._chunk_of(pieces[0]).sizes) == entry.shape:
@@ -242,10 +273,15 @@ class FolderCheckpoint(Checkpoint):
         hint = index.index
         if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
             return chunks[hint]
-        return next(chunk for chunk in chunks if chunk.offsets == index.offset)
+        found = next((chunk for chunk in chunks if chunk.offsets == index.offset), None)
+        if found is None:
+            raise self._incomplete()  # `_find_gaps` has found it
+        return found
 
     def object(self, key: str) -> Any:
         """A value that is no tensor, its checksum compared."""
+        if key in self.problems:
+            raise self._incomplete()
         index = self.indices(key)[0]
         archive = self.archive(index)
         archive.check()
@@ -253,42 +289,66 @@ class FolderCheckpoint(Checkpoint):
 
     def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
         """Every n-th piece, and the digest of `.metadata` where our save wrote one."""
-        self._check_digest()
+        self.check_digest()
         first, step = share
         for index in list(self.metadata.storage_data)[first::step]:
-            archive = self.archive(index)
-            archive.check()
-            yield len(archive.data)
+            yield self.check_piece(index)
+
+    def check_piece(self, index: MetadataIndex) -> int:
+        """Reads one piece or object and compares it with its checksums; returns its bytes."""
+        if index.fqn in self.tensors:
+            self.chunk(index)
+        else:
+            self.archive(index).check()
+        return self.metadata.storage_data[index].length
 
     @functools.cached_property
     def size_bytes(self) -> int:
         """Of all its files."""
         return sum(item.stat().st_size for item in self.path.iterdir() if item.is_file())
 
-    def _check_complete(self) -> None:
+    def _find_short_files(self) -> Iterator[tuple[str, str]]:
         """Every file is there, and long enough; costs one look at each."""
         needed: dict[str, int] = {}
         for info in self.metadata.storage_data.values():
             end = info.offset + info.length
             needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
-        for name, sizes in _read_checksums(self.path).get("files", {}).items():
-            needed[name] = max(needed.get(name, 0), sizes)
-        problems: list[str] = []
+        for name, size in _read_checksums(self.path).get("files", {}).items():
+            needed[name] = max(needed.get(name, 0), size)
         for name, size in needed.items():
             file = self.path / name
             if not file.is_file():
-                problems.append(f"'{name}' is missing")
+                yield name, f"'{name}' is missing"
             elif file.stat().st_size < size:
-                problems.append(f"'{name}' has {file.stat().st_size} of {size} bytes")
-        if problems:
-            shown = ", ".join(problems[:20])
-            more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
-            raise CheckpointError(
-                f"The checkpoint '{self.path}' is incomplete: {shown}{more}. Some weights are not "
-                "there. Restore the files, or take another checkpoint."
-            )
+                yield name, f"'{name}' has {file.stat().st_size} of {size} bytes"
 
-    def _check_digest(self) -> None:
+    def _find_gaps(self) -> Iterator[tuple[str, str]]:
+        """Every value is somewhere: what no piece covers would be read as garbage."""
+        for key, entry in self.tensors.items():
+            stored = {index.offset for index in self.indices(key)}
+            pieces = [chunk for chunk in self.chunks(key) if chunk.offsets in stored]
+            found, size = sum(math.prod(c.sizes) for c in pieces), math.prod(entry.shape)
+            if found != size or len(pieces) != len(stored):
+                yield key, f"pieces of '{key}' hold {found} of {size} elements"
+        for key in self.objects:
+            if not self.indices(key):
+                yield key, f"'{key}' is in no file"
+
+    def _incomplete(self) -> CheckpointError:
+        problems = list(self.problems.values())
+        shown = ", ".join(problems[:20])
+        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+        return CheckpointError(
+            f"The checkpoint '{self.path}' is incomplete: {shown}{more}. Some weights are not "
+            "there. Restore the files, or take another checkpoint."
+        )
+
+    def check_digest(self) -> None:
+        """Compares `.metadata` with its digest where our save wrote one.
+
+        Raises:
+            CheckpointError: it is not what was written.
+        """
         expected = _read_checksums(self.path).get("metadata_sha256")
         if expected is not None and digest_of(self.path / METADATA) != expected:
             raise CheckpointError(
@@ -347,10 +407,14 @@ def _as_today(metadata: Metadata, folder: Path) -> Metadata:
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         if isinstance(error, CheckpointError):
             raise
-        raise CheckpointError(
-            f"'{folder / METADATA}' is damaged: it does not describe a checkpoint ({error}). "
-            "Nothing can be found without it. Take another checkpoint."
-        ) from error
+        raise _senseless(folder, error) from error
+
+
+def _senseless(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"'{folder / METADATA}' is damaged: it does not describe a checkpoint ({error}). "
+        "Nothing can be found without it. Take another checkpoint."
+    )
 
 
 def _check_places(metadata: Metadata, folder: Path) -> None:
@@ -412,6 +476,26 @@ class FileCheckpoint(Checkpoint):
         """A value that is no tensor."""
         return self._flat[key]
 
+    def stored_crc(self, key: str) -> int | None:
+        """The checksum of a tensor's whole storage as the file has it; None if it has none."""
+        return self._crcs.get(self._flat[key].untyped_storage().data_ptr())
+
+    @functools.cached_property
+    def _crcs(self) -> dict[int, int]:
+        """By address: storages are mapped in one piece, so they lie as the archive's members do."""
+        data = map_file(self.path)
+        if bytes(data[:2]) != b"PK":
+            return {}
+        archive = Archive(data, f"'{self.path}'")
+        members = [m for name, m in archive.members.items() if "/data/" in name and m.size]
+        storages = (self._flat[key].untyped_storage() for key in self.tensors)
+        mapped = {storage.data_ptr() for storage in storages if storage.nbytes()}
+        if not members or not mapped:
+            return {}
+        base = min(mapped) - min(member.start for member in members)
+        crcs = {base + member.start: member.crc for member in members}
+        return crcs if mapped <= crcs.keys() else {}
+
     def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
         """Every n-th member of the archive."""
         data = map_file(self.path)
@@ -427,5 +511,11 @@ class FileCheckpoint(Checkpoint):
 
 def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
     """Values and ways by key, with the keys torch.distributed.checkpoint would give them."""
-    flat, ways = flatten_state_dict(dict(values))
+    try:
+        flat, ways = flatten_state_dict(dict(values))
+    except ValueError as error:
+        raise CheckpointError(
+            f"Two values have the same key: {error}. Only one of them could be kept. Rename one in "
+            "the state that was saved."
+        ) from None
     return flat, {key: tuple(way) for key, way in ways.items()}

@@ -293,7 +293,7 @@ class _ShardedLoad(_Load):
 
     def run(self, local: Path, remote: Any, apply: Apply) -> list[dict[str, Any]] | None:
         reader = remote or composers.FileSystemReaderWithValidation(str(local))
-        saved = _agreed(lambda: FolderCheckpoint(local, complete=remote is None))
+        saved = _agreed(lambda: FolderCheckpoint(local, incomplete=remote is not None))
         self.saved = saved
         wanted = self.wanted()
         theirs = [way[0] for way in saved.under("state", "scaler").values() if way]
@@ -561,7 +561,7 @@ def read_folder_metadata(reader: Any) -> Any:
     """Stands in for `FileSystemReaderWithValidation.read_metadata`."""
     folder = Path(reader.path)
     composers._ensure_valid_checkpoint(folder / METADATA)
-    reader.checkpoint = FolderCheckpoint(folder, complete=False)
+    reader.checkpoint = FolderCheckpoint(folder, incomplete=True)
     return reader.checkpoint.metadata
 
 
@@ -588,7 +588,7 @@ def load_sharded_safely(
     Raises:
         CheckpointError: it does not fit, or executes code.
     """
-    saved = FolderCheckpoint(Path(storage_reader.path), complete=False)
+    saved = FolderCheckpoint(Path(storage_reader.path), incomplete=True)
     flat, _ = flatten(state_dict)
     fit = _agreed(lambda: check_fit(saved, flat, strict=False))
     _tell(_left_out(saved, fit))

@@ -26,6 +26,8 @@ ARROWS = {
     "migrate": {"core", "errors"},
     "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
     "foundry": {"core", "errors", "trainer"},
+    "console": {"errors", "launch"},
+    "checkpoint_cli": {"checkpoint", "console", "errors"},
 }
 """What each part may import of ours besides itself; parts not listed may import anything."""
 

@@ -1,0 +1,315 @@
+"""Converting a checkpoint to the other kind, offline and piece by piece.
+
+One process, no process group. torch.distributed.checkpoint's own writer keeps every tensor until
+the end; here a tensor goes from the mapped source to the file, and memory does not depend on the
+size of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import mmap
+import pickle
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+# DCP's reader wants exactly this class in `.metadata`.
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from composer_fsdp2.checkpoint.describe import find_ties
+from composer_fsdp2.checkpoint.source import (
+    CHECKSUMS,
+    METADATA,
+    Checkpoint,
+    FileCheckpoint,
+    FolderCheckpoint,
+    Way,
+    digest_of,
+)
+from composer_fsdp2.checkpoint.staging import staged
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["Advance", "alone", "nest", "prove_whole", "write_full", "write_sharded"]
+
+Advance = Callable[[int, int], object]
+"""Told after each part: bytes done so far, bytes in all."""
+
+_PIECE_BYTES = 1 << 28
+"""A rank that needs a slice reads whole pieces."""
+_ALIGN = 64
+
+
+def prove_whole(source: Checkpoint) -> None:
+    """Compares a file with its checksums; a folder does so with each piece that is read.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    if isinstance(source, FileCheckpoint):
+        for _ in source.check():
+            pass
+
+
+# --- To a folder of shards. ---
+
+
+def write_sharded(
+    source: Checkpoint, destination: Path, max_file_bytes: int, advance: Advance
+) -> None:
+    """Writes a folder as torch.distributed.checkpoint does, with our checksums beside it.
+
+    From a folder, every piece and object is copied as it is, after its checksum was compared; an
+    optimizer at the root is then where it is today. From a file, every key gets a tensor of its
+    own, in pieces of whole rows.
+
+    Args:
+        source: an open checkpoint.
+        destination: a path where nothing is yet, or an empty folder.
+        max_file_bytes: a new file begins where this would be exceeded.
+        advance: told how far it is.
+
+    Raises:
+        CheckpointError: the source is damaged, or the destination cannot be written.
+    """
+    with staged(destination, folder=True) as folder, _Shards(folder, max_file_bytes) as shards:
+        prove_whole(source)
+        total = max(1, sum(entry.size_bytes for entry in source.tensors.values()))
+        done = 0
+        for key in source.paths:
+            if isinstance(source, FolderCheckpoint):
+                _copy_raw(source, key, shards)
+            elif key in source.tensors:
+                _write_pieces(key, source.tensor(key), shards)
+            else:
+                shards.entries[key] = BytesStorageMetadata()
+                shards.add(MetadataIndex(key), _saved(source.object(key)))
+            done += source.tensors[key].size_bytes if key in source.tensors else 0
+            advance(done, total)
+        shards.finish(source.paths)
+
+
+class _Shards(AbstractContextManager["_Shards"]):
+    """The files of a sharded checkpoint that is being written."""
+
+    def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        self.entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._folder = folder
+        self._limit = max_file_bytes
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._files: list[str] = []
+        self._stack = ExitStack()
+        self._file: BinaryIO | None = None
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, index: MetadataIndex, value: memoryview | torch.Tensor) -> None:
+        """Appends a tensor, or the bytes of what `torch.save` wrote earlier."""
+        file = self._room_for(value.nbytes)
+        start = file.tell()
+        if isinstance(value, torch.Tensor):
+            torch.save(value, file)
+        else:
+            file.write(value)
+        self._places[index] = _StorageInfo(self._files[-1], start, file.tell() - start)
+
+    def _room_for(self, size_bytes: int) -> BinaryIO:
+        file = self._file
+        if file is None or (file.tell() and file.tell() + size_bytes > self._limit):
+            self._stack.close()
+            self._files.append(f"__{len(self._files)}_0.distcp")
+            file = self._file = self._stack.enter_context(
+                (self._folder / self._files[-1]).open("wb")
+            )
+        return file
+
+    def finish(self, paths: Mapping[str, Way]) -> None:
+        """Writes what finds the values, and what proves them whole."""
+        self._stack.close()
+        metadata = Metadata(self.entries, dict(paths), self._places, StorageMeta())
+        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
+        checksums = {
+            "files": {name: (self._folder / name).stat().st_size for name in self._files},
+            "metadata_sha256": digest_of(self._folder / METADATA),
+        }
+        (self._folder / CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
+
+
+def _copy_raw(source: FolderCheckpoint, key: str, shards: _Shards) -> None:
+    shards.entries[key] = source.metadata.state_dict_metadata[key]
+    for index in source.indices(key):
+        source.check_piece(index)
+        shards.add(index, source.raw(index))
+
+
+def _write_pieces(key: str, tensor: torch.Tensor, shards: _Shards) -> None:
+    pieces = list(_cut(tensor))
+    shards.entries[key] = TensorStorageMetadata(
+        TensorProperties(dtype=tensor.dtype),
+        tensor.shape,
+        [ChunkStorageMetadata(offsets, piece.shape) for offsets, piece in pieces],
+    )
+    for i, (offsets, piece) in enumerate(pieces):
+        shards.add(MetadataIndex(key, offsets, i), alone(piece))
+
+
+def _cut(tensor: torch.Tensor) -> Iterator[tuple[torch.Size, torch.Tensor]]:
+    """Views of whole rows and where they begin."""
+    zeros = [0] * tensor.ndim
+    if tensor.nbytes <= _PIECE_BYTES or tensor.ndim == 0:
+        yield torch.Size(zeros), tensor
+        return
+    rows = max(1, _PIECE_BYTES // (tensor.nbytes // len(tensor)))
+    for start in range(0, len(tensor), rows):
+        yield torch.Size([start, *zeros[1:]]), tensor[start : start + rows]
+
+
+def alone(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values over a storage of their own: `torch.save` writes whole storages, once each.
+
+    The bytes are not copied if the values lie one after another.
+    """
+    if tensor.numel() == 0:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
+
+
+def _saved(value: Any) -> memoryview:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getbuffer()
+
+
+# --- To one file. ---
+
+
+def write_full(source: Checkpoint, destination: Path, advance: Advance) -> None:
+    """Writes one file as Composer's full save does: nested dictionaries with whole tensors.
+
+    Tied weights share one tensor. Tensors of an optimizer share none, or each step would count
+    once for every parameter that shares it.
+
+    Args:
+        source: an open checkpoint.
+        destination: a path where nothing is yet. Tensors in several pieces are put together in a
+            file without a name beside it, not in memory.
+        advance: told how far it is.
+
+    Raises:
+        CheckpointError: the source is damaged, or the destination cannot be written.
+    """
+    with staged(destination, folder=False) as path:
+        prove_whole(source)
+        whole = _Whole(source, destination.parent)
+        total = 2 * max(1, sum(entry.size_bytes for entry in source.tensors.values()))
+        values: dict[str, Any] = {}
+        done = 0
+        for key in source.paths:
+            if key in source.tensors:
+                values[key] = alone(whole.tensor(key))
+                done += source.tensors[key].size_bytes
+                advance(done, total)
+            else:
+                values[key] = source.object(key)
+        _tie(values, find_ties(source))
+        nested = nest((source.paths[key], value) for key, value in values.items())
+        for optimizer in nested.get("state", {}).get("optimizers", {}).values():
+            # A key of its own in a file; a folder has none for an empty dictionary.
+            optimizer.setdefault("state", {})
+        with path.open("wb") as file:
+            torch.save(nested, file)
+        advance(total, total)
+
+
+class _Whole:
+    """Whole tensors outside of this process's own memory."""
+
+    def __init__(self, source: Checkpoint, scratch: Path) -> None:
+        self._source = source
+        self._places: dict[str, int] = {}
+        if not isinstance(source, FolderCheckpoint):
+            return
+        with tempfile.TemporaryFile(dir=scratch) as file:
+            for key, entry in source.tensors.items():
+                if len(source.indices(key)) > 1 and entry.size_bytes:
+                    file.seek(math.ceil(file.tell() / _ALIGN) * _ALIGN)
+                    self._places[key] = file.tell()
+                    # One tensor at a time. Written and not mapped: a full disk is an error here,
+                    # and would be a crash there.
+                    file.write(alone(source.tensor(key)).view(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            if self._places:
+                self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+
+    def tensor(self, key: str) -> torch.Tensor:
+        if key not in self._places:
+            return self._source.tensor(key)
+        entry, start = self._source.tensors[key], self._places[key]
+        data = self._data[start : start + entry.size_bytes]
+        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
+
+
+def _tie(values: dict[str, Any], ties: Iterable[tuple[str, ...]]) -> None:
+    for first, *others in ties:
+        for other in others:
+            # A checksum says that they are probably equal; this makes it certain.
+            if torch.equal(values[first], values[other]):
+                values[other] = values[first]
+
+
+def nest(items: Iterable[tuple[Way, Any]]) -> dict[str, Any]:
+    """Dictionaries and lists from values and the ways to them.
+
+    Raises:
+        CheckpointError: two ways contradict each other, or a list has gaps.
+    """
+    root: dict[Any, Any] = {}
+    for way, value in items:
+        place = root
+        for part in way[:-1]:
+            place = place.setdefault(part, _Node())
+            if not isinstance(place, _Node):
+                raise _contradiction(way)
+        if way[-1] in place:
+            raise _contradiction(way)
+        place[way[-1]] = value
+    return {key: _listed(value) for key, value in root.items()}
+
+
+class _Node(dict[Any, Any]):
+    """Not a plain dictionary, which may be a value."""
+
+
+def _listed(value: Any) -> Any:
+    if not isinstance(value, _Node):
+        return value
+    inside = {key: _listed(item) for key, item in value.items()}
+    if not any(isinstance(key, int) for key in inside):
+        return inside
+    if inside.keys() != set(range(len(inside))):
+        raise _contradiction(tuple(inside))
+    return [inside[i] for i in range(len(inside))]
+
+
+def _contradiction(way: Way) -> CheckpointError:
+    return CheckpointError(
+        f"The values at '{'.'.join(map(str, way))}' cannot be put into one dictionary or list. The "
+        "names of this checkpoint contradict each other. Take another checkpoint."
+    )

@@ -1,0 +1,123 @@
+"""What the Trainer saves under FSDP2, converted offline, and where the run goes on from there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from composer_fsdp2 import installed
+from composer_fsdp2.cli import app
+from tests.models import TinyComposer
+from tests.parity import OPTIMIZERS, full
+from tests.training import built, largest_difference, samples_of, trainer_for, weights
+from tests.unit.test_checkpoint_huggingface import composers, logits, names_in, tiny, tokenizer
+
+ADAMW = OPTIMIZERS["adamw"]
+SAVED = {"sharded": "ep0-ba5", "full": "ep0-ba5-rank0.pt"}
+OTHER = {"sharded": "full", "full": "sharded"}
+
+
+def run(*args: object) -> str:
+    result = CliRunner().invoke(app, ["checkpoint", *map(str, args)])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def _train(
+    folder: Path, kind: str, tie: str, until: int, load: Path | None
+) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state at the end. Collective: yes."""
+    model = built(lambda: TinyComposer(tie), seed=1 if load else 0)
+    optimizer = ADAMW(model.parameters())
+    with installed():
+        trainer = trainer_for(
+            model,
+            optimizer,
+            samples_of(10, 8),
+            {"state_dict_type": kind},
+            batch=8 // dist.get_world_size(),
+            max_duration=f"{until}ba",
+            save_folder=str(folder),
+            save_interval="5ba",
+            load_path=str(load) if load else None,
+        )
+        trainer.fit()
+        trainer.close()
+    found = weights(model)
+    names = {id(param): name for name, param in model.named_parameters()}
+    for param, state in trainer.state.optimizers[0].state.items():
+        for slot, value in state.items():
+            found[f"{names[id(param)]} {slot}"] = full(value).clone()
+    return found
+
+
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("tie", ["none", "two modules"])
+def test_a_run_goes_on_from_the_other_kind(kind: str, tie: str, ranks: Any, tmp_path: Path):
+    whole = ranks(2, _train, tmp_path / "whole", kind, tie, 10, None)[0]
+    saved, converted = tmp_path / "whole" / SAVED[kind], tmp_path / "converted"
+    run("convert", saved, converted, "--to", OTHER[kind])
+    assert run("diff", saved, converted).startswith("Equal")
+    resumed = ranks(2, _train, tmp_path / "on", OTHER[kind], tie, 10, converted)[0]
+    assert largest_difference(resumed, whole) == 0.0
+    run("convert", converted, tmp_path / "back", "--to", kind)
+    resumed = ranks(2, _train, tmp_path / "back on", kind, tie, 10, tmp_path / "back")[0]
+    assert largest_difference(resumed, whole) == 0.0
+
+
+# --- Hugging Face. ---
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, samples: int) -> None:
+        self.ids = torch.randint(31, (samples, 6), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def _train_hugging_face(name: str, kind: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The trained weights from the live model, not from the files. Collective: yes."""
+    model = composers(tiny(name), tokenizer())
+    with installed():
+        trainer = trainer_for(
+            model,
+            ADAMW(model.parameters()),
+            Tokens(2 * 8),
+            {"state_dict_type": kind},
+            save_folder=str(folder),
+            save_interval="2ba",
+        )
+        trainer.fit()
+        trainer.close()
+    return weights(model)
+
+
+# GPT-2's blocks do; newer torch warns of what could happen to a view.
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("name", ["llama tied", "llama", "gpt2"])
+def test_from_pretrained_loads_what_was_trained(
+    name: str, kind: str, ranks: Any, tmp_path: Path
+):
+    trained = ranks(2, _train_hugging_face, name, kind, tmp_path / "run")[0]
+    saved = tmp_path / "run" / {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}[kind]
+    run("convert", saved, tmp_path / "out", "--to", "hf")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    truth = tiny(name)
+    before = logits(truth)
+    truth.load_state_dict({key.removeprefix("model."): value for key, value in trained.items()})
+    assert not torch.equal(logits(truth), before)
+    assert torch.equal(logits(loaded), logits(truth))
+    assert ("lm_head.weight" in names_in(tmp_path / "out")) is (name == "llama")
+    words = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert words.get_vocab() == tokenizer().get_vocab()

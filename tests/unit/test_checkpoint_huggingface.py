@@ -1,0 +1,281 @@
+"""Checkpoints of Hugging Face models as folders that `from_pretrained` loads."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.models import HuggingFaceModel
+from safetensors import safe_open
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli import app
+from tests.saved import save_file, save_folder
+
+WORDS = ["[UNK]", "[PAD]", "all", "who", "wander.v", "are", "not", "lost"]
+LLAMA = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+def tiny(name: str) -> Any:
+    torch.manual_seed(5)
+    if name == "gpt2":
+        config = GPT2Config(vocab_size=31, n_positions=16, n_embd=16, n_layer=2, n_head=2)
+        return GPT2LMHeadModel(config)
+    return LlamaForCausalLM(LlamaConfig(**LLAMA, tie_word_embeddings=name == "llama tied"))
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="[UNK]", pad_token="[PAD]", model_max_length=16
+    )
+
+
+def composers(model: Any, tokens: Any = None) -> HuggingFaceModel:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tokenizer was not provided")
+        return HuggingFaceModel(model, tokenizer=tokens)
+
+
+def save(path: Path, model: HuggingFaceModel, kind: str) -> Path:
+    """What Composer puts into a checkpoint without an optimizer."""
+    state = {"model": model.state_dict(), "integrations": {"huggingface": model.get_metadata()}}
+    if kind == "sharded":
+        return save_folder(path, {"state": state})
+    return save_file(path, {"state": state})
+
+
+def run(*args: object, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["checkpoint", "convert", *map(str, args), "--to", "hf"])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+def logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(31, (2, 7), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+def names_in(folder: Path) -> dict[str, str]:
+    """Name -> file, of every tensor."""
+    found: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file.name)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("name", ["llama tied", "llama", "gpt2"])
+def test_from_pretrained_gives_equal_logits(name: str, kind: str, tmp_path: Path):
+    model = tiny(name)
+    source = save(tmp_path / "source", composers(model, tokenizer()), kind)
+    run(source, tmp_path / "out")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert type(loaded) is type(model)
+    assert loaded.config._attn_implementation == model.config._attn_implementation
+    assert torch.equal(logits(loaded), logits(model))
+    tied = name != "llama"
+    assert ("lm_head.weight" in names_in(tmp_path / "out")) is not tied
+    assert (loaded.get_input_embeddings().weight is loaded.lm_head.weight) is tied
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["torch_dtype"], config["architectures"]) == ("float32", [type(model).__name__])
+    words = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert words("not all who wander").input_ids == tokenizer()("not all who wander").input_ids
+    assert words.get_vocab() == tokenizer().get_vocab()
+
+
+def test_sharded_safetensors(tmp_path: Path):
+    model = tiny("llama")
+    source = save(tmp_path / "source", composers(model), "sharded")
+    text = run(source, tmp_path / "out", "--max-shard-size", "5KB")
+    assert "holds no tokenizer" in text
+    files = sorted(item.name for item in (tmp_path / "out").glob("*.safetensors"))
+    n = len(files)
+    assert n > 2
+    assert files == [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"] == names_in(tmp_path / "out")
+    size = sum(value.nbytes for value in model.state_dict().values())
+    assert index["metadata"]["total_size"] == size
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_dtype(dtype: str, tmp_path: Path):
+    model = tiny("llama tied")
+    source = save(tmp_path / "source", composers(model), "full")
+    run(source, tmp_path / "out", "--dtype", dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", torch_dtype="auto")
+    assert loaded.dtype == getattr(torch, dtype)
+    truth = model.state_dict()
+    for name, value in loaded.state_dict().items():
+        assert torch.equal(value, truth[name].to(value.dtype))
+
+
+def test_equal_but_untied_weights_are_written_twice(tmp_path: Path):
+    """`from_pretrained` would leave the head at random values."""
+    model = tiny("llama")
+    model.lm_head.weight.data.copy_(model.model.embed_tokens.weight)
+    run(save(tmp_path / "source", composers(model), "sharded"), tmp_path / "out")
+    assert "lm_head.weight" in names_in(tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_equal_matrices_are_no_word_embeddings(tmp_path: Path):
+    model = tiny("llama tied")
+    first, second = (layer.mlp.up_proj.weight for layer in model.model.layers)
+    second.data.copy_(first)
+    run(save(tmp_path / "source", composers(model), "sharded"), tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+
+
+# --- Without a config in the checkpoint. ---
+
+
+def _without_config(tmp_path: Path, name: str = "llama tied") -> tuple[Any, Path]:
+    model = tiny(name)
+    state = {"state": {"model": composers(model).state_dict()}}
+    return model, save_folder(tmp_path / "source", state)
+
+
+def test_no_config(tmp_path: Path):
+    _, source = _without_config(tmp_path)
+    text = run(source, tmp_path / "out", code=2)
+    assert "holds no Hugging Face config" in text
+    assert "Give --config with a config.json, or with a folder that has one" in text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", ["folder", "file"])
+def test_given_config(given: str, tmp_path: Path):
+    model, source = _without_config(tmp_path)
+    base = tmp_path / "base"
+    model.save_pretrained(base, max_shard_size="5KB")
+    tokenizer().save_pretrained(base)
+    config = base if given == "folder" else base / "config.json"
+    run(source, tmp_path / "out", "--config", config)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model))
+    assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert (tmp_path / "out" / "tokenizer.json").exists() is (given == "folder")
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "\xff"])
+def test_given_config_is_none(text: str | None, tmp_path: Path):
+    _, source = _without_config(tmp_path)
+    if text is not None:
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    said = run(source, tmp_path / "out", "--config", tmp_path / "config.json", code=2)
+    assert "CheckpointError" in said
+    assert "Give a config.json, or a folder that has one" in said
+    assert not (tmp_path / "out").exists()
+
+
+# --- Checkpoints that cannot become such a folder. ---
+
+
+def _stored(**changes: Any) -> dict[str, Any]:
+    model = composers(tiny("llama"))
+    stored = {**model.get_metadata(), **changes}
+    return {"state": {"model": model.state_dict(), "integrations": {"huggingface": stored}}}
+
+
+def test_weights_of_no_hugging_face_model(tmp_path: Path):
+    state = _stored()
+    state["state"]["model"] = {"net.weight": torch.ones(2)}
+    text = run(save_file(tmp_path / "a.pt", state), tmp_path / "out", code=2)
+    assert "holds the weight 'net.weight', which is outside of a HuggingFaceModel" in text
+
+
+def test_no_weights(tmp_path: Path):
+    state = _stored()
+    state["state"]["model"] = {}
+    text = run(save_file(tmp_path / "a.pt", state), tmp_path / "out", code=2)
+    assert "holds no weights" in text
+
+
+def test_adapters(tmp_path: Path):
+    state = _stored()
+    state["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {"content": {"r": 8}}
+    text = run(save_file(tmp_path / "a.pt", state), tmp_path / "out", code=2)
+    assert "holds adapters of PEFT" in text
+
+
+@pytest.mark.parametrize("name", ["../evil.json", "/tmp/evil.json", ".."])
+def test_tokenizer_file_that_climbs_out(name: str, tmp_path: Path):
+    entry = {"file_extension": name[-5:] if name != ".." else "", "content": {"a": 1}}
+    state = _stored(tokenizer={name: entry})
+    text = run(save_file(tmp_path / "a.pt", state), tmp_path / "out", code=2)
+    assert f"calls a file of its tokenizer '{name}', which is no file name" in text
+    assert [item.name for item in tmp_path.iterdir()] == ["a.pt"]
+
+
+def test_every_kind_of_tokenizer_file(tmp_path: Path):
+    files = {
+        "vocab.txt": {"file_extension": ".txt", "content": ["a", "b"]},
+        "old": {"file_extension": ".json", "content": {"a": ["ü"]}},
+        "chat.jinja": {"file_extension": ".jinja", "content": "{{ x }}"},
+        "spiece.model": {"file_extension": ".model", "content": b"\x00\x01"},
+    }
+    source = save_folder(tmp_path / "source", _stored(tokenizer=files))
+    assert "holds no tokenizer" not in run(source, tmp_path / "out")
+    out = tmp_path / "out"
+    assert (out / "vocab.txt").read_text() == "a\nb"
+    assert json.loads((out / "old.json").read_text()) == {"a": ["ü"]}
+    assert (out / "chat.jinja").read_text() == "{{ x }}"
+    assert (out / "spiece.model").read_bytes() == b"\x00\x01"
+
+
+# LLM Foundry indexes in a way that newer torch deprecates.
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_mpt(tmp_path: Path):
+    """Its class is LLM Foundry's; transformers has another one for the same `model_type`."""
+    mpt = pytest.importorskip("llmfoundry.models.mpt")
+    model = mpt.ComposerMPTCausalLM(
+        tokenizer=tokenizer(),
+        d_model=16,
+        n_heads=2,
+        n_layers=2,
+        expansion_ratio=2,
+        max_seq_len=16,
+        vocab_size=31,
+        attn_config={"attn_impl": "torch"},
+        loss_fn="torch_crossentropy",
+    )
+    # What a run has that starts on the meta device, and whose attention needs a GPU.
+    model.model.config.init_device = "meta"
+    model.model.config.attn_config["attn_impl"] = "flash"
+    source = save(tmp_path / "source", model, "sharded")
+    text = run(source, tmp_path / "out")
+    assert "class is llmfoundry.models.mpt.modeling_mpt.MPTForCausalLM, not one of" in text
+    loaded = mpt.MPTForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(model.model))
