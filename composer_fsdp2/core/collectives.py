@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
 
 __all__ = [
     "GradientReduction",
@@ -131,8 +131,9 @@ def agree(facts: Mapping[str, Any], error: Exception | None = None) -> list[Mapp
         The facts of every rank.
 
     Raises:
-        ConfigError: `error` of the first rank that had one, of its own type, or the difference.
-        PlanError: likewise.
+        ConfigError: `error` of the first rank that had one, of its own type.
+        CheckpointError: likewise.
+        PlanError: likewise, for an error of any other type, and for a difference.
     """
     failed = None if error is None else (type(error).__name__, str(error))
     everyone: list[tuple[tuple[str, str] | None, Mapping[str, Any]]] = [(failed, facts)]
@@ -156,9 +157,10 @@ def _raise_first(
         return
     rank, (kind, text) = failures[0]
     where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
-    if kind not in ("ConfigError", "PlanError"):
+    own = {kind.__name__: kind for kind in (CheckpointError, ConfigError, PlanError)}
+    if kind not in own:
         where += f"{kind}: "
-    raise (ConfigError if kind == "ConfigError" else PlanError)(where + text) from error
+    raise own.get(kind, PlanError)(where + text) from error
 
 
 def _difference(name: str, mine: str, theirs: str, rank: int) -> str:

@@ -1,0 +1,1 @@
+"""Reading weights and checkpoints of other programs; knows files and names, not Composer."""
