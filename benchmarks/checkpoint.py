@@ -8,10 +8,11 @@ its last shard, on the slower rank, the file cache warm. Both sides run in turn,
 every time. That they end with the same weights is checked by their sums.
 
 Figures:
-    pretrained   a Llama-like Hugging Face folder of `--gigabytes` in several files, fp32, read into
-                 shards; peak over the bytes of the rank's shards, goal <= 1.1 on every rank; time
-                 over that of Composer's mixed initialisation (`from_pretrained` on rank 0, meta on
-                 the other, then Composer's `parallelize_composer_model`), goal <= 0.5
+    pretrained   a Llama-like Hugging Face folder of `--gigabytes` in several files, bf16 as on the
+                 hub (or `--dtype float32`), read into fp32 shards; peak over the bytes of the
+                 rank's shards, goal <= 1.1 on every rank; time over that of Composer's mixed
+                 initialisation (`from_pretrained` on rank 0, meta on the other, then Composer's
+                 `parallelize_composer_model`), goal <= 0.5
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ class Peak:
 # --- pretrained ---
 
 
-def write_folder(folder: Path, width: int, layers: int) -> None:
-    """Random weights; a layer of width 1,536 has 113 MB."""
+def write_folder(folder: Path, width: int, layers: int, dtype: str) -> None:
+    """Random weights; a layer of width 1,536 has 28 million."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -90,7 +91,8 @@ def write_folder(folder: Path, width: int, layers: int) -> None:
         use_cache=False,
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="500MB")
+    model = LlamaForCausalLM(config).to(getattr(torch, dtype))
+    model.save_pretrained(folder, max_shard_size="500MB")
 
 
 def _wrapped(model: Any) -> HuggingFaceModel:
@@ -104,8 +106,15 @@ def _wrapped(model: Any) -> HuggingFaceModel:
 def _on_meta(folder: str) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        return AutoModelForCausalLM.from_config(config, torch_dtype=torch.float32)
+
+
+def _from_pretrained(folder: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, torch_dtype=torch.float32)
 
 
 def _ours(folder: str) -> HuggingFaceModel:
@@ -120,10 +129,8 @@ def _composer(folder: str) -> HuggingFaceModel:
     from composer.core import Precision
     from composer.distributed.prepare_distributed import parallelize_composer_model
     from composer.utils.parallelism import FSDP2Config
-    from transformers import AutoModelForCausalLM
 
-    mixed = AutoModelForCausalLM.from_pretrained if dist.get_rank() == 0 else _on_meta
-    model = _wrapped(mixed(folder))
+    model = _wrapped((_from_pretrained if dist.get_rank() == 0 else _on_meta)(folder))
     parallelize_composer_model(model, None, FSDP2Config(), Precision.FP32)
     return model
 
@@ -164,8 +171,10 @@ def _measure(side: str, folder: str) -> list[dict[str, float]]:
 
 def pretrained(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        write_folder(Path(folder, "tiny"), 24, 1)
-        write_folder(Path(folder, "large"), 1536, max(1, round((options.gigabytes - 0.2) / 0.113)))
+        layer_bytes = 28.3e6 * getattr(torch, options.dtype).itemsize
+        layers = max(1, round((options.gigabytes * 1e9 / layer_bytes) - 1.7))  # less the embeddings
+        write_folder(Path(folder, "tiny"), 24, 1, options.dtype)
+        write_folder(Path(folder, "large"), 1536, layers, options.dtype)
         _measure("ours", folder)  # the first one pays for reading from disk
         runs: dict[str, list[list[dict[str, float]]]] = {"ours": [], "composer": []}
         for index in range(options.pairs):
@@ -173,10 +182,12 @@ def pretrained(options: argparse.Namespace) -> None:
                 runs[side].append(_measure(side, folder))
     sums = [[rank["sum"] for rank in run] for side in runs.values() for run in side]
     assert all(found == sums[0] for found in sums), sums
-    _emit_pretrained(runs, options.pairs)
+    _emit_pretrained(runs, {"dtype": options.dtype, "pairs": options.pairs})
 
 
-def _emit_pretrained(runs: dict[str, list[list[dict[str, float]]]], pairs: int) -> None:
+def _emit_pretrained(
+    runs: dict[str, list[list[dict[str, float]]]], settings: dict[str, Any]
+) -> None:
     def over_shard(side: str) -> list[float]:
         """The highest of all runs, by rank."""
         ranks = zip(*runs[side], strict=True)
@@ -184,7 +195,7 @@ def _emit_pretrained(runs: dict[str, list[list[dict[str, float]]]], pairs: int) 
 
     slower = {side: [max(r["seconds"] for r in run) for run in runs[side]] for side in runs}
     ratios = [a / b for a, b in zip(slower["ours"], slower["composer"], strict=True)]
-    facts = {"ranks": RANKS, "pairs": pairs, "shard_bytes": runs["ours"][0][0]["shard_bytes"]}
+    facts = {"ranks": RANKS, **settings, "shard_bytes": runs["ours"][0][0]["shard_bytes"]}
     memory = {
         "peak_over_shard": max(over_shard("ours")),
         "ours_by_rank": over_shard("ours"),
@@ -209,6 +220,7 @@ def main() -> None:
     )
     parser.add_argument("--figure", choices=list(FIGURES), default="pretrained")
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the folder")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--folder", help="where the temporary folder is made")
     options = parser.parse_args()
