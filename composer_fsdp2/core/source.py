@@ -8,7 +8,7 @@ slice. What the source does not know (rotary tables, masks) follows [Note: initi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,17 +21,18 @@ from composer_fsdp2.core.tying import ModuleTree
 
 __all__ = ["SourcedWeights", "WeightSource"]
 
-_SLICE_BYTES = 64 * 2**20
-"""Upper bound of one read, so that a cast or a copy to the device never holds a whole shard."""
-
 
 class WeightSource(Protocol):
     """Values of parameters and persistent buffers by the model's names."""
 
     def __contains__(self, name: object) -> bool: ...
 
-    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
-        """One slice per dim in, the values of that part out, on cpu and in the source's dtype."""
+    def read_into(self, target: torch.Tensor, name: str, offsets: Sequence[int]) -> None:
+        """Fills `target` with the part of its shape that begins at `offsets`, one per dim.
+
+        Collective: no. Any device and dtype; no memory of the size of the target may be needed
+        besides it.
+        """
         ...
 
 
@@ -119,35 +120,13 @@ class SourcedWeights:
         )
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
-        """Copies the part of a tensor that begins at `offsets`, in slices of bounded size."""
+        """Reads, unless something has gone wrong already."""
         if self._failure is not None:
             return  # the run ends anyway, with the first error
         try:
-            for rows in _row_ranges(target):
-                part = target[rows] if rows is not None else target
-                starts = list(offsets)
-                if rows is not None:
-                    starts[0] += rows.start
-                region = tuple(
-                    slice(start, start + size)
-                    for start, size in zip(starts, part.shape, strict=True)
-                )
-                part.copy_(self.source.read(name, region))
+            self.source.read_into(target, name, offsets)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self._failure = error
-
-
-def _row_ranges(target: torch.Tensor) -> Iterator[slice | None]:
-    """Ranges of dim 0 of bounded size; `None` stands for a tensor without dims."""
-    if target.ndim == 0:
-        yield None
-        return
-    if target.numel() == 0:
-        return
-    row_bytes = target.element_size() * target.numel() // target.shape[0]
-    step = max(1, _SLICE_BYTES // row_bytes)
-    for start in range(0, target.shape[0], step):
-        yield slice(start, min(start + step, target.shape[0]))
 
 
 def _put(places: Iterable[tuple[nn.Module, str]], old: nn.Parameter, data: torch.Tensor) -> None:

@@ -195,7 +195,7 @@ def test_long_tensors_are_read_in_several_slices(tmp_path: Path):
         save_file({"weight": weight.contiguous()}, tmp_path / "model.safetensors")
     dist.barrier()
     from_folder(model, tmp_path)
-    assert model.weight.to_local().numel() * 4 > 64 * 2**20
+    assert model.weight.to_local().numel() * 4 > 2 * 32 * 2**20
     local = weight.chunk(2)[dist.get_rank()].float()
     assert torch.equal(model.weight.to_local(), local)
 
@@ -319,7 +319,7 @@ def test_a_folder_only_one_rank_has(tmp_path: Path):
 
 
 @pytest.mark.world_size(2)
-def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_that_goes_away_on_one_rank(tmp_path: Path):
     folder = saved(tmp_path)
     model = built("llama, untied")
     plan = plan_wrapping(model, [])
@@ -329,10 +329,10 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, monkeypatch: pytes
         file = weights.folder.tensors["lm_head.weight"].file
         weights.folder = PretrainedFolder(folder, {**weights.folder.tensors})
         weights.folder.tensors["lm_head.weight"] = StoredTensor(
-            file.with_name("gone.safetensors"), (VOCAB, 12), "F32"
+            file.with_name("gone.safetensors"), (VOCAB, 12), "F32", 8
         )
     mesh = init_device_mesh("cpu", (2,))
-    with pytest.raises(CheckpointError, match=r"On rank 1: .*gone\.safetensors' is no complete"):
+    with pytest.raises(CheckpointError, match=r"On rank 1: 'lm_head.weight' could not be"):
         apply_plan(model, plan, mesh, source=weights)
     _in_step()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -26,7 +27,7 @@ from tests.models import TinyLM
 
 
 def folder_of(*keys: str, shape: tuple[int, ...] = (2,), dtype: str = "F32") -> PretrainedFolder:
-    stored = StoredTensor(Path("model.safetensors"), shape, dtype)
+    stored = StoredTensor(Path("model.safetensors"), shape, dtype, 8)
     return PretrainedFolder(Path("/folder"), dict.fromkeys(keys, stored))
 
 
@@ -160,9 +161,9 @@ def test_headers_say_it_all(tmp_path):
     found = PretrainedFolder.read(
         indexed(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
     ).tensors
-    assert found == {
-        "a": StoredTensor(tmp_path / "1.safetensors", (2, 3), "F32"),
-        "b": StoredTensor(tmp_path / "2.safetensors", (), "BF16"),
+    assert {key: (t.file.name, t.shape, t.dtype) for key, t in found.items()} == {
+        "a": ("1.safetensors", (2, 3), "F32"),
+        "b": ("2.safetensors", (), "BF16"),
     }
 
 
@@ -248,13 +249,58 @@ def opened(tmp_path: Path, model: nn.Module) -> PretrainedWeights:
     return open_pretrained(str(tmp_path), ModuleTree.read(model))
 
 
-def test_parts_of_tensors(tmp_path):
-    model = nn.Linear(3, 4)
-    model.register_buffer("count", torch.tensor(5))
+class Kinds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 4, 3))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("count", torch.tensor(5))
+        self.register_buffer("mask", torch.tensor([True, False, True]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("slice_bytes", [2**20, 30])
+def test_parts_of_tensors(dtype, slice_bytes, tmp_path, monkeypatch):
+    """Read as they are, or cast in slices, down to one row each."""
+    monkeypatch.setattr("composer_fsdp2.checkpoint.pretrained._SLICE_BYTES", slice_bytes)
+    model = Kinds()
     weights = opened(tmp_path, model)
     assert "weight" in weights
     assert "other" not in weights
-    part = weights.read("weight", (slice(1, 3), slice(0, 3)))
-    assert torch.equal(part, model.weight[1:3])
-    assert torch.equal(weights.read("count", ()), model.count)
-    assert weights.read("bias", (slice(4, 4),)).shape == (0,)
+    full = model.weight.detach().to(dtype)
+    for (start, stop), (left, right) in itertools.product(
+        [(0, 6), (1, 4), (5, 6)], [(0, 4), (1, 3)]
+    ):
+        target = torch.full((stop - start, right - left, 3), 9.0, dtype=dtype)
+        weights.read_into(target, "weight", (start, left, 0))
+        assert torch.equal(target, full[start:stop, left:right])
+    scalar = torch.zeros((), dtype=dtype)
+    weights.read_into(scalar, "scale", ())
+    assert scalar == 0.5
+    weights.read_into(torch.empty(0, 4, 3, dtype=dtype), "weight", (6, 0, 0))
+
+
+def test_integers_and_booleans(tmp_path):
+    model = Kinds()
+    weights = opened(tmp_path, model)
+    count, mask = torch.zeros((), dtype=torch.long), torch.zeros(2, dtype=torch.bool)
+    weights.read_into(count, "count", ())
+    weights.read_into(mask, "mask", (1,))
+    assert count == 5
+    assert mask.tolist() == [False, True]
+
+
+def test_into_memory_with_gaps(tmp_path):
+    model = nn.Linear(3, 4)
+    weights = opened(tmp_path, model)
+    target = torch.zeros(5, 6)[1:, ::2]
+    weights.read_into(target, "weight", (0, 0))
+    assert torch.equal(target, model.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_file_that_shrinks_after_it_was_opened(dtype, tmp_path):
+    weights = opened(tmp_path, nn.Linear(3, 4, bias=False))
+    _cut(tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors'"):
+        weights.read_into(torch.zeros(4, 3, dtype=dtype), "weight", (0, 0))
