@@ -4,8 +4,10 @@ Method: two gloo ranks of this machine, one thread each, in fresh processes for 
 Memory is the highest anonymous resident memory (`RssAnon`, sampled every millisecond) above what
 the process held with everything imported and nothing loaded: pages of mapped files, which the
 system takes back when it needs them, are not in it. Time is wall time from building the model to
-its last shard, on the slower rank, the file cache warm. Both sides run in turn, the order swapped
-every time. That they end with the same weights is checked by their sums.
+its last shard, on the slower rank, the file cache warm; the CPU time of both ranks together, a
+millisecond sampler included, is reported too, because wall time on a busy machine says little. Both
+sides run in turn, the order swapped every time. That they end with the same weights is checked by
+their sums.
 
 Figures:
     pretrained   a Llama-like Hugging Face folder of `--gigabytes` in several files, bf16 as on the
@@ -149,12 +151,13 @@ def _load(side: str, folder: str, out: str) -> None:
     gc.collect()
     dist.barrier()
     with Peak.watched() as peak:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         model = PRETRAINED[side](f"{folder}/large")
-        seconds = time.perf_counter() - start
+        seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - busy
     shards = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     found = {
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "peak_bytes": peak.above,
         "shard_bytes": sum(shard.numel() * shard.element_size() for shard in shards),
         "sum": sum(shard.double().sum().item() for shard in shards),
@@ -193,6 +196,10 @@ def _emit_pretrained(
         ranks = zip(*runs[side], strict=True)
         return [round(max(r["peak_bytes"] / r["shard_bytes"] for r in rank), 3) for rank in ranks]
 
+    cpu = {
+        side: statistics.median(sum(r["cpu_seconds"] for r in run) for run in found)
+        for side, found in runs.items()
+    }
     slower = {side: [max(r["seconds"] for r in run) for run in runs[side]] for side in runs}
     ratios = [a / b for a, b in zip(slower["ours"], slower["composer"], strict=True)]
     facts = {"ranks": RANKS, **settings, "shard_bytes": runs["ours"][0][0]["shard_bytes"]}
@@ -207,6 +214,7 @@ def _emit_pretrained(
         **shapes.spread(ratios),
         "ours_seconds": statistics.median(slower["ours"]),
         "composer_seconds": statistics.median(slower["composer"]),
+        "cpu_ratio": cpu["ours"] / cpu["composer"],
     }
     shapes.emit("checkpoint.pretrained.time", {**facts, **seconds}, 0.5)
 
