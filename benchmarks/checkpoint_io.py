@@ -236,9 +236,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where the temporary folder is made")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        shapes.run_ranks(
-            _on_rank, RANKS, options.figure, folder, options.gigabytes, options.pairs
-        )
+        shapes.run_ranks(_on_rank, RANKS, options.figure, folder, options.gigabytes, options.pairs)
         found = json.loads(Path(folder, "found.json").read_text())
     ratios = [a / b for a, b in zip(found["ours"], found["plain"], strict=True)]
     size = found["bytes"]

@@ -7,12 +7,16 @@ nothing but the YAML.
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["parse_run_config", "requests_fsdp2", "transform"]
+__all__ = ["parse_run_config", "read_in_slices", "requests_fsdp2", "transform"]
 
 # [Note: marker] LLM Foundry carries `fsdp_config` to Composer's Trainer as a plain dict (a config
 # object would not survive its dataclass conversion) and reads FSDP1 names out of it on the way. The
@@ -21,6 +25,21 @@ _MARKER = "version"
 _BLOCK = "parallelism_config"
 _PLACES = {"fsdp2": "fsdp_config", "fsdp": "fsdp_config", "tp": "tp_config"}
 """keys of `parallelism_config`, and where LLM Foundry keeps the same thing"""
+
+# [Note: pretrained models] For `pretrained: true` LLM Foundry loads the whole model on every rank
+# (`init_device: cpu`) or on rank 0 (`mixed`), and refuses `meta`. Where a local folder has all it
+# takes, the model is built on meta everywhere instead and FSDP2 reads the folder. Only a plain
+# causal language model in the folder's own shape is: what else `from_pretrained` does on the way
+# (adapters, quantisation, new embedding rows, the text part of another model) stays with it.
+_PRETRAINED = "pretrained_weights"
+_NEEDS_FROM_PRETRAINED = (
+    "allow_embedding_resizing",
+    "load_in_8bit",
+    "peft_config",
+    "pretrained_lora_id_or_path",
+)
+_NOT_PLAIN = ("quantization_config", "text_config", "vision_config")
+_WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
 def transform(cfg: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +51,8 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         cfg: the whole training config, plain values; stays as it is.
 
     Raises:
-        ConfigError: the parallelism settings cannot be used.
+        ConfigError: the parallelism settings cannot be used, or one rank is to read
+            `pretrained_weights`, which LLM Foundry trains without FSDP2.
         PatchError: FSDP2 is requested, and Composer is not a version that can be extended.
     """
     from composer_fsdp2.trainer.loading import set_node_rank
@@ -43,6 +63,7 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         from composer_fsdp2.trainer.patches import install
 
         install()
+        parsed = read_in_slices(parsed)
     return parsed
 
 
@@ -146,3 +167,85 @@ def _parse_fsdp2(settings: dict[str, Any]) -> dict[str, Any]:
         # For `init_device: mixed` it would make this true, which only a full checkpoint can follow.
         explicit["load_monolith_rank0_only"] = config.load_monolith_rank0_only
     return {**settings, **explicit, _MARKER: 2}
+
+
+def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
+    """Has a pretrained model read by FSDP2 where it can be; see [Note: pretrained models].
+
+    Collective: no. It looks at the local disk and at the environment of the launcher. An explicit
+    `pretrained_weights`, null too, is followed as it is.
+
+    Raises:
+        ConfigError: one rank is to read `pretrained_weights`.
+    """
+    model, block = parsed.get("model"), parsed["fsdp_config"]
+    # On one rank LLM Foundry drops FSDP, and with it whatever would read the folder.
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    if alone and block.get(_PRETRAINED) is not None:
+        raise ConfigError(
+            f"'{_PRETRAINED}' is set and there is one rank, on which LLM Foundry trains without "
+            "FSDP. The model would start from other weights. Write model.pretrained: true with "
+            "init_device: cpu instead, or start more ranks."
+        )
+    if alone or _PRETRAINED in block or not isinstance(model, Mapping):
+        return dict(parsed)
+    folder = _sliceable_folder(model)
+    if folder is None:
+        return dict(parsed)
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"FSDP2: every rank reads only its shards of '{folder}'. The model is built with "
+            f"pretrained: false and init_device: meta for that; write {_PRETRAINED}: null in "
+            "parallelism_config.fsdp2 to keep LLM Foundry's own loading.",
+            file=sys.stderr,
+            flush=True,
+        )
+    return {
+        **parsed,
+        "model": {**model, "pretrained": False, "init_device": "meta"},
+        "fsdp_config": {**block, _PRETRAINED: str(folder)},
+    }
+
+
+def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
+    """The folder of a pretrained model that needs nothing else of `from_pretrained`."""
+    name = model.get("pretrained_model_name_or_path")
+    wanted = (
+        model.get("name") == "hf_causal_lm"
+        and model.get("pretrained", True) is True
+        and model.get("init_device") in ("meta", "mixed")
+        and isinstance(name, str)
+        and not any(model.get(key) for key in _NEEDS_FROM_PRETRAINED)
+    )
+    if not wanted:
+        return None
+    assert isinstance(name, str)
+    folder = Path(name) if Path(name).is_dir() else _cached(name)
+    if folder is None or not any((folder / file).is_file() for file in _WEIGHT_FILES):
+        return None
+    return folder if _is_plain(folder) else None
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether the folder's weights are those of the model its config describes."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # transformers says it better
+    return isinstance(config, dict) and not any(config.get(key) for key in _NOT_PLAIN)
+
+
+def _cached(name: str) -> Path | None:
+    """The folder of a name of the hub that is in the local cache, without asking the hub.
+
+    Only where all ranks are on one node: another node's cache may hold something else.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE"):
+        return None
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None

@@ -117,11 +117,6 @@ def _average_over(
     return average
 
 
-_OURS: dict[str, type[ValueError]] = {
-    kind.__name__: kind for kind in (CheckpointError, ConfigError, PlanError)
-}
-
-
 def agree(
     facts: Mapping[str, Any],
     error: Exception | None = None,
@@ -141,9 +136,9 @@ def agree(
         The facts of every rank.
 
     Raises:
-        ConfigError: `error` of the first rank that had one, of its own type, or the difference.
-        PlanError: likewise.
+        ConfigError: `error` of the first rank that had one, of its own type.
         CheckpointError: likewise.
+        PlanError: likewise, for an error of any other type, and for a difference.
     """
     failed = None if error is None else (type(error).__name__, str(error))
     everyone: list[tuple[tuple[str, str] | None, Mapping[str, Any]]] = [(failed, facts)]
@@ -167,9 +162,10 @@ def _raise_first(
         return
     rank, (kind, text) = failures[0]
     where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
-    if kind not in _OURS:
+    own = {kind.__name__: kind for kind in (CheckpointError, ConfigError, PlanError)}
+    if kind not in own:
         where += f"{kind}: "
-    raise _OURS.get(kind, PlanError)(where + text) from error
+    raise own.get(kind, PlanError)(where + text) from error
 
 
 def _difference(name: str, mine: str, theirs: str, rank: int) -> str:

@@ -128,6 +128,9 @@ class FSDP2Config:
     """methods besides `forward` that compute with parameters, `path.to.module.method`"""
     activation_checkpointing: bool = False
     activation_cpu_offload: bool = False
+    pretrained_weights: str | None = None
+    """a local folder in Hugging Face's safetensors layout; every rank reads only what its shards
+    hold, in place of the weights the model was built with on any rank"""
     state_dict_type: Literal["full", "sharded"] = "sharded"
     load_monolith_rank0_only: bool = False
     load_planner: Any = None
@@ -231,6 +234,11 @@ def _check_bool(key: str, value: Any, errors: list[str]) -> None:
 def _check_str(key: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, str) or not value:
         errors.append(_wrong(key, value, "a string"))
+
+
+def _check_path(key: str, value: Any, errors: list[str]) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        errors.append(_wrong(key, value, "the path of a folder"))
 
 
 def _check_anything(_key: str, _value: Any, _errors: list[str]) -> None:
@@ -430,6 +438,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "forward_methods": (_parse_names, _check_names),
     "activation_checkpointing": (_as_is, _check_bool),
     "activation_cpu_offload": (_as_is, _check_bool),
+    "pretrained_weights": (_as_is, _check_path),
     "state_dict_type": (_as_is, _choice("full", "sharded")),
     "load_monolith_rank0_only": (_as_is, _check_bool),
     "load_planner": (_as_is, _check_anything),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.core.collectives import agree, any_rank, broadcast_from_rank0, is_fake
+from composer_fsdp2.core.source import SourcedWeights, WeightSource
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import PlanError
 
@@ -41,13 +42,21 @@ class Origins:
     """plain tensor attributes; ranks need the same ones only when some rank is on meta"""
 
     @classmethod
-    def read(cls, tree: ModuleTree) -> Origins:
-        """Looks at every parameter, buffer and tensor attribute. Collective: no."""
-        names = [use.name for use in tree.uses if use.param.is_meta]
-        total = len(tree.uses)
+    def read(cls, tree: ModuleTree, sourced: Container[str] = ()) -> Origins:
+        """Looks at every parameter, buffer and tensor attribute. Collective: no.
+
+        Args:
+            tree: the model.
+            sourced: names that are left out, because a source has their values.
+        """
+        uses = [use for use in tree.uses if use.name not in sourced]
+        names = [use.name for use in uses if use.param.is_meta]
+        total = len(uses)
         attributes: list[str] = []
         for path, module in tree.modules():
             for name, tensor in _unlearned_tensors(module):
+                if _joined(path, name) in sourced:
+                    continue
                 total += 1
                 if name not in module._buffers:
                     attributes.append(f"{path}.{name} {tensor.shape}")
@@ -114,6 +123,7 @@ class InitialWeights:
     )
     _rank0_has_values: bool = True
     _some_on_meta: bool = True
+    _sourced: SourcedWeights | None = None
 
     @classmethod
     def prepare(
@@ -124,12 +134,18 @@ class InitialWeights:
         *,
         rank0_has_values: bool,
         some_on_meta: bool,
+        source: WeightSource | None = None,
     ) -> InitialWeights:
-        """Records where parameters sit and who initialises them."""
+        """Records where parameters sit and who initialises them.
+
+        With a source, drops the values it replaces; see [Note: weights from a source].
+        """
         weights = cls(tree, device, seed)
         weights._rank0_has_values, weights._some_on_meta = rank0_has_values, some_on_meta
         if is_fake():
             return weights  # nothing will be filled
+        if source is not None:
+            weights._sourced = SourcedWeights.take_over(tree, source, device)
         for use in tree.uses:
             module = tree.visits[use.visit].module
             place = (module, use.name.rpartition(".")[2])
@@ -163,14 +179,36 @@ class InitialWeights:
             if id(module) not in self._ready:  # one registered twice comes under both names
                 self._ready.add(id(module))
                 todo.append((path, module))
-        blank = {id(module): self._materialise(module) for _, module in todo}
+        blank = {id(module): self._materialise(path, module) for path, module in todo}
         if not self._rank0_has_values:
             self._initialise_all(todo, blank)
-        for _, module in todo:
+        for path, module in todo:
             for name, tensor in _own_tensors(module).items():
                 learned = name in module._parameters or name in module._buffers
-                if not isinstance(tensor, DTensor) and (learned or self._some_on_meta):
+                if isinstance(tensor, DTensor) or self._is_sourced(path, name):
+                    continue
+                if learned or self._some_on_meta:
                     broadcast_from_rank0(tensor, self.device)
+
+    def read_parameters(self, names: Iterable[str]) -> None:
+        """Makes those parameters real that a source has. Collective: no.
+
+        Sharded ones need memory for this rank's shard alone. `finish` raises what goes wrong.
+        """
+        if self._sourced is not None:
+            self._sourced.read_parameters(names)
+
+    def finish(self) -> None:
+        """Raises on every rank what went wrong while any rank was reading. Collective: yes.
+
+        Raises:
+            CheckpointError: when a source could not be read.
+        """
+        if self._sourced is not None:
+            self._sourced.agree_on_failure()
+
+    def _is_sourced(self, path: str, name: str) -> bool:
+        return self._sourced is not None and _joined(path, name) in self._sourced.source
 
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
         """Initialises modules; what fails on one rank is raised on all before they broadcast."""
@@ -184,12 +222,17 @@ class InitialWeights:
         if any_rank(error is not None, self.device):
             agree({}, error)
 
-    def _materialise(self, module: nn.Module) -> Tensors:
-        """Replaces the module's meta tensors by marked memory; returns what was replaced."""
+    def _materialise(self, path: str, module: nn.Module) -> Tensors:
+        """Replaces the module's meta tensors by marked memory; returns what was replaced.
+
+        Of what a source has, parameters stay on meta and buffers get their values.
+        """
         blank: Tensors = {}
         for name, param in list(module._parameters.items()):
-            if param is None or not param.is_meta:
-                if param is not None and param.device != self.device:
+            if param is None or self._is_sourced(path, name):
+                continue
+            if not param.is_meta:
+                if param.device != self.device:
                     param.data = param.data.to(self.device)
                 continue
             data = _marked(torch.empty_like(param, device=self.device))
@@ -199,7 +242,10 @@ class InitialWeights:
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
-            if buffer.is_meta:
+            if self._sourced is not None and self._is_sourced(path, name):
+                full_name = _joined(path, name)
+                module._buffers[name] = self._sourced.read_buffer(full_name, buffer)
+            elif buffer.is_meta:
                 blank[name] = _marked(torch.empty_like(buffer, device=self.device))
                 module._buffers[name] = blank[name]
             elif buffer.device != self.device:
@@ -224,7 +270,11 @@ class InitialWeights:
             if left and source is not None:
                 _fill_only(module, left, source)
                 left = _left(module, blank)
-        return [f"{path}.{name}" if path else name for name in left]
+        return [_joined(path, name) for name in left]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _left(module: nn.Module, blank: Tensors) -> Tensors:

@@ -27,6 +27,7 @@ from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan
 from composer_fsdp2.core.precision import InputCast
+from composer_fsdp2.core.source import WeightSource
 from composer_fsdp2.core.tying import ModuleTree, ParamUse, alias_representatives
 from composer_fsdp2.errors import PlanError
 
@@ -161,6 +162,7 @@ def apply_plan(
     rank0_has_values: bool = True,
     some_on_meta: bool = True,
     seed: int | None = None,
+    source: WeightSource | None = None,
 ) -> dict[str, FSDPModule]:
     """Shards a model in place, unit by unit, children before parents.
 
@@ -178,12 +180,15 @@ def apply_plan(
         some_on_meta: false when every rank holds all values; tensors that are neither parameter
             nor buffer then stay what each rank has.
         seed: of weights that are created; the same on every rank. Drawn by rank 0 when left out.
+        source: has the values of all parameters, and of the buffers it knows, on every rank (see
+            [Note: weights from a source]); the two flags above are then about the rest.
 
     Returns:
         The units by name.
 
     Raises:
         PlanError: for weights nothing initialises.
+        CheckpointError: when a source cannot be read.
     """
     if merge_aliases(tree := ModuleTree.read(model)):
         tree = ModuleTree.read(model)
@@ -197,10 +202,14 @@ def apply_plan(
         seed,
         rank0_has_values=rank0_has_values,
         some_on_meta=some_on_meta,
+        source=source,
     )
     tree.uses.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     with weights.seeded():
+        if source is not None:
+            # While parameters are on meta: an initialiser may reach into modules below its own.
+            weights.fill(tree.modules())
         for unit in layout.order:
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
@@ -209,7 +218,10 @@ def apply_plan(
             is_embedding, frozen = type(module) is nn.Embedding, layout.is_frozen(unit)
             casts[module] = _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
             _spare_backward_gather(_unit(module), frozen, is_embedding)
+            weights.read_parameters(unit.params)
         weights.fill(tree.modules())
+    weights.read_parameters(plan.ignored)
+    weights.finish()
     _carry_over(carried)
     _check_ties(layout, plan)
     for path, method in forward_methods:

@@ -40,6 +40,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)
     ignored_params: tuple[str, ...] = ()
     forward_methods: tuple[str, ...] = ()
+    pretrained_weights: str | None = None
     load_planner: Any = None
     save_planner: Any = None
     sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,8 +1,8 @@
 """`prepare_fully_shard`: what FSDP1 users call, done with FSDP2.
 
 [Note: order of transformations] Decide on names, let the ranks agree, wrap activations, shard with
-children before parents (making each unit's weights real just before), move the optimizer. Nothing
-is changed before every rank has agreed that it can be.
+children before parents (making each unit's weights real just before, or reading the shards just
+after), move the optimizer. Nothing is changed before every rank has agreed that it can be.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.core.config import FSDP2Config
@@ -69,7 +70,8 @@ def prepare_fully_shard(
 
     Collective: yes. `torch.distributed` must be initialised. The signature is that of Composer's
     FSDP1 `prepare_fsdp_module`. A ComposerModel is wrapped by Composer's conventions, any other
-    module as root with its own `fsdp_wrap_fn`. Every rank starts from rank 0's weights.
+    module as root with its own `fsdp_wrap_fn`. Every rank starts from rank 0's weights, or from
+    those of the folder `pretrained_weights`.
 
     Args:
         model: on cpu or the device on every rank; on meta on ranks above 0; or on meta everywhere.
@@ -88,6 +90,7 @@ def prepare_fully_shard(
         ConfigError: for wrong settings, on every rank.
         PlanError: when the model or optimizer cannot be sharded as asked, or ranks differ; on
             every rank.
+        CheckpointError: when `pretrained_weights` cannot be read or does not fit; on every rank.
     """
     if not distributed.is_initialized():
         raise ConfigError(
@@ -124,6 +127,7 @@ class _Decided:
     activation: ActivationPlan | None
     forward_methods: list[tuple[str, str]]
     optimizer: torch.optim.Optimizer | None
+    weights: PretrainedWeights | None
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
         """The policy of one unit; the run's output dtype is that of what leaves the model."""
@@ -142,7 +146,8 @@ class _Decided:
             "set of parameters and buffers": _describe_tensors(self.tree),
             "activation plan": str(self.activation),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
-            "~origins": dataclasses.astuple(Origins.read(self.tree)),
+            "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
+            "~origins": dataclasses.astuple(Origins.read(self.tree, self.weights or ())),
             "~seed": shared_seed(),
         }
 
@@ -209,7 +214,21 @@ def _decide(
         activation=_plan_activation(model, settings, plan),
         forward_methods=methods,
         optimizer=optimizer,
+        weights=_open_weights(settings.pretrained_weights, tree),
     )
+
+
+def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | None:
+    if path is None:
+        return None
+    weights = open_pretrained(path, tree)
+    if weights.plan.skipped and distributed.get_rank() == 0:
+        warnings.warn(
+            f"'{path}' was saved with a head that this model has not: its "
+            f"{', '.join(weights.plan.skipped[:20])} will not be read.",
+            stacklevel=5,
+        )
+    return weights
 
 
 def _plan(model: nn.Module, tree: ModuleTree, settings: FSDP2Config) -> WrapPlan:
@@ -296,6 +315,7 @@ def _carry_out(
         rank0_has_values=origins[0].on_meta == "none",
         some_on_meta=any(origin.on_meta != "none" for origin in origins),
         seed=seed,
+        source=decided.weights,
     )
     if detached is not None:
         reattach_optimizer(detached)

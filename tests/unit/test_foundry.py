@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.foundry import parse_run_config, requests_fsdp2, transform
+from composer_fsdp2.foundry import (
+    parse_run_config,
+    read_in_slices,
+    requests_fsdp2,
+    transform,
+)
 
 OTHERS = {"max_seq_len": 128, "model": {"name": "mpt_causal_lm"}}
 
@@ -209,3 +214,114 @@ def test_reports_all_wrong_settings_at_once():
     with pytest.raises(ConfigError) as caught:
         parse_run_config({"parallelism_config": {"fsdp2": settings}})
     assert all(f"'{key}'" in str(caught.value) for key in settings)
+
+
+# --- Pretrained models. ---
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def pretrained(folder: Path, config: str = "{}", weights: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config)
+    (folder / weights).touch()
+    return folder
+
+
+def run_of(path: Path | str, fsdp2: dict | None = None, **model) -> dict:
+    settings = {
+        "name": "hf_causal_lm",
+        "pretrained_model_name_or_path": str(path),
+        "init_device": "mixed",
+    }
+    return {"model": settings | model, "parallelism_config": {"fsdp2": fsdp2 or {}}}
+
+
+def in_slices(cfg: dict) -> dict:
+    return read_in_slices(parse_run_config(cfg))
+
+
+@pytest.mark.parametrize("device", ["mixed", "meta"])
+@pytest.mark.parametrize("flag", [{}, {"pretrained": True}])
+@pytest.mark.parametrize("weights", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_local_folder_is_read_in_slices(device, flag, weights, two_ranks, tmp_path, capsys):
+    folder = pretrained(tmp_path / "model", weights=weights)
+    cfg = run_of(folder, init_device=device, **flag)
+    before = copy.deepcopy(cfg)
+    parsed = in_slices(cfg)
+    expected = {**cfg["model"], "pretrained": False, "init_device": "meta"}
+    assert parsed["model"] == expected
+    assert parsed["fsdp_config"]["pretrained_weights"] == str(folder)
+    assert f"only its shards of '{folder}'" in capsys.readouterr().err
+    assert cfg == before
+
+
+def test_other_ranks_do_not_say_it_again(two_ranks, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert "pretrained_weights" in in_slices(run_of(pretrained(tmp_path)))["fsdp_config"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"init_device": "cpu"},
+        {"pretrained": False},
+        {"name": "hf_t5"},
+        {"peft_config": {"r": 8}},
+        {"pretrained_lora_id_or_path": "there"},
+        {"load_in_8bit": True},
+        {"allow_embedding_resizing": True},
+        {"pretrained_model_name_or_path": "org/not-in-the-cache"},
+        {"pretrained_model_name_or_path": "not a name: of anything"},
+    ],
+    ids=lambda model: next(iter(model)),
+)
+def test_what_else_stays_with_llm_foundry(model, two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path), **model)
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+@pytest.mark.parametrize(
+    "config", ['{"text_config": {"a": 1}}', "[]", "", '{"quantization_config": {"b": 4}}']
+)
+def test_folders_that_are_more_than_a_model(config, two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path, config))
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+def test_pickles_stay_with_llm_foundry(two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path, weights="pytorch_model.bin"))
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+@pytest.mark.parametrize("path", [None, "/other"])
+def test_what_is_written_is_followed(path, two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path), {"pretrained_weights": path})
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+def test_one_rank_has_no_fsdp2(tmp_path, monkeypatch):
+    """LLM Foundry drops it there: the model would be neither loaded nor read."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    cfg = run_of(pretrained(tmp_path))
+    assert in_slices(cfg) == parse_run_config(cfg)
+    with pytest.raises(ConfigError, match="there is one rank"):
+        in_slices(run_of(tmp_path, {"pretrained_weights": str(tmp_path)}))
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_name_in_the_local_cache(nodes, two_ranks, tmp_path, monkeypatch):
+    """On several nodes the caches may differ."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", str(2 * nodes))
+    repository = tmp_path / "models--org--name"
+    folder = pretrained(repository / "snapshots" / "a1b2")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a1b2")
+    found = in_slices(run_of("org/name"))["fsdp_config"].get("pretrained_weights")
+    assert found == (str(folder) if nodes == 1 else None)

@@ -88,6 +88,12 @@ def test_core_needs_torch_alone(file: Path):
     assert libraries - sys.stdlib_module_names <= {"torch", PACKAGE}
 
 
+@pytest.mark.parametrize("file", [f for f in FILES if _part(f) == "checkpoint"], ids=_name)
+def test_checkpoint_needs_torch_and_safetensors_alone(file: Path):
+    libraries = {name.split(".")[0] for name in _imports(file)}
+    assert libraries - sys.stdlib_module_names <= {"safetensors", "torch", PACKAGE}
+
+
 @pytest.mark.parametrize("file", FILES, ids=_name)
 def test_no_private_fsdp_module(file: Path):
     assert not [name for name in _imports(file) if f"{name}.".startswith(f"{PRIVATE}.")]

@@ -1,0 +1,123 @@
+"""A pretrained model through LLM Foundry: every rank reads its shards, in real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+pytest.importorskip("llmfoundry")
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+
+CHECK = """
+import torch
+import torch.distributed as dist
+from composer import Callback
+from llmfoundry import registry
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+
+@registry.callbacks.register("compare")
+class Compare(Callback):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def fit_start(self, state, logger):
+        expected = AutoModelForCausalLM.from_pretrained(self.folder).state_dict()
+        found = {k: v.full_tensor() if isinstance(v, DTensor) else v
+                 for k, v in state.model.model.state_dict().items()}
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert all(isinstance(param, DTensor) for param in state.model.parameters())
+        print("EQUAL on rank", dist.get_rank(), flush=True)
+
+    def fit_end(self, state, logger):
+        print("TRAINED", state.timestamp.batch.value, flush=True)
+"""
+
+RUN = """
+parallelism_config: {{fsdp2: {{}}}}
+run_name: pretrained
+variables:
+  data: {folder}/data
+  text: {{megabytes: 0.1, vocab_size: 300}}
+code_paths: [yamls/quickstart_data.py, {folder}/check.py]
+max_seq_len: 32
+model:
+  name: hf_causal_lm
+  pretrained: true
+  pretrained_model_name_or_path: {folder}/model
+  init_device: mixed
+tokenizer: {{name: {folder}/data/tokenizer, kwargs: {{model_max_length: 32}}}}
+train_loader:
+  name: text
+  dataset: {{local: {folder}/data, split: train, max_seq_len: 32, shuffle: false}}
+  drop_last: true
+  num_workers: 0
+  pin_memory: false
+  prefetch_factor: null
+  persistent_workers: false
+optimizer: {{name: decoupled_adamw, lr: 1.0e-3}}
+scheduler: {{name: constant_with_warmup, t_warmup: 1ba}}
+max_duration: 2ba
+eval_interval: 0
+global_train_batch_size: 4
+device_train_microbatch_size: 2
+device_eval_batch_size: 2
+precision: fp32
+seed: 17
+callbacks: {{compare: {{folder: {folder}/model}}}}
+progress_bar: false
+log_to_console: false
+log_config: false
+python_log_level: warning
+dist_timeout: 60
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run, a model in several files, and the callback that compares."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model", max_shard_size=50_000)
+    assert len(list((folder / "model").glob("*.safetensors"))) > 1
+    (folder / "check.py").write_text(CHECK)
+    (folder / "run.yaml").write_text(RUN.format(folder=folder))
+    return folder
+
+
+def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "composer_fsdp2.cli", "train", f"{folder}/run.yaml"]
+    command += ["-n", "2", f"--log-dir={folder}/logs", *overrides]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=400
+    )
+
+
+def test_starts_from_the_folder_and_trains(folder):
+    done = train(folder)
+    assert done.returncode == 0, done.stderr
+    assert "EQUAL on rank 0" in done.stdout
+    assert "TRAINED 2" in done.stdout
+    assert done.stderr.count("every rank reads only its shards of") == 1
+    assert "sync_module_states" not in done.stderr
