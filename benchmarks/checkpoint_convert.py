@@ -3,7 +3,7 @@
 Method: 64 tensors of 32 MB of random values (2 GB) are written once, as one file and as a folder
 in which four ranks would have written each tensor in four pieces. Each conversion runs in a fresh
 process, through the command line's own function. Memory is RssAnon of that process, sampled every
-2 ms by a thread and minus what it was before: pages of mapped files are not counted, the kernel
+millisecond by a thread and minus what it was before: pages of mapped files are not counted, the kernel
 takes them back when it wants. Time is wall clock from start to finish, fsync included, divided by
 that of copying the source's files in the same process, fsync included; the source is in the page
 cache for both, and the order of the two is swapped from one conversion to the next.
@@ -17,16 +17,14 @@ import argparse
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import memory
 import shapes
 import torch
 
@@ -51,33 +49,6 @@ def make(folder: Path) -> None:
     source = open_checkpoint(folder / "full")
     convert.write_sharded(source, folder / "sharded", file_bytes, lambda *_: None)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-
-
-def rss_anon_bytes() -> int:
-    """Memory of this process that no file stands behind."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-@contextmanager
-def peak_bytes(into: list[int]) -> Iterator[None]:
-    """Appends the largest growth of RssAnon while the block runs."""
-    before, done = rss_anon_bytes(), threading.Event()
-    largest = [before]
-
-    def sample() -> None:
-        while not done.wait(0.002):
-            largest.append(max(largest.pop(), rss_anon_bytes()))
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        into.append(largest[0] - before)
 
 
 def seconds(body: Callable[[], object]) -> float:
@@ -119,10 +90,9 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
 
     path, out, copied = folder / source, folder / "out", folder / "copied"
     config = folder / "config.json" if to == "hf" else None
-    peaks: list[int] = []
 
     def ours() -> float:
-        with peak_bytes(peaks):
+        with memory.Peak.watched() as peak:
             return seconds(lambda: _convert(path, out, Kind(to), 5 * 10**9, None, config))
 
     def theirs() -> float:
@@ -134,7 +104,7 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
     results = {body.__name__: body() for body in ((theirs, ours) if copy_first else (ours, theirs))}
     remove(out)
     remove(copied)
-    conn.send((peaks[0], results["ours"], results["theirs"]))
+    conn.send((peak.above, results["ours"], results["theirs"]))
 
 
 def _warm_up(folder: Path) -> None:
@@ -148,12 +118,12 @@ def _warm_up(folder: Path) -> None:
         remove(folder / "warm")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--folder", type=Path, help="on the disk to measure; 7 GB are needed")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     figures: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

@@ -226,7 +226,7 @@ def _on_rank(figure: str, folder: str, gigabytes: float, pairs: int) -> None:
         Path(folder, "found.json").write_text(json.dumps(found))
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0, help="parameters and AdamW state")
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--folder", help="where the temporary folder is made")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         shapes.run_ranks(_on_rank, RANKS, options.figure, folder, options.gigabytes, options.pairs)
         found = json.loads(Path(folder, "found.json").read_text())

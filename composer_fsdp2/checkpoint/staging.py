@@ -1,4 +1,10 @@
-"""Writing so that a checkpoint is there whole or not at all."""
+"""Writing so that a checkpoint is there whole or not at all.
+
+[Note: visible at once] Everything is written beside its place under a hidden name, forced to the
+disk, and renamed. Whoever is killed at any moment leaves the hidden name behind, which nobody takes
+for a checkpoint and the next attempt removes; what had the name before stays until the new one is
+whole.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,15 @@ from pathlib import Path
 
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["check_destination", "staged"]
+__all__ = ["INCOMPLETE", "check_destination", "hidden", "staged", "sync", "unwritten"]
+
+INCOMPLETE = ".incomplete."
+"""What the name of something begins with until it is complete."""
+
+
+def hidden(path: Path) -> Path:
+    """Where something is written before it is complete; the suffix of the name stays."""
+    return path.with_name(f"{INCOMPLETE}{path.name}")
 
 
 def check_destination(path: Path, *, folder: bool) -> None:
@@ -34,39 +48,51 @@ def check_destination(path: Path, *, folder: bool) -> None:
 
 
 @contextmanager
-def staged(destination: Path, *, folder: bool) -> Iterator[Path]:
+def staged(destination: Path, *, folder: bool, replace: bool = False) -> Iterator[Path]:
     """Yields a path beside `destination` that becomes it once everything is on the disk.
 
-    Whatever goes wrong, Ctrl-C included, nothing stays behind.
+    Whatever goes wrong, Ctrl-C included, nothing stays behind. See [Note: visible at once].
 
     Args:
-        destination: what is to be written; see `check_destination`.
+        destination: what is to be written.
         folder: whether it will be a folder, which is created, or a file, which is not.
+        replace: whether a file that is there may be replaced, and folders above be made; else see
+            `check_destination`.
 
     Raises:
         CheckpointError: something is there already, or the system refuses to write.
     """
-    check_destination(destination, folder=folder)
-    temporary = destination.parent / f".{destination.name}.{os.getpid()}.tmp"
+    if not replace:
+        check_destination(destination, folder=folder)
+    temporary = hidden(destination)
     try:
+        _remove(temporary)  # of an attempt that was killed
+        if replace:
+            destination.parent.mkdir(parents=True, exist_ok=True)
         if folder:
             temporary.mkdir()
         yield temporary
         for item in [*temporary.iterdir(), temporary] if folder else [temporary]:
-            _sync(item)
+            sync(item)
         temporary.replace(destination)
     except BaseException as error:
         _remove(temporary)
         cause = _cause(error)
         if isinstance(cause, OSError):
-            raise CheckpointError(
-                f"'{destination}' cannot be written: {cause.strerror or cause}. Nothing is left of "
-                "it, because half a checkpoint is none. Free space there, or give another place."
-            ) from error
+            raise unwritten(destination, cause) from error
         if cause is not error:
             raise cause from None
         raise
-    _sync(destination.parent)
+    sync(destination.parent)
+
+
+def unwritten(path: Path, error: OSError) -> CheckpointError:
+    """The error for a checkpoint the system refuses to write."""
+    return CheckpointError(
+        f"The checkpoint '{path}' could not be written: {error.strerror or error}. Nothing is left "
+        "of it, because half a checkpoint is none, and earlier ones are as they were. Make room "
+        "there, or give another place."
+    )
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -89,7 +115,8 @@ def _remove(path: Path) -> None:
             path.unlink()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Forces a file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,19 +1,15 @@
-"""Writing a checkpoint so that it is complete or not there at all.
+"""Writing the checkpoint of a live run: all ranks together, complete or not at all.
 
-[Note: visible at once] Everything is written beside its place under a hidden name, forced to the
-disk, and renamed. Whoever is killed at any moment leaves the hidden name behind, which nobody takes
-for a checkpoint and the next save removes; what had the name before stays until the new one is
-whole.
+See [Note: visible at once] in `staging`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,24 +25,23 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
 from composer_fsdp2.checkpoint.source import CHECKSUMS, METADATA, digest_of
+from composer_fsdp2.checkpoint.staging import hidden, sync, unwritten
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
-    "INCOMPLETE",
+    "REPLACED",
     "Savers",
     "Staging",
     "point_to",
-    "sync_folder",
     "together",
-    "whole_file",
     "write_checksums",
     "write_sharded",
 ]
 
 
-INCOMPLETE = ".incomplete."
-"""What the name of something begins with until it is complete."""
+REPLACED = ".replaced."
+"""What the name of a folder begins with while another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,29 +59,6 @@ class Savers:
     writers: dist.ProcessGroup | None
     writes: bool
     first_on_node: bool
-
-
-@contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Gives a hidden name to write to, and makes the file appear at its place at the end.
-
-    Raises:
-        CheckpointError: the file could not be written; what was at its place is as it was.
-    """
-    hidden = path.with_name(
-        f"{INCOMPLETE}{path.name}"
-    )  # keeps the suffix, which may say how to pack
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield hidden
-        with hidden.open("rb+") as file:
-            os.fsync(file.fileno())
-        hidden.replace(path)
-        sync_folder(path.parent)
-    except OSError as error:
-        raise _unwritten(path, error) from error
-    finally:
-        hidden.unlink(missing_ok=True)
 
 
 def write_sharded(
@@ -110,20 +82,22 @@ def write_sharded(
     Raises:
         CheckpointError: on every rank, when any rank could not write. Nothing appears then.
     """
-    hidden = folder.with_name(f"{INCOMPLETE}{folder.name}")
+    temporary = hidden(folder)
     group = savers.everyone
     try:
-        together(group, lambda: _clear(hidden) if savers.first_on_node else None, folder)
-        together(group, lambda: _write_shards(state_dict, hidden, savers, planner), folder)
-        together(group, lambda: write_checksums(hidden) if savers.first_on_node else None, folder)
+        together(group, lambda: _clear(temporary) if savers.first_on_node else None, folder)
+        together(group, lambda: _write_shards(state_dict, temporary, savers, planner), folder)
+        together(
+            group, lambda: write_checksums(temporary) if savers.first_on_node else None, folder
+        )
         # On a shared disk the first to come renames it for all; the others see that it is gone.
         rank = dist.get_rank(group) if dist.is_initialized() else 0
-        together(group, lambda: _appear(hidden, folder) if rank == 0 else None, folder)
+        together(group, lambda: _appear(temporary, folder) if rank == 0 else None, folder)
         late = savers.first_on_node and rank != 0
-        together(group, lambda: _appear(hidden, folder) if late else None, folder)
+        together(group, lambda: _appear(temporary, folder) if late else None, folder)
     finally:
         if savers.first_on_node:
-            shutil.rmtree(hidden, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
     if publish is not None:
         publish()
 
@@ -144,7 +118,7 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
     except CheckpointError as failed:
         error = failed
     except OSError as failed:
-        error = _unwritten(path, failed)
+        error = unwritten(path, failed)
     except Exception as failed:  # whatever it is, the other ranks must hear of it
         error = CheckpointError(f"{type(failed).__name__}: {failed}")
     try:
@@ -153,25 +127,24 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
         if "could not be written" in str(agreed):
             raise
         raise CheckpointError(
-            f"The checkpoint '{path}' could not be written: {agreed}. It does not exist now; "
-            "earlier ones are as they were. Make room or correct the path, and resume from the "
-            "latest one."
+            f"The checkpoint '{path}' could not be written: {agreed}. Nothing is left of it, and "
+            "earlier ones are as they were. Make room there, or give another place."
         ) from error
 
 
-def _clear(hidden: Path) -> None:
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir(parents=True)
+def _clear(temporary: Path) -> None:
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
 
 
 def _write_shards(
-    state_dict: dict[str, Any], hidden: Path, savers: Savers, planner: SavePlanner | None
+    state_dict: dict[str, Any], temporary: Path, savers: Savers, planner: SavePlanner | None
 ) -> None:
     if not savers.writes:
         return
     save(
         state_dict,
-        storage_writer=FileSystemWriter(hidden),
+        storage_writer=FileSystemWriter(temporary),
         planner=planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         process_group=savers.writers,
     )
@@ -187,45 +160,28 @@ def write_checksums(folder: Path) -> None:
         json.dump(found, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    sync_folder(folder)
+    sync(folder)
 
 
-def _appear(hidden: Path, folder: Path) -> None:
+def _appear(temporary: Path, folder: Path) -> None:
     """Gives the folder its name; what has the name steps aside first and goes afterwards."""
-    if not hidden.is_dir():
+    if not temporary.is_dir():
         return
-    replaced = folder.with_name(f".replaced.{folder.name}")
+    replaced = folder.with_name(f"{REPLACED}{folder.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
         folder.rename(replaced)
-    hidden.rename(folder)
-    sync_folder(folder.parent)
+    temporary.rename(folder)
+    sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Forces names in a folder to the disk; without it a rename may not survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def point_to(link: Path, target: Path) -> None:
     """Makes a symbolic link point somewhere else, with no moment in between without a link."""
-    hidden = link.with_name(f"{INCOMPLETE}{link.name}")
-    hidden.unlink(missing_ok=True)
-    hidden.symlink_to(os.path.relpath(target, link.parent))
-    hidden.replace(link)
-
-
-def _unwritten(path: Path, error: OSError) -> CheckpointError:
-    reason = error.strerror or str(error)
-    return CheckpointError(
-        f"The checkpoint '{path}' could not be written: {reason}. It does not exist now; earlier "
-        "ones are as they were. Make room or correct the path, and resume from the latest one."
-    )
+    temporary = hidden(link)
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(os.path.relpath(target, link.parent))
+    temporary.replace(link)
 
 
 class Staging:

@@ -16,7 +16,7 @@ from composer.utils import dist
 from composer.utils.file_helpers import format_name_with_dist, parse_uri
 
 from composer_fsdp2.checkpoint.source import Checkpoint, open_checkpoint
-from composer_fsdp2.checkpoint.write import point_to
+from composer_fsdp2.checkpoint.write import REPLACED, point_to
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.trainer.loading import load_checkpoint, set_node_rank
@@ -86,6 +86,10 @@ def settle_autoresume(
 
 def _settle(folder: Path, link: Path, place: _Place, state: State) -> Iterator[Path]:
     """Complete checkpoints, the newest first; `latest` points to the first of them."""
+    for replaced in folder.glob(f"{REPLACED}*"):  # killed while another took its place
+        place_of = folder / replaced.name.removeprefix(REPLACED)
+        if not place_of.exists():
+            replaced.rename(place_of)
     good: list[tuple[int, float, Path]] = []
     for path in _named_like_checkpoints(folder, place, state):
         try:

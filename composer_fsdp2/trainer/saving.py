@@ -19,12 +19,12 @@ from composer.utils import checkpoint as composers
 from composer.utils import dist, reproducibility
 from composer.utils.misc import ParallelismType
 
+from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.checkpoint.write import (
     Savers,
     Staging,
     point_to,
     together,
-    whole_file,
     write_sharded,
 )
 from composer_fsdp2.core.collectives import agree
@@ -69,8 +69,8 @@ def write_whole_file(
     Raises:
         CheckpointError: the file could not be written; what had its name is as it was.
     """
-    with whole_file(Path(filename)) as hidden:
-        original(state_dict, str(hidden))
+    with staged(Path(filename), folder=False, replace=True) as temporary:
+        original(state_dict, str(temporary))
 
 
 @dataclass(frozen=True, slots=True)

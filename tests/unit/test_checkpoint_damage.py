@@ -375,7 +375,7 @@ def test_destination_that_cannot_be_written(parent: str, to: str, source: Path, 
     code, text = convert(source, tmp_path / parent / "out", to)
     assert code == 2
     assert "CheckpointError: " in text
-    assert "cannot be written: " in text
+    assert "could not be written: " in text
     unchanged(tmp_path)
 
 
@@ -398,7 +398,7 @@ def test_full_disk(size_bytes: int, to: str, source: Path, tmp_path: Path):
     with _files_at_most(size_bytes):
         code, text = convert(source, tmp_path / "out", to)
     assert code == 2
-    assert "cannot be written: File too large" in text
+    assert "could not be written: File too large" in text
     assert text.count("Error") == 1
     unchanged(tmp_path)
 
@@ -410,7 +410,7 @@ def test_no_room_to_put_tensors_together(tmp_path: Path, monkeypatch):
     with _files_at_most(1500):
         code, text = convert(source, tmp_path / "out", "full")
     assert code == 2
-    assert "cannot be written: File too large" in text
+    assert "could not be written: File too large" in text
     unchanged(tmp_path)
 
 
