@@ -3,10 +3,10 @@
 Method: 64 tensors of 32 MB of random values (2 GB) are written once, as one file and as a folder
 in which four ranks would have written each tensor in four pieces. Each conversion runs in a fresh
 process, through the command line's own function. Memory is RssAnon of that process, sampled every
-millisecond by a thread and minus what it was before: pages of mapped files are not counted, the kernel
-takes them back when it wants. Time is wall clock from start to finish, fsync included, divided by
-that of copying the source's files in the same process, fsync included; the source is in the page
-cache for both, and the order of the two is swapped from one conversion to the next.
+millisecond by a thread and minus what it was before: pages of mapped files are not counted, the
+kernel takes them back when it wants. Time is wall clock from start to finish, fsync included,
+divided by that of copying the source's files in the same process, fsync included; the source is in
+the page cache for both, and the order of the two is swapped from one conversion to the next.
 
 Goal: memory <= 2 x the largest tensor + 1 GiB.
 """
@@ -91,9 +91,13 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
     path, out, copied = folder / source, folder / "out", folder / "copied"
     config = folder / "config.json" if to == "hf" else None
 
+    peaks: list[int] = []
+
     def ours() -> float:
         with memory.Peak.watched() as peak:
-            return seconds(lambda: _convert(path, out, Kind(to), 5 * 10**9, None, config))
+            taken = seconds(lambda: _convert(path, out, Kind(to), 5 * 10**9, None, config))
+        peaks.append(peak.above)
+        return taken
 
     def theirs() -> float:
         return seconds(lambda: copy(path, copied))
@@ -104,7 +108,7 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
     results = {body.__name__: body() for body in ((theirs, ours) if copy_first else (ours, theirs))}
     remove(out)
     remove(copied)
-    conn.send((peak.above, results["ours"], results["theirs"]))
+    conn.send((peaks[0], results["ours"], results["theirs"]))
 
 
 def _warm_up(folder: Path) -> None:
