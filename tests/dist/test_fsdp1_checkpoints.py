@@ -174,8 +174,9 @@ def test_every_fixture_into_every_run(name: str, into: str, kind: str):
         pairs = zip(losses.values, facts["next_losses"], strict=True)
         difference = max(abs(found - wanted) for found, wanted in pairs)
         # Four gradients are summed in an order that depends on where they lie in the buffer, and
-        # FSDP2 lays them out differently; two have no order.
-        exact = same_ranks and STABLE and dist.get_world_size() <= 2
+        # FSDP2 lays them out differently; two have no order, and HSDP sums two and two.
+        two = dist.get_world_size() <= 2 or (into == "2x2" and "hsdp" in name)
+        exact = same_ranks and STABLE and two
         assert difference <= (0.0 if exact else 2e-6)
     record(name, into, kind, difference)
 
