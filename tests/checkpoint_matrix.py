@@ -1,6 +1,6 @@
 """Writes the table of checkpoints that resume: `python -m tests.checkpoint_matrix`.
 
-It goes into MIGRATION.md. It runs the matrix test and puts down what was measured; a cell that failed says so.
+It runs the matrix test and puts down in MIGRATION.md what was measured; a cell that failed says so.
 """
 
 from __future__ import annotations

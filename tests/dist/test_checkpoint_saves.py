@@ -339,6 +339,33 @@ def test_a_misfit_is_not_taken_for_damage(tmp_path: Path):
     assert (tmp_path / FORMATS["sharded"]).exists()
 
 
+# --- another number of ranks ---
+
+
+def _first_half(folder: str, fsdp2: dict[str, Any]) -> None:
+    _run(Path(folder), fsdp2, until=HALF)
+
+
+def _second_half(folder: str, saved: str, fsdp2: dict[str, Any]) -> float:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*RNG state")
+        warnings.filterwarnings("ignore", message=".*world size")
+        resumed, _ = _run(Path(folder, "second"), fsdp2, seed=1, load_path=f"{folder}/{saved}")
+    whole, _ = _run(Path(folder, "whole"), fsdp2)
+    return largest_difference(_state(resumed), _state(whole))
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 1)])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_ranks_may_come_and_go(kind: str, before: int, after: int, tmp_path: Path, ranks: Any):
+    """Saved by so many ranks with one kind of run, resumed by others with the other kind."""
+    other = "full" if kind == "sharded" else "sharded"
+    ranks(before, _first_half, str(tmp_path), {"state_dict_type": kind})
+    found = ranks(after, _second_half, str(tmp_path), FORMATS[kind], {"state_dict_type": other})
+    # Half of the steps were taken by another number of ranks, which sums in another order.
+    assert max(found) <= 2e-6
+
+
 # --- back to FSDP1 ---
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from composer import Callback, Trainer
 from composer.optim import CosineAnnealingWithWarmupScheduler
 from composer.utils import dist as composer_dist
+from composer.utils.object_store import ObjectStore
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -130,7 +132,8 @@ def check_state(trainer: Trainer, name: str) -> None:
     weights, state, groups = live_state(trainer)
     saved = facts["at_save"]
     assert weights == {name: value["sha256"] for name, value in saved["model"].items()}
-    net = trainer.state.model.model
+    model = trainer.state.model
+    net = getattr(model, "module", model).model  # DistributedDataParallel wraps after the load
     assert net.lm_head.weight is net.wte.weight
     if facts["weights_only"]:
         assert int(trainer.state.timestamp.batch) == 0
@@ -189,11 +192,61 @@ def record(name: str, into: str, kind: str, difference: float | None) -> None:
             file.write(json.dumps(line) + "\n")
 
 
+PLAIN = ["sharded_dtensor_2r", "full_2r", "full_flatparam_2r"]
+
+
 @needs_fixtures
 @pytest.mark.world_size(1)
-@pytest.mark.parametrize("name", ["sharded_dtensor_2r", "full_2r", "full_flatparam_2r"])
+@pytest.mark.parametrize("name", PLAIN)
 def test_without_any_fsdp(name: str):
     """A folder loads into a plain run too, and a file's shared counters are taken apart."""
+    check_plain(name)
+
+
+@needs_fixtures
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
+def test_data_parallel(name: str):
+    check_plain(name)
+
+
+@needs_fixtures
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["sharded_dtensor_4r", "full_2r"])
+def test_from_an_object_store(name: str, tmp_path: Path):
+    """Composer fetches what is needed; it is read as safely as from the disk."""
+    if dist.get_rank() == 0:
+        source, target = path_of(name), tmp_path / "run" / path_of(name).name
+        target.parent.mkdir()
+        (shutil.copytree if source.is_dir() else shutil.copyfile)(source, target)
+    dist.barrier()
+    path = f"run/{path_of(name).name}"
+    store = FolderStore(tmp_path)
+    trainer, _ = resume(name, {"fsdp2": {}}, load_path=path, load_object_store=store)
+    check_state(trainer, name)
+
+
+class FolderStore(ObjectStore):
+    """Objects are the files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get_uri(self, object_name: str) -> str:
+        return f"folder://{object_name}"
+
+    def get_object_size(self, object_name: str) -> int:
+        return (self.folder / object_name).stat().st_size
+
+    def download_object(
+        self, object_name: str, filename: Any, overwrite: bool = False, callback: Any = None
+    ) -> None:
+        del overwrite, callback
+        shutil.copyfile(self.folder / object_name, filename)
+
+
+def check_plain(name: str) -> None:
     trainer, losses = resume(name, None)
     check_state(trainer, name)
     fit(trainer)

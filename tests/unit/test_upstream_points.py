@@ -13,10 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-CHECKPOINTS = "Checkpoints: resume anything, lose nothing"
 ECOSYSTEM = "LLM Foundry and Composer's ecosystem, whole, under FSDP2"
 RELIABILITY = "Reliability: out of memory, hangs, faults and hostile input"
-LATER = {CHECKPOINTS, ECOSYSTEM, RELIABILITY}
+LATER = {ECOSYSTEM, RELIABILITY}
 
 
 @dataclass(frozen=True)
@@ -147,8 +146,19 @@ POINTS = (
         ),
     ),
     Point(19, "device_train_microbatch_size: auto is refused", later=RELIABILITY),
-    Point(20, "a full checkpoint and a sharded run do not fit, nor the reverse", later=CHECKPOINTS),
-    Point(21, "a file half written when the run was killed stops autoresume", later=CHECKPOINTS),
+    Point(
+        20,
+        "a full checkpoint and a sharded run do not fit, nor the reverse",
+        (f"{_D}test_fsdp1_checkpoints.py::test_every_fixture_into_every_run",),
+    ),
+    Point(
+        21,
+        "a file half written when the run was killed stops autoresume",
+        (
+            f"{_D}test_faults.py::test_all_ranks_killed_in_a_save",
+            f"{_D}test_checkpoint_saves.py::test_autoresume_passes_over_a_bad_checkpoint",
+        ),
+    ),
     Point(
         22,
         "methods other than forward compute with shards",
