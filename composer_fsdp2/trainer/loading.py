@@ -119,7 +119,7 @@ def load_checkpoint(
             return _FullLoad(state, **how).run(local, apply)
 
 
-def _agreed(act: Callable[[], Any], **facts: str) -> Any:
+def _agreed(act: Callable[[], Any]) -> Any:
     """Acts, and raises one error on every rank when any rank could not. Collective: yes."""
     found, error = None, None
     try:
@@ -129,7 +129,7 @@ def _agreed(act: Callable[[], Any], **facts: str) -> Any:
     except (Exception, CheckpointException) as failed:  # the other ranks must hear of it
         error = CheckpointError(f"{type(failed).__name__}: {failed}")
         error.__cause__ = failed
-    agree(facts, error)
+    agree({}, error)
     return found
 
 
@@ -178,6 +178,14 @@ def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> A
     """A reader of a sharded checkpoint in an object store; `None` if it is one file."""
     if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
         return None
+
+    def fetch_metadata() -> None:
+        if dist.get_local_rank() == 0:
+            target = Path(folder) / METADATA
+            composers.download_object_or_file(f"{path}/{METADATA}", target, object_store)
+
+    # The reader fetches it too, but on one rank alone, and the others would wait for its failure.
+    _agreed(fetch_metadata)
     return composers.DistCPObjectStoreReader(
         source_path=path,
         destination_path=str(Path(folder) / "checkpoint"),
@@ -292,9 +300,9 @@ class _ShardedLoad(_Load):
     """Every rank reads the pieces it needs of a folder."""
 
     def run(self, local: Path, remote: Any, apply: Apply) -> list[dict[str, Any]] | None:
-        reader = remote or composers.FileSystemReaderWithValidation(str(local))
+        reader: Any = remote or composers.FileSystemReaderWithValidation(str(local))
         saved = _agreed(lambda: FolderCheckpoint(local, incomplete=remote is not None))
-        self.saved = saved
+        self.saved = reader.checkpoint = saved
         wanted = self.wanted()
         theirs = [way[0] for way in saved.under("state", "scaler").values() if way]
         _rename_scaler(wanted["state"], str(theirs[0]) if theirs else self.scaler)
@@ -561,7 +569,8 @@ def read_folder_metadata(reader: Any) -> Any:
     """Stands in for `FileSystemReaderWithValidation.read_metadata`."""
     folder = Path(reader.path)
     composers._ensure_valid_checkpoint(folder / METADATA)
-    reader.checkpoint = FolderCheckpoint(folder, incomplete=True)
+    if not hasattr(reader, "checkpoint"):
+        reader.checkpoint = FolderCheckpoint(folder, incomplete=True)
     return reader.checkpoint.metadata
 
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.utils.data import DataLoader
 
 from composer_fsdp2 import installed
+from composer_fsdp2.errors import CheckpointError
 from tests.fsdp1_fixtures import (
     NAMES,
     digest,
@@ -225,6 +226,13 @@ def test_from_an_object_store(name: str, tmp_path: Path):
     store = FolderStore(tmp_path)
     trainer, _ = resume(name, {"fsdp2": {}}, load_path=path, load_object_store=store)
     check_state(trainer, name)
+
+
+@needs_fixtures
+@pytest.mark.world_size(2)
+def test_nothing_in_the_object_store(tmp_path: Path):
+    with pytest.raises(CheckpointError, match="FileNotFoundError"):
+        resume("full_2r", {"fsdp2": {}}, load_path="gone", load_object_store=FolderStore(tmp_path))
 
 
 class FolderStore(ObjectStore):
