@@ -17,6 +17,8 @@ from rich.markup import escape
 from composer_fsdp2.checkpoint_cli import app as checkpoint_app
 from composer_fsdp2.console import reported, say
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.migrate_cli import HELP as MIGRATE_HELP
+from composer_fsdp2.migrate_cli import migrate
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -42,6 +44,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command(help=MIGRATE_HELP)(migrate)
 
 
 def main() -> None:

@@ -81,13 +81,14 @@ class Conversion:
 
 
 def convert_fsdp1(
-    config: Mapping[str, Any], *, world_size: int, local_world_size: int
+    config: Mapping[str, Any], *, world_size: int | None, local_world_size: int
 ) -> Conversion:
     """Converts Composer's FSDP1 settings.
 
     Args:
         config: keys of `FSDPConfig`; a missing key has FSDP1's default.
-        world_size: ranks in all.
+        world_size: ranks in all; `None` where it is not known yet and the number of copies may
+            be left to the run.
         local_world_size: ranks per node, the size of one copy under HYBRID_SHARD.
 
     Raises:
@@ -126,7 +127,7 @@ def _unsupported(key: str, value: Any) -> str:
 def _convert_strategy(
     strategy: Any,
     settings: Mapping[str, Any],
-    world_size: int,
+    world_size: int | None,
     local_world_size: int,
     problems: list[str],
 ) -> dict[str, Any]:
@@ -139,19 +140,21 @@ def _convert_strategy(
         return {}
     reshard, copies = _STRATEGIES[name]
     converted: dict[str, Any] = {"reshard_after_forward": reshard}
+    everywhere = -1 if world_size is None else world_size  # -1: what the run has
     if copies == "all":
         given = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
-        whole: dict[str, int] = {_DEGREES[0]: 1, _DEGREES[1]: world_size}
+        whole: dict[str, int] = {_DEGREES[0]: 1, _DEGREES[1]: everywhere}
         if any(whole[key] != degree for key, degree in given.items()):
             problems.append(
-                f"sharding_strategy NO_SHARD holds a whole copy on each of {world_size} ranks, and "
+                f"sharding_strategy NO_SHARD holds a whole copy on each of {everywhere} ranks, and "
                 f"{given} says otherwise. One of them would be ignored. Take out the degrees, or "
                 "choose FULL_SHARD or HYBRID_SHARD."
             )
-        converted |= {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": world_size}
+        converted |= whole
     elif copies == "per node" and settings.get("data_parallel_replicate_degree") is None:
         converted["data_parallel_shard_degree"] = local_world_size
-        converted["data_parallel_replicate_degree"] = world_size // local_world_size
+        copies_in_all = everywhere if world_size is None else world_size // local_world_size
+        converted["data_parallel_replicate_degree"] = copies_in_all
     return converted
 
 

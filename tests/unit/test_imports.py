@@ -28,6 +28,7 @@ ARROWS = {
     "foundry": {"core", "errors", "trainer"},
     "console": {"errors", "launch"},
     "checkpoint_cli": {"checkpoint", "console", "errors"},
+    "migrate_cli": {"console", "errors", "migrate"},
 }
 """What each part may import of ours besides itself; parts not listed may import anything."""
 

@@ -1,0 +1,176 @@
+"""What became of every key of a configuration, and the tables that decide it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = ["ANY", "SAME", "Context", "Dialect", "Entry", "Report", "Row", "Site", "Status"]
+
+Path = tuple[str, ...]
+
+
+class Status(str, Enum):
+    """What became of a key."""
+
+    KEPT = "kept"
+    RENAMED = "renamed"
+    CONVERTED = "converted"
+    NOT_NEEDED = "no longer needed"
+    CHANGES = "changes behaviour"
+    DECISION = "needs a decision"
+    UNSUPPORTED = "not supported yet"
+    ADDED = "added"
+    """was not in the input; written out because its default is another one in FSDP2"""
+
+
+class _Marker(Enum):
+    ANY = "any value"
+    SAME = "the value of the input"
+
+
+ANY = _Marker.ANY
+"""a row's `when`: all values"""
+SAME = _Marker.SAME
+"""a setting's value: as the input writes it, interpolation included"""
+
+Convert = Callable[[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of a dialect's table: a key, the values it speaks of, and what they become."""
+
+    key: str
+    """dotted path from the site, as `Site.keys` names its first part"""
+    status: Status
+    reason: str
+    when: Any = ANY
+    """`ANY`, a tuple of values (strings compare in capitals), or a test"""
+    settings: Mapping[str, Any] | Convert = field(default_factory=dict)
+    """FSDP2 settings; `SAME` stands for the value"""
+    options: tuple[str, ...] = ()
+    """what a user may decide, as `--set` takes it or in words"""
+
+    def matches(self, value: Any) -> bool:
+        """Whether the row speaks of this value."""
+        if self.when is ANY:
+            return True
+        if callable(self.when):
+            return self.when(value)
+        return any(_same(value, choice) for choice in self.when)
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values it names one by one."""
+        return self.when if isinstance(self.when, tuple) else ()
+
+    def becomes(self, value: Any) -> dict[str, Any]:
+        """The FSDP2 settings for a value."""
+        given = self.settings(value) if callable(self.settings) else self.settings
+        return dict(given)
+
+
+def _same(value: Any, choice: Any) -> bool:
+    if isinstance(value, str) and isinstance(choice, str):
+        return value.upper() == choice.upper()
+    return type(value) is type(choice) and value == choice
+
+
+@dataclass(slots=True)
+class Entry:
+    """What became of one key."""
+
+    path: Path
+    value: Any
+    status: Status
+    reason: str
+    becomes: dict[str, Any] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
+    row: Row | None = None
+
+    @property
+    def key(self) -> str:
+        """The path with dots."""
+        return ".".join(self.path)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What it becomes, with the values of the input filled in."""
+        return {k: self.value if v is SAME else v for k, v in self.becomes.items()}
+
+    def decide(self, reason: str, *options: str) -> None:
+        """Makes it the user's decision; nothing is written for it."""
+        self.status, self.reason, self.options = Status.DECISION, reason, options
+        self.becomes.clear()
+
+    def become(self, status: Status, reason: str, **settings: Any) -> None:
+        """Replaces what the table said, where other keys have a say in it."""
+        self.status, self.reason, self.becomes = status, reason, settings
+        self.options = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A mapping of the input that holds sharding settings."""
+
+    parent: Path
+    keys: Mapping[str, str]
+    """keys of the parent that are replaced, and the first part of their rows' keys"""
+    wrapper: Path = ("parallelism_config", "fsdp2")
+    """keys written around the settings"""
+
+
+@dataclass(slots=True)
+class Context:
+    """What the keys of one site became, while it is worked out."""
+
+    entries: dict[str, Entry]
+    """by the dotted key of the table"""
+    data: Mapping[str, Any]
+    """the whole input"""
+    site: Site
+    world_size: int | None
+    gpus_per_node: int | None
+    added: list[Entry] = field(default_factory=list)
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The input's value of a key of the table."""
+        return self.entries[key].value if key in self.entries else default
+
+    def add(self, setting: str, value: Any, reason: str) -> None:
+        """Writes out a setting the input does not have."""
+        path = (*self.site.parent, *self.site.wrapper, setting)
+        self.added.append(Entry(path, None, Status.ADDED, reason, {setting: value}))
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One way to write sharding settings: where they are, and what each becomes."""
+
+    name: str
+    title: str
+    find: Callable[[Mapping[str, Any]], list[Site]]
+    rows: tuple[Row, ...]
+    outside: tuple[Row, ...] = ()
+    """keys that stay where they are and still have something to say; dotted from the top"""
+    finish: Callable[[Context], None] | None = None
+    """settings that follow from several keys"""
+    prefix: str = ""
+    """beginning that keys may have or lack without a difference"""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The new file and what became of every key of the old one."""
+
+    dialect: str
+    title: str
+    entries: tuple[Entry, ...]
+    text: str
+
+    def having(self, *statuses: Status) -> list[Entry]:
+        """The entries with one of these statuses."""
+        return [entry for entry in self.entries if entry.status in statuses]
