@@ -8,7 +8,7 @@ from typing import Any
 from composer_fsdp2.core.config import nearest, parse_config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migrate import composer
+from composer_fsdp2.migrate import accelerate, composer, deepspeed, roll
 from composer_fsdp2.migrate.document import Document, check_result
 from composer_fsdp2.migrate.report import (
     SAME,
@@ -27,6 +27,10 @@ __all__ = ["DIALECTS", "migrate"]
 DIALECTS: Mapping[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
+        deepspeed.DEEPSPEED,
+        roll.ROLL,
+        accelerate.ACCELERATE,
+        accelerate.TRAINING_ARGUMENTS,
         composer.FSDP_VERSION_2,
         composer.FSDP1,
     )
@@ -123,7 +127,7 @@ class _Work:
             if path in replaced:
                 continue
             entry = Entry(path, value, Status.KEPT, _OUTSIDE)
-            row = next((r for r in rows if r.key == entry.key and r.matches(value)), None)
+            row = next((r for r in rows if _is_at(r, entry.key) and r.matches(value)), None)
             if row is not None:
                 entry = Entry(path, value, row.status, row.reason, {}, row.options, row)
             self._check_twice(entry)
@@ -254,6 +258,11 @@ def _leaves(
             yield from _leaves(value, here, whole)
         else:
             yield here, value
+
+
+def _is_at(row: Row, key: str) -> bool:
+    """Whether a row speaks of a path; `*.` stands for any place."""
+    return key == row.key or (row.key[:2] == "*." and f".{key}".endswith(row.key[1:]))
 
 
 def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:

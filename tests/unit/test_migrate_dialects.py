@@ -1,0 +1,313 @@
+"""Configurations of Accelerate, Hugging Face, ROLL and DeepSpeed, row by row."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from composer_fsdp2.core.config import parse_config
+from composer_fsdp2.migrate.accelerate import ACCELERATE, TRAINING_ARGUMENTS
+from composer_fsdp2.migrate.deepspeed import DEEPSPEED
+from composer_fsdp2.migrate.document import Document, dump
+from composer_fsdp2.migrate.engine import migrate
+from composer_fsdp2.migrate.report import Status
+from composer_fsdp2.migrate.roll import ROLL
+from tests.unit.migrating import (
+    check_stable,
+    entry_of,
+    files,
+    missing,
+    needs_configs,
+    rows_without_a_case,
+    settings_of,
+)
+
+K, R, C, NOT, CH = (
+    Status.KEPT,
+    Status.RENAMED,
+    Status.CONVERTED,
+    Status.NOT_NEEDED,
+    Status.CHANGES,
+)
+DEC, UN = Status.DECISION, Status.UNSUPPORTED
+SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+RESHARD = "reshard_after_forward"
+AUTO, KEEP = {RESHARD: "auto"}, {RESHARD: False}
+NODES = {SHARD: 4, REPLICATE: -1}
+COPIES = {SHARD: 1, REPLICATE: -1, RESHARD: False}
+BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}}
+FP16 = {"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "fp16"}}
+CLASSES = {"wrap_policy": {"classes": ["A", "B"]}}
+SIZE = {"wrap_policy": {"min_num_params": 100}}
+
+# In the block `fsdp_config`, with the prefix `fsdp_`.
+BLOCK = [
+    ("sharding_strategy", "FULL_SHARD", C, AUTO),
+    ("sharding_strategy", 2, C, KEEP),
+    ("sharding_strategy", "NO_SHARD", C, COPIES),
+    ("sharding_strategy", "HYBRID_SHARD", C, AUTO | NODES),
+    ("sharding_strategy", "HYBRID_SHARD_ZERO2", C, KEEP | NODES),
+    (RESHARD, True, C, AUTO),
+    (RESHARD, False, K, KEEP),
+    (RESHARD, "FULL_SHARD", C, AUTO),
+    (RESHARD, "SHARD_GRAD_OP", C, KEEP),
+    ("version", 2, NOT, {}),
+    ("auto_wrap_policy", None, NOT, {}),
+    ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", NOT, {}),
+    ("auto_wrap_policy", "SIZE_BASED_WRAP", C, {}),
+    ("auto_wrap_policy", "NO_WRAP", CH, {}),
+    ("transformer_layer_cls_to_wrap", "A, B", R, CLASSES),
+    ("transformer_layer_cls_to_wrap", None, NOT, {}),
+    ("min_num_params", 100, R, SIZE),
+    ("min_num_params", 0, NOT, {}),
+    ("state_dict_type", "FULL_STATE_DICT", C, {"state_dict_type": "full"}),
+    ("state_dict_type", "SHARDED_STATE_DICT", C, {"state_dict_type": "sharded"}),
+    ("state_dict_type", "LOCAL_STATE_DICT", DEC, {}),
+    ("offload_params", False, NOT, {}),
+    ("offload_params", True, UN, {}),
+    ("activation_checkpointing", True, K, {"activation_checkpointing": True}),
+    ("activation_checkpointing", False, K, {"activation_checkpointing": False}),
+    ("cpu_ram_efficient_loading", True, NOT, {}),
+    ("sync_module_states", True, NOT, {}),
+    ("sync_module_states", False, CH, {}),
+    ("use_orig_params", True, NOT, {}),
+    ("use_orig_params", False, CH, {}),
+    ("forward_prefetch", True, NOT, {}),
+    ("backward_prefetch", "BACKWARD_PRE", NOT, {}),
+    ("backward_prefetch_policy", "BACKWARD_PRE", NOT, {}),
+    ("limit_all_gathers", True, NOT, {}),
+    ("ignored_modules", None, NOT, {}),
+    ("ignored_modules", "x", DEC, {}),
+    ("xla", False, NOT, {}),
+    ("xla", True, UN, {}),
+    ("xla_fsdp_v2", False, NOT, {}),
+    ("xla_fsdp_v2", True, UN, {}),
+    ("xla_fsdp_settings", {"a": 1}, NOT, {}),
+    ("xla_fsdp_grad_ckpt", True, NOT, {}),
+    ("sharding_strateggy", 1, DEC, {}),
+]
+TOP = [
+    ("num_processes", 8, NOT, {}),
+    ("mixed_precision", "bf16", C, BF16),
+    ("mixed_precision", "fp16", C, FP16),
+    ("mixed_precision", "no", C, {"mixed_precision": "FULL"}),
+    ("mixed_precision", "fp8", UN, {}),
+]
+LAUNCHING = [row.key for row in ACCELERATE.rows if "launcher" in row.reason]
+ARGUMENTS = [
+    ("fsdp", "", NOT, {}),
+    ("fsdp", "full_shard auto_wrap", C, AUTO),
+    ("fsdp", ["shard_grad_op"], C, KEEP),
+    ("fsdp", "no_shard", C, COPIES),
+    ("fsdp", "hybrid_shard auto_wrap", C, AUTO | NODES),
+    ("fsdp", "full_shard auto_wrap offload", UN, {}),
+    ("fsdp", True, C, AUTO),
+    ("fsdp", "ful_shard", DEC, {}),
+    ("fsdp_transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
+    ("fsdp_transformer_layer_cls_to_wrap", None, NOT, {}),
+    ("fsdp_min_num_params", 0, NOT, {}),
+    ("fsdp_min_num_params", 100, R, SIZE),
+    ("bf16", True, C, BF16),
+    ("bf16", False, NOT, {}),
+    ("fp16", True, C, FP16),
+    ("fp16", False, NOT, {}),
+    ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
+    ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
+]
+STRATEGY = [
+    ("fsdp_size", 4, C, NODES),
+    ("fsdp_size", 8, C, {SHARD: 8}),
+    ("fsdp_size", 1, C, {SHARD: 1, REPLICATE: -1}),
+    ("fsdp_size", -1, NOT, {}),
+    ("param_dtype", "bf16", R, {"mixed_precision": {"param_dtype": "bf16"}}),
+    ("reduce_dtype", "float32", R, {"mixed_precision": {"reduce_dtype": "float32"}}),
+    (RESHARD, True, C, AUTO),
+    (RESHARD, 2, K, {RESHARD: 2}),
+    ("offload_policy", False, NOT, {}),
+    ("offload_policy", True, UN, {}),
+    ("wrap_policy.transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
+    ("wrap_policy.moe_experts", ["A", "B"], R, CLASSES),
+    ("wrap_policy.wrap_embeddings", False, NOT, {}),
+    ("wrap_policy.wrap_embeddings", True, R, {"wrap_policy": {"embeddings": True}}),
+    ("wrap_policy.wrap_lm_output", False, NOT, {}),
+    ("wrap_policy.wrap_lm_output", True, R, {"wrap_policy": {"lm_head": True}}),
+    ("apply_expert_patch", False, NOT, {}),
+    ("apply_expert_patch", True, UN, {}),
+    ("apply_tiled_mlp", False, NOT, {}),
+    ("apply_tiled_mlp", True, UN, {}),
+    ("ulysses_size", 1, NOT, {}),
+    ("ulysses_size", 2, UN, {}),
+]
+MODEL_ARGS = [("ulysses_size", 1, NOT), ("ulysses_size", 2, UN), ("freeze_module_prefix", "v", K)]
+Z = "zero_optimization"
+DEEP = [
+    (f"{Z}.stage", 0, C, COPIES),
+    (f"{Z}.stage", 1, CH, KEEP),
+    (f"{Z}.stage", 2, C, KEEP),
+    (f"{Z}.stage", 3, C, AUTO),
+    (f"{Z}.zero_hpz_partition_size", 1, NOT, {}),
+    (f"{Z}.zero_hpz_partition_size", 4, C, {RESHARD: 4}),
+    (f"{Z}.mics_shard_size", -1, NOT, {}),
+    (f"{Z}.mics_shard_size", 4, C, NODES),
+    (f"{Z}.mics_hierarchical_params_gather", True, NOT, {}),
+    (f"{Z}.offload_param", {"device": "none"}, NOT, {}),
+    (f"{Z}.offload_param", {"device": "cpu"}, UN, {}),
+    (f"{Z}.offload_optimizer", None, NOT, {}),
+    (f"{Z}.offload_optimizer", {"device": "nvme"}, UN, {}),
+    (f"{Z}.stage3_gather_16bit_weights_on_model_save", True, C, {"state_dict_type": "full"}),
+    (f"{Z}.stage3_gather_16bit_weights_on_model_save", False, C, {"state_dict_type": "sharded"}),
+    (f"{Z}.zero_quantized_weights", True, UN, {}),
+    (f"{Z}.zero_quantized_weights", False, NOT, {}),
+    (f"{Z}.zero_quantized_gradients", True, UN, {}),
+    (f"{Z}.zero_quantized_gradients", False, NOT, {}),
+    ("bf16.enabled", True, C, BF16),
+    ("bf16.enabled", False, NOT, {}),
+    ("bf16.enabled", "auto", DEC, {}),
+    ("fp16.enabled", True, C, FP16),
+    ("fp16.enabled", False, NOT, {}),
+    ("fp16.enabled", "auto", DEC, {}),
+    ("gradient_clipping", 0, NOT, {}),
+    ("gradient_clipping", 1.0, DEC, {}),
+]
+ALWAYS = [
+    row.key for row in DEEPSPEED.rows if "no buckets" in row.reason or "loss scaling" in row.reason
+]
+
+
+def nested(key, value):
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def migrate_data(data):
+    return migrate(dump(data), world_size=8, gpus_per_node=4)
+
+
+def in_block(key, value, top=True):
+    launcher = {"distributed_type": "FSDP"} if top else {}
+    return migrate_data({**launcher, "fsdp_config": {"fsdp_debug": None, f"fsdp_{key}": value}})
+
+
+def at_top(key, value):
+    data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
+    return migrate_data({**data, key: value})
+
+
+def in_arguments(key, value):
+    data = {"fsdp_config": {"fsdp_use_orig_params": True}, key: value}
+    return migrate_data({"training": data})
+
+
+def in_strategy(key, value):
+    return migrate_data({"a": {"strategy_config": nested(key, value)}})
+
+
+def in_model_args(key, value):
+    return migrate_data({"strategy_config": {"fsdp_size": 4}, "model_args": {key: value}})
+
+
+def in_deepspeed(key, value):
+    return migrate_data({Z: {"overlap_comm": True}, **nested(key, value)})
+
+
+def check(report, dialect, key, status, becomes, default):
+    assert report.dialect == dialect.name
+    entry = entry_of(report, key)
+    assert (entry.status, entry.settings) == (status, becomes)
+    assert entry.reason
+    assert bool(entry.options) == (status in (DEC, UN))
+    if not key.endswith("state_dict_type"):
+        assert settings_of(report) == {**default, **becomes}
+    parse_config(settings_of(report))
+    check_stable(report)
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), BLOCK)
+def test_block_of_accelerate_and_of_training_arguments(key, value, status, becomes):
+    default = {"state_dict_type": "sharded" if key == "version" else "full"}
+    name = f"fsdp_config.fsdp_{key}"
+    check(in_block(key, value), ACCELERATE, name, status, becomes, default)
+    report = in_block(key, value, top=False)
+    check(report, TRAINING_ARGUMENTS, name, status, becomes, default)
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), TOP)
+def test_top_of_accelerate(key, value, status, becomes):
+    check(at_top(key, value), ACCELERATE, key, status, becomes, {"state_dict_type": "full"})
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), ARGUMENTS)
+def test_training_arguments(key, value, status, becomes):
+    report, default = in_arguments(key, value), {"state_dict_type": "full"}
+    check(report, TRAINING_ARGUMENTS, f"training.{key}", status, becomes, default)
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), STRATEGY)
+def test_roll(key, value, status, becomes):
+    report = in_strategy(key, value)
+    check(report, ROLL, f"a.strategy_config.{key}", status, becomes, {})
+
+
+@pytest.mark.parametrize(("key", "value", "status"), MODEL_ARGS)
+def test_model_args_of_roll_stay(key, value, status):
+    report = in_model_args(key, value)
+    assert entry_of(report, f"model_args.{key}").status is status
+    assert OmegaConf.create(report.text)["model_args"] == {key: value}
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), DEEP)
+def test_deepspeed(key, value, status, becomes):
+    check(in_deepspeed(key, value), DEEPSPEED, key, status, becomes, {})
+
+
+@pytest.mark.parametrize("key", ALWAYS)
+def test_what_deepspeed_tunes_is_not_needed(key):
+    check(in_deepspeed(key, 5), DEEPSPEED, key, NOT, {}, {})
+
+
+def test_every_row_has_a_case():
+    accelerate = [in_block(key, value) for key, value, *_ in BLOCK]
+    accelerate += [at_top(key, value) for key, value, *_ in TOP]
+    accelerate += [at_top(key, "x") for key in LAUNCHING]
+    assert rows_without_a_case(ACCELERATE, accelerate) == []
+    arguments = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
+    arguments += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+    assert rows_without_a_case(TRAINING_ARGUMENTS, arguments) == []
+    roll = [in_strategy(key, value) for key, value, *_ in STRATEGY]
+    roll += [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
+    assert rows_without_a_case(ROLL, roll) == []
+    deep = [in_deepspeed(key, value) for key, value, *_ in DEEP]
+    deep += [in_deepspeed(key, 5) for key in ALWAYS]
+    assert rows_without_a_case(DEEPSPEED, deep) == []
+
+
+@needs_configs
+@pytest.mark.parametrize("file", files("*.yaml"), ids=lambda file: file.stem)
+def test_every_key_of_the_collection_is_in_the_report(file):
+    report = migrate(file.read_text())
+    assert missing(Document(file.read_text(), file.name).data, report) == []
+    parse_config(settings_of(report))
+
+
+VALUES = st.one_of(st.booleans(), st.none(), st.integers(-1, 5), st.sampled_from(["a", "bf16"]))
+NAMES = sorted(
+    {
+        name
+        for dialect in (ACCELERATE, TRAINING_ARGUMENTS, ROLL, DEEPSPEED)
+        for row in dialect.rows
+        for name in row.key.split(".")
+    }
+    | {"fsdp_config", "strategy_config", "fsdp_state_dict_type", "model"}
+)
+FLAT = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), st.one_of(VALUES, FLAT), min_size=1, max_size=6))
+def test_no_key_is_missing(data):
+    report = migrate(dump(data))
+    assert missing(data, report) == []
+    check_stable(report)
