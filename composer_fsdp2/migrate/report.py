@@ -59,7 +59,7 @@ class Row:
         if self.when is ANY:
             return True
         if callable(self.when):
-            return self.when(value)
+            return bool(self.when(value))
         return any(_same(value, choice) for choice in self.when)
 
     @property
