@@ -51,6 +51,9 @@ START_SECONDS = 300.0
 TEST_SECONDS = 120.0
 COLLECTIVE_SECONDS = 100.0
 """Shorter than a test, so that a lost rank reads as an error inside torch and not as a kill."""
+CROWDED_THREADS = 100
+"""Process groups stay until a rank ends, each with threads of its own; with hundreds of them every
+collective costs milliseconds of waking them up, and a new pool is cheaper."""
 GRACE_SECONDS = 2.0
 """How long the other ranks may still speak after the first one failed."""
 
@@ -113,6 +116,8 @@ class WorkerPool:
             pytest.skip.Exception: if every rank skipped.
         """
         job = pickle.dumps(Job(pickle.dumps(call), list(warnings.filters)))
+        if any(_thread_count(process.pid) > CROWDED_THREADS for process in self._processes):
+            self._kill()
         if not self._processes:
             self._start()
         for conn in self._connections:
@@ -219,6 +224,14 @@ class WorkerPool:
         if self._folder is not None:
             self._folder.cleanup()
         self._processes, self._connections, self._folder = [], [], None
+
+
+def _thread_count(pid: int | None) -> int:
+    """Threads of a process; none where the system does not say or the process is gone."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:
+        return 0
 
 
 class Pools:

@@ -24,11 +24,19 @@ from torch.torch_version import TorchVersion
 
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["TRUST_VARIABLE", "load_file", "load_object", "read_metadata", "trusts"]
+__all__ = [
+    "TRUST_VARIABLE",
+    "check_pickle",
+    "load_file",
+    "load_object",
+    "read_metadata",
+    "trusts",
+]
 
 TRUST_VARIABLE = "COMPOSER_FSDP2_TRUST"
 """Environment variable: paths of checkpoints that may execute code, separated as in `PATH`."""
 
+_REBUILD, _RECONSTRUCT = "_rebuild_tensor_v2", "_reconstruct"
 _DCP = "torch.distributed.checkpoint"
 _METADATA_NAMES = frozenset(
     {
@@ -98,6 +106,52 @@ def read_metadata(path: Path) -> Metadata:
             "can be found without it. Give the folder that torch.distributed.checkpoint wrote."
         )
     return found
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """For plain pickles that hold tensors, arrays and times besides Python's own values."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
+        self._types = {
+            (kind.__module__, kind.__qualname__): kind
+            for kind in _safe_types()
+            if isinstance(kind, type)
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in (("collections", "OrderedDict"), ("torch._utils", _REBUILD)):
+            return super().find_class(module, name)
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
+            return lambda data: load_object(data, self._where)
+        if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == _RECONSTRUCT:
+            return super().find_class(module, name)
+        if (module, name) in self._types:
+            return self._types[module, name]
+        raise _Forbidden(f"{module}.{name}")
+
+
+def check_pickle(path: Path) -> None:
+    """Reads a plain pickle, such as Composer's `resumption.pkl`, without executing anything.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or asks for something that could execute code.
+    """
+    if trusts(path):
+        return
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        _DataUnpickler(data, str(path)).load()
+    except _Forbidden as error:
+        raise _refusal(str(path), str(error)) from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything at all
+        raise damaged(str(path), error) from error
 
 
 def load_object(data: bytes | memoryview, where: str, *, trusted: bool = False) -> Any:

@@ -92,6 +92,15 @@ def _read_file(_original: Any, checkpoint_filepath: Any, map_location: str) -> A
     return read_file(checkpoint_filepath, map_location)
 
 
+def _load_resumption(original: Any, state: Any, load_path: str) -> Any:
+    from pathlib import Path
+
+    from composer_fsdp2.checkpoint.pickles import check_pickle
+
+    check_pickle(Path(load_path))
+    return original(state, load_path)
+
+
 def _read_metadata(_original: Any, reader: Any) -> Any:
     from composer_fsdp2.trainer.loading import read_folder_metadata
 
@@ -218,6 +227,12 @@ PATCHES: tuple[PatchPoint, ...] = (
         _read_file,
         "61e2e6db892a6bb2",
         "executes code that a file contains (a second name of the same function)",
+    ),
+    _point(
+        "composer.checkpoint.load:load_resumption_checkpoint",
+        _load_resumption,
+        "266c4978add1ca4a",
+        "executes code that a resumption.pkl contains",
     ),
     _point(
         f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_metadata",

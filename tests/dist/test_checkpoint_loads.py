@@ -407,6 +407,33 @@ def test_composers_own_readers_execute_nothing(place: str, tmp_path: Path):
     assert not trace.exists()
 
 
+@pytest.mark.world_size(1)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # by Composer
+def test_resumption_files_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Composer's second way of saving the rest of a run, a plain pickle."""
+    from composer.checkpoint import load as composers
+    from composer.checkpoint.save import save_resumption_state_to_disk
+
+    trainer, _ = resume(FULL, None)
+    trainer.state.callbacks = []  # Composer's function wants a state of every one
+    path, trace = tmp_path / "resumption.pkl", tmp_path / "executed"
+    save_resumption_state_to_disk(trainer.state, str(path))
+    with installed():
+        rng = composers.load_resumption_checkpoint(trainer.state, str(path))
+        assert torch.equal(rng[0]["torch"], torch.get_rng_state())
+        path.write_bytes(pickle.dumps({"rng": Evil(trace)}))
+        with pytest.raises(CheckpointError, match="exec"):
+            composers.load_resumption_checkpoint(trainer.state, str(path))
+        assert not trace.exists()
+        path.write_bytes(path.read_bytes()[:-5])
+        with pytest.raises(CheckpointError):
+            composers.load_resumption_checkpoint(trainer.state, str(path))
+        monkeypatch.setenv("COMPOSER_FSDP2_TRUST", str(tmp_path))
+        path.write_bytes(pickle.dumps({"rng": Evil(trace), "rank_zero_seed": 0}))
+        composers.load_resumption_checkpoint(trainer.state, str(path))
+    assert trace.exists()
+
+
 @pytest.mark.world_size(2)
 def test_text_that_composer_would_evaluate(tmp_path: Path):
     trace = tmp_path / "executed"

@@ -49,8 +49,8 @@ class Wide(ComposerModel):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(17, 512)
-        self.blocks = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
-        self.head = nn.Linear(512, 17)
+        self.blocks = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+        self.head = nn.Linear(512, 17, bias=False)
 
     def forward(self, batch: Any) -> torch.Tensor:
         return self.head(self.blocks(self.embed(batch[0])))
