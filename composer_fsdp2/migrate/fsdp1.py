@@ -150,8 +150,11 @@ def _convert_strategy(
             )
         converted |= {"data_parallel_shard_degree": 1, "data_parallel_replicate_degree": world_size}
     elif copies == "per node" and settings.get("data_parallel_replicate_degree") is None:
-        converted["data_parallel_shard_degree"] = local_world_size
-        converted["data_parallel_replicate_degree"] = world_size // local_world_size
+        degree = settings.get("data_parallel_shard_degree")
+        if degree in (None, -1):
+            converted["data_parallel_shard_degree"] = degree = local_world_size
+        if isinstance(degree, int) and degree > 0:  # else `parse_config` says what is wrong
+            converted["data_parallel_replicate_degree"] = world_size // degree
     return converted
 
 
