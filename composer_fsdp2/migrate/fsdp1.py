@@ -152,9 +152,13 @@ def _convert_strategy(
             )
         converted |= whole
     elif copies == "per node" and settings.get("data_parallel_replicate_degree") is None:
-        converted["data_parallel_shard_degree"] = local_world_size
-        copies_in_all = everywhere if world_size is None else world_size // local_world_size
-        converted["data_parallel_replicate_degree"] = copies_in_all
+        degree = settings.get("data_parallel_shard_degree")
+        if degree in (None, -1):
+            converted["data_parallel_shard_degree"] = degree = local_world_size
+        if isinstance(degree, int) and degree > 0:  # else `parse_config` says what is wrong
+            converted["data_parallel_replicate_degree"] = (
+                -1 if world_size is None else world_size // degree
+            )
     return converted
 
 

@@ -423,6 +423,16 @@ def test_every_strategy(strategy, meant):
     assert parse_config(settings).state_dict_type == "full"
 
 
+def test_hybrid_shard_keeps_the_degree_it_was_given():
+    settings = convert(sharding_strategy="HYBRID_SHARD", data_parallel_shard_degree=2).settings
+    assert settings["data_parallel_shard_degree"] == 2
+    assert settings["data_parallel_replicate_degree"] == 4
+    for wrong in (0, -2, "two"):
+        settings = convert(sharding_strategy="HYBRID_SHARD", data_parallel_shard_degree=wrong)
+        with pytest.raises(ConfigError, match="data_parallel_shard_degree"):
+            parse_config(settings.settings)
+
+
 def test_given_degrees_come_before_those_of_the_strategy():
     settings = convert(
         sharding_strategy="HYBRID_SHARD",
