@@ -194,6 +194,12 @@ _OUTSIDE = (
 def _find_fsdp1(data: Mapping[str, Any]) -> list[Site]:
     sites = []
     if _is_fsdp1(data.get("fsdp_config")):
+        if "parallelism_config" in data:
+            raise ConfigError(
+                "The configuration has both 'fsdp_config' and 'parallelism_config'. A run follows "
+                "one of them and would ignore the other. Move what you need to "
+                "'parallelism_config' and remove 'fsdp_config'."
+            )
         sites.append(Site((), {"fsdp_config": ""}))
     block = data.get("parallelism_config")
     if isinstance(block, Mapping) and _is_fsdp1(block.get("fsdp")):

@@ -395,3 +395,10 @@ def test_command_explains_what_it_cannot_do(tmp_path, text, args, said):
     result = CliRunner().invoke(app, ["migrate", str(file), *args])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+def test_two_places_for_one_thing_are_refused():
+    """Moving the block would write the key `parallelism_config` a second time."""
+    text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nparallelism_config:\n  tp: null\n"
+    with pytest.raises(ConfigError, match="both 'fsdp_config' and 'parallelism_config'"):
+        migrate(text)
