@@ -230,7 +230,7 @@ def test_adapters(tmp_path: Path):
     assert "holds adapters of PEFT" in text
 
 
-@pytest.mark.parametrize("name", ["../evil.json", "/tmp/evil.json", ".."])
+@pytest.mark.parametrize("name", ["../evil.json", "/evil.json", ".."])
 def test_tokenizer_file_that_climbs_out(name: str, tmp_path: Path):
     entry = {"file_extension": name[-5:] if name != ".." else "", "content": {"a": 1}}
     state = _stored(tokenizer={name: entry})
