@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 
 from composer_fsdp2.checkpoint.source import Checkpoint
+from tests.fsdp1_fixtures import FOLDER as FIXTURES
+from tests.fsdp1_fixtures import NAMES, expected, needs_fixtures
+from tests.fsdp1_fixtures import path_of as fixture
 
-FIXTURES = Path(__file__).parents[2] / "shared" / "fixtures" / "fsdp1_checkpoints"
-"""Real checkpoints of Composer's FSDP1; they are beside the repository, not in it."""
-NAMES = (
-    "ddp_2r",
-    "full_2r",
-    "full_actckpt_2r",
-    "full_flatparam_2r",
-    "full_weights_only_2r",
-    "sharded_dtensor_2r",
-    "sharded_dtensor_4r",
-    "sharded_dtensor_actckpt_2r",
-    "sharded_dtensor_dropout_2r",
-    "sharded_dtensor_hsdp_2x2",
-    "sharded_dtensor_weights_only_2r",
-    "sharded_flatparam_2r",
-    "sharded_flatparam_shardedtensor_2r",
-    "sharded_legacy_optimizer_root_2r",
-    "sharded_shardedtensor_2r",
-    "sharded_shardedtensor_hsdp_2x2",
-    "single_process",
-)
-needs_fixtures = pytest.mark.skipif(
-    not FIXTURES.is_dir(), reason=f"the checkpoints of FSDP1 runs are not at {FIXTURES}"
-)
-
-
-def fixture(name: str) -> Path:
-    folder = FIXTURES / name / "checkpoint"
-    return folder if folder.is_dir() else folder.with_suffix(".pt")
-
-
-def expected(name: str) -> dict[str, Any]:
-    return json.loads((FIXTURES / name / "expected.json").read_text())
+__all__ = ["FIXTURES", "NAMES", "expected", "fixture", "needs_fixtures"]
 
 
 def expected_digests(name: str) -> dict[str, str]:
