@@ -6,12 +6,24 @@ import functools
 import hashlib
 import importlib.util
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import composer.core.state as composer_state
 import pytest
 import torch
+import torch.distributed as dist
+from composer import Callback, Trainer
+from composer.optim import CosineAnnealingWithWarmupScheduler
+from composer.utils import dist as composer_dist
+from torch.utils.data import DataLoader
+
+SAVED_AT, NEXT = 3, 5
+"""batches before the save and after it"""
 
 FOLDER = Path(__file__).parents[2] / "shared" / "fixtures" / "fsdp1_checkpoints"
 
@@ -66,3 +78,80 @@ def tiny_model() -> ModuleType:
 def digest(tensor: torch.Tensor) -> str:
     """SHA-256 of a whole tensor's bytes."""
     return hashlib.sha256(tensor.detach().cpu().contiguous().numpy().tobytes()).hexdigest()
+
+
+def settings_of(name: str, model: Any, **kwargs: Any) -> dict[str, Any]:
+    """Arguments of a Trainer that goes on from a fixture as its own run did."""
+    tiny, facts = tiny_model(), expected(name)
+    data = tiny.build_dataset()
+    settings: dict[str, Any] = {
+        "model": model,
+        "schedulers": CosineAnnealingWithWarmupScheduler("2ba", "20ba", alpha_f=0.1),
+        "train_dataloader": DataLoader(
+            data,
+            batch_size=tiny.GLOBAL_BATCH // dist.get_world_size(),
+            sampler=composer_dist.get_sampler(data, shuffle=False, drop_last=True),
+        ),
+        "max_duration": f"{SAVED_AT + NEXT}ba",
+        "device": "cpu",
+        "precision": "fp32",
+        "seed": 7,
+        "load_path": str(path_of(name)),
+        "load_weights_only": facts["weights_only"],
+        "progress_bar": False,
+    }
+    if "optimizers" not in kwargs:
+        settings["optimizers"] = tiny.build_optimizer(model, facts["optimizer_groups"])
+    return settings | kwargs
+
+
+class Recorder(Callback):
+    """The loss of each batch, averaged over the ranks."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def batch_end(self, state: Any, logger: Any) -> None:
+        del logger
+        loss = state.loss.detach().double().clone()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loss)
+        self.values.append(loss.item() / dist.get_world_size())
+
+
+# The checkpoints have a callback of this name, and Composer warns of one they do not have.
+Recorder.__qualname__ = "train_and_save.<locals>.Recorder"
+
+
+def fsdp1_losses(name: str, fsdp1: dict[str, Any] | None = None, **kwargs: Any) -> list[float]:
+    """The losses of Composer alone, under FSDP1 on the CPU, from a fixture or `load_path`.
+
+    Collective: yes.
+    """
+    model = tiny_model().build_model(9, **expected(name)["model_kwargs"])
+    fsdp1 = fsdp1 or expected(name)["parallelism_config"]["fsdp"]
+    losses = Recorder()
+    with _fsdp1_on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = Trainer(
+            **settings_of(
+                name, model, parallelism_config={"fsdp": fsdp1}, callbacks=[losses], **kwargs
+            )
+        )
+        trainer.fit()
+        trainer.close()
+    return losses.values
+
+
+@contextmanager
+def _fsdp1_on_cpu() -> Iterator[None]:
+    """FSDP1 was written for CUDA: it asks for the current device, and takes `.cpu()` for a copy."""
+    real = composer_state.StateDictOptions
+
+    def options(**given: Any) -> Any:
+        return real(**given | ({"cpu_offload": False} if given["full_state_dict"] else {}))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
+        patch.setattr(composer_state, "StateDictOptions", options)
+        yield

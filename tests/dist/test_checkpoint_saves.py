@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
-from tests.dist.test_fsdp1_checkpoints import Recorder, resume
+from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
-from tests.fsdp1_fixtures import expected, needs_fixtures, tiny_model
+from tests.fsdp1_fixtures import expected, fsdp1_losses, needs_fixtures, tiny_model
 from tests.models import TinyComposer
 from tests.training import built, largest_difference, samples_of, trainer_for
 
@@ -372,12 +372,8 @@ def test_ranks_may_come_and_go(kind: str, before: int, after: int, tmp_path: Pat
 @needs_fixtures
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_fsdp1_goes_on_from_what_fsdp2_saved(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_fsdp1_goes_on_from_what_fsdp2_saved(kind: str, tmp_path: Path):
     """Resumed under FSDP2 at batch 3, saved at batch 4, taken back by FSDP1 without us."""
-    import composer.core.state as composer_state
-
     name = f"{'sharded_dtensor' if kind == 'sharded' else 'full'}_2r"
     trainer, _ = resume(
         name, {"fsdp2": {"state_dict_type": kind}}, save_folder=str(tmp_path), save_interval="4ba"
@@ -386,52 +382,10 @@ def test_fsdp1_goes_on_from_what_fsdp2_saved(
         trainer.fit(duration="1ba")
     trainer.close()
     saved = tmp_path / ("ep0-ba4" if kind == "sharded" else "ep0-ba4-rank0.pt")
-    # FSDP1 was written for CUDA: it asks for the current device, and takes `.cpu()` for a copy.
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: torch.device("cpu"))
-    real = composer_state.StateDictOptions
-    monkeypatch.setattr(
-        composer_state,
-        "StateDictOptions",
-        lambda **given: real(**given | ({"cpu_offload": False} if given["full_state_dict"] else {})),
-    )
-    tiny = tiny_model()
-    model = tiny.build_model(9)
-    losses = Recorder()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        back = fsdp1_trainer(model, tiny, saved, kind, losses)
-        back.fit()
-        back.close()
+    found = fsdp1_losses(name, {"state_dict_type": kind}, load_path=str(saved))
     wanted = expected(name)["next_losses"][1:]
-    assert len(losses.values) == len(wanted)
-    assert max(abs(a - b) for a, b in zip(losses.values, wanted, strict=True)) <= 2e-6
-
-
-def fsdp1_trainer(model: Any, tiny: Any, path: Path, kind: str, losses: Recorder) -> Any:
-    from composer import Trainer
-    from composer.optim import CosineAnnealingWithWarmupScheduler
-    from composer.utils import dist as composer_dist
-    from torch.utils.data import DataLoader
-
-    data = tiny.build_dataset()
-    return Trainer(
-        model=model,
-        optimizers=tiny.build_optimizer(model, 2),
-        schedulers=CosineAnnealingWithWarmupScheduler("2ba", "20ba", alpha_f=0.1),
-        train_dataloader=DataLoader(
-            data,
-            batch_size=tiny.GLOBAL_BATCH // dist.get_world_size(),
-            sampler=composer_dist.get_sampler(data, shuffle=False, drop_last=True),
-        ),
-        max_duration="8ba",
-        device="cpu",
-        precision="fp32",
-        seed=7,
-        parallelism_config={"fsdp": {"state_dict_type": kind}},
-        load_path=str(path),
-        callbacks=[losses],
-        progress_bar=False,
-    )
+    assert len(found) == len(wanted)
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=True)) <= 2e-6
 
 
 @pytest.mark.world_size(2)

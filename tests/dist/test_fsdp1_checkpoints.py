@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import random
 import shutil
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from composer import Callback, Trainer
-from composer.optim import CosineAnnealingWithWarmupScheduler
-from composer.utils import dist as composer_dist
+from composer import Trainer
 from composer.utils.object_store import ObjectStore
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
 )
-from torch.utils.data import DataLoader
 
 from composer_fsdp2 import installed
 from composer_fsdp2.errors import CheckpointError
 from tests.fsdp1_fixtures import (
     NAMES,
+    NEXT,
+    SAVED_AT,
+    Recorder,
     digest,
     expected,
+    fsdp1_losses,
     needs_fixtures,
     path_of,
+    settings_of,
     tiny_model,
 )
 
-SAVED_AT, NEXT = 3, 5
 STABLE = torch.__version__.startswith("2.7.")
 WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -46,59 +49,21 @@ WORLDS: dict[str, tuple[int, dict[str, Any]]] = {
 """where the checkpoint goes: ranks and degrees"""
 
 
-class Recorder(Callback):
-    """The loss of each batch, averaged over the ranks."""
-
-    def __init__(self) -> None:
-        self.values: list[float] = []
-
-    def batch_end(self, state: Any, logger: Any) -> None:
-        del logger
-        loss = state.loss.detach().double().clone()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(loss)
-        self.values.append(loss.item() / dist.get_world_size())
-
-
-# The checkpoints have a callback of this name, and Composer warns of one they do not have.
-Recorder.__qualname__ = "train_and_save.<locals>.Recorder"
-
-
 def resume(
     name: str, parallelism: dict[str, Any] | None, model: Any = None, **kwargs: Any
 ) -> tuple[Trainer, Recorder]:
     """A Trainer with other weights that has loaded the fixture."""
-    tiny, facts = tiny_model(), expected(name)
-    model = model or tiny.build_model(8, **facts["model_kwargs"])
-    data, losses = tiny.build_dataset(), Recorder()
-    loader = DataLoader(
-        data,
-        batch_size=tiny.GLOBAL_BATCH // dist.get_world_size(),
-        sampler=composer_dist.get_sampler(data, shuffle=False, drop_last=True),
-    )
-    settings: dict[str, Any] = {
-        "load_path": str(path_of(name)),
-        "load_weights_only": facts["weights_only"],
-    }
-    if "optimizers" not in kwargs:
-        settings["optimizers"] = tiny.build_optimizer(model, facts["optimizer_groups"])
+    model = model or tiny_model().build_model(8, **expected(name)["model_kwargs"])
+    losses = Recorder()
     with installed(), warnings.catch_warnings():
         # Of Composer: fewer or more ranks than random states.
         warnings.filterwarnings("ignore", message=".*RNG state")
         # Ours: torch 2.7 did not save it, newer ones ask for it.
         warnings.filterwarnings("ignore", message=".*both have state.schedulers.LambdaLR._is_init")
         trainer = Trainer(
-            model=model,
-            schedulers=CosineAnnealingWithWarmupScheduler("2ba", "20ba", alpha_f=0.1),
-            train_dataloader=loader,
-            max_duration=f"{SAVED_AT + NEXT}ba",
-            device="cpu",
-            precision="fp32",
-            seed=7,
-            parallelism_config=parallelism,
-            callbacks=[losses],
-            progress_bar=False,
-            **(settings | kwargs),
+            **settings_of(
+                name, model, parallelism_config=parallelism, callbacks=[losses], **kwargs
+            )
         )
     return trainer, losses
 
@@ -174,15 +139,54 @@ def test_every_fixture_into_every_run(name: str, into: str, kind: str):
     # With dropout the losses depend on the random states, of which there is one per rank that saved.
     if not facts["weights_only"] and (same_ranks or "dropout" not in name):
         fit(trainer)
-        assert len(losses.values) == NEXT
-        pairs = zip(losses.values, facts["next_losses"], strict=True)
-        difference = max(abs(found - wanted) for found, wanted in pairs)
         # Four gradients are summed in an order that depends on where they lie in the buffer, and
         # FSDP2 lays them out differently; two have no order, and HSDP sums two and two.
         two = dist.get_world_size() <= 2 or (into == "2x2" and "hsdp" in name)
-        exact = same_ranks and STABLE and two
-        assert difference <= (0.0 if exact else 2e-6)
+        difference = check_losses(name, losses, exact=same_ranks and two)
     record(name, into, kind, difference)
+
+
+def check_losses(name: str, losses: Recorder, *, exact: bool = False) -> float:
+    """Compares the losses of a resumed run, to the bit on torch 2.7 where `exact`.
+
+    Another CPU rounds otherwise than the one that wrote the fixtures. There a run without FSDP2
+    from the same fixture says what the losses are to the bit.
+
+    Collective: yes.
+
+    Returns:
+        The largest difference.
+    """
+    wanted = expected(name)["next_losses"]
+    difference = largest_difference(losses.values, wanted)
+    assert difference <= 2e-6
+    if exact and STABLE:
+        if difference > 0:
+            difference = largest_difference(losses.values, losses_without_fsdp2(name))
+        assert difference == 0
+    return difference
+
+
+def largest_difference(found: Sequence[float], wanted: Sequence[float]) -> float:
+    assert len(found) == len(wanted) == NEXT
+    return max(abs(a - b) for a, b in zip(found, wanted, strict=True))
+
+
+@functools.cache
+def losses_without_fsdp2(name: str) -> tuple[float, ...]:
+    """What follows the fixture on this CPU: in one process, by DDP, or HSDP by FSDP1 itself.
+
+    DDP adds the gradients of two ranks, which has no order. Its run resumes through our loading,
+    which Composer's would get wrong for some fixtures; `check_state` says that it is right.
+    """
+    if dist.get_world_size() > 2:
+        return tuple(fsdp1_losses(name))
+    trainer, losses = resume(name, None)
+    check_state(trainer, name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*find_unused_parameters")
+        fit(trainer)
+    return tuple(losses.values)
 
 
 def record(name: str, into: str, kind: str, difference: float | None) -> None:
@@ -258,8 +262,7 @@ def check_plain(name: str) -> None:
     trainer, losses = resume(name, None)
     check_state(trainer, name)
     fit(trainer)
-    pairs = zip(losses.values, expected(name)["next_losses"], strict=True)
-    assert max(abs(found - wanted) for found, wanted in pairs) <= 2e-6
+    check_losses(name, losses)
 
 
 @needs_fixtures
@@ -273,8 +276,7 @@ def test_read_by_rank_0_alone(name: str):
     )
     check_state(trainer, name)
     fit(trainer)
-    pairs = zip(losses.values, expected(name)["next_losses"], strict=True)
-    assert max(abs(found - wanted) for found, wanted in pairs) <= (0.0 if STABLE else 2e-6)
+    check_losses(name, losses, exact=True)
 
 
 @needs_fixtures
@@ -284,5 +286,4 @@ def test_with_activation_checkpointing(name: str):
     trainer, losses = resume(name, {"fsdp2": {"activation_checkpointing": True}})
     check_state(trainer, name)
     fit(trainer)
-    pairs = zip(losses.values, expected(name)["next_losses"], strict=True)
-    assert max(abs(found - wanted) for found, wanted in pairs) <= (0.0 if STABLE else 2e-6)
+    check_losses(name, losses, exact=True)
