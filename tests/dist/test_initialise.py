@@ -118,14 +118,14 @@ MODELS: dict[str, Make] = {
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
-STEPPED_BY = {"all layers": "adamw", "module registered twice": "adamw"}
-"""Both optimizers with every way to start; the rest is stepped by SGD."""
+both_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
 @pytest.mark.world_size(2)
 @every_model
+@both_optimizers
 @pytest.mark.parametrize("others", ["cpu", "meta"])
-def test_rank_0_wins(name: str, others: str):
+def test_rank_0_wins(name: str, others: str, optimizer: str):
     rank = dist.get_rank()
     make = MODELS[name]
     model = sharded(build(make, "cpu" if rank == 0 else others, seed=rank))
@@ -133,13 +133,14 @@ def test_rank_0_wins(name: str, others: str):
     _assert_equal(gathered(expected), gathered(model))
     assert _ties(model) == _ties(expected)
     _assert_sharded(model)
-    check_parity_from_here(model, expected, STEPPED_BY.get(name, "sgd"))
+    check_parity_from_here(model, expected, optimizer)
 
 
 @pytest.mark.world_size(2)
 @every_model
+@both_optimizers
 @pytest.mark.parametrize("make_meta", [on_meta, parameters_on_meta])
-def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module]):
+def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: str):
     make = MODELS[name]
     model = sharded(make_meta(make, seed=dist.get_rank()))
     expected = build(make, "cpu", seed=0)
@@ -148,7 +149,7 @@ def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module]):
     assert _ties(model) == _ties(expected)
     _assert_sharded(model)
     _assert_initialised_alike(expected, model)
-    check_parity_from_here(model, expected, STEPPED_BY.get(name, "sgd"))
+    check_parity_from_here(model, expected, optimizer)
 
 
 @pytest.mark.world_size(2)
