@@ -144,11 +144,12 @@ def _describe(report: Report) -> list[str]:
     if untouched:
         count = "1 other key is" if len(untouched) == 1 else f"{len(untouched)} other keys are"
         lines += ["", f"{count} not about sharding and left as written; --json lists them."]
-    return lines
+    return lines + [line for remark in report.remarks for line in ("", remark)]
 
 
 def _describe_entry(entry: Entry) -> list[str]:
-    new = ", ".join(f"{name}: {value}" for name, value in entry.settings.items())
+    settings = {**entry.settings, **entry.beside}
+    new = ", ".join(f"{name}: {value}" for name, value in settings.items())
     arrow = f" -> {new}" if new else ""
     old = "" if entry.status.value == "added" else f": {entry.value}"
     lines = [f"  {entry.key}{old}{arrow}", f"      {entry.reason}"]
@@ -163,11 +164,13 @@ def _as_dict(report: Report) -> dict[str, Any]:
             "status": entry.status.value,
             "reason": entry.reason,
             "becomes": entry.settings,
+            "trainer": entry.beside,
             "options": list(entry.options),
         }
         for entry in report.entries
     ]
-    return {"dialect": report.dialect, "keys": keys, "output": report.text}
+    remarks = list(report.remarks)
+    return {"dialect": report.dialect, "keys": keys, "remarks": remarks, "output": report.text}
 
 
 def _exit_code(report: Report, *, strict: bool, check: bool) -> int:
