@@ -11,10 +11,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
-from tests.models import VOCAB, WIDTH, TinyLM, batches
+from tests.models import TinyLM, VOCAB, WIDTH, batches, llama_config
 from tests.parity import (
     OPTIMIZERS,
     check_parity_from_here,
@@ -67,19 +67,7 @@ class Uninitialised(nn.Module):
 
 
 def llama(tied: bool = True) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=12,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=16,
-            pad_token_id=0,
-            tie_word_embeddings=tied,
-        )
-    )
+    return LlamaForCausalLM(llama_config(tied, pad_token_id=0))
 
 
 def build(make: Make, device: str, seed: int = 0) -> nn.Module:
