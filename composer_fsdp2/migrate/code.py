@@ -3,60 +3,22 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
-import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from composer_fsdp2.migrate.code_known import (
+    CONFIG_CALLEES,
+    CONFIG_NAMES,
+    checked_objects,
+    last_name,
+    learn,
+)
 from composer_fsdp2.migrate.code_names import Scope, ScopedVisitor, dotted, read_scopes
+from composer_fsdp2.migrate.code_source import Source, Unreadable
 from composer_fsdp2.migrate.code_table import CODE_ROWS, CodeRow, Found
 
-__all__ = ["CODE_ROWS", "CodeRow", "Source", "Unreadable", "Use", "borrowed_from", "find_uses"]
-
-_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
-
-
-class Unreadable(Exception):
-    """Why the text of a file is not Python."""
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A Python file, with what is needed to write it again byte for byte."""
-
-    raw: bytes
-    text: str
-    encoding: str
-    tree: ast.Module
-    lines: tuple[str, ...]
-    """with their ends"""
-
-    @staticmethod
-    def read(raw: bytes) -> Source:
-        """Decodes as the file declares, and parses.
-
-        Raises:
-            Unreadable: when Python itself could not read it.
-        """
-        try:
-            encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
-            text = raw.decode(encoding)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the file's own style
-                tree = ast.parse(text)
-        except SyntaxError as error:
-            where = f"line {error.lineno}: " if error.lineno else ""
-            raise Unreadable(f"{where}{error.msg}") from None
-        except (LookupError, ValueError) as error:
-            raise Unreadable(str(error)) from None
-        except (RecursionError, MemoryError):
-            raise Unreadable("it is nested too deeply for Python's parser") from None
-        return Source(raw, text, encoding, tree, tuple(_LINE.findall(text)))
-
-    def column(self, line: int, utf8: int) -> int:
-        """Characters before a place that `ast` counts in bytes of UTF-8."""
-        return len(self.lines[line - 1].encode()[:utf8].decode(errors="ignore"))
+__all__ = ["CODE_ROWS", "CodeRow", "Use", "find_uses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,26 +48,11 @@ def find_uses(source: Source) -> list[Use]:
         return []
     try:
         scopes = read_scopes(source.tree)
-        knowledge = _Knowledge(scopes, source.tree)
-        knowledge.visit(source.tree)
-        finder = _Finder(scopes, source, knowledge.configs)
+        finder = _Finder(scopes, source, learn(scopes, source.tree))
         finder.visit(source.tree)
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
     return sorted(finder.uses.values(), key=lambda use: (use.line, use.column))
-
-
-def borrowed_from(source: Source, names: frozenset[str]) -> frozenset[str]:
-    """Modules of unknown origin that a file takes one of these names from, or may."""
-    found: set[str] = set()
-    for node in ast.walk(source.tree):
-        if isinstance(node, ast.ImportFrom):
-            taken = {alias.name for alias in node.names}
-            if taken & names or "*" in taken:
-                found.add((node.module or "__init__").rpartition(".")[2])
-        elif isinstance(node, ast.Attribute) and node.attr in names:
-            found.add((dotted(node.value) or "").rpartition(".")[2])
-    return frozenset(found)
 
 
 # --- The table, by what is looked for. ---
@@ -127,8 +74,6 @@ _KEYS = _index(Found.KEY)
 _TEXTS = _index(Found.TEXT)
 _VARIABLES = _index(Found.VARIABLE)
 _CALLEES = frozenset(name.rpartition(".")[0] for name in _ARGUMENTS)
-_CONFIG_CALLEES = frozenset(name.rpartition(".")[0] for name in _KEYS)
-_CLASSES = frozenset(home for row in CODE_ROWS if row.found is Found.MEMBER for home in row.homes)
 _MEMBERS = {name: row for row in CODE_ROWS if row.found is Found.MEMBER for name in row.names}
 _LOOSE = {
     name: row
@@ -138,7 +83,6 @@ _LOOSE = {
 }
 _ATTRIBUTES = {name: row for row in CODE_ROWS if row.found is Found.ATTRIBUTE for name in row.names}
 _POSITIONAL = [(row, row.position) for row in CODE_ROWS if row.position is not None]
-_CONFIG_NAMES = frozenset(n for row in CODE_ROWS if row.found is Found.KEY for n in row.owners)
 _MAPPING_READS = ("get", "pop", "setdefault")
 _ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.unsetenv")
 
@@ -153,56 +97,6 @@ def _worth_a_look() -> re.Pattern[str]:
 _WORTH_A_LOOK = _worth_a_look()
 
 
-def _last(node: ast.AST) -> str:
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _is_class(scope: Scope, node: ast.AST) -> bool:
-    return any(meaning.name in _CLASSES for meaning in scope.meanings(node))
-
-
-class _Knowledge(ScopedVisitor):
-    """Which expressions hold FSDP1 modules, and which a Trainer's configuration."""
-
-    def __init__(self, scopes: dict[ast.AST, Scope], tree: ast.Module) -> None:
-        super().__init__(scopes, tree)
-        self.configs: set[str] = set()
-
-    def enter(self, node: ast.AST) -> None:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-                if argument.annotation and _is_class(self.scope, argument.annotation):
-                    self.scope.known.add(argument.arg)
-
-    def _learn(self, target: ast.AST) -> None:
-        text = dotted(target)
-        if text is not None:
-            # An attribute set in one method is read in others.
-            (self.module if "." in text else self.scope).known.add(text)
-
-    def visit_Assign(self, node: ast.Assign) -> None:
-        if isinstance(node.value, ast.Call) and _is_class(self.scope, node.value.func):
-            for target in node.targets:
-                self._learn(target)
-        self.generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if _is_class(self.scope, node.annotation):
-            self._learn(node.target)
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        if _last(node.func) == "isinstance" and len(node.args) == 2:
-            if _is_class(self.scope, node.args[1]):
-                self._learn(node.args[0])
-        elif any(m.name in _CONFIG_CALLEES for m in self.scope.meanings(node.func)):
-            texts = (dotted(k.value) for k in node.keywords if k.arg in _CONFIG_NAMES)
-            self.configs.update(text for text in texts if text is not None)
-        self.generic_visit(node)
-
-
 class _Finder(ScopedVisitor):
     """Compares names, calls and strings with the table."""
 
@@ -213,6 +107,7 @@ class _Finder(ScopedVisitor):
         self.uses: dict[tuple[int, int, str], Use] = {}
         self._checking = False
         self._environment = False
+        self._holding: frozenset[str] = frozenset()
         self._format: ast.JoinedStr | None = None
 
     def _report(
@@ -251,11 +146,9 @@ class _Finder(ScopedVisitor):
         self._name(node, None)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if self._name(node, None) or self._attribute(node):
-            if not self.scope.meanings(node):
-                self.visit(node.value)
-            return
-        self.visit(node.value)
+        if not self._name(node, None):
+            self._attribute(node)
+            self.visit(node.value)
 
     def _name(self, node: ast.Name | ast.Attribute, within: ast.AST | None) -> bool:
         """Whether the whole expression is a name of the table."""
@@ -274,20 +167,41 @@ class _Finder(ScopedVisitor):
                 return True
         return False
 
-    def _attribute(self, node: ast.Attribute) -> bool:
+    def _attribute(self, node: ast.Attribute) -> None:
+        """Reports an attribute of an object, by what is known of the object."""
         row = _MEMBERS.get(node.attr)
         if row is not None:
-            known = self.scope.knows(node.value)
-            if known or row.distinctive:
-                self._report(row, node, known)
-                return True
+            certain = self.scope.knows(node.value) or dotted(node.value) in self._holding
+            if certain or row.distinctive or self.scope.suspects(node.value):
+                self._report(row, node, certain)
+                return
         row = _ATTRIBUTES.get(node.attr)
-        if row is None:
-            return False
-        owned = not row.owners or _last(node.value) in row.owners
-        if owned or row.distinctive:
-            self._report(row, node, owned)
-        return owned or row.distinctive
+        if row is not None:
+            owned = not row.owners or last_name(node.value) in row.owners
+            if owned or row.distinctive:
+                self._report(row, node, owned)
+
+    def visit_If(self, node: ast.If) -> None:
+        self.visit(node.test)
+        self._where(node.test, node.body)
+        for statement in node.orelse:
+            self.visit(statement)
+
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        self.visit(node.test)
+        self._where(node.test, [node.body])
+        self.visit(node.orelse)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        self._where(node, node.values)
+
+    def _where(self, test: ast.expr, nodes: Sequence[ast.AST]) -> None:
+        """Visits what is reached where a condition holds, such as `isinstance(x, FSDP)`."""
+        before = self._holding
+        self._holding = before | checked_objects(self.scope, test)
+        for node in nodes:
+            self.visit(node)
+        self._holding = before
 
     # --- Calls. ---
 
@@ -299,7 +213,7 @@ class _Finder(ScopedVisitor):
             meanings = self.scope.meanings(callee)
         names = {meaning.name: meaning.certain for meaning in meanings}
         self._arguments(node, given, names)
-        if _last(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
+        if dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
             self.visit(node.args[0])
             self._check(node.args[1])
             return
@@ -322,15 +236,20 @@ class _Finder(ScopedVisitor):
             self._argument(name, keyword, keyword.value, names)
             if name in _VARIABLES:
                 self._report(_VARIABLES[name], keyword, certain=False)
-            if name in _CONFIG_NAMES:
-                known = any(callee in _CONFIG_CALLEES for callee in names)
+            if name in CONFIG_NAMES:
+                known = any(callee in CONFIG_CALLEES for callee in names)
                 self._mapping(keyword.value, known and all(names.values()))
         for row, position in _POSITIONAL:
             before = given[: position + 1]
             starred = any(isinstance(value, ast.Starred) for value in before)
-            if len(before) == position + 1 and not starred:
+            ours = names.keys() & set(row.homes)
+            if ours and len(before) == position + 1 and not starred:
                 self._argument(row.names[0], before[-1], before[-1], names)
-        if _last(node.func) in _MAPPING_READS and isinstance(node.func, ast.Attribute) and given:
+        if (
+            last_name(node.func) in _MAPPING_READS
+            and isinstance(node.func, ast.Attribute)
+            and given
+        ):
             self._key(node.func.value, given[0])
 
     def _argument(
@@ -354,7 +273,7 @@ class _Finder(ScopedVisitor):
 
     def visit_Compare(self, node: ast.Compare) -> None:
         left = node.left
-        check = isinstance(left, ast.Call) and _last(left.func) == "type"
+        check = isinstance(left, ast.Call) and last_name(left.func) == "type"
         self.visit(left)
         for other in node.comparators:
             if check:
@@ -381,14 +300,14 @@ class _Finder(ScopedVisitor):
 
     def _configuration(self, target: ast.AST, value: ast.expr) -> None:
         text = dotted(target)
-        if text in self.configs or _last(target) in _CONFIG_NAMES:
+        if text in self.configs or last_name(target) in CONFIG_NAMES:
             self._mapping(value, certain=text in self.configs)
 
     def _mapping(self, node: ast.expr, certain: bool) -> None:
         pairs: list[tuple[str | None, ast.AST, ast.expr]] = []
         if isinstance(node, ast.Dict):
             pairs = [(_text(k), k, v) for k, v in zip(node.keys, node.values, strict=True) if k]
-        elif isinstance(node, ast.Call) and _last(node.func) == "dict":
+        elif isinstance(node, ast.Call) and last_name(node.func) == "dict":
             pairs = [(keyword.arg, keyword, keyword.value) for keyword in node.keywords]
         for name, place, value in pairs:
             row = next((row for key, row in _KEYS.items() if key.endswith(f".{name}")), None)
@@ -397,7 +316,7 @@ class _Finder(ScopedVisitor):
 
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
-            if key is not None and _text(key) in _CONFIG_NAMES:
+            if key is not None and _text(key) in CONFIG_NAMES:
                 self._mapping(value, certain=False)
         self.generic_visit(node)
 
@@ -409,7 +328,7 @@ class _Finder(ScopedVisitor):
 
     def _key(self, owner: ast.expr, key: ast.expr) -> None:
         text = dotted(owner)
-        if text in self.configs or _last(owner) in _CONFIG_NAMES:
+        if text in self.configs or last_name(owner) in CONFIG_NAMES:
             fake = ast.Dict([key], [ast.Name("_", ast.Load())])
             self._mapping(fake, certain=text in self.configs)
 

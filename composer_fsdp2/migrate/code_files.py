@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migrate.code import Source, Unreadable, Use, borrowed_from, find_uses
-from composer_fsdp2.migrate.code_rewrite import REWRITTEN_NAMES, Refusal, rewrite
+from composer_fsdp2.migrate.code import Use, find_uses
+from composer_fsdp2.migrate.code_rewrite import Refusal, borrowed_from, rewrite
+from composer_fsdp2.migrate.code_source import Source, Unreadable
 from composer_fsdp2.migrate.code_table import Kind
 
 __all__ = ["CodeFile", "migrate_code"]
@@ -88,7 +89,7 @@ def _examine(file: CodeFile, borrowed: set[str]) -> bytes | None:
     try:
         source = Source.read(file.path.read_bytes())
         file.uses = find_uses(source)
-        borrowed |= borrowed_from(source, REWRITTEN_NAMES)
+        borrowed |= borrowed_from(source)
         return rewrite(source, file.uses)
     except OSError as error:
         file.problem = error.strerror or str(error)

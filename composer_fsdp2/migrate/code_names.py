@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["Meaning", "Scope", "ScopedVisitor", "dotted", "read_scopes"]
+__all__ = ["Meaning", "Scope", "ScopedVisitor", "arguments", "dotted", "read_scopes"]
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
@@ -44,6 +44,8 @@ class Scope:
     wildcards: list[str] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
     """expressions that are known to hold an object of interest"""
+    checked: set[str] = field(default_factory=set)
+    """expressions that are asked somewhere whether they do"""
 
     def chain(self) -> Iterator[Scope]:
         """The scopes a name is looked up in, innermost first."""
@@ -80,16 +82,21 @@ class Scope:
 
     def knows(self, node: ast.expr) -> bool:
         """Whether an expression is known to hold an object of interest."""
+        scope = self._home(node)
+        return scope is not None and dotted(node) in scope.known
+
+    def suspects(self, node: ast.expr) -> bool:
+        """Whether it is asked somewhere if it does."""
+        scope = self._home(node)
+        return scope is not None and dotted(node) in scope.checked
+
+    def _home(self, node: ast.expr) -> Scope | None:
+        """The scope of a name; what is known of `a.b` is kept with the module."""
         text = dotted(node)
-        if text is None:
-            return False
-        first = text.split(".")[0]
         for scope in self.chain():
-            if text in scope.known:
-                return True
-            if text == first and first in scope.names:
-                return False
-        return False
+            if text in scope.known or text in scope.checked or text in scope.names:
+                return scope
+        return None
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -140,7 +147,7 @@ class _Reader(ast.NodeVisitor):
     def _function(self, node: _Function) -> None:
         if not isinstance(node, ast.Lambda):
             self.scope.binding(node.name).other = True
-        self._each(header(node))
+        self._each(_header(node))
         body = [node.body] if isinstance(node, ast.Lambda) else node.body
         around = self.scope
         self.scope = self.scopes[node] = Scope(around)
@@ -230,7 +237,7 @@ class ScopedVisitor(ast.NodeVisitor):
             return
         outside: list[ast.AST] = []
         if isinstance(node, _FUNCTIONS):
-            outside += header(node)
+            outside += _header(node)
         elif isinstance(node, ast.ClassDef):
             outside += [*node.decorator_list, *node.bases, *node.keywords]
         for child in outside:
@@ -251,7 +258,7 @@ def _inside(node: ast.AST) -> list[ast.AST]:
     return [node.body] if isinstance(node, ast.Lambda) else list(ast.iter_child_nodes(node))
 
 
-def header(node: _Function) -> list[ast.expr]:
+def _header(node: _Function) -> list[ast.expr]:
     """What of a function is evaluated where it is written."""
     found: list[ast.expr | None] = [*node.args.defaults, *node.args.kw_defaults]
     found += [argument.annotation for argument in arguments(node)]

@@ -8,13 +8,15 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from composer_fsdp2.migrate.code import Source, Unreadable, Use, find_uses
+from composer_fsdp2.migrate.code import Use, find_uses
+from composer_fsdp2.migrate.code_source import Source, Unreadable
 from composer_fsdp2.migrate.code_table import CODE_ROWS, CodeRow, Kind, Rewrite
 
-__all__ = ["REWRITTEN_NAMES", "Refusal", "rewrite"]
+__all__ = ["Refusal", "borrowed_from", "rewrite"]
 
-REWRITTEN_NAMES = frozenset(n for row in CODE_ROWS if row.kind is Kind.REWRITE for n in row.names)
-"""The words that are changed."""
+_ROWS = [row for row in CODE_ROWS if row.kind is Kind.REWRITE]
+_NAMES = frozenset(name for row in _ROWS for name in row.names)
+_HOMES = frozenset(home for row in _ROWS for home in row.homes)
 
 _Edit = tuple[int, int, str, str]
 """line, column in characters, old and new text"""
@@ -31,7 +33,7 @@ def rewrite(source: Source, uses: Sequence[Use]) -> bytes | None:
         Refusal: when not every such use can be changed without a change of meaning.
     """
     edits = []
-    for row in CODE_ROWS:
+    for row in _ROWS:
         own = [use for use in uses if use.row is row]
         if row.rewrite is not None and own:
             edits += _edits(source, row, row.rewrite, own)
@@ -42,6 +44,26 @@ def rewrite(source: Source, uses: Sequence[Use]) -> bytes | None:
     new = _apply(source, edits).encode(source.encoding)
     _check(new, uses)
     return new
+
+
+def borrowed_from(source: Source) -> frozenset[str]:
+    """Modules, by their last names, that a file may take a word from that `rewrite` changes."""
+    found: set[str] = set()
+    modules: set[str] = set()
+    by_attribute = False
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom):
+            module, taken = node.module or "__init__", {alias.name for alias in node.names}
+            modules |= taken
+            if node.level or module not in _HOMES:
+                found |= {module} if taken & {*_NAMES, "*"} else set()
+        elif isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            by_attribute |= node.attr in _NAMES
+    # Which of them an attribute belongs to is not followed.
+    found |= modules if by_attribute else set()
+    return frozenset(name.rpartition(".")[2] for name in found)
 
 
 def _check(new: bytes, uses: Sequence[Use]) -> None:
