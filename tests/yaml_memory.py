@@ -7,6 +7,7 @@ would, the mesh resolved for its number of GPUs. Nothing is measured, and activa
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import shlex
@@ -83,6 +84,7 @@ def gpus_of(command: list[str]) -> int:
     return math.prod(counts)
 
 
+@functools.cache
 def runs_of(path: Path) -> list[Run]:
     """Every run the comment of a YAML has a command for."""
     stated = [int(found) for found in STATED.findall(comment_of(path))]

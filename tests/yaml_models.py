@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from composer.models import ComposerModel
+
+from composer_fsdp2.core.shard import collector_paused
 
 _LLAMA_ROPE = {
     "rope_type": "llama3",
@@ -171,13 +175,16 @@ def build_model(model: Mapping[str, Any]) -> ComposerModel:
 
 
 @functools.cache
+@collector_paused()
 def _build(settings: str) -> ComposerModel:
     from llmfoundry.utils.builders import build_composer_model
     from llmfoundry.utils.config_utils import process_init_device
 
     model = json.loads(settings)
     context = process_init_device(model, fsdp_config={})
-    with tempfile.TemporaryDirectory() as folder:
+    # On the first rank of a node LLM Foundry builds a model twice, to fill a cache.
+    second_rank = patch.dict(os.environ, LOCAL_RANK="1")
+    with tempfile.TemporaryDirectory() as folder, second_rank:
         if "pretrained_model_name_or_path" in model:
             shape = SHAPES[model["pretrained_model_name_or_path"]]
             Path(folder, "config.json").write_text(json.dumps(shape))

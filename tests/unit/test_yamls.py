@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from llmfoundry.utils.config_utils import (
 
 from composer_fsdp2 import prepare_fully_shard
 from tests import yaml_memory, yaml_models
-from tests.yaml_memory import ROOT, RUNS, Run, commands_of, memory_of, plain
+from tests.yaml_memory import ROOT, RUNS, Run, commands_of, memory_of, plain, runs_of
 
 YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))
 MODELS = (
@@ -61,6 +60,9 @@ LAYERS = {
     "mistralai/Mixtral-8x7B-v0.1": 32,
     "mpt-7b": 32,
 }
+# LLM Foundry makes units of the parts of its own model.
+_MPT = ["model", *(f"model.transformer.{name}" for name in ("wte", "wpe", "norm_f"))]
+OTHER_UNITS = {"mpt-7b": _MPT}
 ROOM = 0.8
 """of a GPU's memory that the stated part may take; activations need the rest"""
 
@@ -77,11 +79,6 @@ def load(path: Path) -> DictConfig:
     config = OmegaConf.load(path)
     assert isinstance(config, DictConfig)
     return config
-
-
-@functools.cache
-def runs_of(path: Path) -> list[Run]:
-    return yaml_memory.runs_of(path)
 
 
 def hub_name(run: Run) -> str:
@@ -222,12 +219,18 @@ def test_its_model_has_the_published_size(path: Path):
 @every_run
 def test_a_unit_is_a_decoder_layer_with_all_of_its_experts(path: Path):
     for run in runs_of(path):
-        *layers, top = [unit.modules for unit in run.plan.units]
-        assert top == ("model",)
-        prefixes = {name.rpartition(".")[0] for (name,) in layers}
-        assert len(prefixes) == 1
+        layers = [unit.modules for unit in run.plan.units if unit.reason == "fsdp_wrap_fn"]
+        assert len({name.rpartition(".")[0] for (name,) in layers}) == 1
         numbers = [int(name.rpartition(".")[2]) for (name,) in layers]
         assert numbers == list(range(LAYERS[hub_name(run)]))
+        others = {unit.modules for unit in run.plan.units} - set(layers)
+        assert others == {(name,) for name in OTHER_UNITS.get(path.stem, ["model"])}
+
+
+@pytest.mark.parametrize("model", ["olmoe-1b-7b", "qwen3-30b-a3b"])
+def test_pretraining_keeps_experts_evenly_used(model: str):
+    run = runs_of(ROOT / "yamls" / "pretrain" / f"{model}.yaml")[0]
+    assert run.model.config.output_router_logits is True
 
 
 @every_run
