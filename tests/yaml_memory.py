@@ -1,0 +1,208 @@
+"""Writes the memory that runs need into their YAMLs: `python -m tests.yaml_memory`.
+
+The comment at the top of a YAML holds the commands that start it, on one node and on several. Every
+command is a line of the table: its overrides applied, its model planned on meta as the Trainer
+would, the mesh resolved for its number of GPUs. Nothing is measured, and activations are not in it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.models import ComposerModel
+from omegaconf import DictConfig, OmegaConf
+
+from composer_fsdp2.core.config import parse_config
+from composer_fsdp2.core.mesh import MeshShape
+from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
+from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.trainer.rules import trainer_rules
+from tests.yaml_models import build_model
+
+ROOT = Path(__file__).parents[1]
+RUNS = sorted((ROOT / "yamls").glob("*/*.yaml"))
+GPUS_PER_NODE = 8
+GB = 1e9
+FP32_BYTES = 4
+ADAM_STATES = 2
+TABLE = re.compile(r"(`python -m tests\.yaml_memory`:\n#\n)(?:#   .*\n)+")
+STATED = re.compile(r"of 8 GPUs with (\d+) GB")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One command of a YAML's comment, planned."""
+
+    gpus: int
+    gpu_gb: int
+    """of memory that the comment asks of a GPU"""
+    config: DictConfig
+    model: ComposerModel
+    plan: WrapPlan
+    mesh: MeshShape
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    gathered: int
+
+    @property
+    def together(self) -> int:
+        """All of them at the moment of the largest gathering."""
+        return self.weights + self.gradients + self.optimizer + self.gathered
+
+
+def comment_of(path: Path) -> str:
+    """The comment at the top of a file, without its marks."""
+    lines = path.read_text().split("\n\n", 1)[0].splitlines()
+    return "\n".join(line.removeprefix("#").removeprefix(" ") for line in lines)
+
+
+def commands_of(path: Path) -> list[list[str]]:
+    """The words of every command in the comment; one may go over several lines."""
+    whole = comment_of(path).replace("\\\n", " ")
+    lines = [line.strip() for line in whole.splitlines()]
+    return [shlex.split(x) for x in lines if x.startswith(("composer-fsdp2 ", "torchrun "))]
+
+
+def gpus_of(command: list[str]) -> int:
+    if command[0] != "torchrun":
+        return GPUS_PER_NODE
+    counts = [int(command[command.index(key) + 1]) for key in ("--nnodes", "--nproc-per-node")]
+    return math.prod(counts)
+
+
+@functools.cache
+def runs_of(path: Path) -> list[Run]:
+    """Every run the comment of a YAML has a command for."""
+    stated = [int(found) for found in STATED.findall(comment_of(path))]
+    commands = commands_of(path)
+    return [
+        plan_run(path, command, gpu_gb) for command, gpu_gb in zip(commands, stated, strict=True)
+    ]
+
+
+def plan_run(path: Path, command: list[str], gpu_gb: int) -> Run:
+    """Plans a run with the rules and settings the Trainer would use."""
+    overrides = command[command.index(str(path.relative_to(ROOT))) + 1 :]
+    config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(overrides))
+    assert isinstance(config, DictConfig)
+    values = plain(config)
+    settings = parse_config(values["parallelism_config"]["fsdp2"])
+    model = build_model(values["model"])
+    plan = plan_wrapping(
+        model,
+        trainer_rules(model, settings.wrap_policy),
+        reshard_after_forward=settings.reshard_after_forward,
+        tied_weights=settings.tied_weights,
+        ignored_params=settings.ignored_params,
+    )
+    gpus = gpus_of(command)
+    return Run(gpus, gpu_gb, config, model, plan, MeshShape.resolve(settings, gpus))
+
+
+def plain(config: DictConfig) -> dict[str, Any]:
+    """The config with its interpolations resolved."""
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+def memory_of(run: Run) -> Memory:
+    """What a rank holds through the whole of training, and what it gathers for a moment.
+
+    Source: FSDP2 cuts every parameter along its first dimension into as many parts as there are
+    shards and pads all of them to the size of the first. LLM Foundry builds models in fp32, so the
+    shards, their gradients and both of Adam's moments are fp32: 16 bytes an element.
+    """
+    shapes = {name: param.shape for name, param in run.model.named_parameters()}
+    owned = sum(
+        padded_shard(shapes[name], run.mesh.shard) for name in shapes.keys() - _repeated(run.plan)
+    )
+    shard_bytes = owned * FP32_BYTES
+    return Memory(shard_bytes, shard_bytes, ADAM_STATES * shard_bytes, gathered_bytes(run))
+
+
+def _repeated(plan: WrapPlan) -> set[str]:
+    """All names of a tied parameter but one."""
+    return {name for names in plan.tied for name in names[1:]}
+
+
+def padded_shard(shape: torch.Size, shards: int) -> int:
+    """Elements of one rank's part of a parameter."""
+    return math.ceil(shape[0] / shards) * math.prod(shape[1:])
+
+
+def gathered_bytes(run: Run) -> int:
+    """The most that gathered units take at one moment of a backward pass.
+
+    There are two candidates. While a block computes, there are: the block and the one gathered
+    ahead of it, in the dtype of computing; the block's whole gradient in the same dtype; the
+    gradient of the block before it in the dtype of reducing, on its way to the other ranks; and
+    units that keep their weights, with their gradients. When those units are reduced at the very
+    end, their weights are gone, but their gradients are there in both dtypes, and the last block's
+    in the dtype of reducing. The same block twice stands for two neighbours.
+    """
+    values = plain(run.config)
+    settings = parse_config(values["parallelism_config"]["fsdp2"])
+    policy = resolve_precision(settings.mixed_precision, compute_dtype(values["precision"]))
+    assert policy.param_dtype is not None
+    assert policy.reduce_dtype is not None
+    compute, reduce = policy.param_dtype.itemsize, policy.reduce_dtype.itemsize
+    kept = sum(unit.numel for unit in run.plan.units if not unit.reshard_after_forward)
+    block = max(unit.numel for unit in blocks(run.plan))
+    in_a_block = kept * 2 * compute + block * (3 * compute + reduce)
+    at_the_end = kept * (compute + reduce) + block * reduce
+    return max(in_a_block, at_the_end)
+
+
+def blocks(plan: WrapPlan) -> list[ShardUnit]:
+    """Units that free their weights after forward."""
+    return [unit for unit in plan.units if unit.reshard_after_forward]
+
+
+def table(path: Path) -> str:
+    """The lines of the comment, without its marks."""
+    runs = runs_of(path)
+    lines = ["GPUs  copies x shards  weights  gradients  Adam  gathered  together"]
+    lines += [_row(run, memory_of(run)) for run in runs]
+    if plain(runs[0].config)["model"].get("init_device") == "mixed":
+        whole = sum(unit.numel for unit in runs[0].plan.units) * FP32_BYTES
+        lines.append(f"CPU memory of rank 0 when it reads the whole model: {whole / GB:.0f}")
+    return "".join(f"#   {line}\n" for line in lines)
+
+
+def _row(run: Run, memory: Memory) -> str:
+    mesh = f"{run.mesh.replicate or 1} x {run.mesh.shard}"
+    parts = (memory.weights, memory.gradients, memory.optimizer, memory.gathered, memory.together)
+    widths = (7, 9, 4, 8, 8)
+    cells = [f"{part / GB:>{width}.1f}" for part, width in zip(parts, widths, strict=True)]
+    return f"{run.gpus:>4}  {mesh:>15}  " + "  ".join(cells)
+
+
+def with_table(path: Path) -> str:
+    """The text of a YAML with its table computed anew."""
+    text, count = TABLE.subn(lambda match: match[1] + table(path), path.read_text())
+    assert count == 1, path
+    return text
+
+
+def main() -> None:
+    for path in RUNS:
+        path.write_text(with_table(path))
+
+
+if __name__ == "__main__":
+    main()
