@@ -11,6 +11,7 @@ import functools
 import math
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from composer.models import ComposerModel
 from omegaconf import DictConfig, OmegaConf
 
-from composer_fsdp2.core.config import parse_config
+from composer_fsdp2.core.config import FSDP2Config, parse_config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
@@ -99,7 +100,13 @@ def plan_run(path: Path, command: list[str], gpu_gb: int) -> Run:
     overrides = command[command.index(str(path.relative_to(ROOT))) + 1 :]
     config = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(overrides))
     assert isinstance(config, DictConfig)
-    values = plain(config)
+    model, settings, plan = plan_values(plain(config))
+    gpus = gpus_of(command)
+    return Run(gpus, gpu_gb, config, model, plan, MeshShape.resolve(settings, gpus))
+
+
+def plan_values(values: Mapping[str, Any]) -> tuple[ComposerModel, FSDP2Config, WrapPlan]:
+    """The model of a run, on meta, and its plan by the rules the Trainer uses."""
     settings = parse_config(values["parallelism_config"]["fsdp2"])
     model = build_model(values["model"])
     plan = plan_wrapping(
@@ -109,8 +116,7 @@ def plan_run(path: Path, command: list[str], gpu_gb: int) -> Run:
         tied_weights=settings.tied_weights,
         ignored_params=settings.ignored_params,
     )
-    gpus = gpus_of(command)
-    return Run(gpus, gpu_gb, config, model, plan, MeshShape.resolve(settings, gpus))
+    return model, settings, plan
 
 
 def plain(config: DictConfig) -> dict[str, Any]:
