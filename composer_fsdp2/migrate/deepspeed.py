@@ -17,6 +17,7 @@ _ZERO = "zero_optimization"
 
 
 def _is_rank_count(value: Any) -> bool:
+    """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 

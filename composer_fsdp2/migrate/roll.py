@@ -18,6 +18,7 @@ _OFF = (False, None)
 
 
 def _is_dtype(value: Any) -> bool:
+    """A dtype."""
     return isinstance(value, str) and value in DTYPES
 
 
@@ -26,6 +27,7 @@ def _dtype(name: str) -> Any:
 
 
 def _is_size(value: Any) -> bool:
+    """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
@@ -34,6 +36,7 @@ def _names(value: Any) -> dict[str, Any]:
 
 
 def _is_names(value: Any) -> bool:
+    """A name or several."""
     return isinstance(value, str | list) and bool(value)
 
 
