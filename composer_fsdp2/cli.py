@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import os
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from composer_fsdp2.checkpoint_cli import app as checkpoint_app
 from composer_fsdp2.console import reported, say
+from composer_fsdp2.doctor_cli import HELP as DOCTOR_HELP
+from composer_fsdp2.doctor_cli import doctor
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate_cli import HELP as MIGRATE_HELP
 from composer_fsdp2.migrate_cli import migrate
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 __all__ = ["app", "main"]
 
-_BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
-_PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
 # Beginnings of warnings that packages raise about themselves in every run.
 _NOISE = (
     "FSDP2 Config/APIs are experimental",
@@ -45,6 +40,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command(help=MIGRATE_HELP)(migrate)
+app.command(help=DOCTOR_HELP)(doctor)
 
 
 def main() -> None:
@@ -88,10 +84,11 @@ def train(
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
     from composer_fsdp2.launch import under_launcher
+    from composer_fsdp2.run_file import load_run
 
     overrides = overrides or []
     with reported():
-        cfg = _load_run(run, overrides)
+        cfg = load_run(run, overrides)
         if not under_launcher():
             _launch(["train", str(run), *overrides], ranks, log_dir)
             return
@@ -101,122 +98,6 @@ def train(
                 "would have no effect. Remove it, and give the launcher its own option."
             )
         _train_here(run, overrides, cfg)
-
-
-@app.command(help="Show versions, and whether everything that is replaced in Composer fits them.")
-def doctor() -> None:
-    """Prints to standard output, for a bug report."""
-    from composer_fsdp2.trainer.patches import describe_patches
-
-    for package in _PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        typer.echo(f"{package:16}{version}")
-    typer.echo(f"\n{describe_patches()}")
-
-
-# --- Reading a run: everything that can be known to be wrong before a process starts. ---
-
-
-def _load_run(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Reads a run and checks it as far as parallelism goes.
-
-    Returns:
-        The parallelism settings alone, in LLM Foundry's keys.
-
-    Raises:
-        ConfigError: it cannot be read, or asks for something impossible.
-    """
-    from composer_fsdp2.foundry import parse_run_config
-
-    _check_installed()
-    return parse_run_config(_resolve(_merge(_read_yaml(path), overrides)))
-
-
-def _check_installed() -> None:
-    if importlib.util.find_spec("llmfoundry") is None:
-        raise ConfigError(
-            "LLM Foundry is not installed. 'train' runs its training script. "
-            "Install it with: pip install 'composer-fsdp2[foundry]'"
-        )
-    if importlib.util.find_spec("pkg_resources") is None:
-        raise ConfigError(
-            "The module 'pkg_resources' is missing. LLM Foundry imports it, and setuptools has it "
-            "only before version 81. Install it with: pip install 'setuptools<81'"
-        )
-
-
-def _read_yaml(path: Path) -> DictConfig:
-    from omegaconf import DictConfig, OmegaConf
-    from yaml import YAMLError
-
-    if not path.is_file():
-        raise ConfigError(
-            f"There is no file '{path}'. Without it there is nothing to train. "
-            f"Write the path of a training YAML, absolute or from {Path.cwd()}."
-        )
-    try:
-        cfg = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
-            "Correct it at that place."
-        ) from None
-    if not isinstance(cfg, DictConfig) or not cfg:
-        raise ConfigError(
-            f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
-            "Write them, or start from yamls/quickstart.yaml."
-        )
-    return cfg
-
-
-def _merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    """Applies the overrides one by one, so that an error can name the one it is in."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    for item in overrides:
-        key, equals, _ = item.partition("=")
-        if not key or not equals:
-            raise ConfigError(
-                f"'{item}' is not an override. It would change nothing. "
-                "Write key=value without spaces around '=', for example max_duration=100ba."
-            )
-        try:
-            cfg.merge_with(OmegaConf.from_cli([item]))
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(
-                f"The override '{item}' cannot be applied: {_one_line(error)}. The run would not "
-                "be the one asked for. Correct the key, or the value, which has to be YAML."
-            ) from None
-    return cfg
-
-
-def _resolve(cfg: DictConfig) -> dict[str, Any]:
-    """The blocks about parallelism; others may need resolvers that `code_paths` will register."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        blocks = {key: cfg[key] for key in _BLOCKS if key in cfg}
-        return {
-            key: OmegaConf.to_container(block, resolve=True)
-            if OmegaConf.is_config(block)
-            else block
-            for key, block in blocks.items()
-        }
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"An interpolation cannot be resolved: {_one_line(error)}. The parallelism settings "
-            "depend on it. Correct the name between '${' and '}'."
-        ) from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
 
 
 # --- Training: start the ranks, or be one. ---

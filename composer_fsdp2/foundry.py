@@ -12,11 +12,14 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["parse_run_config", "read_in_slices", "requests_fsdp2", "transform"]
+if TYPE_CHECKING:
+    from composer_fsdp2.core.config import FSDP2Config
+
+__all__ = ["fsdp2_settings", "parse_run_config", "read_in_slices", "requests_fsdp2", "transform"]
 
 # [Note: marker] LLM Foundry carries `fsdp_config` to Composer's Trainer as a plain dict (a config
 # object would not survive its dataclass conversion) and reads FSDP1 names out of it on the way. The
@@ -84,6 +87,13 @@ def requests_fsdp2(parsed: Mapping[str, Any]) -> bool:
     """Whether a config that `parse_run_config` returned asks for FSDP2."""
     block = parsed.get("fsdp_config")
     return isinstance(block, Mapping) and block.get(_MARKER) == 2
+
+
+def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
+    """The FSDP2 settings of a config for which `requests_fsdp2` holds."""
+    from composer_fsdp2.core.config import parse_config
+
+    return parse_config({k: v for k, v in parsed["fsdp_config"].items() if k != _MARKER})
 
 
 def _spread(cfg: Mapping[str, Any]) -> dict[str, Any]:

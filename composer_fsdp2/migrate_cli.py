@@ -28,11 +28,27 @@ It stays as it is; everything else in it, comments included, is in the new file 
 - `composer-fsdp2 migrate old.yaml --check`: exit code 1 if something needs a decision
 
 - `composer-fsdp2 migrate old.yaml --set fsdp_config.cpu_offload=null --set fsdp2.async_save=true`
+
+With `--code PATH` instead of CONFIG it lists every use of FSDP1 in a Python file or folder, with
+its place and what to write instead. Nothing in PATH is imported or executed.
+
+- `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be done by hand
+
+- `composer-fsdp2 migrate --code src --write`: changes calls that change in one word
 """
 
 
 def migrate(
-    config: Annotated[Path, typer.Argument(help="YAML or JSON.", metavar="CONFIG")],
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON.", metavar="CONFIG", show_default=False)
+    ] = None,
+    code: Annotated[
+        Path | None, typer.Option(help="Python file or folder to look through instead.")
+    ] = None,
+    write: Annotated[
+        bool,
+        typer.Option("--write", help="With --code: change calls that change in one word."),
+    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The new file; default prints it.")
     ] = None,
@@ -64,6 +80,19 @@ def migrate(
 ) -> None:
     """Prints the new file to standard output and the report beside it to standard error."""
     with reported():
+        if code is not None:
+            others = {
+                "CONFIG": config,
+                "--output": output,
+                "--from": dialect,
+                "--world-size": world_size,
+                "--gpus-per-node": gpus_per_node,
+                "--set": decisions,
+                "--strict": strict,
+            }
+            _refuse_beside_code([name for name, value in others.items() if value])
+            raise typer.Exit(_migrate_code(code, write=write, check=check, as_json=as_json))
+        config = _checked(config, write=write)
         from composer_fsdp2.migrate.engine import migrate as migrate_text
 
         report = migrate_text(
@@ -78,6 +107,43 @@ def migrate(
             _write(config, output, report.text)
         _print(report, whole=output is None and not check, as_json=as_json)
         raise typer.Exit(_exit_code(report, strict=strict, check=check))
+
+
+def _refuse_beside_code(names: list[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be given together with --code. It is about configurations "
+            "and would have no effect. Take it out, or run the command once for each."
+        )
+
+
+def _checked(config: Path | None, *, write: bool) -> Path:
+    if write:
+        raise ConfigError(
+            "--write is given without --code. It changes Python files; a configuration stays as "
+            "it is. Write --code and a path, or --output and the path of the new configuration."
+        )
+    if config is None:
+        raise ConfigError(
+            "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path of a "
+            "configuration, or --code and a Python file or folder."
+        )
+    return config
+
+
+def _migrate_code(code: Path, *, write: bool, check: bool, as_json: bool) -> int:
+    from composer_fsdp2.migrate.code_files import migrate_code
+    from composer_fsdp2.migrate.code_report import code_as_dict, describe_code
+
+    if write and check:
+        raise ConfigError(
+            "--write and --check are given together. One changes files, the other only looks. "
+            "Run the command with --write, and then with --check."
+        )
+    files = migrate_code(code, write=write)
+    typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
+    unwritten = any(file.unwritten for file in files)
+    return 1 if unwritten or (check and any(file.needs_hands for file in files)) else 0
 
 
 def _read(config: Path) -> str:
@@ -144,11 +210,12 @@ def _describe(report: Report) -> list[str]:
     if untouched:
         count = "1 other key is" if len(untouched) == 1 else f"{len(untouched)} other keys are"
         lines += ["", f"{count} not about sharding and left as written; --json lists them."]
-    return lines
+    return lines + [line for remark in report.remarks for line in ("", remark)]
 
 
 def _describe_entry(entry: Entry) -> list[str]:
-    new = ", ".join(f"{name}: {value}" for name, value in entry.settings.items())
+    settings = {**entry.settings, **entry.beside}
+    new = ", ".join(f"{name}: {value}" for name, value in settings.items())
     arrow = f" -> {new}" if new else ""
     old = "" if entry.status.value == "added" else f": {entry.value}"
     lines = [f"  {entry.key}{old}{arrow}", f"      {entry.reason}"]
@@ -163,11 +230,13 @@ def _as_dict(report: Report) -> dict[str, Any]:
             "status": entry.status.value,
             "reason": entry.reason,
             "becomes": entry.settings,
+            "trainer": entry.beside,
             "options": list(entry.options),
         }
         for entry in report.entries
     ]
-    return {"dialect": report.dialect, "keys": keys, "output": report.text}
+    remarks = list(report.remarks)
+    return {"dialect": report.dialect, "keys": keys, "remarks": remarks, "output": report.text}
 
 
 def _exit_code(report: Report, *, strict: bool, check: bool) -> int:

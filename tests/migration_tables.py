@@ -23,8 +23,6 @@ PAGE = Path(__file__).parents[1] / "MIGRATION.md"
 MARK = re.compile(r"(<!-- keys: ([\w-]+) -->\n)(.*?)<!-- end of keys -->", re.DOTALL)
 HEADER = ("key", "value", "becomes", "status", "reason")
 
-_BLOCK = "config."
-"""what the tables of Accelerate and TrainingArguments call the block `fsdp_config`"""
 _OTHER = "any other"
 
 
@@ -50,7 +48,7 @@ TABLES = {
         # The block is Accelerate's.
         Table(
             TRAINING_ARGUMENTS,
-            tuple(row for row in TRAINING_ARGUMENTS.rows if not row.key.startswith(_BLOCK)),
+            tuple(row for row in TRAINING_ARGUMENTS.rows if not row.key.startswith("config.")),
             lambda: reports_of(TRAINING_ARGUMENTS),
         ),
         _whole(ROLL),
@@ -61,12 +59,12 @@ TABLES = {
 
 def table(name: str) -> str:
     """A dialect's table as Markdown."""
-    dialect, rows, reports = TABLES[name]
+    _, rows, reports = TABLES[name]
     first: dict[int, Entry] = {}
     for entry in (entry for report in reports() for entry in report.entries):
         if entry.row is not None and entry.status is entry.row.status:
             first.setdefault(id(entry.row), entry)
-    cells = [_cells(row, first[id(row)], rows, dialect) for row in rows]
+    cells = [_cells(row, first[id(row)], rows) for row in rows]
     return "".join(_line(line) for line in [HEADER, ("---",) * len(HEADER), *_merged(cells)])
 
 
@@ -74,12 +72,11 @@ def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |\n"
 
 
-def _cells(row: Row, entry: Entry, rows: tuple[Row, ...], dialect: Dialect) -> tuple[str, ...]:
-    key = row.key.replace(_BLOCK, dialect.prefix, 1) if row.key.startswith(_BLOCK) else row.key
+def _cells(row: Row, entry: Entry, rows: tuple[Row, ...]) -> tuple[str, ...]:
     is_first = next(other for other in rows if other.key == row.key) is row
     decide = ", ".join(_option(option) for option in row.options)
     return (
-        f"`{key}`",
+        f"`{_key(row, entry)}`",
         _values(row, entry, "any" if is_first else _OTHER),
         _becomes(row, entry),
         row.status.value,
@@ -87,13 +84,20 @@ def _cells(row: Row, entry: Entry, rows: tuple[Row, ...], dialect: Dialect) -> t
     )
 
 
+def _key(row: Row, entry: Entry) -> str:
+    """As the file has it: a table may call a block by another name."""
+    if row.key.startswith("*."):
+        return row.key
+    return ".".join(entry.path[-len(row.key.split(".")) :])
+
+
 def _values(row: Row, entry: Entry, every: str) -> str:
-    if row.choices:
-        return ", ".join(dict.fromkeys(f"`{_text(choice)}`" for choice in row.choices))
-    words = row.described[:1].lower() + row.described[1:] or every
+    named = ", ".join(dict.fromkeys(f"`{_text(choice)}`" for choice in row.choices))
+    words = named or row.described[:1].lower() + row.described[1:] or every
     # A setting that depends on the value says nothing without one.
-    depends = _settings(entry) and row.settings != entry.becomes
-    return f"{words}, such as `{_text(entry.value)}`" if depends else words
+    depends = callable(row.settings) or callable(row.trainer)
+    depends |= not named and row.settings != entry.becomes
+    return f"{words}, for example `{_text(entry.value)}`" if depends else words
 
 
 def _becomes(row: Row, entry: Entry) -> str:
@@ -104,7 +108,8 @@ def _becomes(row: Row, entry: Entry) -> str:
 
 
 def _settings(entry: Entry) -> list[str]:
-    given = entry.settings.items() if SAME not in entry.becomes.values() else ()
+    own = {} if SAME in entry.becomes.values() else entry.settings
+    given = {**own, **entry.beside}.items()
     return [f"`{name}: {_text(value)}`" for name, value in given]
 
 

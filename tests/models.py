@@ -8,6 +8,7 @@ import torch
 from composer.models import ComposerModel
 from torch import nn
 from torch.nn import functional as F
+from transformers import LlamaConfig
 
 VOCAB = 17
 WIDTH = 10
@@ -137,3 +138,18 @@ def batches(
     shape = (steps, 2, size, length)
     data = torch.randint(VOCAB, shape, generator=generator)
     return [(step[0], step[1]) for step in data]
+
+
+def llama_config(tied: bool = True, **changes: Any) -> LlamaConfig:
+    """Two layers; `changes` are other arguments of the configuration."""
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 12,
+        "intermediate_size": 20,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": tied,
+    }
+    return LlamaConfig(**{**shape, **changes})

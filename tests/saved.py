@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import resource
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +87,20 @@ def save_folder(path: Path, state: dict[str, Any]) -> Path:
 def save_file(path: Path, state: dict[str, Any]) -> Path:
     torch.save(state, path)
     return path
+
+
+@contextmanager
+def no_space(limit_bytes: int) -> Iterator[None]:
+    """The system refuses to make files larger, as it does on a full disk, with another number."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_files(limit_bytes)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def limit_files(limit_bytes: int) -> None:
+    """Does so until the limit is set back."""
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))

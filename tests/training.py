@@ -12,7 +12,7 @@ from composer.models import ComposerModel
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.models import batches
 from tests.parity import full
@@ -28,6 +28,19 @@ def samples_of(steps: int, size: int, seed: int = 7) -> Samples:
     """
     ids, targets = zip(*batches(steps, size, seed=seed), strict=True)
     return TensorDataset(torch.cat(ids), torch.cat(targets))
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Six ready tokens a sample, labelled with themselves."""
+
+    def __init__(self, samples: int) -> None:
+        self.ids = torch.randint(31, (samples, 6), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def built(make: Callable[[], ComposerModel], seed: int = 0) -> ComposerModel:

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from composer_fsdp2.migrate.report import SAME, Context, Dialect, Row, Site, Status
+from composer_fsdp2.migrate.report import (
+    SAME,
+    Context,
+    Dialect,
+    Entry,
+    Ranks,
+    Row,
+    Site,
+    Status,
+)
 
 __all__ = ["ACCELERATE", "TRAINING_ARGUMENTS"]
 
@@ -17,6 +27,8 @@ _ON = (True, "true")
 _BLOCK = "fsdp_config"
 _PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
 _LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start"
+_COUNTS = "the launcher says how many ranks start; the degrees were worked out for this many"
+_SIZE = "parallelism_config_dp"
 
 
 def _classes(value: Any) -> dict[str, Any]:
@@ -46,14 +58,23 @@ def _is_names(value: Any) -> bool:
     return isinstance(value, str | list) and bool(value)
 
 
-def _precision(dtype: str) -> dict[str, Any]:
-    return {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}}
+def _is_size(value: Any) -> bool:
+    """A number above 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
-_PRECISION_REASON = (
-    "parameters and gradient reduction in this dtype, as Accelerate sets it; write the trainer's "
-    "`precision` too"
-)
+def _precision(key: str, dtype: str, value: Any) -> Row:
+    return Row(
+        key,
+        _C,
+        "parameters and gradient reduction in this dtype, as Accelerate has it; buffers keep their "
+        "own dtype, which FSDP1 cast",
+        (value,),
+        {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
+        trainer={"precision": f"amp_{dtype}"},
+    )
+
+
 _STRATEGIES = {
     ("FULL_SHARD", 1, "1"): (
         {"reshard_after_forward": "auto"},
@@ -73,17 +94,20 @@ _STRATEGIES = {
         "one copy per node; parameters are kept between forward and backward",
     ),
 }
+# Version 1 reads either key; its newer releases write the second.
+_STRATEGY_KEYS = ("sharding_strategy", "reshard_after_forward")
 
 # Without the prefix `fsdp_`, which keys may have or lack.
 _FSDP = (
     *(
-        Row("sharding_strategy", _C, reason, when, settings)
+        Row(key, _C, reason, when, settings)
+        for key in _STRATEGY_KEYS
         for when, (settings, reason) in _STRATEGIES.items()
     ),
     Row(
         "reshard_after_forward",
         _C,
-        "true keeps the top-level units, as Accelerate leaves it to torch",
+        "the top-level units keep their parameters until backward, which needs them first",
         _ON,
         {"reshard_after_forward": "auto"},
     ),
@@ -92,20 +116,6 @@ _FSDP = (
         _K,
         "means the same",
         ("false", False),
-        {"reshard_after_forward": False},
-    ),
-    Row(
-        "reshard_after_forward",
-        _C,
-        "version 1's name for it",
-        ("FULL_SHARD",),
-        {"reshard_after_forward": "auto"},
-    ),
-    Row(
-        "reshard_after_forward",
-        _C,
-        "version 1's name for it",
-        ("SHARD_GRAD_OP",),
         {"reshard_after_forward": False},
     ),
     Row("version", _NOT, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2")),
@@ -219,8 +229,6 @@ _LAUNCHING = (
     "main_process_ip",
     "main_process_port",
     "main_training_function",
-    "num_machines",
-    "num_processes",
     "rdzv_backend",
     "same_network",
     "tpu_env",
@@ -230,24 +238,52 @@ _LAUNCHING = (
 )
 _TOP = (
     *(Row(key, _NOT, _LAUNCHER) for key in _LAUNCHING),
-    Row("mixed_precision", _C, _PRECISION_REASON, ("bf16",), _precision("bf16")),
-    Row("mixed_precision", _C, _PRECISION_REASON, ("fp16",), _precision("fp16")),
+    *(Row(key, _NOT, _COUNTS) for key in ("num_processes", "num_machines")),
+    Row("use_parallelism_config", _NOT, "the degrees say it", (True, False)),
+    _precision("mixed_precision", "bf16", "bf16"),
+    _precision("mixed_precision", "fp16", "fp16"),
     Row(
         "mixed_precision",
         _C,
         "no mixed precision",
         ("no", False, None),
         {"mixed_precision": "FULL"},
+        trainer={"precision": "fp32"},
     ),
-    Row("mixed_precision", _UN, "fp8 is not supported yet", ("fp8",), options=("bf16",)),
+    Row(
+        "mixed_precision",
+        _UN,
+        "fp8 is not supported yet",
+        ("fp8",),
+        options=("mixed_precision=bf16",),
+    ),
 )
+_DEGREES = (
+    Row(f"{_SIZE}_replicate_size", _NOT, "one copy is the default", (1, None)),
+    Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", _is_size, {_REPLICATE: SAME}),
+    Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", _is_size, {_SHARD: SAME}),
+    Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
+    *(
+        row
+        for name, reason in (("tp", "tensor parallelism"), ("cp", "context parallelism"))
+        for row in (
+            Row(f"parallelism_config_{name}_size", _NOT, f"1: no {reason}", (1, None)),
+            Row(
+                f"parallelism_config_{name}_size",
+                _UN,
+                f"{reason} does not go with FSDP2 yet",
+                _is_size,
+                options=(f"parallelism_config_{name}_size=1",),
+            ),
+        )
+    ),
+    Row("parallelism_config_cp_comm_strategy", _NOT, "speaks of context parallelism alone"),
+)
+"""Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
 
 
 def _under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    return tuple(
-        Row(f"{prefix}.{row.key}", row.status, row.reason, row.when, row.settings, row.options)
-        for row in rows
-    )
+    return tuple(replace(row, key=f"{prefix}.{row.key}") for row in rows)
 
 
 def _fsdp_block(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -266,6 +302,9 @@ def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
     launcher = "distributed_type" in data or "compute_environment" in data
     if launcher and isinstance(data.get(_BLOCK), Mapping):
         keys = {key: key for key in data if key in known}
+        degrees = data.get("parallelism_config")
+        if isinstance(degrees, Mapping) and any(str(key).startswith(_SIZE) for key in degrees):
+            keys["parallelism_config"] = "degrees"
         return [Site((), {**keys, _BLOCK: "config"})]
     names = {f"fsdp_{row.key}" for row in _FSDP}
     snippet = {key: f"config.{key.removeprefix('fsdp_')}" for key in data if key in names}
@@ -274,31 +313,53 @@ def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
     return [Site((), snippet)] if snippet else []
 
 
+def _find_ranks(data: Mapping[str, Any]) -> Ranks:
+    ranks, nodes = data.get("num_processes"), data.get("num_machines", 1)
+    if not (isinstance(ranks, int) and isinstance(nodes, int) and ranks > 0 and nodes > 0):
+        return None, None
+    return ranks, None if ranks % nodes else ranks // nodes
+
+
 def _finish(context: Context) -> None:
-    """One copy per node needs the node's size; checkpoints keep their kind."""
-    strategy = context.entries.get("config.sharding_strategy")
-    if strategy is not None and "node" in strategy.reason:
-        if context.gpus_per_node:
-            strategy.becomes |= {_SHARD: context.gpus_per_node, _REPLICATE: -1}
-        else:
-            strategy.decide(
-                "one copy per node, and the number of GPUs per node is not known",
-                "--gpus-per-node N",
-                f"{strategy.key}=FULL_SHARD",
-            )
+    """One copy per node needs the node's size; defaults of Accelerate are written out."""
+    given = any(key.startswith(f"degrees.{_SIZE}") for key in context.entries)
+    for key in _STRATEGY_KEYS:
+        strategy = context.entries.get(f"config.{key}")
+        if strategy is not None and strategy.reason.startswith("one copy per node") and not given:
+            _per_node(context, strategy, "FULL_SHARD")
     version2 = str(context.value("config.version", 1)) == "2"
+    precision = context.entries.get("mixed_precision")
+    if version2 and precision is not None:
+        dtypes = precision.becomes.get("mixed_precision")
+        if isinstance(dtypes, dict):
+            # Version 2 of the file sets it too.
+            dtypes["output_dtype"] = dtypes["param_dtype"]
     if "config.state_dict_type" not in context.entries:
         kind = "sharded" if version2 else "full"
-        context.add("state_dict_type", kind, "the default of Accelerate, written out")
+        context.add("the default of Accelerate, written out", state_dict_type=kind)
+
+
+def _per_node(context: Context, strategy: Entry, without: str) -> None:
+    if not strategy.becomes:
+        return
+    if context.gpus_per_node:
+        strategy.becomes |= {_SHARD: context.gpus_per_node, _REPLICATE: -1}
+    else:
+        strategy.decide(
+            "one copy per node, and the number of GPUs per node is not known",
+            "--gpus-per-node N",
+            f"{strategy.key}={without}",
+        )
 
 
 ACCELERATE = Dialect(
     "accelerate",
     "Accelerate with FSDP",
     _find_accelerate,
-    (*_TOP, *_under("config", _FSDP)),
+    (*_TOP, *_under("config", _FSDP), *_under("degrees", _DEGREES)),
     finish=_finish,
     prefix="fsdp_",
+    ranks=_find_ranks,
 )
 
 
@@ -325,6 +386,11 @@ def _is_known(value: Any) -> bool:
     return bool(words) and all(word in _WORDS for word in words)
 
 
+def _is_unwrapped(value: Any) -> bool:
+    """Words without `auto_wrap`."""
+    return _is_known(value) and "auto_wrap" not in _words(value)
+
+
 def _offloads(value: Any) -> bool:
     """Words with `offload`."""
     words = _words(value)
@@ -335,10 +401,15 @@ def _from_words(value: Any) -> dict[str, Any]:
     return {key: item for word in _words(value) for key, item in _WORDS.get(word, {}).items()}
 
 
+_ONE_UNIT = (
+    "without auto_wrap the model was one unit, gathered at once; here its blocks are units too, "
+    "which takes less memory"
+)
 _ARGUMENTS = (
     Row("fsdp", _NOT, "no strategy is named", (None, "", False, [])),
+    Row("fsdp", _CH, _ONE_UNIT, _is_unwrapped, _from_words),
     Row("fsdp", _C, "each word is one setting", _is_known, _from_words),
-    Row("fsdp", _C, "version 2's switch", (True,), {"reshard_after_forward": "auto"}),
+    Row("fsdp", _CH, f"true is full_shard; {_ONE_UNIT}", (True,), _WORDS["full_shard"]),
     Row(
         "fsdp",
         _UN,
@@ -357,10 +428,16 @@ _ARGUMENTS = (
     Row("fsdp_transformer_layer_cls_to_wrap", _NOT, "names no class", _is_nothing),
     Row("fsdp_min_num_params", _NOT, "0 sets no size", _is_nothing),
     Row("fsdp_min_num_params", _R, "`wrap_policy.min_num_params`", _is_number, _min_num_params),
-    Row("bf16", _C, _PRECISION_REASON, (True,), _precision("bf16")),
+    _precision("bf16", "bf16", True),
     Row("bf16", _NOT, "off", _OFF),
-    Row("fp16", _C, _PRECISION_REASON, (True,), _precision("fp16")),
+    _precision("fp16", "fp16", True),
     Row("fp16", _NOT, "off", _OFF),
+    Row(
+        "file",
+        _DEC,
+        "the FSDP settings are in a file of their own",
+        options=("put its content here as a mapping", "fsdp_config=null"),
+    ),
     Row(
         "gradient_checkpointing",
         _R,
@@ -383,8 +460,8 @@ def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list
     if named or _fsdp_block(data) is not None:
         known = {row.key.partition(".")[0] for row in _ARGUMENTS}
         keys = {key: key for key in data if key in known}
-        if isinstance(data.get(_BLOCK), Mapping):
-            keys[_BLOCK] = "config"
+        if data.get(_BLOCK) is not None:
+            keys[_BLOCK] = "config" if isinstance(data[_BLOCK], Mapping) else "file"
         return [Site(path, keys)]
     inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
     return [site for key, value in inner for site in _find_arguments(value, (*path, key))]
@@ -393,14 +470,7 @@ def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list
 def _finish_arguments(context: Context) -> None:
     words = context.entries.get("fsdp")
     if words is not None and any(word.startswith("hybrid") for word in _words(words.value)):
-        if context.gpus_per_node and words.becomes:
-            words.becomes |= {_SHARD: context.gpus_per_node, _REPLICATE: -1}
-        elif words.becomes:
-            words.decide(
-                "one copy per node, and the number of GPUs per node is not known",
-                "--gpus-per-node N",
-                f"{words.key}=full_shard",
-            )
+        _per_node(context, words, "full_shard")
     _finish(context)
 
 

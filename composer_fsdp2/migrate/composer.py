@@ -44,8 +44,9 @@ _PRECISION = (
     ),
     Row(
         "mixed_precision",
-        _K,
-        "the same dtypes for parameters and gradients; buffers keep theirs, which FSDP1 cast",
+        _CH,
+        "the same dtypes for parameters and gradients; buffers keep theirs (rotary tables fp32), "
+        "which FSDP1 cast to the compute dtype",
         ("DEFAULT", "PURE"),
         {"mixed_precision": SAME},
     ),
@@ -252,7 +253,7 @@ def _place(context: Context, settings: Mapping[str, Any]) -> None:
         elif entry is not None and value is not None and name != "state_dict_type":
             entry.become(Status.CONVERTED, "follows from sharding_strategy", **{name: value})
         elif name == "state_dict_type":
-            context.add(name, value, "FSDP1's default was full, FSDP2's is sharded")
+            context.add("FSDP1's default was full, FSDP2's is sharded", **{name: value})
         elif strategy is not None and strategy.status is not Status.DECISION:
             strategy.becomes[name] = value
 
@@ -400,7 +401,7 @@ def _finish_version2(context: Context) -> None:
     if entry is not None and entry.value is True and sharded:
         entry.become(Status.NOT_NEEDED, "has no effect on sharded checkpoints")
     if "state_dict_type" not in context.entries:
-        context.add("state_dict_type", "sharded", "the default of FSDP_VERSION=2, written out")
+        context.add("the default of FSDP_VERSION=2, written out", state_dict_type="sharded")
 
 
 FSDP_VERSION_2 = Dialect(

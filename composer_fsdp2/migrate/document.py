@@ -117,6 +117,9 @@ class Document:
                 body += self._written(entry, inner) if entry.status.value == "added" else []
         if not any(line.strip() and not _is_remark(line) for line in body):
             block[-1] += " {}"
+        beside = {key: value for entry in entries for key, value in entry.beside.items()}
+        for key, value in beside.items():
+            body += [" " * indent + line for line in dump({key: value}).splitlines()]
         return block + body
 
     def _starting(

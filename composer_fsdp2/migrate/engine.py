@@ -79,7 +79,8 @@ def migrate(
         entries = found + entries
     entries += work.outside(sites)
     _check_used(work.decisions, work.used, entries)
-    return Report(spoken.name, spoken.title, tuple(entries), output.text if sites else text)
+    new = output.text if sites else text
+    return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
 
 
 class _Work:
@@ -97,7 +98,8 @@ class _Work:
         self.dialect = dialect
         self.decisions = decisions
         self.used: set[str] = set()
-        self.ranks = (world_size, gpus_per_node)
+        in_file = dialect.ranks(document.data)
+        self.ranks = (world_size or in_file[0], gpus_per_node or in_file[1])
         self.duplicates = document.duplicates()
         self.resolved = _resolve(document)
 
@@ -112,6 +114,7 @@ class _Work:
             self.dialect.finish(context)
         entries = [*context.entries.values(), *context.added]
         entries += self._extra(site)
+        _keep_own(entries, [name for name in values if name not in site.keys])
         _check_each(entries)
         _merge(entries)
         _check_together(entries, self.ranks[0])
@@ -168,7 +171,7 @@ class _Work:
             return entry
         entry.row = row
         entry.become(row.status, row.reason, **row.becomes(value))
-        entry.options = row.options
+        entry.options, entry.beside = row.options, row.beside(value)
         if decided is not None:
             # What --set says is not in the input's text.
             entry.becomes = entry.settings
@@ -242,6 +245,18 @@ def _resolve(document: Document) -> dict[str, Any]:
     return resolved((), document.data)
 
 
+def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
+    """Where the new settings have to go if they are not where LLM Foundry reads them."""
+    nested = [".".join((*site.parent, *site.wrapper)) for site in sites if site.parent]
+    wanted = ".".join(Site((), {}).wrapper)
+    return tuple(
+        f"The new settings stand at '{place}'. LLM Foundry and `composer-fsdp2 train` read "
+        f"'{wanted}' at the top of a run: move them there."
+        for place in nested
+        if place != wanted
+    )
+
+
 def _at(data: Any, path: Path) -> Any:
     for name in path:
         data = data[name]
@@ -276,6 +291,14 @@ def _plain(entry: Entry) -> dict[str, Any]:
     """An entry's settings without those only the run can resolve."""
     settings = entry.settings.items()
     return {k: v for k, v in settings if not (isinstance(v, str) and "${" in v)}
+
+
+def _keep_own(entries: Sequence[Entry], present: Collection[str]) -> None:
+    """What the file says of the trainer itself stays as it is."""
+    for entry in entries:
+        for name in [name for name in entry.beside if name in present]:
+            del entry.beside[name]
+            entry.reason += f"; the file has its own `{name}`, which stays"
 
 
 def _check_each(entries: Sequence[Entry]) -> None:

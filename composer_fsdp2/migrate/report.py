@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 __all__ = ["ANY", "SAME", "Context", "Dialect", "Entry", "Report", "Row", "Site", "Status"]
 
 Path = tuple[str, ...]
+Ranks = tuple[int | None, int | None]
 
 
 class Status(str, Enum):
@@ -53,6 +55,8 @@ class Row:
     """FSDP2 settings; `SAME` stands for the value"""
     options: tuple[str, ...] = ()
     """what a user may decide, as `--set` takes it or in words"""
+    trainer: Mapping[str, Any] | Convert = field(default_factory=dict)
+    """settings of LLM Foundry's own, written beside the block"""
 
     def matches(self, value: Any) -> bool:
         """Whether the row speaks of this value."""
@@ -76,8 +80,16 @@ class Row:
 
     def becomes(self, value: Any) -> dict[str, Any]:
         """The FSDP2 settings for a value."""
-        given = self.settings(value) if callable(self.settings) else self.settings
-        return dict(given)
+        return _for_value(self.settings, value)
+
+    def beside(self, value: Any) -> dict[str, Any]:
+        """The trainer's settings for a value."""
+        return _for_value(self.trainer, value)
+
+
+def _for_value(settings: Mapping[str, Any] | Convert, value: Any) -> dict[str, Any]:
+    # A copy: rows share their mappings, and entries are changed afterwards.
+    return deepcopy(dict(settings(value) if callable(settings) else settings))
 
 
 def _same(value: Any, choice: Any) -> bool:
@@ -97,6 +109,8 @@ class Entry:
     becomes: dict[str, Any] = field(default_factory=dict)
     options: tuple[str, ...] = ()
     row: Row | None = None
+    beside: dict[str, Any] = field(default_factory=dict)
+    """settings of the trainer"""
 
     @property
     def key(self) -> str:
@@ -112,6 +126,7 @@ class Entry:
         """Makes it the user's decision; nothing is written for it."""
         self.status, self.reason, self.options = Status.DECISION, reason, options
         self.becomes.clear()
+        self.beside.clear()
 
     def become(self, status: Status, reason: str, **settings: Any) -> None:
         """Replaces what the table said, where other keys have a say in it."""
@@ -140,6 +155,7 @@ class Context:
     """the whole input"""
     site: Site
     world_size: int | None
+    """given, or else what the file says"""
     gpus_per_node: int | None
     added: list[Entry] = field(default_factory=list)
 
@@ -147,10 +163,10 @@ class Context:
         """The input's value of a key of the table."""
         return self.entries[key].value if key in self.entries else default
 
-    def add(self, setting: str, value: Any, reason: str) -> None:
-        """Writes out a setting the input does not have."""
-        path = (*self.site.parent, *self.site.wrapper, setting)
-        self.added.append(Entry(path, None, Status.ADDED, reason, {setting: value}))
+    def add(self, reason: str, **settings: Any) -> None:
+        """Writes out settings the input does not have; those that need each other together."""
+        path = (*self.site.parent, *self.site.wrapper, ", ".join(settings))
+        self.added.append(Entry(path, None, Status.ADDED, reason, settings))
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +183,8 @@ class Dialect:
     """settings that follow from several keys"""
     prefix: str = ""
     """beginning that keys may have or lack without a difference"""
+    ranks: Callable[[Mapping[str, Any]], Ranks] = lambda _: (None, None)
+    """ranks in all and per node, as far as the file says them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +195,8 @@ class Report:
     title: str
     entries: tuple[Entry, ...]
     text: str
+    remarks: tuple[str, ...] = ()
+    """about the file as a whole"""
 
     def having(self, *statuses: Status) -> list[Entry]:
         """The entries with one of these statuses."""

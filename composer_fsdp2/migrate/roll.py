@@ -15,20 +15,27 @@ _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Statu
 _SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 _BLOCK = "strategy_config"
 _OFF = (False, None)
+_SPELLINGS = {"half": "fp16", "float": "fp32"}
+_DEFAULTS = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
 
 
 def _is_dtype(value: Any) -> bool:
     """A dtype."""
-    return isinstance(value, str) and value in DTYPES
+    return isinstance(value, str) and _SPELLINGS.get(value.lower(), value) in DTYPES
 
 
 def _dtype(name: str) -> Any:
-    return lambda value: {"mixed_precision": {name: value}}
+    return lambda value: {"mixed_precision": {name: _SPELLINGS.get(value.lower(), value)}}
 
 
 def _is_size(value: Any) -> bool:
     """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def _is_everyone(value: Any) -> bool:
+    """Nothing or a number below 2."""
+    return value is None or (isinstance(value, int) and value <= 1)
 
 
 def _names(value: Any) -> dict[str, Any]:
@@ -48,21 +55,21 @@ _ROWS = (
         _is_size,
         lambda value: {_SHARD: value, _REPLICATE: -1},
     ),
-    Row(
-        "fsdp_size",
-        _C,
-        "a whole copy on every rank",
-        (1,),
-        {_SHARD: 1, _REPLICATE: -1},
-    ),
-    Row("fsdp_size", _NOT, "all ranks, the default", (-1, None)),
+    Row("fsdp_size", _NOT, "1 or less is all ranks, the default", _is_everyone),
     Row("param_dtype", _R, "`mixed_precision.param_dtype`", _is_dtype, _dtype("param_dtype")),
     Row("reduce_dtype", _R, "`mixed_precision.reduce_dtype`", _is_dtype, _dtype("reduce_dtype")),
     Row(
+        "async_save_ckpt",
+        _R,
+        "`async_save`",
+        (True, False),
+        {"async_save": SAME},
+    ),
+    Row(
         "reshard_after_forward",
         _C,
-        "true keeps the top-level units, as torch does by itself",
-        (True,),
+        "the top-level units keep their parameters until backward, as ROLL's root does",
+        (True, None),
         {"reshard_after_forward": "auto"},
     ),
     Row("reshard_after_forward", _K, "means the same", settings={"reshard_after_forward": SAME}),
@@ -80,8 +87,18 @@ _ROWS = (
         _is_names,
         _names,
     ),
-    Row("wrap_policy.moe_experts", _R, "`wrap_policy.classes`", _is_names, _names),
-    Row("wrap_policy.wrap_embeddings", _NOT, "off is the default", _OFF),
+    Row("wrap_policy.transformer_layer_cls_to_wrap", _NOT, "the model's own blocks", (None, [])),
+    Row(
+        "wrap_policy.moe_experts",
+        _NOT,
+        "ROLL wraps single experts only with apply_expert_patch; they belong to their layer's unit",
+    ),
+    Row(
+        "wrap_policy.wrap_embeddings",
+        _NOT,
+        "off: embeddings belong to the top-level unit; ROLL makes untied ones a unit all the same",
+        _OFF,
+    ),
     Row(
         "wrap_policy.wrap_embeddings",
         _R,
@@ -101,12 +118,16 @@ _ROWS = (
     Row(
         "apply_expert_patch",
         _UN,
-        "experts that get no token on a rank are not run there; units of single experts would wait "
-        "for each other",
-        options=("apply_expert_patch=false", "wrap whole decoder layers"),
+        "experts without a token on a rank are not run there, so single experts cannot be units; "
+        "whole layers are, which takes more memory while one is gathered",
+        options=("apply_expert_patch=false",),
     ),
+    Row("ep_size", _NOT, "no expert parallelism", (1, None)),
+    Row("ep_size", _UN, "experts are not spread over ranks", options=("ep_size=1",)),
     Row("apply_tiled_mlp", _NOT, "off is what is done here", _OFF),
     Row("apply_tiled_mlp", _UN, "the MLP is not tiled", options=("apply_tiled_mlp=false",)),
+    Row("tiled_num_shards", _NOT, "speaks of the tiled MLP alone"),
+    Row("model_type", _NOT, "speaks of the tiled MLP alone"),
     Row("ulysses_size", _NOT, "no sequence is split", (1, None)),
     Row("ulysses_size", _UN, "sequences are not split over ranks", options=("ulysses_size=1",)),
 )
@@ -124,6 +145,9 @@ def _finish(context: Context) -> None:
     size = context.entries.get("fsdp_size")
     if size is not None and size.becomes and size.value == context.world_size:
         size.become(_C, "all ranks share one copy", **{_SHARD: size.value})
+    missing = {name: dtype for name, dtype in _DEFAULTS.items() if name not in context.entries}
+    if missing:
+        context.add("the default of ROLL, written out", mixed_precision=missing)
 
 
 _ULYSSES = "sequences are not split over ranks; ROLL's own key is left where it is"

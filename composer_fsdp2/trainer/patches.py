@@ -8,13 +8,22 @@ import hashlib
 import importlib
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from composer_fsdp2.errors import PatchError
 
-__all__ = ["PATCHES", "PatchPoint", "describe_patches", "install", "installed", "uninstall"]
+__all__ = [
+    "PATCHES",
+    "PatchPoint",
+    "PatchState",
+    "describe_patches",
+    "install",
+    "installed",
+    "patch_states",
+    "uninstall",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,23 +343,47 @@ def installed() -> Iterator[None]:
             uninstall()
 
 
-def describe_patches() -> str:
-    """The table with the state of every row."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchState:
+    """What has become of one row of the table."""
+
+    target: str
+    why: str
+    versions: str
+    state: Literal["installed", "fits", "does not fit"]
+    problem: str | None = None
+    """why it cannot be installed"""
+
+
+def patch_states() -> tuple[PatchState, ...]:
+    """The state of every row. Collective: no. It imports Composer and changes nothing."""
+    return tuple(_state(point) for point in PATCHES)
+
+
+def describe_patches(states: Sequence[PatchState] | None = None) -> str:
+    """The table with the state of every row.
+
+    Args:
+        states: what `patch_states` returned; looked up when not given.
+    """
+    shown = {"installed": "installed", "fits": "fits, not installed"}
     lines: list[str] = []
-    for point in PATCHES:
-        lines += [f"{point.target}", f"  {_state(point)}", f"  because it {point.why}"]
+    for row in patch_states() if states is None else states:
+        state = shown.get(row.state, f"cannot be installed: {row.problem}")
+        lines += [row.target, f"  {state}", f"  because it {row.why}"]
     return "\n".join(lines)
 
 
-def _state(point: PatchPoint) -> str:
+def _state(point: PatchPoint) -> PatchState:
+    row = {"target": point.target, "why": point.why, "versions": point.versions}
     if point.target in _originals:
-        return "installed"
+        return PatchState(**row, state="installed")
     try:
         owner, name = _locate(point.target)
         _check(point, inspect.getattr_static(owner, name))
     except (ImportError, PatchError) as error:
-        return f"cannot be installed: {error}"
-    return "fits, not installed"
+        return PatchState(**row, state="does not fit", problem=str(error))
+    return PatchState(**row, state="fits")
 
 
 def _locate(target: str) -> tuple[Any, str]:

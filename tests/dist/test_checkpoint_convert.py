@@ -15,7 +15,7 @@ from composer_fsdp2 import installed
 from composer_fsdp2.cli import app
 from tests.models import TinyComposer
 from tests.parity import OPTIMIZERS, full
-from tests.training import built, largest_difference, samples_of, trainer_for, weights
+from tests.training import Tokens, built, largest_difference, samples_of, trainer_for, weights
 from tests.unit.test_checkpoint_huggingface import composers, logits, names_in, tiny, tokenizer
 
 ADAMW = OPTIMIZERS["adamw"]
@@ -72,17 +72,6 @@ def test_a_run_goes_on_from_the_other_kind(kind: str, tie: str, ranks: Any, tmp_
 
 
 # --- Hugging Face. ---
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, samples: int) -> None:
-        self.ids = torch.randint(31, (samples, 6), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 def _train_hugging_face(name: str, kind: str, folder: Path) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
 from tests.fsdp1_fixtures import expected, fsdp1_losses, needs_fixtures, tiny_model
 from tests.models import TinyComposer
+from tests.saved import limit_files, no_space
 from tests.training import built, largest_difference, samples_of, trainer_for
 
 
@@ -109,21 +110,9 @@ def test_training_goes_on_meanwhile_and_fit_waits(tmp_path: Path):
     assert sorted(item.name for item in tmp_path.iterdir())[:2] == ["ep0-ba5", "ep0-ba9"]
 
 
-@contextlib.contextmanager
-def no_space(limit_bytes: int) -> Iterator[None]:
-    """The system refuses to make files larger, as it does when the disk is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def fill_disk(_state_dict: dict[str, Any]) -> None:
     """As `save_ignore_keys`, which is called right before anything is written."""
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
+    limit_files(2000)
 
 
 @pytest.mark.world_size(2)

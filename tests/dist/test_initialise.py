@@ -11,10 +11,10 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
-from tests.models import VOCAB, WIDTH, TinyLM, batches
+from tests.models import TinyLM, VOCAB, WIDTH, batches, llama_config
 from tests.parity import (
     OPTIMIZERS,
     check_parity_from_here,
@@ -67,19 +67,7 @@ class Uninitialised(nn.Module):
 
 
 def llama(tied: bool = True) -> LlamaForCausalLM:
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=12,
-            intermediate_size=20,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=16,
-            pad_token_id=0,
-            tie_word_embeddings=tied,
-        )
-    )
+    return LlamaForCausalLM(llama_config(tied, pad_token_id=0))
 
 
 def build(make: Make, device: str, seed: int = 0) -> nn.Module:
@@ -118,14 +106,14 @@ MODELS: dict[str, Make] = {
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 
-STEPPED_BY = {"all layers": "adamw", "module registered twice": "adamw"}
-"""Both optimizers with every way to start; the rest is stepped by SGD."""
+both_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
 @pytest.mark.world_size(2)
 @every_model
+@both_optimizers
 @pytest.mark.parametrize("others", ["cpu", "meta"])
-def test_rank_0_wins(name: str, others: str):
+def test_rank_0_wins(name: str, others: str, optimizer: str):
     rank = dist.get_rank()
     make = MODELS[name]
     model = sharded(build(make, "cpu" if rank == 0 else others, seed=rank))
@@ -133,13 +121,14 @@ def test_rank_0_wins(name: str, others: str):
     _assert_equal(gathered(expected), gathered(model))
     assert _ties(model) == _ties(expected)
     _assert_sharded(model)
-    check_parity_from_here(model, expected, STEPPED_BY.get(name, "sgd"))
+    check_parity_from_here(model, expected, optimizer)
 
 
 @pytest.mark.world_size(2)
 @every_model
+@both_optimizers
 @pytest.mark.parametrize("make_meta", [on_meta, parameters_on_meta])
-def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module]):
+def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: str):
     make = MODELS[name]
     model = sharded(make_meta(make, seed=dist.get_rank()))
     expected = build(make, "cpu", seed=0)
@@ -148,7 +137,7 @@ def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module]):
     assert _ties(model) == _ties(expected)
     _assert_sharded(model)
     _assert_initialised_alike(expected, model)
-    check_parity_from_here(model, expected, STEPPED_BY.get(name, "sgd"))
+    check_parity_from_here(model, expected, optimizer)
 
 
 @pytest.mark.world_size(2)

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
-    LlamaConfig,
     LlamaModel,
     PreTrainedModel,
 )
@@ -33,25 +32,11 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.checkpoint.pretrained import PretrainedFolder, StoredTensor, open_pretrained
 from composer_fsdp2.core.tying import ModuleTree
-from tests.models import VOCAB
+from tests.models import VOCAB, llama_config
 from tests.parity import OPTIMIZERS, Recipe, gathered, train_together
 from tests.training import samples_of, trainer_for
 
 SAMPLE = torch.tensor([[1, 5, 3, 2], [0, 4, 4, 16]])
-
-
-def llama_config(tied: bool) -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=12,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=16,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
 
 
 def gpt2_config() -> GPT2Config:
@@ -62,8 +47,8 @@ def gpt2_config() -> GPT2Config:
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama, tied": functools.partial(llama_config, True),
-    "llama, untied": functools.partial(llama_config, False),
+    "llama, tied": functools.partial(llama_config, True, use_cache=False),
+    "llama, untied": functools.partial(llama_config, False, use_cache=False),
     "gpt2": gpt2_config,
 }
 every_model = pytest.mark.parametrize("name", CONFIGS)
@@ -276,7 +261,7 @@ def test_the_base_model_of_a_folder_with_a_head(tmp_path: Path):
     """As in `from_pretrained`, the head is left out; here that is said, once."""
     folder = saved(tmp_path)
     with torch.device("meta"):
-        model = LlamaModel(llama_config(False))
+        model = LlamaModel(llama_config(False, use_cache=False))
     says = pytest.warns(UserWarning, match=r"a head that this model has not: its lm_head\.weight")
     with says if dist.get_rank() == 0 else contextlib.nullcontext():
         from_folder(model, folder)

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ConfigError, FSDP2Config, TrainerFSDP2Config, installed
 from composer_fsdp2.trainer.config import parse_parallelism_config
-from tests.models import VOCAB, Block, TinyComposer
+from tests.models import VOCAB, Block, TinyComposer, llama_config
 from tests.parity import OPTIMIZERS
 from tests.training import (
+    Tokens,
     built,
     composers_own,
     largest_difference,
@@ -274,36 +275,14 @@ def test_the_trainers_default_optimizer():
 
 def _llama(tied: bool) -> Any:
     from composer.models import HuggingFaceModel
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=31,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=tied,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
+    config = llama_config(tied, vocab_size=31, max_position_embeddings=32, **tokens)
     with warnings.catch_warnings():
         # There is no tokenizer without network, and none is needed for ready tokens.
         warnings.filterwarnings("ignore", "The tokenizer was not provided")
         return HuggingFaceModel(LlamaForCausalLM(config), use_logits=True)
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __init__(self, samples: int) -> None:
-        self.ids = torch.randint(31, (samples, 6), generator=torch.Generator().manual_seed(3))
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
 @pytest.mark.world_size(2)

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
+
+from tests.models import llama_config
 
 pytest.importorskip("llmfoundry")
 pytestmark = pytest.mark.slow
@@ -87,15 +89,8 @@ def folder(tmp_path_factory) -> Path:
     """A run, a model in several files, and the callback that compares."""
     folder = tmp_path_factory.mktemp("pretrained")
     torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
+    config = llama_config(
+        tied=False, vocab_size=320, hidden_size=32, intermediate_size=48, max_position_embeddings=32
     )
     LlamaForCausalLM(config).save_pretrained(folder / "model", max_shard_size=50_000)
     assert len(list((folder / "model").glob("*.safetensors"))) > 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import resource
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from composer_fsdp2.checkpoint.source import (
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.cli import app
 from composer_fsdp2.errors import CheckpointError
-from tests.saved import save_file, save_folder, small_state
+from tests.saved import no_space, save_file, save_folder, small_state
 
 EMBED = "state.model.model.embed.weight"
 
@@ -379,23 +378,12 @@ def test_destination_that_cannot_be_written(parent: str, to: str, source: Path, 
     unchanged(tmp_path)
 
 
-@contextmanager
-def _files_at_most(size_bytes: int) -> Iterator[None]:
-    """Writing beyond it fails as on a full disk, with another number for the error."""
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-
-
 # The last but one breaks off inside torch's writer, the last in the files that come after it.
 @pytest.mark.parametrize("size_bytes", [0, 1000, 2000])
 def test_full_disk(size_bytes: int, to: str, source: Path, tmp_path: Path):
     before = signal.getsignal(signal.SIGXFSZ)
     assert before == signal.SIG_IGN, "Python ignores the signal, so that writing fails instead"
-    with _files_at_most(size_bytes):
+    with no_space(size_bytes):
         code, text = convert(source, tmp_path / "out", to)
     assert code == 2
     assert "could not be written: File too large" in text
@@ -407,7 +395,7 @@ def test_no_room_to_put_tensors_together(tmp_path: Path, monkeypatch):
     monkeypatch.setattr("composer_fsdp2.checkpoint.convert._PIECE_BYTES", 100)
     (tmp_path / "config.json").write_text("{}")
     source = save_ours(tmp_path / "source", small_state())
-    with _files_at_most(1500):
+    with no_space(1500):
         code, text = convert(source, tmp_path / "out", "full")
     assert code == 2
     assert "could not be written: File too large" in text

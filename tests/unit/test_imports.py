@@ -27,6 +27,9 @@ ARROWS = {
     "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
     "foundry": {"core", "errors", "trainer"},
     "console": {"errors", "launch"},
+    "run_file": {"errors", "foundry"},
+    "doctor": {"core", "errors", "trainer"},
+    "doctor_cli": {"console", "doctor", "errors", "foundry", "launch", "run_file", "trainer"},
     "checkpoint_cli": {"checkpoint", "console", "errors"},
     "migrate_cli": {"console", "errors", "migrate"},
 }

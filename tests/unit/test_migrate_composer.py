@@ -59,7 +59,7 @@ CASES = [
     ("process_group", "local_rank_across_nodes", CH, {SHARD: 2, REPLICATE: -1}),
     ("process_group", [0, 1], DEC, {}),
     ("mixed_precision", "FULL", K, {"mixed_precision": "FULL"}),
-    ("mixed_precision", "PURE", K, {"mixed_precision": "PURE"}),
+    ("mixed_precision", "PURE", CH, {"mixed_precision": "PURE"}),
     ("mixed_precision", {"param_dtype": "bf16"}, K, {"mixed_precision": {"param_dtype": "bf16"}}),
     (
         "mixed_precision",
@@ -288,7 +288,7 @@ VERSION2 = [
     ("reshard_after_forward", False, K, {"reshard_after_forward": False}),
     ("device_mesh", None, NOT, {}),
     ("device_mesh", [2], DEC, {}),
-    ("mixed_precision", "PURE", K, {"mixed_precision": "PURE"}),
+    ("mixed_precision", "PURE", CH, {"mixed_precision": "PURE"}),
     ("mixed_precision", "FULL", K, {"mixed_precision": "FULL"}),
     ("mixed_precision", {"param_dtype": "bf16", "buffer_dtype": "bf16"}, CH, None),
     ("mixed_precision", {"param_dtype": "bf16"}, K, None),

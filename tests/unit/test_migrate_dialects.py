@@ -53,6 +53,9 @@ BLOCK = [
     (RESHARD, False, K, KEEP),
     (RESHARD, "FULL_SHARD", C, AUTO),
     (RESHARD, "SHARD_GRAD_OP", C, KEEP),
+    (RESHARD, "NO_SHARD", C, COPIES),
+    (RESHARD, "HYBRID_SHARD", C, AUTO | NODES),
+    (RESHARD, "5", C, KEEP | NODES),
     ("version", 2, NOT, {}),
     ("auto_wrap_policy", None, NOT, {}),
     ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", NOT, {}),
@@ -90,20 +93,34 @@ BLOCK = [
 ]
 TOP = [
     ("num_processes", 8, NOT, {}),
+    ("num_machines", 1, NOT, {}),
+    ("use_parallelism_config", True, NOT, {}),
     ("mixed_precision", "bf16", C, BF16),
     ("mixed_precision", "fp16", C, FP16),
     ("mixed_precision", "no", C, {"mixed_precision": "FULL"}),
     ("mixed_precision", "fp8", UN, {}),
 ]
+# In Accelerate's block `parallelism_config`, with that prefix.
+DEGREES = [
+    ("dp_replicate_size", 1, NOT, {}),
+    ("dp_replicate_size", 2, R, {REPLICATE: 2}),
+    ("dp_shard_size", 4, R, {SHARD: 4}),
+    ("dp_shard_size", 1, C, {SHARD: 1}),
+    ("tp_size", 1, NOT, {}),
+    ("tp_size", 2, UN, {}),
+    ("cp_size", 1, NOT, {}),
+    ("cp_size", 2, UN, {}),
+    ("cp_comm_strategy", "allgather", NOT, {}),
+]
 LAUNCHING = [row.key for row in ACCELERATE.rows if "launcher" in row.reason]
 ARGUMENTS = [
     ("fsdp", "", NOT, {}),
     ("fsdp", "full_shard auto_wrap", C, AUTO),
-    ("fsdp", ["shard_grad_op"], C, KEEP),
-    ("fsdp", "no_shard", C, COPIES),
+    ("fsdp", ["shard_grad_op"], CH, KEEP),
+    ("fsdp", "no_shard", CH, COPIES),
     ("fsdp", "hybrid_shard auto_wrap", C, AUTO | NODES),
     ("fsdp", "full_shard auto_wrap offload", UN, {}),
-    ("fsdp", True, C, AUTO),
+    ("fsdp", True, CH, AUTO),
     ("fsdp", "ful_shard", DEC, {}),
     ("fsdp_transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
     ("fsdp_transformer_layer_cls_to_wrap", None, NOT, {}),
@@ -116,32 +133,52 @@ ARGUMENTS = [
     ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
 ]
+EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
     ("fsdp_size", 4, C, NODES),
     ("fsdp_size", 8, C, {SHARD: 8}),
-    ("fsdp_size", 1, C, {SHARD: 1, REPLICATE: -1}),
+    ("fsdp_size", 1, NOT, {}),
     ("fsdp_size", -1, NOT, {}),
-    ("param_dtype", "bf16", R, {"mixed_precision": {"param_dtype": "bf16"}}),
+    ("param_dtype", "half", R, {"mixed_precision": {"param_dtype": "fp16"}}),
     ("reduce_dtype", "float32", R, {"mixed_precision": {"reduce_dtype": "float32"}}),
+    ("async_save_ckpt", True, R, {"async_save": True}),
     (RESHARD, True, C, AUTO),
     (RESHARD, 2, K, {RESHARD: 2}),
     ("offload_policy", False, NOT, {}),
     ("offload_policy", True, UN, {}),
     ("wrap_policy.transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
-    ("wrap_policy.moe_experts", ["A", "B"], R, CLASSES),
+    ("wrap_policy.transformer_layer_cls_to_wrap", None, NOT, {}),
+    (EXPERTS, ["A", "B"], NOT, {}),
     ("wrap_policy.wrap_embeddings", False, NOT, {}),
     ("wrap_policy.wrap_embeddings", True, R, {"wrap_policy": {"embeddings": True}}),
     ("wrap_policy.wrap_lm_output", False, NOT, {}),
     ("wrap_policy.wrap_lm_output", True, R, {"wrap_policy": {"lm_head": True}}),
     ("apply_expert_patch", False, NOT, {}),
     ("apply_expert_patch", True, UN, {}),
+    ("ep_size", 1, NOT, {}),
+    ("ep_size", 4, UN, {}),
     ("apply_tiled_mlp", False, NOT, {}),
     ("apply_tiled_mlp", True, UN, {}),
+    ("tiled_num_shards", 4, NOT, {}),
+    ("model_type", "qwen3", NOT, {}),
     ("ulysses_size", 1, NOT, {}),
     ("ulysses_size", 2, UN, {}),
 ]
 MODEL_ARGS = [("ulysses_size", 1, NOT), ("ulysses_size", 2, UN), ("freeze_module_prefix", "v", K)]
 Z = "zero_optimization"
+GATHERED = [
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+]
+OFFLOADS = ["offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param"]
+FEATURES = [
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "zenflow",
+]
 DEEP = [
     (f"{Z}.stage", 0, C, COPIES),
     (f"{Z}.stage", 1, CH, KEEP),
@@ -152,27 +189,30 @@ DEEP = [
     (f"{Z}.mics_shard_size", -1, NOT, {}),
     (f"{Z}.mics_shard_size", 4, C, NODES),
     (f"{Z}.mics_hierarchical_params_gather", True, NOT, {}),
-    (f"{Z}.offload_param", {"device": "none"}, NOT, {}),
-    (f"{Z}.offload_param", {"device": "cpu"}, UN, {}),
-    (f"{Z}.offload_optimizer", None, NOT, {}),
-    (f"{Z}.offload_optimizer", {"device": "nvme"}, UN, {}),
-    (f"{Z}.stage3_gather_16bit_weights_on_model_save", True, C, {"state_dict_type": "full"}),
-    (f"{Z}.stage3_gather_16bit_weights_on_model_save", False, C, {"state_dict_type": "sharded"}),
-    (f"{Z}.zero_quantized_weights", True, UN, {}),
-    (f"{Z}.zero_quantized_weights", False, NOT, {}),
-    (f"{Z}.zero_quantized_gradients", True, UN, {}),
-    (f"{Z}.zero_quantized_gradients", False, NOT, {}),
+    *((f"{Z}.{name}", {"device": "none", "pin_memory": True}, NOT, {}) for name in OFFLOADS),
+    *((f"{Z}.{name}", {"device": "cpu"}, UN, {}) for name in OFFLOADS),
+    *((f"{Z}.{name}", True, C, {"state_dict_type": "full"}) for name in GATHERED),
+    *((f"{Z}.{name}", False, C, {"state_dict_type": "sharded"}) for name in GATHERED),
+    *((f"{Z}.{name}", True, UN, {}) for name in FEATURES),
+    *((f"{Z}.{name}", None, NOT, {}) for name in FEATURES),
     ("bf16.enabled", True, C, BF16),
     ("bf16.enabled", False, NOT, {}),
     ("bf16.enabled", "auto", DEC, {}),
     ("fp16.enabled", True, C, FP16),
     ("fp16.enabled", False, NOT, {}),
     ("fp16.enabled", "auto", DEC, {}),
+    ("communication_data_type", None, NOT, {}),
+    ("communication_data_type", "bfp16", R, {"mixed_precision": {"reduce_dtype": "bf16"}}),
     ("gradient_clipping", 0, NOT, {}),
-    ("gradient_clipping", 1.0, DEC, {}),
+    ("gradient_clipping", 1.0, R, {}),
+    ("gradient_clipping", "auto", DEC, {}),
 ]
+REDUCED = {"communication_data_type": "fp32"}
+SWITCHED = [(True, CH, KEEP), (False, C, COPIES)]
 ALWAYS = [
-    row.key for row in DEEPSPEED.rows if "no buckets" in row.reason or "loss scaling" in row.reason
+    row.key
+    for row in DEEPSPEED.rows
+    if "no buckets" in row.reason or "loss scaling" in row.reason or "own engine" in row.reason
 ]
 
 
@@ -196,6 +236,13 @@ def at_top(key, value):
     return migrate_data({**data, key: value})
 
 
+def in_degrees(key, value):
+    data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
+    other = {"parallelism_config_dp_debug": None}
+    block = {**other, f"parallelism_config_{key}": value}
+    return migrate(dump({**data, "parallelism_config": block}))
+
+
 def in_arguments(key, value):
     data = {"fsdp_config": {"fsdp_use_orig_params": True}, key: value}
     return migrate_data({"training": data})
@@ -210,7 +257,9 @@ def in_model_args(key, value):
 
 
 def in_deepspeed(key, value):
-    return migrate_data({Z: {"overlap_comm": True}, **nested(key, value)})
+    data = nested(key, value)
+    # `stage` is given, as its default would be written out.
+    return migrate_data(data | {Z: {"stage": 2} | data.get(Z, {})})
 
 
 def check(report, dialect, key, status, becomes, default):
@@ -248,7 +297,14 @@ def test_training_arguments(key, value, status, becomes):
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), STRATEGY)
 def test_roll(key, value, status, becomes):
     report = in_strategy(key, value)
-    check(report, ROLL, f"a.strategy_config.{key}", status, becomes, {})
+    default = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    given = becomes.get("mixed_precision", {})
+    entry = entry_of(report, f"a.strategy_config.{key}")
+    if given:
+        assert entry.settings == {"mixed_precision": default | given}
+        becomes = entry.settings
+    both = {"mixed_precision": default | given}
+    check(report, ROLL, entry.key, status, becomes, both)
 
 
 @pytest.mark.parametrize(("key", "value", "status"), MODEL_ARGS)
@@ -260,12 +316,92 @@ def test_model_args_of_roll_stay(key, value, status):
 
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), DEEP)
 def test_deepspeed(key, value, status, becomes):
-    check(in_deepspeed(key, value), DEEPSPEED, key, status, becomes, {})
+    check(
+        in_deepspeed(key, value),
+        DEEPSPEED,
+        key,
+        status,
+        becomes,
+        {} if key == f"{Z}.stage" else KEEP,
+    )
+
+
+def test_what_trainers_have_beside_the_block():
+    """Precision and clipping are the trainer's; what the file itself says of them stays."""
+    data = {Z: {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    new = OmegaConf.create(migrate_data(data).text)
+    assert new.precision == "amp_bf16"
+    clipping = {"clipping_type": "norm", "clipping_threshold": 0.5}
+    assert new.algorithms == {"gradient_clipping": clipping}
+    report = migrate_data({**data, "precision": "fp32"})
+    assert OmegaConf.create(report.text).precision == "fp32"
+    assert "has its own `precision`" in entry_of(report, "bf16.enabled").reason
+    assert migrate(report.text).text == report.text
+
+
+def test_reduction_of_deepspeed_follows_its_own_key():
+    """Whichever of the two keys comes first."""
+    switch = {"bf16": {"enabled": True}}
+    for data in ({**REDUCED, **switch}, {**switch, **REDUCED}):
+        report = migrate_data({Z: {"stage": 3}, **data})
+        dtypes = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+        assert settings_of(report)["mixed_precision"] == dtypes
+
+
+def test_deepspeed_without_a_stage_replicates():
+    report = migrate_data({Z: {"overlap_comm": True}})
+    assert settings_of(report) == COPIES
+    assert all(entry.status is Status.ADDED for entry in report.entries if entry.settings)
+
+
+@pytest.mark.parametrize(("value", "status", "becomes"), SWITCHED)
+def test_old_switch_of_deepspeed(value, status, becomes):
+    check(migrate_data({Z: value}), DEEPSPEED, Z, status, becomes, {})
+
+
+def test_version_2_of_accelerate_sets_the_output_too():
+    data = {"distributed_type": "FSDP", "mixed_precision": "bf16"}
+    report = migrate_data({**data, "fsdp_config": {"fsdp_version": 2}})
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), "bf16")
+    assert settings_of(report)["mixed_precision"] == dtypes
+    again = migrate_data({**data, "fsdp_config": {"fsdp_version": 1}})
+    assert "output_dtype" not in settings_of(again)["mixed_precision"]
+
+
+def test_ranks_of_accelerate_are_in_its_file():
+    data = {
+        "distributed_type": "FSDP",
+        "num_processes": 16,
+        "num_machines": 2,
+        "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+    }
+    assert settings_of(migrate(dump(data)))[SHARD] == 8
+    assert settings_of(migrate(dump(data), gpus_per_node=4))[SHARD] == 4
+    unknown = migrate(dump(data | {"num_machines": 3}))
+    assert entry_of(unknown, "fsdp_config.fsdp_sharding_strategy").status is DEC
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), DEGREES)
+def test_degrees_of_accelerate(key, value, status, becomes):
+    name = f"parallelism_config.parallelism_config_{key}"
+    report, default = in_degrees(key, value), {"state_dict_type": "full"}
+    check(report, ACCELERATE, name, status, becomes, default)
+
+
+def test_settings_of_training_arguments_in_a_file():
+    report = migrate_data({"training": {"fsdp": "full_shard auto_wrap", "fsdp_config": "a.json"}})
+    assert entry_of(report, "training.fsdp_config").status is DEC
+
+
+def test_nested_settings_have_to_be_moved():
+    nested_report = in_arguments("fsdp", "full_shard auto_wrap")
+    assert "'training.parallelism_config.fsdp2'" in nested_report.remarks[0]
+    assert not at_top("mixed_precision", "bf16").remarks
 
 
 @pytest.mark.parametrize("key", ALWAYS)
 def test_what_deepspeed_tunes_is_not_needed(key):
-    check(in_deepspeed(key, 5), DEEPSPEED, key, NOT, {}, {})
+    check(in_deepspeed(key, 5), DEEPSPEED, key, NOT, {}, KEEP)
 
 
 def reports_of(dialect: Dialect) -> list[Report]:
@@ -273,15 +409,18 @@ def reports_of(dialect: Dialect) -> list[Report]:
     if dialect is ACCELERATE:
         reports = [in_block(key, value) for key, value, *_ in BLOCK]
         reports += [at_top(key, value) for key, value, *_ in TOP]
-        return reports + [at_top(key, "x") for key in LAUNCHING]
+        reports += [at_top(key, "x") for key in LAUNCHING]
+        return reports + [in_degrees(key, value) for key, value, *_ in DEGREES]
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
-        return reports + [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        return [*reports, migrate_data({"fsdp": "full_shard", "fsdp_config": "a.json"})]
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
         return reports + [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
     reports = [in_deepspeed(key, value) for key, value, *_ in DEEP]
-    return reports + [in_deepspeed(key, 5) for key in ALWAYS]
+    reports += [in_deepspeed(key, 5) for key in ALWAYS]
+    return reports + [migrate_data({Z: value}) for value, *_ in SWITCHED]
 
 
 @pytest.mark.parametrize("dialect", [ACCELERATE, TRAINING_ARGUMENTS, ROLL, DEEPSPEED])
