@@ -41,6 +41,7 @@ def _min_num_params(value: Any) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
+    """A number above 0."""
     try:
         return int(float(value)) > 0
     except (TypeError, ValueError):
@@ -48,14 +49,17 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_nothing(value: Any) -> bool:
+    """Nothing, 0 or an empty list."""
     return value in (None, "", 0, "0", [])
 
 
 def _is_names(value: Any) -> bool:
+    """A name or several."""
     return isinstance(value, str | list) and bool(value)
 
 
 def _is_size(value: Any) -> bool:
+    """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
@@ -377,15 +381,18 @@ def _words(value: Any) -> list[str]:
 
 
 def _is_known(value: Any) -> bool:
+    """Words without `offload`."""
     words = _words(value)
     return bool(words) and all(word in _WORDS for word in words)
 
 
 def _is_unwrapped(value: Any) -> bool:
+    """Words without `auto_wrap`."""
     return _is_known(value) and "auto_wrap" not in _words(value)
 
 
 def _offloads(value: Any) -> bool:
+    """Words with `offload`."""
     words = _words(value)
     return "offload" in words and all(word in _WORDS or word == "offload" for word in words)
 

@@ -30,6 +30,7 @@ def _without_buffers(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_dropped_dtypes(value: Any) -> bool:
+    """A mapping with keys FSDP2 has not."""
     return isinstance(value, Mapping) and value != _without_buffers(value)["mixed_precision"]
 
 

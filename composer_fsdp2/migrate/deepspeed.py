@@ -22,10 +22,12 @@ _WHOLE = {_SHARD: 1, _REPLICATE: -1, "reshard_after_forward": False}
 
 
 def _is_rank_count(value: Any) -> bool:
+    """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
 def _is_on(value: Any) -> bool:
+    """A number above 0."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 

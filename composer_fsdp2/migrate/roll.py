@@ -20,6 +20,7 @@ _DEFAULTS = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
 
 
 def _is_dtype(value: Any) -> bool:
+    """A dtype."""
     return isinstance(value, str) and _SPELLINGS.get(value.lower(), value) in DTYPES
 
 
@@ -28,10 +29,12 @@ def _dtype(name: str) -> Any:
 
 
 def _is_size(value: Any) -> bool:
+    """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
 def _is_everyone(value: Any) -> bool:
+    """Nothing or a number below 2."""
     return value is None or (isinstance(value, int) and value <= 1)
 
 
@@ -40,6 +43,7 @@ def _names(value: Any) -> dict[str, Any]:
 
 
 def _is_names(value: Any) -> bool:
+    """A name or several."""
     return isinstance(value, str | list) and bool(value)
 
 

@@ -18,7 +18,7 @@ from composer_fsdp2.foundry import parse_run_config
 from composer_fsdp2.migrate.composer import FSDP1, FSDP_VERSION_2
 from composer_fsdp2.migrate.document import dump
 from composer_fsdp2.migrate.engine import migrate
-from composer_fsdp2.migrate.report import Status
+from composer_fsdp2.migrate.report import Report, Status
 from tests.unit.migrating import (
     check_stable,
     entry_of,
@@ -52,8 +52,8 @@ CASES = [
     (REPLICATE, 2, K, {REPLICATE: 2}),
     (REPLICATE, 3, DEC, {}),
     ("process_group", None, NOT, {}),
-    ("process_group", "self", CH, {SHARD: 1, REPLICATE: -1}),
     ("process_group", "node", CH, {SHARD: 4, REPLICATE: -1}),
+    ("process_group", "self", CH, {SHARD: 1, REPLICATE: -1}),
     ("process_group", "set2", CH, {SHARD: 2, REPLICATE: -1}),
     ("process_group", "mod2", CH, {SHARD: 4, REPLICATE: -1}),
     ("process_group", "local_rank_across_nodes", CH, {SHARD: 2, REPLICATE: -1}),
@@ -162,11 +162,15 @@ def test_keys_around_the_block_stay_and_are_explained(name, value, key, status):
     assert OmegaConf.create(report.text)[name] == value
 
 
-def test_every_row_and_every_key_of_composer_has_a_case():
+def fsdp1_reports() -> list[Report]:
+    """One migration of every row and more."""
     reports = [migrate_block(key, value) for key, value, *_ in CASES]
     reports += [migrate_beside(name, value) for name, value, *_ in OUTSIDE]
-    reports += [migrate_tp(None), migrate_tp({"strategy": "ffn"})]
-    assert rows_without_a_case(FSDP1, reports) == []
+    return [*reports, migrate_tp(None), migrate_tp({"strategy": "ffn"})]
+
+
+def test_every_row_and_every_key_of_composer_has_a_case():
+    assert rows_without_a_case(FSDP1, fsdp1_reports()) == []
     fields = {name for name in FSDPConfig.__dataclass_fields__ if not name.startswith("_")}
     assert fields <= {row.key for row in FSDP1.rows}
 
@@ -321,10 +325,14 @@ def test_what_version_2_ignored_stays_out(key):
     assert settings_of(report) == {"reshard_after_forward": False, "state_dict_type": "sharded"}
 
 
-def test_every_row_of_version_2_has_a_case():
+def version2_reports() -> list[Report]:
+    """One migration of every row of the block."""
     cases = [(key, value) for key, value, *_ in VERSION2] + [(key, 1) for key in IGNORED]
-    reports = [migrate_version2(key, value) for key, value in cases]
-    unreached = [r.key for r in rows_without_a_case(FSDP_VERSION_2, reports)]
+    return [migrate_version2(key, value) for key, value in cases]
+
+
+def test_every_row_of_version_2_has_a_case():
+    unreached = [r.key for r in rows_without_a_case(FSDP_VERSION_2, version2_reports())]
     # The keys around the block are the FSDP1 table's.
     assert unreached == [row.key for row in FSDP1.outside]
 

@@ -12,7 +12,7 @@ from composer_fsdp2.migrate.accelerate import ACCELERATE, TRAINING_ARGUMENTS
 from composer_fsdp2.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.migrate.document import Document, dump
 from composer_fsdp2.migrate.engine import migrate
-from composer_fsdp2.migrate.report import Status
+from composer_fsdp2.migrate.report import Dialect, Report, Status
 from composer_fsdp2.migrate.roll import ROLL
 from tests.unit.migrating import (
     check_stable,
@@ -404,23 +404,28 @@ def test_what_deepspeed_tunes_is_not_needed(key):
     check(in_deepspeed(key, 5), DEEPSPEED, key, NOT, {}, KEEP)
 
 
-def test_every_row_has_a_case():
-    accelerate = [in_block(key, value) for key, value, *_ in BLOCK]
-    accelerate += [at_top(key, value) for key, value, *_ in TOP]
-    accelerate += [at_top(key, "x") for key in LAUNCHING]
-    accelerate += [in_degrees(key, value) for key, value, *_ in DEGREES]
-    assert rows_without_a_case(ACCELERATE, accelerate) == []
-    arguments = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
-    arguments += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
-    arguments += [migrate_data({"fsdp": "full_shard", "fsdp_config": "a.json"})]
-    assert rows_without_a_case(TRAINING_ARGUMENTS, arguments) == []
-    roll = [in_strategy(key, value) for key, value, *_ in STRATEGY]
-    roll += [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
-    assert rows_without_a_case(ROLL, roll) == []
-    deep = [in_deepspeed(key, value) for key, value, *_ in DEEP]
-    deep += [in_deepspeed(key, 5) for key in ALWAYS]
-    deep += [migrate_data({Z: value}) for value, *_ in SWITCHED]
-    assert rows_without_a_case(DEEPSPEED, deep) == []
+def reports_of(dialect: Dialect) -> list[Report]:
+    """One migration of every row of a table and more."""
+    if dialect is ACCELERATE:
+        reports = [in_block(key, value) for key, value, *_ in BLOCK]
+        reports += [at_top(key, value) for key, value, *_ in TOP]
+        reports += [at_top(key, "x") for key in LAUNCHING]
+        return reports + [in_degrees(key, value) for key, value, *_ in DEGREES]
+    if dialect is TRAINING_ARGUMENTS:
+        reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
+        reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        return [*reports, migrate_data({"fsdp": "full_shard", "fsdp_config": "a.json"})]
+    if dialect is ROLL:
+        reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
+        return reports + [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
+    reports = [in_deepspeed(key, value) for key, value, *_ in DEEP]
+    reports += [in_deepspeed(key, 5) for key in ALWAYS]
+    return reports + [migrate_data({Z: value}) for value, *_ in SWITCHED]
+
+
+@pytest.mark.parametrize("dialect", [ACCELERATE, TRAINING_ARGUMENTS, ROLL, DEEPSPEED])
+def test_every_row_has_a_case(dialect: Dialect):
+    assert rows_without_a_case(dialect, reports_of(dialect)) == []
 
 
 @needs_configs

@@ -1,0 +1,234 @@
+"""Every error MIGRATION.md lists is raised by what the page says it comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.models import ComposerModel
+from composer.utils.parallelism import FSDPConfig
+from torch import distributed as dist
+from torch import nn
+
+from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.migrate.engine import migrate
+from composer_fsdp2.trainer import patches
+from composer_fsdp2.trainer.config import parse_parallelism_config
+from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
+from tests.models import TinyComposer, TinyLM, batches
+from tests.training import built, samples_of, trainer_for
+
+PAGE = Path(__file__).parents[2] / "MIGRATION.md"
+TABLE = re.compile(r"<!-- errors -->\n(.*?)<!-- end of errors -->", re.DOTALL)
+DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", TABLE.findall(PAGE.read_text())[0], re.MULTILINE)
+
+
+def prepare(model: nn.Module, config: Any = None, **kwargs: Any) -> None:
+    prepare_fully_shard(model, kwargs.pop("optimizer", None), config or {}, **kwargs)
+
+
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    model(batches(1, 2)[0][0]).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def another_models_optimizer() -> None:
+    prepare(TinyLM(), optimizer=torch.optim.SGD(TinyLM().parameters(), lr=0.1))
+
+
+def optimizer_state_without_rows() -> None:
+    model = TinyLM()
+    prepare(model, optimizer=_stepped(model, torch.optim.Adafactor(model.parameters())))
+
+
+def one_memory_in_two_groups() -> None:
+    model = TinyLM("storage")
+    rest = [param for name, param in model.named_parameters() if name != "head.weight"]
+    groups = [{"params": rest}, {"params": [model.head.weight]}]
+    prepare(model, optimizer=torch.optim.SGD(groups, lr=0.1))
+
+
+def tensor_hook() -> None:
+    model = TinyLM()
+    model.norm.weight.register_hook(lambda grad: grad)
+    prepare(model)
+
+
+def scalar() -> None:
+    model = TinyLM()
+    model.blocks[0].scale = nn.Parameter(torch.tensor(1.0))
+    prepare(model)
+
+
+def mixed_dtypes() -> None:
+    model = TinyLM()
+    model.blocks[0].up.to(torch.bfloat16)
+    prepare(model)
+
+
+def nothing_to_checkpoint() -> None:
+    prepare(nn.Sequential(nn.Linear(2, 2)), {"activation_checkpointing": True})
+
+
+def sharded_twice() -> None:
+    model = TinyLM()
+    prepare(model)
+    prepare(model)
+
+
+class Generating(TinyLM):
+    def generate(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embed(ids)).argmax(-1)
+
+
+def another_method() -> None:
+    model = Generating()
+    prepare(model)
+    model.generate(batches(1, 2)[0][0])
+
+
+class WithoutReset(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size, size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+
+def nothing_initialises() -> None:
+    with torch.device("meta"):
+        model = WithoutReset(4)
+    prepare(model)
+
+
+def meta_on_rank_0() -> None:
+    with torch.device("meta" if dist.get_rank() == 0 else "cpu"):
+        model = TinyLM()
+    prepare(model)
+
+
+def another_composer() -> None:
+    owner, name = patches._locate(patches.PATCHES[0].target)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, another_method)
+        with installed():
+            pass
+
+
+# --- Checkpoints: five steps with AdamW, then a run that does not fit. ---
+
+
+def saved(folder: Path, **kwargs: Any) -> str:
+    _run(folder, {}, until=HALF, **kwargs)
+    return str(folder / FORMATS["sharded"])
+
+
+def load(path: str, make: Callable[[], ComposerModel] = TinyComposer, **kwargs: Any) -> None:
+    model = built(make)
+    optimizer = kwargs.pop("optimizer", torch.optim.AdamW)(model.parameters())
+    with installed():
+        trainer_for(model, optimizer, samples_of(1, 8), load_path=path, **kwargs)
+
+
+def weights_only(folder: Path) -> None:
+    load(saved(folder, save_weights_only=True))
+
+
+def another_optimizer(folder: Path) -> None:
+    load(saved(folder), optimizer=torch.optim.Adagrad)
+
+
+def _by_rank(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    held = list(params)
+    matrices = [param for param in held if param.ndim > 1]
+    vectors = [param for param in held if param.ndim == 1]
+    return torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}])
+
+
+def other_groups(folder: Path) -> None:
+    load(saved(folder), optimizer=_by_rank)
+
+
+def another_model(folder: Path) -> None:
+    load(saved(folder), lambda: TinyComposer(layers=4))
+
+
+def folder_above(folder: Path) -> None:
+    load(str(Path(saved(folder)).parent))
+
+
+class _Calls:
+    def __reduce__(self) -> Any:
+        return print, ("executed",)
+
+
+def a_checkpoint_that_calls(folder: Path) -> None:
+    path = folder / "bad.pt"
+    if dist.get_rank() == 0:
+        torch.save({"state": {"model": {}, "run_name": _Calls()}}, path)
+    dist.barrier()
+    load(str(path))
+
+
+BOTH_BLOCKS = "fsdp_config: {verbose: true}\nparallelism_config: {tp: null}\n"
+TRIGGERS: dict[str, Callable[[Path], object]] = {
+    "is not a key of parallelism_config. The run would": lambda _: parse_parallelism_config(
+        {"fdsp2": {}}
+    ),
+    "is not a key of parallelism_config.fsdp2": lambda _: parse_parallelism_config(
+        {"fsdp2": {"sharding_strategy": "FULL_SHARD"}}
+    ),
+    "of FSDP1 has no equal in FSDP2": lambda _: prepare(
+        TinyLM(), FSDPConfig(sync_module_states=True, cpu_offload=True)
+    ),
+    "has both 'fsdp' and 'fsdp2'": lambda _: parse_parallelism_config({"fsdp": {}, "fsdp2": {}}),
+    "has both 'fsdp_config' and 'parallelism_config'": lambda _: migrate(BOTH_BLOCKS),
+    "does not multiply to the world size": lambda _: prepare(
+        TinyLM(), {"data_parallel_shard_degree": 8}
+    ),
+    "auto_microbatching is not supported": lambda _: prepare(TinyLM(), auto_microbatching=True),
+    "parameters that are not in the model": lambda _: another_models_optimizer(),
+    "cannot be divided into the parameter's shards": lambda _: optimizer_state_without_rows(),
+    "which share memory": lambda _: one_memory_in_two_groups(),
+    "have tensor hooks": lambda _: tensor_hook(),
+    "is a scalar parameter": lambda _: scalar(),
+    "holds parameters of different dtypes": lambda _: mixed_dtypes(),
+    "has no forward. FSDP gathers": lambda _: prepare(
+        TinyLM(), {"wrap_policy": {"names": ["blocks"]}}
+    ),
+    "left out by ignored_params and trainable": lambda _: prepare(
+        TinyLM(), {"ignored_params": ["norm.*"]}
+    ),
+    "no module was chosen for it": lambda _: nothing_to_checkpoint(),
+    "is sharded by FSDP2 already": lambda _: sharded_twice(),
+    "hold a different plan": lambda _: prepare(TinyLM(layers=2 + dist.get_rank())),
+    "got mixed torch.Tensor and DTensor": lambda _: another_method(),
+    "Nothing initialises": lambda _: nothing_initialises(),
+    "Rank 0 holds the model on meta": lambda _: meta_on_rank_0(),
+    "is not one the replacement was written for": lambda _: another_composer(),
+    "holds weights only": weights_only,
+    "The run's optimizer is": another_optimizer,
+    "are not those of this run": other_groups,
+    "does not fit this run": another_model,
+    "is no checkpoint: the folder has no": folder_above,
+    "Loading it could execute code": a_checkpoint_that_calls,
+}
+
+
+def test_the_page_lists_these_errors():
+    assert sorted(DOCUMENTED) == sorted(TRIGGERS)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("said", DOCUMENTED)
+def test_each_error_is_raised(said: str, tmp_path: Path):
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        TRIGGERS[said](tmp_path)
+    assert said in str(caught.value)
+    dist.barrier()
