@@ -171,13 +171,22 @@ class _Work:
             return entry
         entry.row = row
         entry.become(row.status, row.reason, **row.becomes(value))
-        entry.options, entry.beside = row.options, row.beside(value)
+        entry.options = tuple(self._addressed(option, entry, row) for option in row.options)
+        entry.beside = row.beside(value)
         if decided is not None:
             # What --set says is not in the input's text.
             entry.becomes = entry.settings
         else:
             self._check_twice(entry)
         return entry
+
+    def _addressed(self, option: str, entry: Entry, row: Row) -> str:
+        """An option about the entry itself, with the key as the file has it."""
+        name, equals, value = option.partition("=")
+        own = row.key.rpartition(".")[2]
+        if equals and name.rpartition(".")[2].removeprefix(self.dialect.prefix) == own:
+            return f"{entry.key}={value}"
+        return option
 
     def _check_twice(self, entry: Entry) -> None:
         values = self.duplicates.get(entry.path)
