@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -19,13 +17,12 @@ from composer_fsdp2.console import reported, say
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate_cli import HELP as MIGRATE_HELP
 from composer_fsdp2.migrate_cli import migrate
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from composer_fsdp2.parity_cli import HELP as PARITY_HELP
+from composer_fsdp2.parity_cli import parity
+from composer_fsdp2.run_file import check_installed, merge, read_yaml, resolve_blocks
 
 __all__ = ["app", "main"]
 
-_BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
 # Beginnings of warnings that packages raise about themselves in every run.
 _NOISE = (
@@ -45,6 +42,7 @@ app = typer.Typer(
 )
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command(help=MIGRATE_HELP)(migrate)
+app.command(help=PARITY_HELP)(parity)
 
 
 def main() -> None:
@@ -131,108 +129,21 @@ def _load_run(path: Path, overrides: list[str]) -> dict[str, Any]:
     """
     from composer_fsdp2.foundry import parse_run_config
 
-    _check_installed()
-    return parse_run_config(_resolve(_merge(_read_yaml(path), overrides)))
-
-
-def _check_installed() -> None:
-    if importlib.util.find_spec("llmfoundry") is None:
-        raise ConfigError(
-            "LLM Foundry is not installed. 'train' runs its training script. "
-            "Install it with: pip install 'composer-fsdp2[foundry]'"
-        )
-    if importlib.util.find_spec("pkg_resources") is None:
-        raise ConfigError(
-            "The module 'pkg_resources' is missing. LLM Foundry imports it, and setuptools has it "
-            "only before version 81. Install it with: pip install 'setuptools<81'"
-        )
-
-
-def _read_yaml(path: Path) -> DictConfig:
-    from omegaconf import DictConfig, OmegaConf
-    from yaml import YAMLError
-
-    if not path.is_file():
-        raise ConfigError(
-            f"There is no file '{path}'. Without it there is nothing to train. "
-            f"Write the path of a training YAML, absolute or from {Path.cwd()}."
-        )
-    try:
-        cfg = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
-            "Correct it at that place."
-        ) from None
-    if not isinstance(cfg, DictConfig) or not cfg:
-        raise ConfigError(
-            f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
-            "Write them, or start from yamls/quickstart.yaml."
-        )
-    return cfg
-
-
-def _merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    """Applies the overrides one by one, so that an error can name the one it is in."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
-    for item in overrides:
-        key, equals, _ = item.partition("=")
-        if not key or not equals:
-            raise ConfigError(
-                f"'{item}' is not an override. It would change nothing. "
-                "Write key=value without spaces around '=', for example max_duration=100ba."
-            )
-        try:
-            cfg.merge_with(OmegaConf.from_cli([item]))
-        except (OmegaConfBaseException, YAMLError) as error:
-            raise ConfigError(
-                f"The override '{item}' cannot be applied: {_one_line(error)}. The run would not "
-                "be the one asked for. Correct the key, or the value, which has to be YAML."
-            ) from None
-    return cfg
-
-
-def _resolve(cfg: DictConfig) -> dict[str, Any]:
-    """The blocks about parallelism; others may need resolvers that `code_paths` will register."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        blocks = {key: cfg[key] for key in _BLOCKS if key in cfg}
-        return {
-            key: OmegaConf.to_container(block, resolve=True)
-            if OmegaConf.is_config(block)
-            else block
-            for key, block in blocks.items()
-        }
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"An interpolation cannot be resolved: {_one_line(error)}. The parallelism settings "
-            "depend on it. Correct the name between '${' and '}'."
-        ) from None
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
+    check_installed()
+    return parse_run_config(resolve_blocks(merge(read_yaml(path), overrides)))
 
 
 # --- Training: start the ranks, or be one. ---
 
 
 def _launch(command: list[str], ranks: int | None, log_dir: Path | None) -> None:
-    from composer_fsdp2.launch import default_ranks, launch_ranks
+    from composer_fsdp2.launch import default_ranks, launch_ranks, own_program
 
     ranks = ranks or default_ranks()
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
     count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
     say(f"[dim]Starting {escape(count)}[/]")
-    # As this process was started: `-m` would put the current folder before installed packages.
-    script = Path(sys.argv[0])
-    program = [str(script)] if script.name == app.info.name else ["-m", "composer_fsdp2.cli"]
-    launch_ranks([*program, *command], ranks, log_dir)
+    launch_ranks([*own_program(), *command], ranks, log_dir)
 
 
 def _train_here(run: Path, overrides: list[str], cfg: Mapping[str, Any]) -> None:
@@ -280,9 +191,12 @@ def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import train_from_yaml
 
     from composer_fsdp2.foundry import transform
+    from composer_fsdp2.trainer.record import NAME, Recorder
 
     # LLM Foundry finds it by entry point, but not in a checkout that is not installed.
     registry.config_transforms.register("composer_fsdp2", func=transform)
+    # `parity` writes its name into the configurations that it runs.
+    registry.algorithms.register(NAME, func=Recorder)
     train_from_yaml(str(run), overrides)
 
 

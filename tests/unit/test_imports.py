@@ -24,11 +24,22 @@ ARROWS = {
     "parallel": {"core", "errors"},
     "estimate": {"core", "errors"},
     "migrate": {"core", "errors"},
+    "parity": {"errors"},
     "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
     "foundry": {"core", "errors", "trainer"},
     "console": {"errors", "launch"},
     "checkpoint_cli": {"checkpoint", "console", "errors"},
     "migrate_cli": {"console", "errors", "migrate"},
+    "run_file": {"errors"},
+    "parity_cli": {
+        "console",
+        "errors",
+        "foundry",
+        "launch",
+        "parity",
+        "run_file",
+        "trainer",
+    },
 }
 """What each part may import of ours besides itself; parts not listed may import anything."""
 

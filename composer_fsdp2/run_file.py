@@ -1,0 +1,118 @@
+"""Reading a training YAML of LLM Foundry, before a process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_fsdp2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["check_installed", "merge", "read_yaml", "resolve_blocks"]
+
+_BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
+
+
+def check_installed() -> None:
+    """Whether LLM Foundry can be started.
+
+    Raises:
+        ConfigError: with what to install.
+    """
+    if importlib.util.find_spec("llmfoundry") is None:
+        raise ConfigError(
+            "LLM Foundry is not installed. Its training script is what runs. "
+            "Install it with: pip install 'composer-fsdp2[foundry]'"
+        )
+    if importlib.util.find_spec("pkg_resources") is None:
+        raise ConfigError(
+            "The module 'pkg_resources' is missing. LLM Foundry imports it, and setuptools has it "
+            "only before version 81. Install it with: pip install 'setuptools<81'"
+        )
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """Reads a run, interpolations as they are written.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no settings.
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError
+
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no file '{path}'. Without it there is nothing to train. "
+            f"Write the path of a training YAML, absolute or from {Path.cwd()}."
+        )
+    try:
+        cfg = OmegaConf.load(path)
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
+            "Correct it at that place."
+        ) from None
+    if not isinstance(cfg, DictConfig) or not cfg:
+        raise ConfigError(
+            f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
+            "Write them, or start from yamls/quickstart.yaml."
+        )
+    return cfg
+
+
+def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    """Applies the overrides one by one, so that an error can name the one it is in.
+
+    Raises:
+        ConfigError: one of them cannot be applied.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(
+                f"'{item}' is not an override. It would change nothing. "
+                "Write key=value without spaces around '=', for example max_duration=100ba."
+            )
+        try:
+            cfg.merge_with(OmegaConf.from_cli([item]))
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(
+                f"The override '{item}' cannot be applied: {_one_line(error)}. The run would not "
+                "be the one asked for. Correct the key, or the value, which has to be YAML."
+            ) from None
+    return cfg
+
+
+def resolve_blocks(cfg: DictConfig) -> dict[str, Any]:
+    """The blocks about parallelism; others may need resolvers that `code_paths` will register.
+
+    Raises:
+        ConfigError: an interpolation in them leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        blocks = {key: cfg[key] for key in _BLOCKS if key in cfg}
+        return {
+            key: OmegaConf.to_container(block, resolve=True)
+            if OmegaConf.is_config(block)
+            else block
+            for key, block in blocks.items()
+        }
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"An interpolation cannot be resolved: {_one_line(error)}. The parallelism settings "
+            "depend on it. Correct the name between '${' and '}'."
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
