@@ -24,14 +24,15 @@ __all__ = [
 QUANTITIES: Mapping[str, str] = {"loss": "loss", "gradient_norm": "gradient norm"}
 """attributes of `Step`, and what a reader calls them"""
 
-# [Note: tolerances] Measured with the quickstart on two ranks for 100 steps, where differences of
-# rounding have grown through the optimizer; the limit is about ten times the largest. What a
-# migration can get wrong (a gradient summed instead of averaged, another start, another learning
-# rate) is larger than 1e-2 within ten steps.
+# [Note: tolerances] fp32 is measured, on two ranks of a CPU: DDP and FSDP2 on the quickstart are
+# 7e-8 apart within 10 steps, FSDP1 and FSDP2 on a small model 2e-7 within 100. It leaves room
+# for more ranks and for kernels that add in no fixed order. The others are not measured on GPUs:
+# they are a few times what one rounding of the format is worth. What a migration can get wrong (a
+# sum for an average, another start, another learning rate) is mostly larger within ten steps.
 TOLERANCES: Mapping[str, float] = {
     "fp32": 1e-5,
-    "amp_bf16": 3e-2,
-    "amp_fp16": 1e-2,
+    "amp_bf16": 2e-2,
+    "amp_fp16": 5e-3,
     "amp_fp8": 1e-1,
 }
 """largest relative difference by precision"""
