@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,8 @@ from composer_fsdp2.doctor_cli import doctor
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate_cli import HELP as MIGRATE_HELP
 from composer_fsdp2.migrate_cli import migrate
+from composer_fsdp2.parity_cli import HELP as PARITY_HELP
+from composer_fsdp2.parity_cli import parity
 
 __all__ = ["app", "main"]
 
@@ -41,6 +42,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command(help=MIGRATE_HELP)(migrate)
 app.command(help=DOCTOR_HELP)(doctor)
+app.command(help=PARITY_HELP)(parity)
 
 
 def main() -> None:
@@ -104,16 +106,13 @@ def train(
 
 
 def _launch(command: list[str], ranks: int | None, log_dir: Path | None) -> None:
-    from composer_fsdp2.launch import default_ranks, launch_ranks
+    from composer_fsdp2.launch import default_ranks, launch_ranks, own_program
 
     ranks = ranks or default_ranks()
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
     count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
     say(f"[dim]Starting {escape(count)}[/]")
-    # As this process was started: `-m` would put the current folder before installed packages.
-    script = Path(sys.argv[0])
-    program = [str(script)] if script.name == app.info.name else ["-m", "composer_fsdp2.cli"]
-    launch_ranks([*program, *command], ranks, log_dir)
+    launch_ranks([*own_program(), *command], ranks, log_dir)
 
 
 def _train_here(run: Path, overrides: list[str], cfg: Mapping[str, Any]) -> None:
@@ -161,9 +160,12 @@ def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import train_from_yaml
 
     from composer_fsdp2.foundry import transform
+    from composer_fsdp2.trainer.record import NAME, Recorder
 
     # LLM Foundry finds it by entry point, but not in a checkout that is not installed.
     registry.config_transforms.register("composer_fsdp2", func=transform)
+    # `parity` writes its name into the configurations that it runs.
+    registry.algorithms.register(NAME, func=Recorder)
     train_from_yaml(str(run), overrides)
 
 

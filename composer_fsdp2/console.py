@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import typer
@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
-__all__ = ["reported", "say"]
+__all__ = ["counting", "reported", "say"]
 
 _USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
 
@@ -35,3 +35,19 @@ def say(markup: str) -> None:
     """Prints one line with rich's markup."""
     # Made for each message: it keeps the stream it finds, and standard error may be replaced.
     Console(stderr=True, highlight=False, soft_wrap=True).print(markup)
+
+
+@contextmanager
+def counting(total: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar with a title on standard error, if that is a terminal; gone when it is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield lambda title, done: None
+        return
+    title = TextColumn("{task.description}", markup=False)
+    columns = (title, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        bar = bars.add_task("", total=total)
+        yield lambda title, done: bars.update(bar, completed=done, description=title)

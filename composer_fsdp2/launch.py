@@ -25,8 +25,16 @@ if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["RankError", "default_ranks", "launch_ranks", "rank_guard", "under_launcher"]
+__all__ = [
+    "RankError",
+    "default_ranks",
+    "launch_ranks",
+    "own_program",
+    "rank_guard",
+    "under_launcher",
+]
 
+_SCRIPT = "composer-fsdp2"
 _PARENT = "COMPOSER_FSDP2_LAUNCHER"
 _DETAIL_LINES = 40
 # Time to leave a collective after a signal. Composer finishes uploads when the interpreter ends; a
@@ -42,7 +50,7 @@ class RankError(Exception):
         rank: its number.
         reason: type and text of its exception, or how the process ended.
         details: its traceback, or the end of its output.
-        log: the file with all its output; `None` for rank 0, which writes to the console.
+        log: the file with all its output; `None` for one that writes to the console.
     """
 
     def __init__(self, rank: int, reason: str, details: str, log: Path | None) -> None:
@@ -65,7 +73,14 @@ def default_ranks() -> int:
     return torch.cuda.device_count() or 2
 
 
-def launch_ranks(command: list[str], ranks: int, log_dir: Path) -> None:
+def own_program() -> list[str]:
+    """This program as the beginning of a command for `launch_ranks`."""
+    # As this process was started: `-m` would put the current folder before installed packages.
+    script = Path(sys.argv[0])
+    return [str(script)] if script.name == _SCRIPT else ["-m", "composer_fsdp2.cli"]
+
+
+def launch_ranks(command: list[str], ranks: int, log_dir: Path, *, on_console: bool = True) -> None:
     """Runs `command` once per rank on this node and returns when all have ended well.
 
     Rank 0 writes to this console, the others to files under `log_dir`.
@@ -74,6 +89,7 @@ def launch_ranks(command: list[str], ranks: int, log_dir: Path) -> None:
         command: arguments of this Python interpreter.
         ranks: number of processes.
         log_dir: folder for the logs; made when missing.
+        on_console: whether rank 0 does not write to a file like the others.
 
     Raises:
         RankError: a rank failed; all the others have been ended.
@@ -86,7 +102,7 @@ def launch_ranks(command: list[str], ranks: int, log_dir: Path) -> None:
     # It reports a failure in 30 lines of its own; ours follows from the same facts.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     _set_rank_environment()
-    config = _launch_config(ranks, log_dir)
+    config = _launch_config(ranks, log_dir, first_logged=1 if on_console else 0)
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
@@ -96,12 +112,12 @@ def launch_ranks(command: list[str], ranks: int, log_dir: Path) -> None:
         raise SystemExit(128 + error.sigval) from None
 
 
-def _launch_config(ranks: int, log_dir: Path) -> LaunchConfig:
+def _launch_config(ranks: int, log_dir: Path, first_logged: int) -> LaunchConfig:
     """One node, whose ranks meet at this process over the loopback interface."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
-    redirects = dict.fromkeys(range(1, ranks), Std.ALL)
+    redirects = dict.fromkeys(range(first_logged, ranks), Std.ALL)
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

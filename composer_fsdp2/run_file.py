@@ -11,7 +11,15 @@ from composer_fsdp2.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["check_installed", "load_run", "read_parallelism", "read_run", "read_setting"]
+__all__ = [
+    "check_installed",
+    "load_run",
+    "merge",
+    "read_parallelism",
+    "read_run",
+    "read_setting",
+    "read_yaml",
+]
 
 _BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
 
@@ -35,7 +43,7 @@ def read_run(path: Path, overrides: list[str]) -> DictConfig:
     Raises:
         ConfigError: one of them cannot be read.
     """
-    return _merge(_read_yaml(path), overrides)
+    return merge(read_yaml(path), overrides)
 
 
 def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
@@ -68,7 +76,7 @@ def check_installed() -> None:
     """
     if importlib.util.find_spec("llmfoundry") is None:
         raise ConfigError(
-            "LLM Foundry is not installed. 'train' runs its training script. "
+            "LLM Foundry is not installed. Its training script is what runs. "
             "Install it with: pip install 'composer-fsdp2[foundry]'"
         )
     if importlib.util.find_spec("pkg_resources") is None:
@@ -78,7 +86,12 @@ def check_installed() -> None:
         )
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path) -> DictConfig:
+    """Reads a run, interpolations as they are written.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no settings.
+    """
     from omegaconf import DictConfig, OmegaConf
     from yaml import YAMLError
 
@@ -102,8 +115,12 @@ def _read_yaml(path: Path) -> DictConfig:
     return cfg
 
 
-def _merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
-    """Applies the overrides one by one, so that an error can name the one it is in."""
+def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    """Applies the overrides one by one, so that an error can name the one it is in.
+
+    Raises:
+        ConfigError: one of them cannot be applied.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
@@ -126,7 +143,11 @@ def _merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
 
 
 def _resolve(cfg: DictConfig) -> dict[str, Any]:
-    """The blocks about parallelism; others may need resolvers that `code_paths` will register."""
+    """The blocks about parallelism; others may need resolvers that `code_paths` will register.
+
+    Raises:
+        ConfigError: an interpolation in them leads nowhere.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 

@@ -24,6 +24,7 @@ ARROWS = {
     "parallel": {"core", "errors"},
     "estimate": {"core", "errors"},
     "migrate": {"core", "errors"},
+    "parity": {"errors"},
     "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
     "foundry": {"core", "errors", "trainer"},
     "console": {"errors", "launch"},
@@ -32,6 +33,15 @@ ARROWS = {
     "doctor_cli": {"console", "doctor", "errors", "foundry", "launch", "run_file", "trainer"},
     "checkpoint_cli": {"checkpoint", "console", "errors"},
     "migrate_cli": {"console", "errors", "migrate"},
+    "parity_cli": {
+        "console",
+        "errors",
+        "foundry",
+        "launch",
+        "parity",
+        "run_file",
+        "trainer",
+    },
 }
 """What each part may import of ours besides itself; parts not listed may import anything."""
 

@@ -1,0 +1,1 @@
+"""Two runs of one job, compared step by step. Pure: starts nothing and trains nothing."""

@@ -1,0 +1,293 @@
+"""Whether two configurations describe one job, and what is changed in both to compare them.
+
+[Note: same start] `init_device: meta` draws a weight when its unit is made real, and FSDP1, FSDP2
+and DDP do that in different orders: the same seed gives other weights. `cpu` and `mixed` draw all
+of them in the order of the model, and rank 0's count. So `mixed` stands in for `meta`, and `cpu`
+for both where there is no FSDP, which LLM Foundry demands. Dropout needs nothing: the Trainer seeds
+each rank again after the model is sharded, and activations are whole whatever shards the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from composer_fsdp2.errors import ConfigError
+
+__all__ = [
+    "Job",
+    "check_same",
+    "describe_differences",
+    "differences",
+    "overrides_for",
+    "plan_jobs",
+]
+
+SHARDING = ("fsdp_config", "parallelism_config", "tp_config")
+"""what may differ: it is what is compared"""
+
+SHORT: Mapping[str, Any] = {
+    "autoresume": False,
+    "console_log_interval": "1ba",
+    "eval_first": False,
+    "eval_interval": 0,
+    "log_config": False,
+    "log_to_console": False,
+    "loggers": None,
+    "only_composer_checkpoint": False,
+    "only_hf_checkpoint": False,
+    "profiler": None,
+    "progress_bar": False,
+    "save_folder": None,
+}
+"""settings of both runs: they write nothing and evaluate nothing"""
+
+WRITERS = (
+    "async_eval",
+    "env_logging",
+    "eval_output_logging",
+    "generate_callback",
+    "hf_checkpointer",
+    "memory_snapshot",
+    "mono_checkpoint_saver",
+    "run_timeout",
+)
+"""callbacks that write, evaluate or end a run, and change nothing in its training"""
+
+_NO_INFLUENCE = frozenset(
+    {
+        "eval_subset_num_batches",
+        "metadata",
+        "python_log_level",
+        "run_name",
+        "save_filename",
+        "save_ignore_keys",
+        "save_interval",
+        "save_latest_filename",
+        "save_num_checkpoints_to_keep",
+        "save_overwrite",
+        "save_weights_only",
+    }
+)
+_START = "model.init_device"
+_SHOWN = 20
+_DEFAULT_PRECISION = "amp_bf16"  # LLM Foundry's
+
+Kind = str
+"""'FSDP1', 'FSDP2' or 'DDP'"""
+
+
+@dataclass(slots=True)
+class Job:
+    """One of the two runs.
+
+    Args:
+        name: what messages call it: 'old' or 'new'.
+        config: the whole training configuration, interpolations included.
+        kind: what shards it.
+        block: path of its FSDP2 settings, where it has any.
+    """
+
+    name: str
+    config: DictConfig
+    kind: Kind
+    block: str | None = None
+    precision: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.config = copy.deepcopy(self.config)
+        self.precision = str(self.value("precision", _DEFAULT_PRECISION))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """A setting, interpolations resolved; the default for what is missing or null."""
+        found = OmegaConf.select(self.config, key)
+        return default if found is None else found
+
+    def set(self, key: str, value: Any) -> None:
+        """Changes a setting."""
+        OmegaConf.update(self.config, key, value, merge=False, force_add=True)
+
+    def shorten(self, algorithm: str, settings: Mapping[str, Any]) -> None:
+        """Switches off what writes and evaluates, and names an algorithm last."""
+        for key, value in SHORT.items():
+            self.set(key, value)
+        for name in WRITERS:
+            if name in self.value("callbacks", {}):
+                del self.config["callbacks"][name]
+        self.set("algorithms", {**self.value("algorithms", {}), algorithm: dict(settings)})
+
+
+# --- Is it one job? ---
+
+
+def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
+    """Settings outside the sharding that differ and have an influence, with both values as text."""
+    ours, theirs = dict(_leaves(old)), dict(_leaves(new))
+    keys = [*ours, *(key for key in theirs if key not in ours)]
+    return {
+        key: (_text(ours, key), _text(theirs, key))
+        for key in keys
+        if _matters(key) and (key not in ours or key not in theirs or ours[key] != theirs[key])
+    }
+
+
+def check_same(old: DictConfig, new: DictConfig) -> None:
+    """Refuses two configurations of different jobs.
+
+    Raises:
+        ConfigError: with the settings that differ.
+    """
+    found = differences(old, new)
+    if found:
+        raise ConfigError(
+            f"OLD and NEW are different jobs:\n{describe_differences(found)}\nTheir numbers would "
+            "differ whatever shards the model. Make these settings equal, give the value for both "
+            "as key=value, or compare them all the same with --allow-different."
+        )
+
+
+def describe_differences(found: Mapping[str, tuple[Any, Any]]) -> str:
+    """One line per setting, and a count of those that are too many."""
+    lines = [f"  {key}: {old} -> {new}" for key, (old, new) in found.items()]
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
+    return "\n".join(lines)
+
+
+def overrides_for(config: DictConfig, overrides: Sequence[str]) -> list[str]:
+    """The overrides for one of the configurations: of a sharding block, only if it has that."""
+    return [item for item in overrides if _applies(config, item.partition("=")[0].split("."))]
+
+
+def _applies(config: DictConfig, path: Sequence[str]) -> bool:
+    if path[0] not in SHARDING:
+        return True
+    depth = 2 if path[0] == "parallelism_config" else 1
+    return OmegaConf.select(config, ".".join(path[:depth]), throw_on_missing=False) is not None
+
+
+def _matters(key: str) -> bool:
+    first = key.partition(".")[0]
+    return first not in {*SHARDING, *SHORT, *_NO_INFLUENCE} and key != _START
+
+
+def _text(leaves: Mapping[str, Any], key: str) -> str:
+    return repr(leaves[key]) if key in leaves else "not set"
+
+
+def _leaves(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value by its dotted path. What cannot be resolved here stays as it is written."""
+    keys = list(node) if isinstance(node, DictConfig) else range(len(node))
+    for key in keys:
+        value = _resolved(node, key)
+        name = f"{path}{key}"
+        if isinstance(value, DictConfig | ListConfig) and len(value):
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+
+
+def _resolved(node: Any, key: Any) -> Any:
+    try:
+        return node[key]
+    except OmegaConfBaseException:  # a resolver that `code_paths` registers, or a missing value
+        return OmegaConf.to_container(node, resolve=False)[key]  # pyright: ignore
+
+
+# --- What is changed in both. ---
+
+
+def plan_jobs(old: Job, new: Job, *, cuda: bool, ranks: int) -> list[str]:
+    """Changes both so that their numbers can be compared.
+
+    Returns:
+        What the user has to know about it, one sentence or two each.
+
+    Raises:
+        ConfigError: the comparison would say nothing.
+    """
+    _check_kinds(new, ranks)
+    notes = []
+    if not cuda:
+        notes += [note for job in (old, new) for note in _fit_cpu(job)]
+        notes += _fit_precision(old, new)
+    if old.precision != new.precision:
+        notes.append(
+            f"Precision is {old.precision} in OLD and {new.precision} in NEW: the tolerance is "
+            "that of the coarser one."
+        )
+    return notes + _same_start(old, new)
+
+
+def _check_kinds(new: Job, ranks: int) -> None:
+    if new.kind != "FSDP2":
+        raise ConfigError(
+            "NEW does not ask for FSDP2: it has no `parallelism_config.fsdp2`. There would be "
+            "nothing to compare with. Let `composer-fsdp2 migrate OLD -o NEW` write it."
+        )
+    if ranks == 1:
+        raise ConfigError(
+            "There is one rank, on which LLM Foundry trains without FSDP. The comparison would be "
+            "of DDP with itself. Give -n 2; on a machine with one GPU, hide it with "
+            "CUDA_VISIBLE_DEVICES= to compare on the CPU."
+        )
+
+
+def _fit_cpu(job: Job) -> list[str]:
+    """FSDP1 does not run without CUDA; DDP computes the same from whole weights."""
+    if job.kind == "FSDP2":
+        return []
+    was = job.kind
+    job.kind = "DDP"
+    for key in SHARDING:
+        job.config.pop(key, None)
+    if was == "DDP":
+        return []
+    return ["No CUDA: the old configuration runs as DDP, whose numbers FSDP1's are."]
+
+
+def _fit_precision(old: Job, new: Job) -> list[str]:
+    """Composer trains in fp32 alone on a CPU, and DDP has no precision of its own."""
+    notes = []
+    lower = sorted({job.precision for job in (old, new)} - {"fp32"})
+    for job in (old, new):
+        job.precision = "fp32"
+        job.set("precision", "fp32")
+    if lower:
+        notes.append(f"No CUDA: both runs compute in fp32, as {' and '.join(lower)} needs a GPU.")
+    for job in (old, new):
+        key = f"{job.block}.mixed_precision"
+        if job.block is not None and isinstance(job.value(key), DictConfig):
+            job.set(key, "FULL")
+            notes.append(f"No CUDA: {key} is FULL here, as DDP has no such setting.")
+    return notes
+
+
+def _same_start(old: Job, new: Job) -> list[str]:
+    """See [Note: same start]."""
+    notes = []
+    meta = [job.name.upper() for job in (old, new) if job.value(_START) == "meta"]
+    for job in (old, new):
+        if job.kind == "DDP" and job.value(_START) is not None:
+            job.set(_START, "cpu")
+        elif job.value(_START) == "meta":
+            job.set(_START, "mixed")
+    if meta:
+        notes.append(
+            f"{_START} is meta in {' and '.join(meta)}, which draws other weights under FSDP1, "
+            "FSDP2 and DDP. Both runs start from those that rank 0 draws on the CPU."
+        )
+    if _reads_weights(new) and not (_reads_weights(old) or old.value("model.pretrained")):
+        notes.append(
+            "NEW starts from pretrained_weights and OLD from other weights: the runs will differ."
+        )
+    return notes
+
+
+def _reads_weights(job: Job) -> bool:
+    return job.block is not None and job.value(f"{job.block}.pretrained_weights") is not None

@@ -1,0 +1,111 @@
+"""`composer-fsdp2 parity` on the quickstart, smaller: an FSDP1 file and its migration."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_fsdp2.migrate.engine import migrate
+from tests.e2e.test_quickstart import ROOT, SMALL
+
+pytest.importorskip("llmfoundry")
+pytestmark = pytest.mark.slow
+
+# In the warm-up the learning rate is 0 for two steps; the weights change from the third on.
+STEPS = 6
+FSDP1 = """
+fsdp_config:
+  sharding_strategy: FULL_SHARD
+  mixed_precision: PURE
+  activation_checkpointing: false
+  limit_all_gathers: true
+"""
+
+
+def parity(folder: Path, new: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    """Compares `old.yaml` with another file, on two ranks of the CPU."""
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "composer_fsdp2.cli", "parity", f"{folder}/old.yaml", str(new)]
+    command += [f"--steps={STEPS}", f"variables.folder={folder}", *SMALL, *args]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=580
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """`old.yaml`, which is the quickstart with FSDP1, and `new.yaml`, which `migrate` makes."""
+    folder = tmp_path_factory.mktemp("parity")
+    text = (ROOT / "yamls" / "quickstart.yaml").read_text()
+    start, end = text.index("parallelism_config:"), text.index("run_name:")
+    old = text[:start] + FSDP1 + text[end:]
+    (folder / "old.yaml").write_text(old)
+    (folder / "new.yaml").write_text(migrate(old).text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def agreed(folder) -> subprocess.CompletedProcess[str]:
+    """With dropout, of which both runs have to draw the same."""
+    dropout = ("model.resid_pdrop=0.1", "model.emb_pdrop=0.1")
+    return parity(folder, folder / "new.yaml", f"--out={folder}/same", *dropout)
+
+
+def test_an_fsdp1_run_and_its_migration_agree(agreed, folder):
+    assert agreed.returncode == 0, agreed.stderr
+    assert "the old configuration runs as DDP, whose numbers FSDP1's are." in agreed.stderr
+    assert "Within the tolerance of 1e-05 (the default for fp32)." in agreed.stdout
+    rows = list(csv.DictReader((folder / "same" / "parity.csv").read_text().splitlines()))
+    assert [row["step"] for row in rows] == [str(number) for number in range(1, STEPS + 1)]
+    shares = [float(v) for row in rows for k, v in row.items() if k.endswith("difference")]
+    assert len(shares) == 2 * STEPS
+    assert max(shares) <= 1e-5
+    # Clipping to 1 comes after it.
+    assert all(float(row["gradient_norm_old"]) > 1 for row in rows)
+    assert len({row["loss_old"] for row in rows}) == STEPS
+
+
+def test_the_picture_is_written(agreed, folder):
+    pytest.importorskip("matplotlib")
+    assert (folder / "same" / "parity.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_the_ranks_say_is_in_logs_and_nothing_is_saved(agreed, folder):
+    said = "FSDP2 is not requested"
+    (log,) = (folder / "same" / "old" / "logs").glob("*/attempt_0/0/stderr.log")
+    assert said in log.read_text()
+    assert said not in agreed.stderr
+    assert not (folder / "checkpoints").exists()
+
+
+def test_another_learning_rate_is_refused_and_on_demand_beyond_the_tolerance(folder):
+    new = folder / "other.yaml"
+    text = (folder / "new.yaml").read_text()
+    new.write_text(text.replace("lr: 4.0e-3", "lr: 5.0e-3"))
+    refused = parity(folder, new)
+    assert refused.returncode == 2
+    assert "optimizer.lr: 0.004 -> 0.005" in refused.stderr
+    done = parity(folder, new, "--allow-different", "--json")
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["within"] is False
+    first, *_, last = found["steps"]
+    assert first["gradient_norm"]["relative_difference"] <= 1e-5
+    assert last["gradient_norm"]["relative_difference"] > 1e-4
+    assert "different jobs" in found["notes"][0]
+
+
+def test_a_run_that_fails_is_named_with_its_error(folder):
+    done = parity(folder, folder / "new.yaml", "optimizer.name=nothing", f"--out={folder}/failed")
+    assert done.returncode == 1
+    assert "The old run (DDP) failed." in done.stderr
+    assert "nothing" in done.stderr[done.stderr.index("Rank ") :]
+    assert "All it wrote: " in done.stderr
+    assert "Traceback" not in done.stderr.split("Rank ")[0]
