@@ -92,21 +92,25 @@ def migrate(
             }
             _refuse_beside_code([name for name, value in others.items() if value])
             raise typer.Exit(_migrate_code(code, write=write, check=check, as_json=as_json))
-        config = _checked(config, write=write)
-        from composer_fsdp2.migrate.engine import migrate as migrate_text
-
-        report = migrate_text(
-            _read(config),
-            name=str(config),
+        report = _migrate_config(
+            _checked(config, write=write),
+            None if check else output,
             dialect=dialect,
             world_size=world_size,
             gpus_per_node=gpus_per_node,
             decisions=_decisions(decisions or []),
         )
-        if output is not None and not check:
-            _write(config, output, report.text)
         _print(report, whole=output is None and not check, as_json=as_json)
         raise typer.Exit(_exit_code(report, strict=strict, check=check))
+
+
+def _migrate_config(config: Path, output: Path | None, **settings: Any) -> Report:
+    from composer_fsdp2.migrate.engine import migrate as migrate_text
+
+    report = migrate_text(_read(config), name=str(config), **settings)
+    if output is not None:
+        _write(config, output, report.text)
+    return report
 
 
 def _refuse_beside_code(names: list[str]) -> None:

@@ -8,6 +8,7 @@ value stands; the new settings take the places of the old ones, with the comment
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from io import StringIO
 from typing import Any
@@ -31,6 +32,7 @@ class Document:
         Raises:
             ConfigError: it is not one YAML or JSON mapping.
         """
+        self.name = name
         self.text = _json_as_yaml(text)
         self.lines = self.text.splitlines()
         try:
@@ -65,6 +67,8 @@ class Document:
             ConfigError: the site cannot be replaced line by line.
         """
         parent = self._node(site.parent)
+        if parent is not None and parent.flow_style and site.parent:
+            return self._replace_braces(site.parent).replace(site, entries)
         spans = [
             (key, *self._span(key, value))
             for key, value in ([] if parent is None else parent.value)
@@ -72,8 +76,9 @@ class Document:
         ]
         if parent is None or parent.flow_style or not spans:
             raise ConfigError(
-                f"'{'.'.join(site.parent)}' is written in braces or by an alias. Its lines cannot "
-                "be replaced without touching others. Write it as a block, one key per line."
+                f"'{'.'.join(site.parent) or self.name}' is written in braces or by an alias. Its "
+                "lines cannot be replaced without touching others. Write it as a block, one key "
+                "per line."
             )
         block = self._block(site, spans[0][0].start_mark.column, spans, entries)
         lines = list(self.lines)
@@ -81,6 +86,33 @@ class Document:
             # Comments of later keys moved into the block, at the place of the first one.
             lines[start:end] = block if position == 0 else []
         return "\n".join(lines) + "\n"
+
+    def _replace_braces(self, path: Path) -> Document:
+        """The same with one mapping, or the first around it in braces, as a block.
+
+        Raises:
+            ConfigError: something in it would be lost.
+        """
+        depths = range(1, len(path) + 1)
+        place = next(path[:n] for n in depths if getattr(self._node(path[:n]), "flow_style", None))
+        pair = self._pair(place)
+        assert pair is not None
+        key, value = pair
+        start, end = key.start_mark, value.end_mark
+        raw = self.text[value.start_mark.index : end.index]
+        if re.search(r"[&*#]", raw):
+            raise ConfigError(
+                f"'{'.'.join(place)}' is written in braces and holds an anchor, an alias or a "
+                "comment. Rewriting it would lose them. Write it as a block, one key per line."
+            )
+        data: Any = self.data
+        for name in place:
+            data = data[name]
+        block = [" " * (start.column + 2) + line for line in dump(data).splitlines()]
+        rest = self.lines[end.line][end.column :]
+        head = self.lines[start.line][: start.column] + f"{place[-1]}:{rest}"
+        lines = [*self.lines[: start.line], head, *block, *self.lines[end.line + 1 :]]
+        return Document("\n".join(lines) + "\n", self.name)
 
     def first_line(self, site: Site) -> int:
         """Where the mapping of a site begins."""

@@ -28,16 +28,6 @@ def train(monkeypatch):
     return run
 
 
-@pytest.fixture
-def write(tmp_path):
-    def file(text: str) -> Path:
-        path = tmp_path / "run.yaml"
-        path.write_text(text)
-        return path
-
-    return file
-
-
 def refused(result, *parts: str) -> None:
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr

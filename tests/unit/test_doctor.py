@@ -352,16 +352,6 @@ def doctor(monkeypatch):
     return lambda *args: CliRunner().invoke(cli.app, ["doctor", *map(str, args)])
 
 
-@pytest.fixture
-def write(tmp_path):
-    def file(text: str) -> Path:
-        path = tmp_path / "run.yaml"
-        path.write_text(text)
-        return path
-
-    return file
-
-
 def test_shows_versions_and_patches(doctor):
     result = doctor()
     assert result.exit_code == 0, result.output

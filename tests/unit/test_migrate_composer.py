@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import yaml
 from composer.utils.parallelism import FSDPConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -403,6 +404,31 @@ def test_command_explains_what_it_cannot_do(tmp_path, text, args, said):
     result = CliRunner().invoke(app, ["migrate", str(file), *args])
     assert result.exit_code == 2
     assert said in " ".join(result.stderr.split())
+
+
+BRACES = """\
+parallelism_config: {fsdp: {sharding_strategy: SHARD_GRAD_OP, verbose: "${v}"}, tp: null}  # stays
+v: true
+"""
+UNFOLDED = """\
+parallelism_config:  # stays
+  fsdp2:
+    reshard_after_forward: false
+    verbose: ${v}
+    state_dict_type: full
+  tp: null
+v: true
+"""
+
+
+def test_a_mapping_in_braces_becomes_a_block():
+    report = migrate(BRACES)
+    assert report.text == UNFOLDED
+    check_stable(report)
+    nested = "a: 1\nrun: {x: 2, fsdp_config: {fsdp_min_num_params: 5}}\nb: 3\n"
+    assert yaml.safe_load(migrate(nested).text)["run"]["x"] == 2
+    with pytest.raises(ConfigError, match="holds an anchor, an alias or a comment"):
+        migrate("parallelism_config: {fsdp: &here {verbose: true}}\n")
 
 
 def test_two_places_for_one_thing_are_refused():

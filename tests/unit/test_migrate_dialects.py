@@ -434,6 +434,42 @@ def test_every_key_of_the_collection_is_in_the_report(file):
     report = migrate(file.read_text())
     assert missing(Document(file.read_text(), file.name).data, report) == []
     parse_config(settings_of(report))
+    check_stable(report)
+
+
+ROLES = """\
+actor_train:
+  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 4}}
+reference:
+  strategy_args:
+    strategy_name: fsdp2_infer
+    strategy_config:
+      param_dtype: fp16  # smaller
+actor_infer:
+  strategy_args:
+    strategy_name: vllm
+    strategy_config: {block_size: 16}
+"""
+
+
+def test_every_role_of_roll_is_migrated_and_other_engines_are_left():
+    report = migrate(ROLES)
+    new = OmegaConf.create(report.text)
+    trained = new.actor_train.strategy_args.parallelism_config.fsdp2
+    assert trained[SHARD] == 4
+    assert "# smaller" in report.text
+    frozen = new.reference.strategy_args.parallelism_config.fsdp2.mixed_precision
+    assert frozen == {"param_dtype": "fp16", "reduce_dtype": "fp32"}
+    assert new.actor_infer.strategy_args.strategy_config == {"block_size": 16}
+    assert len(report.remarks) == 2
+    check_stable(report)
+
+
+def test_another_dialect_can_be_asked_for():
+    """Accelerate's own keys, read as what they also are: arguments of transformers."""
+    text = dump({"distributed_type": "FSDP", "fsdp_config": {"fsdp_min_num_params": 5}})
+    assert migrate(text).dialect == "accelerate"
+    assert migrate(text, dialect="huggingface").dialect == "huggingface"
 
 
 VALUES = st.one_of(st.booleans(), st.none(), st.integers(-1, 5), st.sampled_from(["a", "bf16"]))
