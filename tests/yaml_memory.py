@@ -8,6 +8,7 @@ would, the mesh resolved for its number of GPUs. Nothing is measured, and activa
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
 import shlex
@@ -107,16 +108,23 @@ def plan_run(path: Path, command: list[str], gpu_gb: int) -> Run:
 
 def plan_values(values: Mapping[str, Any]) -> tuple[ComposerModel, FSDP2Config, WrapPlan]:
     """The model of a run, on meta, and its plan by the rules the Trainer uses."""
-    settings = parse_config(values["parallelism_config"]["fsdp2"])
+    block = values["parallelism_config"]["fsdp2"]
+    # The plan is the same for every mesh.
+    settings = {key: value for key, value in block.items() if not key.endswith("_degree")}
     model = build_model(values["model"])
-    plan = plan_wrapping(
+    return model, parse_config(block), _plan(model, json.dumps(settings, sort_keys=True))
+
+
+@functools.cache
+def _plan(model: ComposerModel, settings: str) -> WrapPlan:
+    config = parse_config(json.loads(settings))
+    return plan_wrapping(
         model,
-        trainer_rules(model, settings.wrap_policy),
-        reshard_after_forward=settings.reshard_after_forward,
-        tied_weights=settings.tied_weights,
-        ignored_params=settings.ignored_params,
+        trainer_rules(model, config.wrap_policy),
+        reshard_after_forward=config.reshard_after_forward,
+        tied_weights=config.tied_weights,
+        ignored_params=config.ignored_params,
     )
-    return model, settings, plan
 
 
 def plain(config: DictConfig) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,8 +236,12 @@ def test_from_an_object_store(name: str, tmp_path: Path):
 @needs_fixtures
 @pytest.mark.world_size(2)
 def test_nothing_in_the_object_store(tmp_path: Path):
-    with pytest.raises(CheckpointError, match="FileNotFoundError"):
-        resume("full_2r", {"fsdp2": {}}, load_path="gone", load_object_store=FolderStore(tmp_path))
+    store = FolderStore(tmp_path)
+    missing = pytest.raises(CheckpointError, match="FileNotFoundError")
+    with pytest.MonkeyPatch.context() as patch, missing:
+        # Composer asks again and again, and waits longer each time.
+        patch.setattr("composer.utils.retrying.time", SimpleNamespace(sleep=lambda _: None))
+        resume("full_2r", {"fsdp2": {}}, load_path="gone", load_object_store=store)
 
 
 class FolderStore(ObjectStore):
