@@ -85,13 +85,15 @@ def train(
     ] = None,
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
-    from composer_fsdp2.launch import under_launcher
-    from composer_fsdp2.run_file import load_run
+    from composer_fsdp2.launch import default_ranks, under_launcher
+    from composer_fsdp2.run_file import check_ranks, load_run
 
     overrides = overrides or []
     with reported():
         cfg = load_run(run, overrides)
         if not under_launcher():
+            ranks = ranks or default_ranks()
+            check_ranks(cfg, ranks)
             _launch(["train", str(run), *overrides], ranks, log_dir)
             return
         if ranks or log_dir:
@@ -105,10 +107,9 @@ def train(
 # --- Training: start the ranks, or be one. ---
 
 
-def _launch(command: list[str], ranks: int | None, log_dir: Path | None) -> None:
-    from composer_fsdp2.launch import default_ranks, launch_ranks, own_program
+def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:
+    from composer_fsdp2.launch import launch_ranks, own_program
 
-    ranks = ranks or default_ranks()
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
     count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
     say(f"[dim]Starting {escape(count)}[/]")

@@ -93,7 +93,7 @@ def _prepare(
 
     from composer_fsdp2.launch import default_ranks, under_launcher
     from composer_fsdp2.parity.jobs import check_same, describe_differences, differences, plan_jobs
-    from composer_fsdp2.run_file import check_installed
+    from composer_fsdp2.run_file import check_installed, check_ranks, read_parallelism
 
     if under_launcher():
         raise ConfigError(
@@ -112,6 +112,8 @@ def _prepare(
     else:
         check_same(jobs[0].config, jobs[1].config)
     notes += plan_jobs(*jobs, cuda=torch.cuda.is_available(), ranks=ranks)
+    for job in jobs:
+        check_ranks(read_parallelism(job.config), ranks)
     return jobs, notes, ranks
 
 

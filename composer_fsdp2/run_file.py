@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_installed",
+    "check_ranks",
     "load_run",
     "merge",
     "read_parallelism",
@@ -55,6 +57,21 @@ def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
     from composer_fsdp2.foundry import parse_run_config
 
     return parse_run_config(_resolve(cfg))
+
+
+def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:
+    """Checks the degrees of a run before its ranks start.
+
+    On one rank LLM Foundry trains without FSDP, whatever the degrees.
+
+    Raises:
+        ConfigError: they do not multiply to the number of ranks.
+    """
+    from composer_fsdp2.core.mesh import MeshShape
+    from composer_fsdp2.foundry import fsdp2_settings, requests_fsdp2
+
+    if ranks > 1 and requests_fsdp2(parsed):
+        MeshShape.resolve(fsdp2_settings(parsed), ranks)
 
 
 def read_setting(cfg: DictConfig, key: str) -> Any:

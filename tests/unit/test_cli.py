@@ -71,6 +71,11 @@ def test_wrong_parallelism_config(train, write):
     refused(result, "'reshard_after_forwrd'", "Did you mean 'reshard_after_forward'?")
 
 
+def test_degrees_that_do_not_fit_the_ranks(train, write):
+    path = write("parallelism_config: {fsdp2: {data_parallel_shard_degree: 3}}")
+    refused(train(path, "-n", "2"), "data_parallel_shard_degree 3", "to the world size 2")
+
+
 def test_wrong_parallelism_config_in_an_override(train, write):
     path = write("parallelism_config: {fsdp2: {}}")
     refused(train(path, "parallelism_config.fsdp2.verbose=3"), "'verbose' is 3")

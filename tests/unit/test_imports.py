@@ -28,7 +28,7 @@ ARROWS = {
     "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
     "foundry": {"core", "errors", "trainer"},
     "console": {"errors", "launch"},
-    "run_file": {"errors", "foundry"},
+    "run_file": {"core", "errors", "foundry"},
     "doctor": {"core", "errors", "trainer"},
     "doctor_cli": {"console", "doctor", "errors", "foundry", "launch", "run_file", "trainer"},
     "checkpoint_cli": {"checkpoint", "console", "errors"},

@@ -427,6 +427,7 @@ def refused(result, *parts: str) -> None:
         assert part in message
 
 
+DEGREE = "parallelism_config.fsdp2.data_parallel_shard_degree"
 OLD_TEXT = f"{FSDP1}\nseed: 1\noptimizer: {{lr: 1}}\n"
 NEW_TEXT = migrate("fsdp_config:\n  sharding_strategy: FULL_SHARD\nseed: 1\noptimizer: {lr: 1}\n")
 
@@ -439,6 +440,7 @@ NEW_TEXT = migrate("fsdp_config:\n  sharding_strategy: FULL_SHARD\nseed: 1\nopti
         (OLD_TEXT, NEW_TEXT.text, ("tp_config.a=1",), ("neither OLD nor NEW has",)),
         (OLD_TEXT, NEW_TEXT.text, ("-n", "1"), ("one rank",)),
         (OLD_TEXT, OLD_TEXT, (), ("NEW does not ask for FSDP2",)),
+        (OLD_TEXT, NEW_TEXT.text, (f"{DEGREE}=3",), ("to the world size 2",)),
         (OLD_TEXT, NEW_TEXT.text.replace("auto", "sometimes"), (), ("reshard_after_forward",)),
         (OLD_TEXT, "", (), ("holds no settings",)),
         (OLD_TEXT, NEW_TEXT.text, ("--out", __file__), ("--out", "is no folder")),
