@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.fsdp1 import convert_fsdp1
-from composer_fsdp2.migrate.report import SAME, Context, Dialect, Row, Site, Status
+from composer_fsdp2.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
 
 __all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "is_ours"]
 
@@ -182,18 +182,19 @@ _ROWS = (
 
 _TP = "tensor parallelism does not go with FSDP2 yet; take it out, or stay with FSDP1"
 _OUTSIDE = (
-    Row("model.init_device", _K, "built on rank 0 and spread from there", ("mixed",)),
-    Row("model.init_device", _K, "built shard by shard, without whole parameters", ("meta",)),
-    Row("model.init_device", _K, "built whole on every rank; `meta` takes less memory", ("cpu",)),
-    Row("tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, {})),
-    Row("tp_config", _UN, _TP, options=("remove it",)),
-    Row("parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, {})),
-    Row("parallelism_config.tp", _UN, _TP, options=("remove it",)),
+    Row("*.model.init_device", _K, "built on rank 0 and spread from there", ("mixed",)),
+    Row("*.model.init_device", _K, "built shard by shard, without whole parameters", ("meta",)),
+    Row("*.model.init_device", _K, "built whole on every rank; `meta` takes less memory", ("cpu",)),
+    Row("*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, {})),
+    Row("*.tp_config", _UN, _TP, options=("remove it",)),
+    Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, {})),
+    Row("*.parallelism_config.tp", _UN, _TP, options=("remove it",)),
 )
 """LLM Foundry's own keys around the block; they stay where they are."""
 
 
-def _find_fsdp1(data: Mapping[str, Any]) -> list[Site]:
+def _find_fsdp1(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
+    """Blocks at the top of a run, or of the run that another file holds, as under `parameters`."""
     sites = []
     if _is_fsdp1(data.get("fsdp_config")):
         if "parallelism_config" in data:
@@ -202,11 +203,12 @@ def _find_fsdp1(data: Mapping[str, Any]) -> list[Site]:
                 "one of them and would ignore the other. Move what you need to "
                 "'parallelism_config' and remove 'fsdp_config'."
             )
-        sites.append(Site((), {"fsdp_config": ""}))
+        sites.append(Site(path, {"fsdp_config": ""}))
     block = data.get("parallelism_config")
     if isinstance(block, Mapping) and _is_fsdp1(block.get("fsdp")):
-        sites.append(Site(("parallelism_config",), {"fsdp": ""}, ("fsdp2",)))
-    return sites
+        sites.append(Site((*path, "parallelism_config"), {"fsdp": ""}, ("fsdp2",)))
+    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
+    return sites or [site for key, value in inner for site in _find_fsdp1(value, (*path, key))]
 
 
 def _is_fsdp1(block: Any) -> bool:

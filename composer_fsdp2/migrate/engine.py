@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_fsdp2.core.config import nearest, parse_config
@@ -125,7 +125,10 @@ class _Work:
         replaced = {(*site.parent, key) for site in sites for key in site.keys}
         rows = self.dialect.outside
         entries = []
-        whole = replaced | {tuple(row.key.split(".")) for row in rows}
+
+        def whole(path: Path) -> bool:
+            return path in replaced or any(_is_at(row, ".".join(path)) for row in rows)
+
         for path, value in _leaves(self.data, (), whole):
             if path in replaced:
                 continue
@@ -256,7 +259,12 @@ def _resolve(document: Document) -> dict[str, Any]:
 
 def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
     """Where the new settings have to go if they are not where LLM Foundry reads them."""
-    nested = [".".join((*site.parent, *site.wrapper)) for site in sites if site.parent]
+    # `parameters` is what the platform's own files call the run they start.
+    nested = [
+        ".".join((*site.parent, *site.wrapper))
+        for site in sites
+        if site.parent and site.parent[0] != "parameters"
+    ]
     wanted = ".".join(Site((), {}).wrapper)
     return tuple(
         f"The new settings stand at '{place}'. LLM Foundry and `composer-fsdp2 train` read "
@@ -273,12 +281,12 @@ def _at(data: Any, path: Path) -> Any:
 
 
 def _leaves(
-    data: Mapping[str, Any], path: Path, whole: Collection[Path]
+    data: Mapping[str, Any], path: Path, whole: Callable[[Path], bool]
 ) -> Iterator[tuple[Path, Any]]:
-    """Values that are no mappings, and those of the paths in `whole` whatever they are."""
+    """Values that are no mappings, and those `whole` holds for, whatever they are."""
     for key, value in data.items():
         here = (*path, key)
-        if isinstance(value, Mapping) and value and here not in whole:
+        if isinstance(value, Mapping) and value and not whole(here):
             yield from _leaves(value, here, whole)
         else:
             yield here, value

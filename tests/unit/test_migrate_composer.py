@@ -431,6 +431,37 @@ def test_a_mapping_in_braces_becomes_a_block():
         migrate("parallelism_config: {fsdp: &here {verbose: true}}\n")
 
 
+PLATFORM = """\
+name: llama
+compute: {gpus: 16}
+parameters:
+  model:
+    init_device: mixed
+  # FSDP
+  fsdp_config:
+    sharding_strategy: FULL_SHARD  # all of it
+  tp_config: {strategy: ffn}
+  precision: amp_bf16
+"""
+
+
+def test_a_run_under_parameters_is_migrated_where_it_is():
+    """As the platform's files hold it; its keys are those of LLM Foundry all the same."""
+    report = migrate(PLATFORM)
+    lines = report.text.splitlines()
+    start = lines.index("  # FSDP")
+    assert lines[start + 1 : start + 5] == [
+        "  parallelism_config:",
+        "    fsdp2:",
+        "      reshard_after_forward: auto  # all of it",
+        "      state_dict_type: full",
+    ]
+    assert report.remarks == ()
+    assert "built on rank 0" in entry_of(report, "parameters.model.init_device").reason
+    assert entry_of(report, "parameters.tp_config").status is UN
+    check_stable(report)
+
+
 def test_two_places_for_one_thing_are_refused():
     """Moving the block would write the key `parallelism_config` a second time."""
     text = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nparallelism_config:\n  tp: null\n"
