@@ -92,7 +92,7 @@ class TrafficMeter:
             if not isinstance(module._parameters, _Followed):
                 module._parameters = _Followed(module._parameters)
             module._parameters.told[name] = self._teller(unit, numel)
-            module._parameters[name] = module._parameters[name]
+            module._parameters[name] = module._parameters[name]  # tells what it is now
         try:
             yield
         finally:
