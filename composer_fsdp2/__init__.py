@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.core.tying import tied_groups
     from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
     from composer_fsdp2.trainer.config import TrainerFSDP2Config
+    from composer_fsdp2.trainer.monitor import FSDP2Monitor
     from composer_fsdp2.trainer.patches import install, installed, uninstall
     from composer_fsdp2.trainer.prepare import prepare_fully_shard
 
@@ -23,6 +24,7 @@ _HOMES = {
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "FSDP2Config": "core.config",
+    "FSDP2Monitor": "trainer.monitor",
     "PatchError": "errors",
     "PlanError": "errors",
     "ShardUnit": "core.plan",
@@ -45,6 +47,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "FSDP2Config",
+    "FSDP2Monitor",
     "PatchError",
     "PlanError",
     "ShardUnit",

@@ -161,12 +161,13 @@ def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import train_from_yaml
 
     from composer_fsdp2.foundry import transform
-    from composer_fsdp2.trainer.record import NAME, Recorder
+    from composer_fsdp2.trainer import monitor, record
 
-    # LLM Foundry finds it by entry point, but not in a checkout that is not installed.
+    # LLM Foundry finds them by entry point, but not in a checkout that is not installed.
     registry.config_transforms.register("composer_fsdp2", func=transform)
+    registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
     # `parity` writes its name into the configurations that it runs.
-    registry.algorithms.register(NAME, func=Recorder)
+    registry.algorithms.register(record.NAME, func=record.Recorder)
     train_from_yaml(str(run), overrides)
 
 

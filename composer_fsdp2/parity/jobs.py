@@ -58,6 +58,8 @@ WRITERS = (
     "run_timeout",
 )
 """callbacks that write, evaluate or end a run, and change nothing in its training"""
+MONITOR = "fsdp2_monitor"
+"""our own, which a run without FSDP2 refuses"""
 
 _NO_INFLUENCE = frozenset(
     {
@@ -116,7 +118,7 @@ class Job:
         """Switches off what writes and evaluates, and names an algorithm last."""
         for key, value in SHORT.items():
             self.set(key, value)
-        for name in WRITERS:
+        for name in (*WRITERS, MONITOR):
             if name in self.value("callbacks", {}):
                 del self.config["callbacks"][name]
         self.set("algorithms", {**self.value("algorithms", {}), algorithm: dict(settings)})
@@ -173,6 +175,8 @@ def _applies(config: DictConfig, path: Sequence[str]) -> bool:
 
 def _matters(key: str) -> bool:
     first = key.partition(".")[0]
+    if f"{key}.".startswith(f"callbacks.{MONITOR}."):
+        return False
     return first not in {*SHARDING, *SHORT, *_NO_INFLUENCE} and key != _START
 
 

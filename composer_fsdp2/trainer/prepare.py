@@ -51,9 +51,12 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 
-__all__ = ["prepare_fully_shard"]
+__all__ = ["Sharding", "prepare_fully_shard", "sharding_of"]
 
 log = logging.getLogger(__name__)
+
+_SHARDING = "_fsdp2_sharding"
+"""attribute of a model, for `sharding_of`"""
 
 
 @collector_paused()
@@ -111,6 +114,19 @@ def prepare_fully_shard(
     check_origins(origins)
     units = _carry_out(model, decided, origins, seed=everyone[0]["~seed"])
     return [], units
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How a model was sharded."""
+
+    plan: WrapPlan
+    shape: MeshShape
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """What `prepare_fully_shard` did to this model, `None` if nothing."""
+    return getattr(model, _SHARDING, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -319,6 +335,7 @@ def _carry_out(
     )
     if detached is not None:
         reattach_optimizer(detached)
+    setattr(model, _SHARDING, Sharding(plan=decided.plan, shape=decided.shape))
     return units
 
 

@@ -87,8 +87,9 @@ def test_the_checkpoint_is_sharded_over_both_ranks(first_run, folder):
 
 
 def test_resumes_with_a_longer_duration(first_run, folder):
-    second = quickstart(folder, "max_duration=8ba")
+    second = quickstart(folder, "max_duration=8ba", "callbacks.fsdp2_monitor={}")
     assert second.returncode == 0, second.stderr
+    assert re.search(r"^FSDP2: \d+ units, .* mesh dp_shard 2, ", second.stderr, re.MULTILINE)
     assert "Going on from the checkpoint of batch 4." in second.stdout
     assert "Preparing data" not in second.stdout
     before, start, after, end = summary(second.stdout)

@@ -151,6 +151,16 @@ def test_llm_foundry_finds_it():
     assert ours[0].load() is transform
 
 
+def test_llm_foundry_finds_the_callback():
+    from composer_fsdp2.trainer.monitor import NAME, FSDP2Monitor
+
+    found = importlib.metadata.entry_points(group="llmfoundry_callbacks")
+    ours = [entry for entry in found if entry.name == NAME]
+    if not ours:
+        pytest.skip("composer-fsdp2 is not installed, only on the path")
+    assert ours[0].load() is FSDP2Monitor
+
+
 # --- What it refuses, and what it says. ---
 
 

@@ -224,6 +224,7 @@ def test_only_sharding_and_what_has_no_influence_may_differ():
     """)
     new = config("""
         parallelism_config: {fsdp2: {}}
+        callbacks: {fsdp2_monitor: {gpu_flops_available: 1e15}}
         run_name: b
         eval_interval: 3ba
         model: {init_device: meta, d_model: 8}
@@ -365,7 +366,10 @@ def test_one_rank_is_refused():
 
 def test_a_run_is_shortened_to_what_changes_its_numbers():
     job, _ = jobs_of("""
-callbacks: {hf_checkpointer: {save_folder: a}, layer_freezing: {layer_names: [a]}}
+callbacks:
+  fsdp2_monitor: {}
+  hf_checkpointer: {save_folder: a}
+  layer_freezing: {layer_names: [a]}
 algorithms: {gradient_clipping: {clipping_threshold: 1.0}}
 save_folder: a
 loggers: {wandb: {}}

@@ -13,6 +13,7 @@ NAMES = [
     "CheckpointError",
     "ConfigError",
     "FSDP2Config",
+    "FSDP2Monitor",
     "PatchError",
     "PlanError",
     "ShardUnit",
