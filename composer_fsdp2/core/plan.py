@@ -31,7 +31,11 @@ from composer_fsdp2.core.tying import (
 )
 from composer_fsdp2.errors import PlanError
 
-__all__ = ["Decision", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
+__all__ = ["FROZEN_MAY_DIFFER", "Decision", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
+
+FROZEN_MAY_DIFFER = hasattr(FSDPModule, "set_gradient_divide_factor")
+"""whether frozen parameters may have another dtype than the trained ones of their unit; torch took
+that up before it had the method"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -363,6 +367,7 @@ def _make_units(
 ) -> list[ShardUnit]:
     """Builds the units, children before parents, without those that would do nothing."""
     enclosed, enclosing = _nesting(tree, units, chosen)
+    needed = _trained(tree)
     made: list[ShardUnit] = []
     for key in tree.finished:
         if key not in chosen:
@@ -380,7 +385,9 @@ def _make_units(
                 modules=(tree.visits[index].path,),
                 params=tuple(use.name for use in uses),
                 numel=sum(weights.values()),
-                reshard_after_forward=_resolve_reshard(decision, top_level, run_reshard),
+                reshard_after_forward=_resolve_reshard(
+                    decision, top_level and index in needed, run_reshard
+                ),
                 reason=decision.reason,
                 mixed_precision=decision.settings.mixed_precision,
                 top_level=top_level,
@@ -402,19 +409,31 @@ def _nesting(
     return enclosed, enclosing
 
 
-def _resolve_reshard(decision: Decision, top_level: bool, run_reshard: Reshard) -> bool | int:
+def _trained(tree: ModuleTree) -> set[int]:
+    """First visits of modules with a trainable parameter in them, at whatever depth."""
+    found: set[int] = set()
+    for use in tree.uses:
+        index = use.visit if use.param.requires_grad else -1
+        while index >= 0 and index not in found:
+            found.add(index)
+            index = tree.visits[index].parent
+    return {tree.first_visit[id(tree.visits[index].module)] for index in found}
+
+
+def _resolve_reshard(decision: Decision, used_at_once: bool, run_reshard: Reshard) -> bool | int:
     """Turns `auto` into what it means here.
 
     A top-level unit is needed again right after forward, so freeing it would only gather it twice;
-    a run-wide int leaves it alone for the same reason.
+    a run-wide int leaves it alone for the same reason. One with nothing to train below it (a
+    teacher) has no backward, and would be kept for good.
     """
     own = decision.settings.reshard_after_forward
     reshard = run_reshard if own is None else own
     if isinstance(reshard, bool):
         return reshard
     if reshard == "auto":
-        return not top_level
-    return False if top_level and own is None else reshard
+        return not used_at_once
+    return False if used_at_once and own is None else reshard
 
 
 def _check_params(
@@ -426,7 +445,8 @@ def _check_params(
         dtypes: dict[str, str] = {}
         for name in unit.params:
             param = params[name]
-            dtypes.setdefault(str(param.dtype).removeprefix("torch."), name)
+            if param.requires_grad or not FROZEN_MAY_DIFFER:
+                dtypes.setdefault(str(param.dtype).removeprefix("torch."), name)
             if param.ndim == 0:
                 problems.append(_scalar(name))
             elif not param.is_contiguous():

@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from composer.models import ComposerModel
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from composer_fsdp2.core.config import WrapPolicy, parse_unit_settings
-from composer_fsdp2.core.plan import Decision, Rule, WrapPlan
+from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER, Decision, Rule, WrapPlan
 from composer_fsdp2.core.rules import by_hf_blocks, policy_rules, root_rule
 from composer_fsdp2.core.tying import has_forward
 from composer_fsdp2.errors import ConfigError
@@ -23,7 +24,8 @@ __all__ = ["activation_choice", "trainer_rules"]
 def trainer_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
     """The rules for a model in Composer's Trainer, in order of precedence.
 
-    Metrics are left alone; then `_fsdp_wrap` on a module; then the `wrap_policy`; then
+    Metrics are left alone; then `_fsdp_wrap` on a module, unless it is an adapter; then the
+    `wrap_policy`; then
     `fsdp_wrap_fn` of the direct child a module lies in, or the model's Hugging Face block list when
     there is no such function; then the direct children of a ComposerModel. A policy that says what
     a block is replaces `fsdp_wrap_fn`. Any other module is the root itself and its `fsdp_wrap_fn`.
@@ -33,7 +35,7 @@ def trainer_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
     """
     tops = _tops(model)
     rules: list[Rule] = [] if model in tops else [_metric_rule(model)]
-    rules.append(_attribute_rule(tops))
+    rules.append(_adapter_rule(model, _attribute_rule(tops)))
     rules += policy_rules(model, policy)
     if not policy.selects_blocks:
         hooks = _hook_rule(tops)
@@ -73,6 +75,32 @@ def _attribute_rule(tops: list[nn.Module]) -> Rule:
         if wanted is None or (name == "" and id(module) in roots):
             return None
         return Decision(wrap=bool(wanted), reason="_fsdp_wrap")
+
+    return rule
+
+
+def _adapter_rule(model: nn.Module, others: Rule) -> Rule:
+    """PEFT's adapters stay in the unit of their layer; all other modules are left to `others`.
+
+    LLM Foundry marks every adapter as a unit, because FSDP1 could not freeze a part of a unit.
+    Where torch cannot have frozen weights of another dtype in a unit, adapters still are units.
+    """
+    dtypes: dict[int, set[torch.dtype]] = {}
+    for layer in model.modules():
+        base = getattr(layer, "base_layer", None)
+        if not isinstance(base, nn.Module) or not hasattr(layer, "adapter_layer_names"):
+            continue
+        kept = {id(module) for module in (layer, *base.modules())}
+        found = {param.dtype for param in base.parameters()}
+        dtypes.update((id(m), found) for m in layer.modules() if id(m) not in kept)
+
+    def rule(name: str, module: nn.Module) -> Decision | None:
+        if id(module) not in dtypes:
+            return others(name, module)
+        own = {param.dtype for param in module.parameters(recurse=False)}
+        if FROZEN_MAY_DIFFER or own <= dtypes[id(module)]:
+            return None
+        return Decision(wrap=True, reason="adapter in another dtype")
 
     return rule
 

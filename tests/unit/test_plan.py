@@ -15,7 +15,14 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from composer_fsdp2.core.config import PrecisionSpec, UnitSettings, WrapPolicy
-from composer_fsdp2.core.plan import Decision, Rule, ShardUnit, WrapPlan, plan_wrapping
+from composer_fsdp2.core.plan import (
+    FROZEN_MAY_DIFFER,
+    Decision,
+    Rule,
+    ShardUnit,
+    WrapPlan,
+    plan_wrapping,
+)
 from composer_fsdp2.core.rules import by_class, by_hf_blocks, by_name, root_rule
 from composer_fsdp2.core.tying import ModuleTree, has_forward, tied_groups
 from composer_fsdp2.errors import PlanError
@@ -325,6 +332,25 @@ def test_mixed_dtypes_of_one_unit_are_refused():
     assert message.startswith("The root unit holds parameters of different dtypes")
     assert "float32 ('0.weight') and bfloat16 ('1.weight')" in message
     plan_wrapping(model, [by_class(nn.Linear)])
+
+
+def test_frozen_parameters_may_have_another_dtype_where_torch_lets_them():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
+    model[1].requires_grad_(False)
+    if FROZEN_MAY_DIFFER:
+        assert len(plan_wrapping(model, [root_rule]).units) == 1
+    else:
+        assert "of different dtypes" in error_of(model, [root_rule])
+
+
+def test_a_top_level_unit_with_nothing_to_train_is_freed():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2)))
+    model[0].requires_grad_(False)
+    both = by_name("re:[01]")
+    reshard = [u.reshard_after_forward for u in plan_wrapping(model, [both]).units]
+    assert reshard == [True, False]
+    asked = plan_wrapping(model, [both], reshard_after_forward=False)
+    assert [u.reshard_after_forward for u in asked.units] == [False, False]
 
 
 def test_all_obstacles_at_once():

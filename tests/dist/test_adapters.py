@@ -1,0 +1,171 @@
+"""LoRA adapters of PEFT: where they are sharded, how they train, what a checkpoint holds of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.models import HuggingFaceModel
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
+
+from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
+from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER
+from tests.models import llama_config
+from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
+from tests.traffic import Bytes
+from tests.training import Tokens, largest_difference, trainer_for
+
+LoraConfig = pytest.importorskip("peft").LoraConfig
+pytest.importorskip("llmfoundry")
+
+from llmfoundry.models.hf.hf_fsdp import prepare_hf_model_for_fsdp
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
+FULL = {"mixed_precision": "FULL"}
+
+
+def lora(
+    tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+) -> HuggingFaceModel:
+    """A small Llama with adapters, made as LLM Foundry makes it."""
+    torch.manual_seed(0)
+    config = llama_config(tied, hidden_size=16, vocab_size=32, use_cache=False)
+    base = LlamaForCausalLM(config).to(dtype)
+    torch.manual_seed(seed)
+    settings = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "up_proj"]}
+    adapters = LoraConfig(peft_type="LORA", task_type="CAUSAL_LM", **(settings | changes))
+    model = HuggingFaceModel(base, peft_config=adapters)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # zero at first, so that the others would have no gradient
+            nn.init.normal_(param, std=0.1)
+    prepare_hf_model_for_fsdp(model.model, "cpu")
+    return model
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def unsharded_names(model: nn.Module) -> list[str]:
+    return [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+
+
+BLOCKS = [f"model.base_model.model.model.layers.{index}" for index in range(2)]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("changes", [{}, {"use_dora": True}], ids=["lora", "dora"])
+def test_adapters_are_in_the_unit_of_their_block(changes: dict[str, Any]):
+    model = lora(**changes)
+    _, units = prepare_fully_shard(model, None, {})
+    assert list(units) == [*BLOCKS, "model"]
+    assert unsharded_names(model) == []
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({}, {}),
+        ({"tied": False}, {"activation_checkpointing": True}),
+        ({"tied": False, "modules_to_save": ["lm_head"]}, {}),
+        ({"use_dora": True}, {}),
+        ({"tied": False, "target_modules": ["embed_tokens", "v_proj"]}, {}),
+    ],
+    ids=["tied", "recomputed", "modules_to_save", "dora", "embedding"],
+)
+def test_trains_like_one_process(changes: dict[str, Any], config: dict[str, Any]):
+    oracle, model = lora(**changes), lora(**changes)
+    pair = [OPTIMIZERS["adamw"](trained(each)) for each in (oracle, model)]
+    prepare_fully_shard(model, pair[1], config)
+    train_together(oracle.model, pair[0], model.model, pair[1], Recipe(steps=5))
+
+
+@pytest.mark.world_size(2)
+def test_bf16_base_with_adapters_in_fp32_trains_like_one_process():
+    """Frozen weights keep their dtype; adapters compute in their own, as PEFT has it."""
+    oracle, model = (lora(dtype=torch.bfloat16) for _ in range(2))
+    pair = [OPTIMIZERS["adamw"](trained(each)) for each in (oracle, model)]
+    _, units = prepare_fully_shard(model, pair[1], FULL)
+    apart = [name for name in units if "lora_" in name]
+    assert bool(apart) is not FROZEN_MAY_DIFFER
+    assert {param.dtype for param in trained(model)} == {torch.float32}
+    train_together(oracle.model, pair[0], model.model, pair[1], Recipe(steps=5))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("width", [4, 2], ids=["own dtypes", "bf16"])
+def test_frozen_weights_are_neither_upcast_nor_reduced(width: int):
+    spec = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    config = FULL if width == 4 else {"mixed_precision": spec}
+    model = lora(dtype=torch.bfloat16)
+    adapters = sum(param.numel() for param in trained(model))
+    frozen = sum(param.numel() for param in model.parameters()) - adapters
+    in_blocks = frozen - 32 * 16 - 16  # the embedding and a norm stay gathered
+    prepare_fully_shard(model, None, config)
+    ids = torch.arange(12).reshape(2, 6)
+    with Bytes() as sent:
+        model({"input_ids": ids, "labels": ids})["loss"].backward()
+    assert sum(sent.gathered.values()) == 2 * (frozen + in_blocks) + 2 * width * adapters
+    assert sent.reduced == {torch.float32: 4 * adapters}
+
+
+# --- Checkpoints. ---
+
+STEPS, HALF = 4, 2
+FORMATS = {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}
+
+
+def run(folder: Path, kind: str, *, until: int = STEPS, seed: int = 0, **kwargs: Any) -> Trainer:
+    model = lora(seed=seed)
+    samples: Any = Tokens(STEPS * 8)
+    with installed():
+        trainer = trainer_for(
+            model,
+            OPTIMIZERS["adamw"](trained(model)),
+            samples,
+            {"state_dict_type": kind},
+            max_duration=f"{until}ba",
+            save_folder=str(folder),
+            save_interval=f"{HALF}ba",
+            **kwargs,
+        )
+        trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Adapters and base. Collective: yes."""
+    return {name: full(param).clone() for name, param in trainer.state.model.named_parameters()}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_checkpoints_hold_whole_adapters_and_nothing_else(kind: str, tmp_path: Path):
+    whole = run(tmp_path / "whole", kind)
+    path = tmp_path / "whole" / FORMATS[kind]
+    saved: Any = FolderCheckpoint(path) if kind == "sharded" else FileCheckpoint(path)
+    weights = [key for key in saved.tensors if key.startswith("state.model.")]
+    shapes = {f"state.model.{n}": p.shape for n, p in lora().named_parameters() if "lora_" in n}
+    assert {key: saved.tensors[key].shape for key in weights} == shapes
+    resumed = run(tmp_path / "second", kind, seed=1, load_path=str(path))
+    assert int(resumed.state.timestamp.batch) == STEPS
+    assert largest_difference(everything(resumed), everything(whole)) == 0.0
+
+
+@pytest.mark.world_size(2)
+def test_merged_after_gathering_is_the_unsharded_merge():
+    model, oracle, again = lora(), lora(), lora(seed=1)
+    prepare_fully_shard(model, None, {})
+    copy_values(model.model, again.model)
+    expected = oracle.model.merge_and_unload().state_dict()
+    merged = again.model.merge_and_unload().state_dict()
+    assert expected.keys() == merged.keys()
+    assert all(torch.equal(expected[name], merged[name]) for name in expected)
