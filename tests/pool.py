@@ -43,6 +43,7 @@ PRELOAD = [
     "composer",
     "pytest",
     "tests.models",
+    "tests.asked_once",
 ]
 """What every rank finds imported; the server passes over a module that does not exist."""
 

@@ -96,14 +96,27 @@ with rank_guard():
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(tmp_path, number):
-    process = launch(f"FOLDER = {str(tmp_path)!r}\n{STUCK}", tmp_path)
-    pids = wait_for_pids(tmp_path)
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    assert process.returncode == (128 + number if number != signal.SIGKILL else -number)
-    assert gone_within(30, pids)
+EXIT_CODES = {
+    signal.SIGINT: 128 + signal.SIGINT,
+    signal.SIGTERM: 128 + signal.SIGTERM,
+    signal.SIGKILL: -signal.SIGKILL,
+}
+
+
+def test_no_rank_outlives_the_launcher(tmp_path):
+    """Three launchers at the same time: each of them would mostly be waited for."""
+    folders = {number: tmp_path / number.name for number in EXIT_CODES}
+    processes = {}
+    for number, folder in folders.items():
+        folder.mkdir()
+        processes[number] = launch(f"FOLDER = {str(folder)!r}\n{STUCK}", folder)
+    pids = {number: wait_for_pids(folder) for number, folder in folders.items()}
+    for number, process in processes.items():
+        process.send_signal(number)
+    for number, process in processes.items():
+        process.communicate(timeout=60)
+        assert process.returncode == EXIT_CODES[number]
+        assert gone_within(30, pids[number]), number.name
 
 
 def wait_for_pids(folder: Path) -> list[int]:
