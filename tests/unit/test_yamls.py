@@ -91,7 +91,8 @@ def hub_name(run: Run) -> str:
 def test_every_model_is_there():
     for task in ("finetune", "pretrain"):
         assert {path.stem for path in RUNS if path.parent.name == task} == set(MODELS)
-    assert {*RUNS, ROOT / "yamls" / "quickstart.yaml"} == set(YAMLS)
+    complete = (ROOT / "yamls" / "complete").glob("*.yaml")
+    assert {*RUNS, *complete, ROOT / "yamls" / "quickstart.yaml"} == set(YAMLS)
 
 
 # --- What they say is understood. ---
