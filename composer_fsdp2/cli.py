@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,20 @@ _NOISE = (
     "TypedStorage is deprecated",
     "pkg_resources is deprecated as an API",
 )
+
+_Run = Annotated[Path, typer.Argument(help="A run of LLM Foundry.", metavar="RUN.yaml")]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Replaces a setting; dots lead into blocks.", metavar="key=value"),
+]
+_Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", "-n", min=1, help="Processes; default one per GPU, 2 without any."),
+]
+_LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Output of ranks above 0; default a new temporary folder."),
+]
 
 app = typer.Typer(
     name="composer-fsdp2",
@@ -70,41 +84,52 @@ are those of `llmfoundry train`.
 """
 )
 def train(
-    run: Annotated[Path, typer.Argument(help="A training run of LLM Foundry.", metavar="RUN.yaml")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Replaces a setting; dots lead into blocks.", metavar="key=value"),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes; default one per GPU, 2 without any."),
-    ] = None,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Output of ranks above 0; default a new temporary folder."),
-    ] = None,
+    run: _Run, overrides: _Overrides = None, ranks: _Ranks = None, log_dir: _LogDir = None
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
+    _start_or_join("train", run, overrides or [], ranks, log_dir)
+
+
+@app.command(
+    name="eval",
+    help="""Evaluate what RUN.yaml describes, with FSDP2 where it says so.
+
+Its keys, and the overrides, are those of `llmfoundry eval`, and `parallelism_config: {fsdp2: {}}`,
+which that does not know.
+
+- `composer-fsdp2 eval evaluation.yaml load_path=runs/quickstart/checkpoints/latest-sharded-rank0`
+""",
+)
+def evaluate(
+    run: _Run, overrides: _Overrides = None, ranks: _Ranks = None, log_dir: _LogDir = None
+) -> None:
+    """Starts the ranks, or is one when a launcher has started them."""
+    _start_or_join("eval", run, overrides or [], ranks, log_dir)
+
+
+# --- Start the ranks, or be one. ---
+
+
+def _start_or_join(
+    command: str, run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None
+) -> None:
     from composer_fsdp2.launch import default_ranks, under_launcher
     from composer_fsdp2.run_file import check_ranks, load_run
 
-    overrides = overrides or []
     with reported():
         cfg = load_run(run, overrides)
         if not under_launcher():
             ranks = ranks or default_ranks()
             check_ranks(cfg, ranks)
-            _launch(["train", str(run), *overrides], ranks, log_dir)
+            _launch([command, str(run), *overrides], ranks, log_dir)
             return
         if ranks or log_dir:
             raise ConfigError(
                 "--ranks or --log-dir is given, but a launcher has already started the ranks. It "
                 "would have no effect. Remove it, and give the launcher its own option."
             )
-        _train_here(run, overrides, cfg)
-
-
-# --- Training: start the ranks, or be one. ---
+        work = _train_from_yaml if command == "train" else _evaluate_from_yaml
+        _run_here(work, run, overrides, cfg)
 
 
 def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:
@@ -116,8 +141,10 @@ def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:
     launch_ranks([*own_program(), *command], ranks, log_dir)
 
 
-def _train_here(run: Path, overrides: list[str], cfg: Mapping[str, Any]) -> None:
-    """Trains as one rank.
+def _run_here(
+    work: Callable[[Path, list[str]], None], run: Path, overrides: list[str], cfg: Mapping[str, Any]
+) -> None:
+    """Does the work as one rank.
 
     Collective: yes, every rank of the run has to come here.
     """
@@ -131,7 +158,7 @@ def _train_here(run: Path, overrides: list[str], cfg: Mapping[str, Any]) -> None
         say(f"[yellow]{escape(_describe_other(run, cfg))}[/]")
     with rank_guard():
         # Leaves an exception where torchrun or `launch` can read it.
-        record(_train_from_yaml)(run, overrides)
+        record(work)(run, overrides)
 
 
 def _quiet_others() -> None:
@@ -151,7 +178,7 @@ def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
     """One line for a run without FSDP2, which is probably not what its user wanted."""
     used = "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
     return (
-        f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and trains {used}. "
+        f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
         "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
     )
 
@@ -169,6 +196,16 @@ def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     # `parity` writes its name into the configurations that it runs.
     registry.algorithms.register(record.NAME, func=record.Recorder)
     train_from_yaml(str(run), overrides)
+
+
+def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
+    from llmfoundry.command_utils.eval import evaluate
+    from omegaconf import OmegaConf
+
+    from composer_fsdp2.run_file import eval_config, read_run
+
+    OmegaConf.clear_resolver("oc.env")  # as LLM Foundry does
+    evaluate(eval_config(read_run(run, overrides)))
 
 
 if __name__ == "__main__":

@@ -101,8 +101,8 @@ class Run:
 
     @property
     def shards(self) -> bool:
-        """Whether FSDP2 will be used: LLM Foundry drops it on one rank."""
-        return self.asks == "FSDP2" and self.ranks > 1
+        """Whether FSDP2 will be used."""
+        return self.asks == "FSDP2"
 
     def value(self, key: str) -> Any:
         """One of `KEYS`, or LLM Foundry's default, or `None`."""
@@ -243,21 +243,16 @@ def _asked(run: Run) -> Findings:
     elif run.ranks == 1:
         yield Finding(
             "warning",
-            "On one rank LLM Foundry drops FSDP and trains without it. Nothing of the FSDP2 "
-            "settings has an effect.",
-            "Start two ranks or more to use FSDP2: --ranks 2",
+            "On one rank there is nobody to share with: it holds the whole model and optimizer.",
+            "Start two ranks or more to save memory: --ranks 2",
         )
-    if run.ranks == 1 and run.settings is not None and run.settings.pretrained_weights is not None:
+    dropped = run.asks != "FSDP2" and (run.asks == "neither" or run.ranks == 1)
+    if run.value("model.init_device") == "mixed" and dropped:
         yield Finding(
             "problem",
-            "pretrained_weights is set, and nothing would read it on one rank.",
-            "Start more ranks, or write model.pretrained: true with init_device: cpu instead.",
-        )
-    if run.value("model.init_device") == "mixed" and (run.asks == "neither" or run.ranks == 1):
-        yield Finding(
-            "problem",
-            "model.init_device is mixed, which LLM Foundry refuses without FSDP and on one rank.",
-            "Write init_device: cpu, or use FSDP2 on two ranks or more.",
+            "model.init_device is mixed, which LLM Foundry refuses without FSDP, and it drops "
+            "FSDP1 on one rank.",
+            "Write init_device: cpu, or use FSDP2.",
         )
 
 

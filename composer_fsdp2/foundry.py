@@ -54,8 +54,7 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         cfg: the whole training config, plain values; stays as it is.
 
     Raises:
-        ConfigError: the parallelism settings cannot be used, or one rank is to read
-            `pretrained_weights`, which LLM Foundry trains without FSDP2.
+        ConfigError: the parallelism settings cannot be used.
         PatchError: FSDP2 is requested, and Composer is not a version that can be extended.
     """
     from composer_fsdp2.trainer.loading import set_node_rank
@@ -184,20 +183,9 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
 
     Collective: no. It looks at the local disk and at the environment of the launcher. An explicit
     `pretrained_weights`, null too, is followed as it is.
-
-    Raises:
-        ConfigError: one rank is to read `pretrained_weights`.
     """
     model, block = parsed.get("model"), parsed["fsdp_config"]
-    # On one rank LLM Foundry drops FSDP, and with it whatever would read the folder.
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    if alone and block.get(_PRETRAINED) is not None:
-        raise ConfigError(
-            f"'{_PRETRAINED}' is set and there is one rank, on which LLM Foundry trains without "
-            "FSDP. The model would start from other weights. Write model.pretrained: true with "
-            "init_device: cpu instead, or start more ranks."
-        )
-    if alone or _PRETRAINED in block or not isinstance(model, Mapping):
+    if _PRETRAINED in block or not isinstance(model, Mapping):
         return dict(parsed)
     folder = _sliceable_folder(model)
     if folder is None:

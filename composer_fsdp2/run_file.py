@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "check_installed",
     "check_ranks",
+    "eval_config",
     "load_run",
     "merge",
     "read_parallelism",
@@ -59,10 +60,25 @@ def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
     return parse_run_config(_resolve(cfg))
 
 
+def eval_config(cfg: DictConfig) -> DictConfig:
+    """A run for LLM Foundry's evaluation, which knows `fsdp_config` alone and no plugin.
+
+    It puts FSDP2 into effect in this process.
+
+    Raises:
+        ConfigError: its parallelism settings ask for something impossible.
+    """
+    from omegaconf import OmegaConf
+
+    from composer_fsdp2.foundry import transform
+
+    rest = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in _BLOCKS])
+    rest.merge_with(transform(_resolve(cfg)))
+    return rest
+
+
 def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:
     """Checks the degrees of a run before its ranks start.
-
-    On one rank LLM Foundry trains without FSDP, whatever the degrees.
 
     Raises:
         ConfigError: they do not multiply to the number of ranks.
@@ -70,7 +86,7 @@ def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:
     from composer_fsdp2.core.mesh import MeshShape
     from composer_fsdp2.foundry import fsdp2_settings, requests_fsdp2
 
-    if ranks > 1 and requests_fsdp2(parsed):
+    if requests_fsdp2(parsed):
         MeshShape.resolve(fsdp2_settings(parsed), ranks)
 
 

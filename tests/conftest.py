@@ -14,6 +14,8 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
   not raise fails, and one that hangs is reported with its stack. The pool survives it.
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
 
+A module of tests may name in `PRELOAD` what its ranks import, if that takes long.
+
 A test that needs several calls or several sizes, such as saving on two ranks and loading on four,
 takes the `ranks` fixture instead of the mark; `ranks(n, func, *args)` returns one result per rank.
 """
@@ -49,8 +51,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the ranks' imports overlap with the tests that need no ranks."""
     if session.config.option.collectonly:
         return
-    if any(_needs_ranks(item) for item in session.items):
-        start_server()
+    items = [item for item in session.items if _needs_ranks(item)]
+    if items:
+        modules = {getattr(item, "module", None) for item in items}
+        start_server(tuple({name for m in modules for name in getattr(m, "PRELOAD", ())}))
 
 
 def _needs_ranks(item: pytest.Item) -> bool:

@@ -86,10 +86,13 @@ class Outcome:
 
 
 @functools.cache
-def start_server() -> ForkServerContext:
-    """Starts the server that ranks are forked from; its imports go on in the background."""
+def start_server(extra: tuple[str, ...] = ()) -> ForkServerContext:
+    """Starts the server that ranks are forked from; its imports go on in the background.
+
+    The first call decides what `extra` modules it imports.
+    """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([*PRELOAD, *extra])
     # The libraries read these when they are loaded, which for a forked rank is in the server.
     with mock.patch.dict(os.environ, SINGLE_THREADED):
         forkserver.ensure_running()

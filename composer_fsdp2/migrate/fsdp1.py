@@ -175,11 +175,11 @@ def convert_fsdp1_unit(where: str, config: Mapping[str, Any]) -> Conversion:
             notes.append(f"'{key}' of {where} is no longer needed: {_NOT_NEEDED[key]}.")
         elif key == "sharding_strategy":
             settings["reshard_after_forward"] = _unit_reshard(where, value)
-        elif key in ("process_group", "device_mesh"):
+        elif key == "process_group":
             raise ConfigError(
-                f"fsdp_wrap_fn gives {where} its own '{key}'. FSDP2 units share the mesh of the "
-                "run, and this one would be averaged over the wrong ranks. Take it out, or set the "
-                "degrees of the whole run."
+                f"fsdp_wrap_fn gives {where} its own 'process_group'. FSDP2 units share the mesh "
+                "of the run, and this one would be averaged over the wrong ranks. Take it out, or "
+                "set the degrees of the whole run."
             )
         else:
             settings[key] = value

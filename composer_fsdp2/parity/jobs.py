@@ -236,9 +236,9 @@ def _check_kinds(new: Job, ranks: int) -> None:
         )
     if ranks == 1:
         raise ConfigError(
-            "There is one rank, on which LLM Foundry trains without FSDP. The comparison would be "
-            "of DDP with itself. Give -n 2; on a machine with one GPU, hide it with "
-            "CUDA_VISIBLE_DEVICES= to compare on the CPU."
+            "There is one rank, on which LLM Foundry trains FSDP1's runs without it and FSDP2 "
+            "shards nothing. The comparison would say nothing about sharding. Give -n 2; on a "
+            "machine with one GPU, hide it with CUDA_VISIBLE_DEVICES= to compare on the CPU."
         )
 
 

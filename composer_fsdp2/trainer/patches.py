@@ -1,4 +1,8 @@
-"""What of Composer is replaced while the plugin is installed: one table, the only such place."""
+"""What of Composer and LLM Foundry is replaced while the plugin is installed: one table.
+
+It is the only such place. Rows of LLM Foundry count once it has been imported: a run without it
+does not need them, and `transform`, which every run with it calls, installs them.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,10 @@ import functools
 import hashlib
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -36,12 +41,19 @@ class PatchPoint:
     target: str
     """`package.module:attribute` or `package.module:Class.attribute`"""
     replacement: Callable[..., Any]
-    """gets the original as its first argument, before those of the call"""
+    """gets the original as its first argument, before those of the call; for a module, it alone"""
     why: str
     fingerprints: frozenset[str]
     """of the sources it was read and tested for"""
     versions: str
     """of the package, for the message when none fits"""
+    source: str = ""
+    """what was read, where that is not the target itself"""
+
+    @property
+    def package(self) -> str:
+        """The package the target is in."""
+        return self.target.partition(".")[0]
 
 
 def _parse_parallelism_config(_original: Any, _self: Any, parallelism_config: Any) -> Any:
@@ -169,19 +181,52 @@ def _saver_post_close(original: Any, saver: Any) -> None:
     original(saver)
 
 
+def _freeze_layers(original: Any, callback: Any, state: Any, logger: Any) -> None:
+    from composer_fsdp2.trainer.llm_foundry import freeze_layers
+
+    freeze_layers(original, callback, state, logger)
+
+
+def _save_monolith(original: Any, saver: Any, state: Any, logger: Any) -> None:
+    from composer_fsdp2.trainer.llm_foundry import save_monolith
+
+    save_monolith(original, saver, state, logger)
+
+
+def _keep_learning_rates(original: Any, optimizer: Any, optimizer_metrics: Any) -> Any:
+    rates = {k: v for k, v in optimizer_metrics.items() if k.startswith("layerwise_lr")}
+    return {**original(optimizer, optimizer_metrics), **rates}
+
+
+def _training_dist(original: Any) -> Any:
+    from composer_fsdp2.trainer.llm_foundry import SharesAlone
+
+    return SharesAlone(original)
+
+
+def _lion_dist(original: Any) -> Any:
+    from composer_fsdp2.trainer.llm_foundry import ReducedNorms
+
+    return ReducedNorms(original)
+
+
 _CHECKPOINT = "composer.utils.checkpoint"
 _SAVER = "composer.callbacks.checkpoint_saver:CheckpointSaver"
 _SAVER_SAVE = f"{_SAVER}._save_checkpoint"
-_READ = "mosaicml 0.32.1"
+_READ = {"composer": "mosaicml 0.32.1", "llmfoundry": "llm-foundry 0.22.0"}
+_TRAIN = "llmfoundry.command_utils.train"
 
 
-def _point(target: str, replacement: Callable[..., Any], fingerprint: str, why: str) -> PatchPoint:
+def _point(
+    target: str, replacement: Callable[..., Any], fingerprint: str, why: str, source: str = ""
+) -> PatchPoint:
     return PatchPoint(
         target=target,
         replacement=replacement,
         why=why,
         fingerprints=frozenset({fingerprint}),
-        versions=_READ,
+        versions=_READ[target.partition(".")[0]],
+        source=source,
     )
 
 
@@ -294,24 +339,64 @@ PATCHES: tuple[PatchPoint, ...] = (
         "dc6f64dc9974189d",
         "does not wait for a checkpoint that is being written in the background",
     ),
+    _point(
+        f"{_TRAIN}:dist",
+        _training_dist,
+        "41967a86b4cbe905",
+        "is asked for the number of ranks, to train without FSDP when there is one",
+        source=f"{_TRAIN}:train",
+    ),
+    _point(
+        "llmfoundry.optim.adaptive_lion:dist",
+        _lion_dist,
+        "71be62d62987c0b0",
+        "adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
+        source="llmfoundry.optim.adaptive_lion",
+    ),
+    _point(
+        "llmfoundry.optim.lion:dist",
+        _lion_dist,
+        "897bbe043432f297",
+        "adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
+        source="llmfoundry.optim.lion",
+    ),
+    _point(
+        "llmfoundry.optim.adaptive_lion:DecoupledAdaLRLion.pre_reduce_metrics",
+        _keep_learning_rates,
+        "64b932d8fe7d282b",
+        "squares the learning rates it reports together with the norms",
+    ),
+    _point(
+        "llmfoundry.callbacks.resumption_callbacks:LayerFreezing.fit_start",
+        _freeze_layers,
+        "b4f56b3d95daaf9a",
+        "does not find a parameter by its plain name under activation checkpointing",
+    ),
+    _point(
+        "llmfoundry.callbacks.monolithic_ckpt_callback:MonolithicCheckpointSaver._save_checkpoint",
+        _save_monolith,
+        "5d5124fcbfd339c2",
+        "gathers whole weights with functions that know FSDP1 alone",
+    ),
 )
 
 _originals: dict[str, Any] = {}
 
 
 def install() -> None:
-    """Replaces every target of the table, or none. Calling it again does nothing.
+    """Replaces every target of the table, or none.
+
+    Calling it again does nothing, or what has become possible since: see the head of this file.
 
     Collective: no.
 
     Raises:
         PatchError: when a target's source is not one the replacement was written for.
     """
-    if _originals:
-        return
-    found = [(point, *_locate(point.target)) for point in PATCHES]
-    for point, owner, name in found:
-        _check(point, inspect.getattr_static(owner, name))
+    wanted = [p for p in PATCHES if p.package in sys.modules and p.target not in _originals]
+    found = [(point, *_locate(point.target)) for point in wanted]
+    for point, _owner, _name in found:
+        _check(point)
     for point, owner, name in found:
         original = inspect.getattr_static(owner, name)
         _originals[point.target] = original
@@ -319,6 +404,9 @@ def install() -> None:
 
 
 def _replaced(point: PatchPoint, original: Any) -> Any:
+    if inspect.ismodule(original):
+        return point.replacement(original)
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return point.replacement(original, *args, **kwargs)
@@ -328,22 +416,24 @@ def _replaced(point: PatchPoint, original: Any) -> Any:
 
 def uninstall() -> None:
     """Puts every original back. Without `install()` before it, it does nothing."""
-    for point in PATCHES:
-        if point.target in _originals:
-            owner, name = _locate(point.target)
-            setattr(owner, name, _originals.pop(point.target))
+    _restore(set(_originals))
+
+
+def _restore(targets: Set[str]) -> None:
+    for target in targets:
+        owner, name = _locate(target)
+        setattr(owner, name, _originals.pop(target))
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
     """Installs for the duration of a block, and leaves things as they were."""
-    before = bool(_originals)
+    before = set(_originals)
     install()
     try:
         yield
     finally:
-        if not before:
-            uninstall()
+        _restore(_originals.keys() - before)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,8 +449,12 @@ class PatchState:
 
 
 def patch_states() -> tuple[PatchState, ...]:
-    """The state of every row. Collective: no. It imports Composer and changes nothing."""
-    return tuple(_state(point) for point in PATCHES)
+    """The state of every row whose package there is. It imports them and changes nothing.
+
+    Collective: no.
+    """
+    here = {name for name in _READ if importlib.util.find_spec(name) is not None}
+    return tuple(_state(point) for point in PATCHES if point.package in here)
 
 
 def describe_patches(states: Sequence[PatchState] | None = None) -> str:
@@ -382,8 +476,7 @@ def _state(point: PatchPoint) -> PatchState:
     if point.target in _originals:
         return PatchState(**row, state="installed")
     try:
-        owner, name = _locate(point.target)
-        _check(point, inspect.getattr_static(owner, name))
+        _check(point)
     except (ImportError, PatchError) as error:
         return PatchState(**row, state="does not fit", problem=str(error))
     return PatchState(**row, state="fits")
@@ -396,23 +489,31 @@ def _locate(target: str) -> tuple[Any, str]:
     for part in outer:
         owner = getattr(owner, part)
     if not hasattr(owner, name):
-        raise PatchError(f"'{target}' does not exist in this version. {_advice()}")
+        raise PatchError(f"'{target}' does not exist in this version. {_advice(target)}")
     return owner, name
 
 
-def _check(point: PatchPoint, original: Any) -> None:
-    fingerprint = hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
+def _check(point: PatchPoint) -> None:
+    owner, name = _locate(point.target)
+    read: Any = inspect.getattr_static(owner, name)
+    if point.source:
+        module, _, name = point.source.partition(":")
+        read = importlib.import_module(module)
+        read = getattr(read, name) if name else read
+    fingerprint = hashlib.sha256(inspect.getsource(read).encode()).hexdigest()[:16]
     if fingerprint not in point.fingerprints:
         raise PatchError(
             f"The source of '{point.target}' (fingerprint {fingerprint}) is not one the "
             f"replacement was written for ({point.versions}: {', '.join(point.fingerprints)}). "
-            f"Replacing it could change the run in ways nobody tested. {_advice()}"
+            "Replacing it could change the run in ways nobody tested. "
+            f"{_advice(point.target)}"
         )
 
 
-def _advice() -> str:
-    version = importlib.metadata.version("mosaicml")
-    return f"Installed is mosaicml {version}; install a version this package was tested with."
+def _advice(target: str) -> str:
+    package = _READ[target.partition(".")[0]].partition(" ")[0]
+    version = importlib.metadata.version(package)
+    return f"Installed is {package} {version}; install a version this package was tested with."
 
 
 # --- Watching FSDP, which replaces nothing it does. ---

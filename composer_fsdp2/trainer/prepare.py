@@ -213,7 +213,7 @@ def _decide(
     tree = ModuleTree.read(model)
     check_hooks(tree)
     shape = MeshShape.resolve(settings, distributed.get_world_size())
-    plan = _plan(model, tree, settings)
+    plan = _plan(model, tree, settings, shape)
     _check_reshards(shape, settings, plan)
     methods = check_forward_methods(tree, settings.forward_methods, plan)
     methods += _eval_methods(model, plan)
@@ -247,10 +247,10 @@ def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | Non
     return weights
 
 
-def _plan(model: nn.Module, tree: ModuleTree, settings: FSDP2Config) -> WrapPlan:
+def _plan(model: nn.Module, tree: ModuleTree, settings: FSDP2Config, shape: MeshShape) -> WrapPlan:
     return plan_wrapping(
         model,
-        trainer_rules(model, settings.wrap_policy),
+        trainer_rules(model, settings.wrap_policy, shape),
         reshard_after_forward=settings.reshard_after_forward,
         tied_weights=settings.tied_weights,
         ignored_params=settings.ignored_params,

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from composer.models import ComposerModel
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric, MetricCollection
 
 from composer_fsdp2.core.config import WrapPolicy, parse_unit_settings
+from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER, Decision, Rule, WrapPlan
 from composer_fsdp2.core.rules import by_hf_blocks, policy_rules, root_rule
 from composer_fsdp2.core.tying import has_forward
@@ -21,7 +23,9 @@ from composer_fsdp2.migrate.fsdp1 import convert_fsdp1_unit
 __all__ = ["activation_choice", "trainer_rules"]
 
 
-def trainer_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
+def trainer_rules(
+    model: nn.Module, policy: WrapPolicy, shape: MeshShape | None = None
+) -> list[Rule]:
     """The rules for a model in Composer's Trainer, in order of precedence.
 
     Metrics are left alone; then `_fsdp_wrap` on a module, unless it is an adapter; then the
@@ -29,6 +33,11 @@ def trainer_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
     `fsdp_wrap_fn` of the direct child a module lies in, or the model's Hugging Face block list when
     there is no such function; then the direct children of a ComposerModel. A policy that says what
     a block is replaces `fsdp_wrap_fn`. Any other module is the root itself and its `fsdp_wrap_fn`.
+
+    Args:
+        model: a ComposerModel or any other module.
+        policy: what the settings say about units.
+        shape: of the run's mesh, with which a mesh in an answer of `fsdp_wrap_fn` is compared.
 
     Raises:
         PlanError: for parts of the policy that match nothing.
@@ -38,7 +47,7 @@ def trainer_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
     rules.append(_adapter_rule(model, _attribute_rule(tops)))
     rules += policy_rules(model, policy)
     if not policy.selects_blocks:
-        hooks = _hook_rule(tops)
+        hooks = _hook_rule(tops, shape)
         blocks = hooks or by_hf_blocks(model)
         rules += [blocks] if blocks else []
     rules.append(root_rule if model in tops else _direct_child_rule(tops))
@@ -105,7 +114,7 @@ def _adapter_rule(model: nn.Module, others: Rule) -> Rule:
     return rule
 
 
-def _hook_rule(tops: list[nn.Module]) -> Rule | None:
+def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
     """`fsdp_wrap_fn` of each top module, asked for everything inside it but not for itself."""
     asked: dict[int, Callable[[nn.Module], Any]] = {}
     for top in tops:
@@ -117,12 +126,12 @@ def _hook_rule(tops: list[nn.Module]) -> Rule | None:
 
     def rule(name: str, module: nn.Module) -> Decision | None:
         hook = asked.get(id(module))
-        return None if hook is None else _hook_decision(name, hook(module))
+        return None if hook is None else _hook_decision(name, hook(module), shape)
 
     return rule
 
 
-def _hook_decision(name: str, answer: Any) -> Decision | None:
+def _hook_decision(name: str, answer: Any, shape: MeshShape | None) -> Decision | None:
     if not answer:
         return None
     if isinstance(answer, bool):
@@ -132,11 +141,31 @@ def _hook_decision(name: str, answer: Any) -> Decision | None:
             f"fsdp_wrap_fn returned a {type(answer).__name__} for '{name}'. Whether it becomes a "
             "unit is then unknown. Return true, false, or a mapping of settings of the unit."
         )
+    answer = dict(answer)
+    if (mesh := answer.pop("device_mesh", None)) is not None:
+        _check_mesh(name, mesh, shape)
     conversion = convert_fsdp1_unit(f"'{name}'", answer)
     for note in conversion.notes:
         warnings.warn(f"FSDP1 to FSDP2: {note}", stacklevel=2)
     settings = parse_unit_settings(f"fsdp_wrap_fn of '{name}'", conversion.settings)
     return Decision(wrap=True, reason="fsdp_wrap_fn", settings=settings)
+
+
+def _check_mesh(name: str, mesh: Any, shape: MeshShape | None) -> None:
+    """Accepts the run's own mesh, which LLM Foundry's mixtures of experts give their experts."""
+    ranks = mesh.mesh if isinstance(mesh, DeviceMesh) else None
+    if ranks is not None and shape is not None:
+        # One copy of the model is one mesh with or without an axis for it.
+        own = torch.arange(shape.shard * (shape.replicate or 1)).view(-1, shape.shard)
+        if torch.equal(ranks.cpu().view(-1, ranks.shape[-1]), own):
+            return
+    given = f"a {type(mesh).__name__}" if ranks is None else f"the ranks {ranks.tolist()}"
+    raise ConfigError(
+        f"fsdp_wrap_fn gives '{name}' its own 'device_mesh', {given}, which is not that of the "
+        "run. Its gradients would be averaged over other ranks than those that computed them. Take "
+        "it out, or set the degrees of the whole run; experts that are split over ranks "
+        "(moe_world_size above 1) are not supported."
+    )
 
 
 def _direct_child_rule(tops: list[nn.Module]) -> Rule:

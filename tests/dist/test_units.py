@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
 from composer_fsdp2.core.config import PrecisionSpec
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.errors import ConfigError
 from tests.models import Block, TinyComposer, TinyLM, batches
 from tests.parity import OPTIMIZERS, Recipe, check_parity, model_loss, train_together
 
@@ -374,3 +375,27 @@ def test_precision_spec_may_be_an_object():
     seen = _dtypes_of_blocks(model)
     model(batches(1, 2)[0][0])
     assert seen[1] == (bf16, bf16)
+
+
+# --- A mesh in an answer, as mixtures of experts of LLM Foundry give it. ---
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(
+    ("degrees", "mesh"),
+    [({}, (4,)), ({}, (1, 4)), ({"data_parallel_replicate_degree": 2}, (2, 2))],
+)
+def test_the_mesh_of_the_run_is_accepted(degrees: dict[str, int], mesh: tuple[int, ...]):
+    settings = {"device_mesh": init_device_mesh("cpu", mesh), "reshard_after_forward": False}
+    check_parity(lambda: Configured(**settings), degrees, recipe=Recipe(steps=2))
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("mesh", [(2, 2), (4,)])
+def test_another_mesh_is_refused(mesh: tuple[int, ...]):
+    """Of its ranks, or the part of a mesh that experts split over ranks leave."""
+    whole = init_device_mesh("cpu", mesh, mesh_dim_names=("experts", "weights")[: len(mesh)])
+    part = whole["weights"] if len(mesh) == 2 else whole
+    degrees = {} if len(mesh) == 2 else {"data_parallel_replicate_degree": 2}
+    with pytest.raises(ConfigError, match="'blocks.1' its own 'device_mesh', the ranks"):
+        prepare_fully_shard(Configured(device_mesh=part), None, degrees)

@@ -119,13 +119,27 @@ def test_interpolations_elsewhere_may_wait(train, write, monkeypatch):
     assert started == [(["train", str(path), "a.b=1"], 3, None)]
 
 
+def test_eval_starts_ranks_that_evaluate(train, write, monkeypatch):
+    started = []
+    monkeypatch.setattr(cli, "_launch", lambda *args: started.append(args))
+    path = write("parallelism_config: {fsdp2: {}}")
+    result = CliRunner().invoke(cli.app, ["eval", str(path), "a.b=1", "-n", "3"])
+    assert result.exit_code == 0
+    assert started == [(["eval", str(path), "a.b=1"], 3, None)]
+
+
+def test_eval_refuses_what_train_refuses(train, write):
+    path = write("parallelism_config: {fdsp2: {}}")
+    refused(CliRunner().invoke(cli.app, ["eval", str(path)]), "Did you mean 'fsdp2'?")
+
+
 # The runner's standard error is no file, which torch's error recording remarks on.
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1", "has no `parallelism_config.fsdp2` and trains without FSDP."),
-        ("fsdp_config: {a: 1}", "trains with FSDP1 (`fsdp_config`)."),
+        ("a: 1", "has no `parallelism_config.fsdp2` and runs without FSDP."),
+        ("fsdp_config: {a: 1}", "runs with FSDP1 (`fsdp_config`)."),
         ("parallelism_config: {fsdp2: {}}", None),
     ],
 )

@@ -108,7 +108,7 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "parallelism_config: {fsdp2: {}}",
     ),
     "FSDP1": (MACHINE, fsdp1(path="a.yaml"), "warning", "FSDP1's", "migrate a.yaml -o NEW.yaml"),
-    "one rank": (MACHINE, run(ranks=1), "warning", "drops FSDP", "--ranks 2"),
+    "one rank": (MACHINE, run(ranks=1), "warning", "nobody to share with", "--ranks 2"),
     "batch size": (
         MACHINE,
         run(global_train_batch_size=100),
@@ -262,17 +262,10 @@ def test_composers_switch_with_fsdp1_settings():
     assert examine(machine(environment=SWITCHED), RUN) == []
 
 
-@pytest.mark.parametrize("asked", [run(ranks=1), dataclasses.replace(run(), asks="neither")])
+@pytest.mark.parametrize("asked", [fsdp1(ranks=1), dataclasses.replace(run(), asks="neither")])
 def test_mixed_initialisation_without_fsdp(asked: Run):
     asked = dataclasses.replace(asked, others={"model.init_device": "mixed"})
     assert any(level == "problem" and "mixed" in what for level, what in said(MACHINE, asked))
-
-
-def test_pretrained_weights_on_one_rank(tmp_path: Path):
-    settings = {"pretrained_weights": str(tmp_path)}
-    (level, what), _ = said(MACHINE, run(settings, ranks=1))
-    assert (level, "nothing would read it" in what) == ("problem", True)
-    assert examine(MACHINE, run(settings)) == []
 
 
 @pytest.mark.parametrize(
@@ -333,7 +326,7 @@ def test_what_does_not_work_out_is_still_described():
     lines = dict(describe_run(run({"data_parallel_replicate_degree": 3}, precision="amp_int4")))
     assert lines["mesh"] == "none fits the ranks, see below"
     assert lines["precision"] == "amp_int4: not supported, see below"
-    assert mesh_of(run(ranks=1)) is None
+    assert mesh_of(fsdp1()) is None
 
 
 def test_defaults_are_those_of_llm_foundry():

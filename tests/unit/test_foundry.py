@@ -315,13 +315,10 @@ def test_what_is_written_is_followed(path, two_ranks, tmp_path):
     assert in_slices(cfg) == parse_run_config(cfg)
 
 
-def test_one_rank_has_no_fsdp2(tmp_path, monkeypatch):
-    """LLM Foundry drops it there: the model would be neither loaded nor read."""
+def test_one_rank_reads_it_too(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
-    cfg = run_of(pretrained(tmp_path))
-    assert in_slices(cfg) == parse_run_config(cfg)
-    with pytest.raises(ConfigError, match="there is one rank"):
-        in_slices(run_of(tmp_path, {"pretrained_weights": str(tmp_path)}))
+    folder = pretrained(tmp_path)
+    assert in_slices(run_of(folder))["fsdp_config"]["pretrained_weights"] == str(folder)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

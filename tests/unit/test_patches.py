@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import sys
+from types import ModuleType
 
 import pytest
 
@@ -18,6 +20,8 @@ from composer_fsdp2.trainer.patches import (
     installed,
     uninstall,
 )
+
+pytest.importorskip("llmfoundry")
 
 
 def current(target: str) -> object:
@@ -36,9 +40,20 @@ def state() -> list[object]:
 def all_replaced(originals: list[object]) -> bool:
     """Whether every target is a wrapper of what was there, and of nothing in between."""
     return all(
-        now is not then and inspect.unwrap(now) is inspect.unwrap(then)
+        now is not then and innermost(now) is innermost(then)
         for now, then in zip(state(), originals, strict=True)
     )
+
+
+def innermost(replaced: object) -> object:
+    if isinstance(replaced, ModuleType):
+        return vars(replaced).get("_dist", replaced)
+    assert callable(replaced)
+    return inspect.unwrap(replaced)
+
+
+def functions() -> list[PatchPoint]:
+    return [point for point in PATCHES if not isinstance(current(point.target), ModuleType)]
 
 
 @pytest.fixture(autouse=True)
@@ -100,14 +115,14 @@ def test_the_replacement_is_what_the_trainer_calls():
 
 
 def broken(**changes) -> PatchPoint:
-    return dataclasses.replace(PATCHES[-1], **changes)
+    return dataclasses.replace(PATCHES[1], **changes)
 
 
 @pytest.mark.parametrize(
     ("point", "said"),
     [
         (broken(fingerprints=frozenset({"0" * 16})), "is not one the replacement was written for"),
-        (broken(target=PATCHES[-1].target + "_of_old"), "does not exist in this version"),
+        (broken(target=PATCHES[1].target + "_of_old"), "does not exist in this version"),
         (broken(target="composer.trainer.trainer:Trainer._gone"), "does not exist"),
     ],
 )
@@ -129,6 +144,18 @@ def test_one_row_that_does_not_fit_and_nothing_is_replaced(monkeypatch, original
     uninstall()
 
 
+def test_rows_of_llm_foundry_wait_for_it(monkeypatch, originals):
+    """A run without it is not to import it."""
+    monkeypatch.delitem(sys.modules, "llmfoundry")
+    install()
+    composers = [point.package == "composer" for point in PATCHES]
+    assert [now is not then for now, then in zip(state(), originals, strict=True)] == composers
+    monkeypatch.undo()
+    install()
+    assert all_replaced(originals)
+    uninstall()
+
+
 # --- the table ---
 
 
@@ -136,13 +163,13 @@ def test_every_row_says_what_and_why():
     for point in PATCHES:
         assert ":" in point.target
         assert point.fingerprints
-        assert point.versions.startswith("mosaicml ")
+        assert point.versions.startswith(("mosaicml ", "llm-foundry "))
         assert len(point.why.split()) > 5
     assert len({point.target for point in PATCHES}) == len(PATCHES)
 
 
 def test_replacements_take_the_same_arguments():
-    for point in PATCHES:
+    for point in functions():
         theirs = inspect.signature(current(point.target)).parameters.values()
         ours = inspect.signature(point.replacement)
         passed = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -155,7 +182,10 @@ def test_replacements_take_the_same_arguments():
 def test_a_replaced_function_still_looks_like_the_original(originals):
     with installed():
         for now, then in zip(state(), originals, strict=True):
-            assert inspect.signature(now) == inspect.signature(then)
+            if not isinstance(then, ModuleType):
+                assert callable(now)
+                assert callable(then)
+                assert inspect.signature(now) == inspect.signature(then)
             assert now.__doc__ == then.__doc__
 
 
