@@ -35,8 +35,10 @@ class PatchPoint:
     replacement: Callable[..., Any]
     """gets the original as its first argument, before those of the call"""
     why: str
-    fingerprints: frozenset[str]
+    fingerprints: frozenset[str] = frozenset()
     """of the sources it was read and tested for"""
+    takes: frozenset[str] = frozenset()
+    """or the arguments it needs, when the original still does the work"""
     versions: str
     """of the package, for the message when none fits"""
 
@@ -166,6 +168,19 @@ def _saver_post_close(original: Any, saver: Any) -> None:
     original(saver)
 
 
+def _summon_full_params(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.core.summon import holds_shards, summon_full_params
+
+    chosen = summon_full_params if holds_shards(module) else original
+    return chosen(module, *args, **kwargs)
+
+
+def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.exporting import save_pretrained
+
+    return save_pretrained(original, model, *args, **kwargs)
+
+
 _CHECKPOINT = "composer.utils.checkpoint"
 _SAVER = "composer.callbacks.checkpoint_saver:CheckpointSaver"
 _SAVER_SAVE = f"{_SAVER}._save_checkpoint"
@@ -291,6 +306,20 @@ PATCHES: tuple[PatchPoint, ...] = (
         "dc6f64dc9974189d",
         "does not wait for a checkpoint that is being written in the background",
     ),
+    PatchPoint(
+        target="torch.distributed.fsdp:FullyShardedDataParallel.summon_full_params",
+        replacement=_summon_full_params,
+        why="knows only FSDP1 and shows the shards of FSDP2 without a word",
+        takes=frozenset({"recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"}),
+        versions="torch 2.7.0 or 2.13.0",
+    ),
+    PatchPoint(
+        target="transformers.modeling_utils:PreTrainedModel.save_pretrained",
+        replacement=_save_pretrained,
+        why="crashes on shards, and writes the name of the class FSDP2 gave the model",
+        takes=frozenset({"save_directory", "is_main_process", "state_dict"}),
+        versions="transformers 4.51.3",
+    ),
 )
 
 _originals: dict[str, Any] = {}
@@ -316,11 +345,14 @@ def install() -> None:
 
 
 def _replaced(point: PatchPoint, original: Any) -> Any:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return point.replacement(original, *args, **kwargs)
+    static = isinstance(original, staticmethod)
+    function = original.__func__ if static else original
 
-    return call
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return point.replacement(function, *args, **kwargs)
+
+    return staticmethod(call) if static else call
 
 
 def uninstall() -> None:
@@ -393,20 +425,30 @@ def _locate(target: str) -> tuple[Any, str]:
     for part in outer:
         owner = getattr(owner, part)
     if not hasattr(owner, name):
-        raise PatchError(f"'{target}' does not exist in this version. {_advice()}")
+        raise PatchError(f"'{target}' does not exist in this version. {_advice(module)}")
     return owner, name
 
 
 def _check(point: PatchPoint, original: Any) -> None:
+    advice = _advice(point.target)
+    if point.takes:
+        missing = point.takes - inspect.signature(original).parameters.keys()
+        if missing:
+            raise PatchError(
+                f"'{point.target}' takes no {', '.join(sorted(missing))}, which the replacement "
+                f"was written for ({point.versions}). It would not do what was asked. {advice}"
+            )
+        return
     fingerprint = hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
     if fingerprint not in point.fingerprints:
         raise PatchError(
             f"The source of '{point.target}' (fingerprint {fingerprint}) is not one the "
             f"replacement was written for ({point.versions}: {', '.join(point.fingerprints)}). "
-            f"Replacing it could change the run in ways nobody tested. {_advice()}"
+            f"Replacing it could change the run in ways nobody tested. {advice}"
         )
 
 
-def _advice() -> str:
-    version = importlib.metadata.version("mosaicml")
-    return f"Installed is mosaicml {version}; install a version this package was tested with."
+def _advice(target: str) -> str:
+    package = target.partition(".")[0].replace("composer", "mosaicml")
+    version = importlib.metadata.version(package)
+    return f"Installed is {package} {version}; install a version this package was tested with."
