@@ -181,6 +181,12 @@ def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> An
     return save_pretrained(original, model, *args, **kwargs)
 
 
+def _generate(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.generating import generate
+
+    return generate(original, model, *args, **kwargs)
+
+
 _CHECKPOINT = "composer.utils.checkpoint"
 _SAVER = "composer.callbacks.checkpoint_saver:CheckpointSaver"
 _SAVER_SAVE = f"{_SAVER}._save_checkpoint"
@@ -318,6 +324,13 @@ PATCHES: tuple[PatchPoint, ...] = (
         replacement=_save_pretrained,
         why="crashes on shards, and writes the name of the class FSDP2 gave the model",
         takes=frozenset({"save_directory", "is_main_process", "state_dict"}),
+        versions="transformers 4.51.3",
+    ),
+    PatchPoint(
+        target="transformers.generation.utils:GenerationMixin.generate",
+        replacement=_generate,
+        why="repeats a step that does not fit any more when other ranks generate for longer",
+        takes=frozenset({"synced_gpus"}),
         versions="transformers 4.51.3",
     ),
 )

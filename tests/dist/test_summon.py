@@ -64,7 +64,7 @@ class Halves(TinyLM):
 LAYOUTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "tie": (lambda: TinyLM("two modules"), {"reshard_after_forward": True}),
     "shared by all layers": (lambda: TinyLM("all layers"), {}),
-    "nested units": (TinyLM, {"wrap_policy": {"names": ["blocks.0.up", "blocks.0", "blocks.1"]}}),
+    "nested units": (TinyLM, {"wrap_policy": {"names": ["blocks.0.norm", "blocks.0", "blocks.1"]}}),
     "kept": (lambda: TinyLM("inside one module"), {"reshard_after_forward": False}),
     "checkpointed": (
         lambda: TinyLM("module registered twice"),
