@@ -84,10 +84,11 @@ def summon_full_params(
             what stood in a module was replaced, or the shards stepped, inside the block.
     """
     _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
-    _check_place(module)
+    _check_idle(module)
     units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for unit in units:
         unit.reshard()
+    _check_owners(module, units)
     if not recurse:
         units = [module] if isinstance(module, FSDPModule) else []
     summoned = _Summoned(units, rank0_only, with_grads)
@@ -123,26 +124,40 @@ def _check_arguments(
         )
 
 
-def _check_place(module: nn.Module) -> None:
+def _check_idle(module: nn.Module) -> None:
     busy = [name for name, inner in module.named_modules() if _is_busy(inner)]
     if busy:
         raise PlanError(
             f"'{busy[0]}' is inside a forward or backward, or one was aborted. Its parameters are "
             "on their way between shards and whole. Summon full parameters between steps."
         )
-    if isinstance(module, FSDPModule) or any(
-        isinstance(inner, FullyShardedDataParallel) for inner in module.modules()
-    ):
+
+
+def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
+    """Refuses parameters of units outside the module, which may be gathered at the moment."""
+    if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
         return
-    for name, inner in _region(module):
+    suspects: list[tuple[str, nn.Module]] = []
+    if not isinstance(module, FSDPModule):
+        suspects += _region(module)
+    roots = [unit._get_fsdp_state()._is_root for unit in units]
+    if False in roots and True not in roots:
+        # A weight shared by several units belongs to one around them.
+        suspects += [named for named in module.named_modules() if _has_plain_parameters(named[1])]
+    for name, inner in suspects:
         known = [param for param in inner._parameters.values() if param is not None]
         inside_a_unit = getattr(inner, "_is_fsdp_managed_module", False)
         if inside_a_unit and not all(hasattr(param, _MARK) for param in known):
             raise PlanError(
-                f"The parameters of '{name}', a {type(inner).__name__}, belong to a unit around "
-                "the module that was given. Only that unit knows where they are now. Give the "
-                "whole model, or the unit."
+                f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
+                "module that was given. Only that unit knows where they are now. Give the whole "
+                "model, or the unit."
             )
+
+
+def _has_plain_parameters(module: nn.Module) -> bool:
+    params = module._parameters.values()
+    return any(param is not None and not _sharded_or_summoned(param) for param in params)
 
 
 def _is_busy(module: nn.Module | FSDPModule) -> bool:

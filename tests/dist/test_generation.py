@@ -9,6 +9,7 @@ import pytest
 import torch
 from composer.metrics import LanguageCrossEntropy
 from composer.models import HuggingFaceModel
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import distributed as dist
@@ -29,7 +30,7 @@ def _tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1")
 
 
-def _model(tied: bool = True) -> Any:
+def _model(tied: bool = True, **kwargs: Any) -> Any:
     config = llama_config(
         tied, vocab_size=WORDS, max_position_embeddings=64, bos_token_id=1, pad_token_id=0
     )
@@ -39,12 +40,13 @@ def _model(tied: bool = True) -> Any:
         use_logits=True,
         metrics=[LanguageCrossEntropy()],
         shift_labels=True,
+        **kwargs,
     )
 
 
-def _pair(tied: bool = True) -> tuple[Any, Any]:
+def _pair(tied: bool = True, **kwargs: Any) -> tuple[Any, Any]:
     """An unsharded model and its sharded equal."""
-    plain, model = built(lambda: _model(tied)), built(lambda: _model(tied))
+    plain, model = (built(lambda: _model(tied, **kwargs)) for _ in range(2))
     prepare_fully_shard(model, None, {})
     return plain.eval(), model.eval()
 
@@ -60,7 +62,7 @@ def _settings(plain: Any, cache: bool) -> dict[str, Any]:
     """An end of sequence that rank 0 meets early."""
     settings = {"max_new_tokens": 9, "do_sample": False, "use_cache": cache, "pad_token_id": 0}
     tokens = [
-        plain.model.generate(torch.arange(3, 5 + 4 * rank)[None], **settings)[0, 2 + 4 * rank :]
+        plain.generate(torch.arange(3, 5 + 4 * rank)[None], **settings)[0, 2 + 4 * rank :]
         for rank in range(2)
     ]
     first = [token for token in tokens[0].tolist() if token not in tokens[1].tolist()]
@@ -93,6 +95,18 @@ def test_generates_like_one_process(way: str, cache: bool):
     model.train()
     ids = Tokens(2).ids
     model({"input_ids": ids, "labels": ids})["loss"].backward()
+
+
+@pytest.mark.world_size(2)
+def test_generates_with_adapters_like_one_process():
+    """The unit around the adapters is not what transformers calls."""
+    lora = LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    plain, model = _pair(peft_config=lora)
+    settings = _settings(plain, cache=True)
+    expected = plain.generate(_prompt(), **settings)
+    with installed():
+        assert torch.equal(model.generate(_prompt(), **settings), expected)
+        assert torch.equal(model.model.generate(input_ids=_prompt(), **settings), expected)
 
 
 @pytest.mark.world_size(2)
@@ -216,7 +230,7 @@ def test_saves_what_one_process_saves(way: str, tied: bool, tmp_path: Path):
 @pytest.mark.world_size(2)
 def test_rank_0_alone_is_told_so(tmp_path: Path):
     _, model = _pair()
-    usual, exporting._WAIT_SECONDS = exporting._WAIT_SECONDS, 0.5
+    usual, exporting._WAIT_SECONDS = exporting._WAIT_SECONDS, 0.2
     with installed():
         for _ in range(2):
             if dist.get_rank() == 0:

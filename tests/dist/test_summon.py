@@ -243,16 +243,17 @@ OPERATIONS = {
 }
 
 
-def _random_operations(layout: str, seed: int, config: dict[str, Any], count: int) -> Twins:
-    """The ranks draw the same, and pytest shows what was printed when one fails."""
-    draw = random.Random(f"{layout} {seed}")
+def _random_operations(layout: str, seed: int, config: dict[str, Any]) -> Twins:
+    """Every rank draws the same."""
     make, settings = LAYOUTS[layout]
     twins = Twins(make, {**settings, **config})
-    for _ in range(count):
-        name = draw.choice(list(OPERATIONS))
-        print(name)
-        OPERATIONS[name](twins)
-        twins.check()
+    names = random.Random(f"{layout} {seed}").choices(list(OPERATIONS), k=12)
+    for number, name in enumerate(names):
+        try:
+            OPERATIONS[name](twins)
+            twins.check()
+        except AssertionError as error:
+            raise AssertionError(f"{names[: number + 1]}: {error}") from error
     twins.finish()
     return twins
 
@@ -260,18 +261,18 @@ def _random_operations(layout: str, seed: int, config: dict[str, Any], count: in
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_sequence_of_operations(layout: str):
-    _random_operations(layout, 0, {}, count=12)
+    _random_operations(layout, 0, {})
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_other_sequences(seed: int):
-    _random_operations("tie", seed, {}, count=12)
+    _random_operations("tie", seed, {})
 
 
 @pytest.mark.world_size(4)
 def test_any_sequence_of_operations_under_hsdp():
-    twins = _random_operations("own, ignored, frozen", 0, {"data_parallel_replicate_degree": 2}, 8)
+    twins = _random_operations("own, ignored, frozen", 0, {"data_parallel_replicate_degree": 2})
     for value in twins.model.state_dict().values():
         everyone = [torch.empty_like(full(value)) for _ in range(4)]
         dist.all_gather(everyone, full(value).contiguous())
@@ -280,7 +281,7 @@ def test_any_sequence_of_operations_under_hsdp():
 
 @pytest.mark.world_size(1)
 def test_any_sequence_of_operations_on_one_rank():
-    _random_operations("tie", 0, {}, count=12)
+    _random_operations("tie", 0, {})
 
 
 BEFORE_ANY_FORWARD = ["read", "read on rank 0", "write", "write and evaluate", "fail", "nest"]
@@ -537,6 +538,16 @@ def test_a_module_inside_a_unit():
     with summon_full_params(model), summon_full_params(model.head), torch.no_grad():
         model.head.weight.zero_()
     assert not full(model.head.weight).any()
+
+
+@pytest.mark.world_size(2)
+def test_a_weight_of_the_root_inside_a_unit():
+    model = sharded(lambda: TinyLM("all layers"))
+    model(batches(1, 2)[0][0])
+    with pytest.raises(PlanError, match="belong to a unit"), summon_full_params(model.blocks[0]):
+        pass
+    with summon_full_params(model), summon_full_params(model.blocks[0]):
+        assert not isinstance(model.blocks[0].mix.weight, DTensor)
 
 
 @pytest.mark.world_size(2)
