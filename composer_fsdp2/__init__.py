@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.core.config import FSDP2Config, parse_config
     from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
     from composer_fsdp2.core.shard import apply_plan
+    from composer_fsdp2.core.summon import summon_full_params
     from composer_fsdp2.core.tying import tied_groups
     from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
     from composer_fsdp2.trainer.config import TrainerFSDP2Config
@@ -38,6 +39,7 @@ _HOMES = {
     "plan_activation": "core.activation",
     "plan_wrapping": "core.plan",
     "prepare_fully_shard": "trainer.prepare",
+    "summon_full_params": "core.summon",
     "tied_groups": "core.tying",
     "uninstall": "trainer.patches",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "plan_activation",
     "plan_wrapping",
     "prepare_fully_shard",
+    "summon_full_params",
     "tied_groups",
     "uninstall",
 ]

@@ -173,17 +173,18 @@ def _installation(machine: Machine, run: Run | None) -> Findings:
 
 
 def _patches(machine: Machine) -> Findings:
-    misfits = [patch.target for patch in machine.patches if patch.problem]
-    known = sorted({patch.versions for patch in machine.patches})
+    misfits = [patch for patch in machine.patches if patch.problem]
     if misfits:
+        needed = sorted({patch.versions for patch in misfits})
         yield Finding(
             "problem",
             f"{len(misfits)} of {len(machine.patches)} places in Composer are not what their "
-            f"replacements were written for, {misfits[0]} first. Runs with FSDP2 stop at the start "
-            "with a PatchError.",
-            f"Install {' or '.join(known)}.",
+            f"replacements were written for, {misfits[0].target} first. Runs with FSDP2 stop at "
+            "the start with a PatchError.",
+            f"Install {' and '.join(needed)}.",
         )
         return
+    known = {patch.versions for patch in machine.patches if patch.versions.startswith("mosaicml ")}
     installed = (machine.versions.get("mosaicml") or "").partition("+")[0]
     if known and f"mosaicml {installed}" not in known:
         yield Finding(

@@ -445,8 +445,8 @@ _CLASSES = (
 _MEMBERS = (
     _member(
         "summon_full_params",
-        use=f"param.full_tensor(); for all of them {_GET_MODEL}; to write, set_model_state_dict",
-        reason="parameters are DTensors; gathering them as a context is not supported yet",
+        use="composer_fsdp2.summon_full_params(model, ...), with the same arguments",
+        reason="torch's knows FSDP1 only; after install() it is led there by itself",
         distinctive=True,
     ),
     _member(

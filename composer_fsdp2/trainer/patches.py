@@ -43,8 +43,10 @@ class PatchPoint:
     replacement: Callable[..., Any]
     """gets the original as its first argument, before those of the call; for a module, it alone"""
     why: str
-    fingerprints: frozenset[str]
+    fingerprints: frozenset[str] = frozenset()
     """of the sources it was read and tested for"""
+    takes: frozenset[str] = frozenset()
+    """or the arguments it needs, when the original still does the work"""
     versions: str
     """of the package, for the message when none fits"""
     source: str = ""
@@ -208,6 +210,25 @@ def _lion_dist(original: Any) -> Any:
     from composer_fsdp2.trainer.llm_foundry import ReducedNorms
 
     return ReducedNorms(original)
+
+
+def _summon_full_params(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.core.summon import holds_shards, summon_full_params
+
+    chosen = summon_full_params if holds_shards(module) else original
+    return chosen(module, *args, **kwargs)
+
+
+def _save_pretrained(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.exporting import save_pretrained
+
+    return save_pretrained(original, model, *args, **kwargs)
+
+
+def _generate(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.generating import generate
+
+    return generate(original, model, *args, **kwargs)
 
 
 _CHECKPOINT = "composer.utils.checkpoint"
@@ -378,6 +399,27 @@ PATCHES: tuple[PatchPoint, ...] = (
         "5d5124fcbfd339c2",
         "gathers whole weights with functions that know FSDP1 alone",
     ),
+    PatchPoint(
+        target="torch.distributed.fsdp:FullyShardedDataParallel.summon_full_params",
+        replacement=_summon_full_params,
+        why="knows only FSDP1 and shows the shards of FSDP2 without a word",
+        takes=frozenset({"recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"}),
+        versions="torch 2.7.0 or 2.13.0",
+    ),
+    PatchPoint(
+        target="transformers.modeling_utils:PreTrainedModel.save_pretrained",
+        replacement=_save_pretrained,
+        why="crashes on shards, and writes the name of the class FSDP2 gave the model",
+        takes=frozenset({"save_directory", "is_main_process", "state_dict"}),
+        versions="transformers 4.51.3",
+    ),
+    PatchPoint(
+        target="transformers.generation.utils:GenerationMixin.generate",
+        replacement=_generate,
+        why="repeats a step that does not fit any more when other ranks generate for longer",
+        takes=frozenset({"synced_gpus"}),
+        versions="transformers 4.51.3",
+    ),
 )
 
 _originals: dict[str, Any] = {}
@@ -406,12 +448,14 @@ def install() -> None:
 def _replaced(point: PatchPoint, original: Any) -> Any:
     if inspect.ismodule(original):
         return point.replacement(original)
+    static = isinstance(original, staticmethod)
+    function = original.__func__ if static else original
 
-    @functools.wraps(original)
+    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return point.replacement(original, *args, **kwargs)
+        return point.replacement(function, *args, **kwargs)
 
-    return call
+    return staticmethod(call) if static else call
 
 
 def uninstall() -> None:
@@ -494,8 +538,17 @@ def _locate(target: str) -> tuple[Any, str]:
 
 
 def _check(point: PatchPoint) -> None:
+    advice = _advice(point.target)
     owner, name = _locate(point.target)
     read: Any = inspect.getattr_static(owner, name)
+    if point.takes:
+        missing = point.takes - inspect.signature(getattr(owner, name)).parameters.keys()
+        if missing:
+            raise PatchError(
+                f"'{point.target}' takes no {', '.join(sorted(missing))}, which the replacement "
+                f"was written for ({point.versions}). It would not do what was asked. {advice}"
+            )
+        return
     if point.source:
         module, _, name = point.source.partition(":")
         read = importlib.import_module(module)
@@ -505,13 +558,13 @@ def _check(point: PatchPoint) -> None:
         raise PatchError(
             f"The source of '{point.target}' (fingerprint {fingerprint}) is not one the "
             f"replacement was written for ({point.versions}: {', '.join(point.fingerprints)}). "
-            "Replacing it could change the run in ways nobody tested. "
-            f"{_advice(point.target)}"
+            f"Replacing it could change the run in ways nobody tested. {advice}"
         )
 
 
 def _advice(target: str) -> str:
-    package = _READ[target.partition(".")[0]].partition(" ")[0]
+    module = target.partition(".")[0]
+    package = _READ.get(module, module).partition(" ")[0]
     version = importlib.metadata.version(package)
     return f"Installed is {package} {version}; install a version this package was tested with."
 

@@ -297,11 +297,15 @@ def _check_reshards(shape: MeshShape, settings: FSDP2Config, plan: WrapPlan) -> 
 
 
 def _eval_methods(model: nn.Module, plan: WrapPlan) -> list[tuple[str, str]]:
-    """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks."""
-    root_is_unit = any("" in unit.modules for unit in plan.units)
-    if root_is_unit and isinstance(model, ComposerModel):
-        return [("", "eval_forward")]
-    return []
+    """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks.
+
+    So does `generate` of a PEFT model, which calls that of the model inside.
+    """
+    units = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
+    methods = [(name, "generate") for name, m in units.items() if hasattr(m, "get_base_model")]
+    if "" in units and isinstance(model, ComposerModel):
+        methods.append(("", "eval_forward"))
+    return [(name, method) for name, method in methods if hasattr(units[name], method)]
 
 
 def _given_mesh(config: Any) -> DeviceMesh | None:

@@ -28,6 +28,7 @@ NAMES = [
     "plan_activation",
     "plan_wrapping",
     "prepare_fully_shard",
+    "summon_full_params",
     "tied_groups",
     "uninstall",
 ]
@@ -66,3 +67,13 @@ def test_the_drop_in_has_the_signature_of_what_it_replaces():
     assert [p.name for p in theirs[:3]] == ["model", "optimizers", "fsdp_config"]
     assert [p.name for p in ours[3:]] == [p.name for p in theirs[3:]]
     assert [(p.default, p.kind) for p in ours] == [(p.default, p.kind) for p in theirs]
+
+
+def test_summon_full_params_has_the_signature_of_fsdp1():
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+
+    theirs = inspect.signature(FSDP.summon_full_params).parameters.values()
+    ours = inspect.signature(composer_fsdp2.summon_full_params).parameters.values()
+    assert [(p.name, p.default, p.kind) for p in ours] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]

@@ -126,7 +126,14 @@ POINTS = (
             f"{_U}test_trainer_rules.py::test_neither_hook_nor_blocks_is_an_error",
         ),
     ),
-    Point(15, "summon_full_params does nothing", later=ECOSYSTEM),
+    Point(
+        15,
+        "summon_full_params does nothing",
+        (
+            f"{_D}test_summon.py::test_any_sequence_of_operations",
+            f"{_D}test_summon.py::test_fsdp1s_method_is_led_here",
+        ),
+    ),
     Point(
         16,
         "a tie across two wrapped modules is refused instead of moved to their parent",

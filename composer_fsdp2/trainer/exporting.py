@@ -1,0 +1,113 @@
+"""`save_pretrained` of a Hugging Face model whose weights are sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from composer.utils import dist
+from torch import nn
+from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.core.collectives import agree
+from composer_fsdp2.core.summon import holds_shards, is_summoned, summon_full_params
+from composer_fsdp2.errors import CheckpointError
+
+__all__ = ["save_pretrained"]
+
+_KEY = "composer_fsdp2/save_pretrained"
+_WAIT_SECONDS = 120.0
+"""Ranks may arrive late from work of their own; collectives wait longer, and say less."""
+
+
+def save_pretrained(
+    original: Callable[..., Any],
+    model: Any,
+    save_directory: Any,
+    is_main_process: bool = True,
+    state_dict: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Stands in for `PreTrainedModel.save_pretrained`: writes what an unsharded model writes.
+
+    Collective: yes, for a sharded model, unless its full parameters are summoned or `state_dict`
+    is given; it returns when the folder is complete. One rank writes: the first of those that say
+    they are the main process.
+
+    Raises:
+        CheckpointError: it could not be written, or not all ranks called; on every rank that did.
+    """
+
+    def save(main: bool) -> Any:
+        with _as_its_own_class(model):
+            return original(model, save_directory, main, state_dict, *args, **kwargs)
+
+    if state_dict is not None or not holds_shards(model):
+        return save(is_main_process)
+    if is_summoned(model):
+        # The ranks that were not shown full parameters have nothing to write.
+        shown = not any(isinstance(param, DTensor) for param in model.parameters())
+        return save(is_main_process) if shown else None
+    _await_everyone()
+    mains = [facts["~main"] for facts in agree({"~main": is_main_process})]
+    writer = mains.index(True) if any(mains) else 0
+    error = None
+    first = writer == 0
+    with summon_full_params(model, writeback=False, rank0_only=first, offload_to_cpu=first):
+        if dist.get_global_rank() == writer:
+            try:
+                save(is_main_process)
+            except Exception as caught:  # the other ranks must hear of it
+                error = CheckpointError(
+                    f"save_pretrained could not write '{save_directory}': {caught}"
+                )
+    agree({}, error)
+    return None
+
+
+@contextlib.contextmanager
+def _as_its_own_class(model: nn.Module) -> Iterator[None]:
+    """FSDP2 gives a module another class, whose name would get into `config.json`."""
+    sharded = type(model)
+    model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    try:
+        yield
+    finally:
+        model.__class__ = sharded
+
+
+def _await_everyone() -> None:
+    """Waits for all ranks, and gives up on every rank when some do not come.
+
+    Raises:
+        CheckpointError: on the ranks that are here.
+    """
+    store, ranks = _get_default_store(), dist.get_world_size()
+    key = f"{_KEY}/{store.add(f'{_KEY}/turn', 0)}"
+    here = f"{key}/here"
+    if store.add(here, 1) == ranks:
+        _decide(store, key, "go")
+    try:
+        store.wait([f"{key}/decided"], datetime.timedelta(seconds=_WAIT_SECONDS))
+    except RuntimeError:
+        _decide(store, key, f"{store.add(here, 0)} of {ranks}")
+    decided = store.get(f"{key}/decided").decode()
+    if decided != "go":
+        raise CheckpointError(
+            f"save_pretrained was called on {decided} ranks. The weights are sharded, and no rank "
+            "can gather them alone. Call it on every rank (one of them writes), or on rank 0 "
+            "inside `with summon_full_params(model, writeback=False, rank0_only=True):`, which "
+            "every rank enters."
+        )
+
+
+def _decide(store: Store, key: str, decision: str) -> None:
+    """The first to decide does so for all, and opens the next turn."""
+    if store.add(f"{key}/deciders", 1) == 1:
+        store.add(f"{_KEY}/turn", 1)
+        store.set(f"{key}/decided", decision)
