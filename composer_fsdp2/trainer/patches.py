@@ -435,7 +435,7 @@ def install() -> None:
     Raises:
         PatchError: when a target's source is not one the replacement was written for.
     """
-    wanted = [p for p in PATCHES if p.package in sys.modules and p.target not in _originals]
+    wanted = [p for p in PATCHES if _is_wanted(p) and p.target not in _originals]
     found = [(point, *_locate(point.target)) for point in wanted]
     for point, _owner, _name in found:
         _check(point)
@@ -443,6 +443,10 @@ def install() -> None:
         original = inspect.getattr_static(owner, name)
         _originals[point.target] = original
         setattr(owner, name, _replaced(point, original))
+
+
+def _is_wanted(point: PatchPoint) -> bool:
+    return point.package != "llmfoundry" or point.package in sys.modules
 
 
 def _replaced(point: PatchPoint, original: Any) -> Any:
@@ -497,8 +501,8 @@ def patch_states() -> tuple[PatchState, ...]:
 
     Collective: no.
     """
-    here = {name for name in _READ if importlib.util.find_spec(name) is not None}
-    return tuple(_state(point) for point in PATCHES if point.package in here)
+    here = {name: importlib.util.find_spec(name) for name in {p.package for p in PATCHES}}
+    return tuple(_state(point) for point in PATCHES if here[point.package] is not None)
 
 
 def describe_patches(states: Sequence[PatchState] | None = None) -> str:

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import re
+import subprocess
 import sys
 from types import ModuleType
 
@@ -150,12 +151,24 @@ def test_rows_of_llm_foundry_wait_for_it(monkeypatch, originals):
     """A run without it is not to import it."""
     monkeypatch.delitem(sys.modules, "llmfoundry")
     install()
-    composers = [point.package == "composer" for point in PATCHES]
-    assert [now is not then for now, then in zip(state(), originals, strict=True)] == composers
+    others = [point.package != "llmfoundry" for point in PATCHES]
+    assert [now is not then for now, then in zip(state(), originals, strict=True)] == others
     monkeypatch.undo()
     install()
     assert all_replaced(originals)
     uninstall()
+
+
+def test_composer_may_be_imported_later():
+    code = """
+import sys
+import composer_fsdp2
+composer_fsdp2.install()
+from composer import Trainer
+assert hasattr(Trainer._parse_parallelism_config, "__wrapped__")
+assert "llmfoundry" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 # --- the table ---
