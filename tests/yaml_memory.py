@@ -29,7 +29,9 @@ from composer_fsdp2.trainer.rules import trainer_rules
 from tests.yaml_models import build_model
 
 ROOT = Path(__file__).parents[1]
-RUNS = sorted(p for part in ("finetune", "pretrain") for p in (ROOT / "yamls" / part).glob("*.yaml"))
+RUNS = sorted(
+    p for part in ("finetune", "pretrain") for p in (ROOT / "yamls" / part).glob("*.yaml")
+)
 GPUS_PER_NODE = 8
 GB = 1e9
 FP32_BYTES = 4
