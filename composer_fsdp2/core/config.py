@@ -113,9 +113,9 @@ class FSDP2Config:
     data_parallel_replicate_degree: int | None = None
     """number of copies (HSDP); `None` is one copy on a 1-D mesh"""
     reshard_after_forward: Reshard = "auto"
-    """`auto`: top-level units keep their parameters until backward, all others free them. `true`
-    frees them in every unit, `false` in none. An int reshards to groups of that many ranks
-    (top-level units as with `auto`)"""
+    """`auto`: top-level units with something to train keep their parameters until backward, all
+    others free them. `true` frees them in every unit, `false` in none. An int reshards to groups
+    of that many ranks (top-level units as with `auto`)"""
     mixed_precision: str | PrecisionSpec = "DEFAULT"
     """`DEFAULT`: compute in the trainer's precision, reduce in fp32; `PURE`: reduce in it too;
     `FULL`: everything in the parameters' own dtype; or a `PrecisionSpec`"""

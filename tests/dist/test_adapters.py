@@ -16,6 +16,7 @@ from transformers import LlamaForCausalLM
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER
+from composer_fsdp2.errors import CheckpointError
 from tests.models import llama_config
 from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
 from tests.traffic import Bytes
@@ -122,8 +123,8 @@ STEPS, HALF = 4, 2
 FORMATS = {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}
 
 
-def run(folder: Path, kind: str, *, until: int = STEPS, seed: int = 0, **kwargs: Any) -> Trainer:
-    model = lora(seed=seed)
+def run(folder: Path, kind: str, *, seed: int = 0, rank: int = 2, **kwargs: Any) -> Trainer:
+    model = lora(seed=seed, r=rank)
     samples: Any = Tokens(STEPS * 8)
     with installed():
         trainer = trainer_for(
@@ -131,7 +132,7 @@ def run(folder: Path, kind: str, *, until: int = STEPS, seed: int = 0, **kwargs:
             OPTIMIZERS["adamw"](trained(model)),
             samples,
             {"state_dict_type": kind},
-            max_duration=f"{until}ba",
+            max_duration=f"{STEPS}ba",
             save_folder=str(folder),
             save_interval=f"{HALF}ba",
             **kwargs,
@@ -158,6 +159,8 @@ def test_checkpoints_hold_whole_adapters_and_nothing_else(kind: str, tmp_path: P
     resumed = run(tmp_path / "second", kind, seed=1, load_path=str(path))
     assert int(resumed.state.timestamp.batch) == STEPS
     assert largest_difference(everything(resumed), everything(whole)) == 0.0
+    with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
+        run(tmp_path / "third", kind, rank=4, load_path=str(path))
 
 
 @pytest.mark.world_size(2)

@@ -11,9 +11,10 @@ from composer.models import ComposerModel
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from composer_fsdp2 import prepare_fully_shard
-from tests.models import WIDTH, Block, TinyLM, batches, lm_loss
+from tests.models import VOCAB, WIDTH, Block, TinyLM, batches, llama_config, lm_loss
 from tests.parity import (
     OPTIMIZERS,
     Recipe,
@@ -22,6 +23,9 @@ from tests.parity import (
     train_together,
 )
 from tests.traffic import Bytes
+
+IMAGE = VOCAB
+"""the token in whose place an image is seen"""
 
 
 class Distilled(ComposerModel):
@@ -160,3 +164,53 @@ def test_images_on_one_rank_only(frozen: bool):
             optimizer.step()
             optimizer.zero_grad()
     assert_same_values(*models)
+
+
+class LooksAlways(LlavaForConditionalGeneration):
+    """Its vision tower cannot take zero images, so it sees a blank one that counts for nothing."""
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> Any:
+        if len(pixel_values):
+            return super().forward(input_ids=input_ids, pixel_values=pixel_values)
+        layer, strategy = self.config.vision_feature_layer, "default"
+        blank = self.get_image_features(pixel_values.new_zeros(1, 3, 8, 8), layer, strategy)
+        embedded = self.get_input_embeddings()(input_ids) + 0 * blank.sum()
+        return super().forward(inputs_embeds=embedded)
+
+
+def llava() -> LooksAlways:
+    """Frozen images, trained projector and language model; four tokens an image."""
+    shape = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
+    vision = CLIPVisionConfig(**shape, num_attention_heads=2, image_size=8, patch_size=4)
+    text = llama_config(vocab_size=IMAGE + 1, pad_token_id=0)
+    config = LlavaConfig(vision, text, image_token_index=IMAGE, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = LooksAlways(config)
+    model.vision_tower.requires_grad_(False)
+    return model
+
+
+@pytest.mark.world_size(2)
+def test_llava_with_images_on_one_rank_only():
+    models = [llava(), llava()]
+    optimizers = [OPTIMIZERS["sgd"](trained_of(model)) for model in models]
+    _, units = prepare_fully_shard(models[1], optimizers[1], {})
+    assert sum("vision_tower" in name for name in units) == 2
+    for step, (ids, targets) in enumerate(batches(len(WITH_IMAGE), 8)):
+        ids[WITH_IMAGE[step], :4] = IMAGE
+        pixels = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        mine = range(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        for model, samples in zip(models, (range(8), mine), strict=True):
+            rows = torch.tensor([r for r in WITH_IMAGE[step] if r in samples], dtype=torch.long)
+            here = list(samples)
+            logits = model(input_ids=ids[here], pixel_values=pixels[rows]).logits
+            lm_loss(logits, targets[here]).backward()
+        assert_same_gradients(*models)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(*models)
+
+
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
