@@ -13,13 +13,19 @@ from composer.models import ComposerModel
 from composer.utils.parallelism import FSDPConfig
 from torch import distributed as dist
 from torch import nn
+from transformers import LlamaForCausalLM
 
-from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2 import (
+    CheckpointError,
+    installed,
+    prepare_fully_shard,
+    summon_full_params,
+)
 from composer_fsdp2.migrate.engine import migrate
-from composer_fsdp2.trainer import patches
+from composer_fsdp2.trainer import exporting, patches
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
-from tests.models import TinyComposer, TinyLM, batches
+from tests.models import TinyComposer, TinyLM, batches, llama_config
 from tests.training import built, samples_of, trainer_for
 
 PAGE = Path(__file__).parents[2] / "MIGRATION.md"
@@ -121,6 +127,27 @@ def another_composer() -> None:
             pass
 
 
+def read_and_write_on_rank_0() -> None:
+    model = TinyLM()
+    prepare(model)
+    with summon_full_params(model, rank0_only=True):
+        pass
+
+
+def saved_by_one_rank(folder: Path) -> None:
+    model, errors = LlamaForCausalLM(llama_config()), []
+    prepare(model)
+    with pytest.MonkeyPatch.context() as patch, installed():
+        patch.setattr(exporting, "_WAIT_SECONDS", 0.1)
+        for rank in range(2):
+            if rank == dist.get_rank():
+                with pytest.raises(CheckpointError) as caught:
+                    model.save_pretrained(folder)
+                errors.append(caught.value)
+            dist.barrier()
+    raise errors[0]
+
+
 # --- Checkpoints: five steps with AdamW, then a run that does not fit. ---
 
 
@@ -212,6 +239,8 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "Nothing initialises": lambda _: nothing_initialises(),
     "Rank 0 holds the model on meta": lambda _: meta_on_rank_0(),
     "is not one the replacement was written for": lambda _: another_composer(),
+    "rank0_only and writeback were both asked for": lambda _: read_and_write_on_rank_0(),
+    "no rank can gather them alone": saved_by_one_rank,
     "holds weights only": weights_only,
     "The run's optimizer is": another_optimizer,
     "are not those of this run": other_groups,

@@ -247,13 +247,14 @@ def _random_operations(layout: str, seed: int, config: dict[str, Any]) -> Twins:
     """Every rank draws the same."""
     make, settings = LAYOUTS[layout]
     twins = Twins(make, {**settings, **config})
-    names = random.Random(f"{layout} {seed}").choices(list(OPERATIONS), k=12)
-    for number, name in enumerate(names):
-        try:
+    done: list[str] = []
+    try:
+        for name in random.Random(f"{layout} {seed}").choices(list(OPERATIONS), k=12):
+            done.append(name)
             OPERATIONS[name](twins)
             twins.check()
-        except AssertionError as error:
-            raise AssertionError(f"{names[: number + 1]}: {error}") from error
+    except AssertionError as error:
+        raise AssertionError(f"{done}: {error}") from error
     twins.finish()
     return twins
 
