@@ -420,13 +420,6 @@ def _limits(run: Run) -> Findings:
             "Tensor parallelism is asked for, which does not go with FSDP2 yet.",
             "Take it out, or stay with FSDP1.",
         )
-    if run.value("algorithms.gradient_clipping.clipping_type") == "adaptive":
-        yield Finding(
-            "problem",
-            "gradient_clipping is adaptive. Composer takes the norm of each rank's shard for that "
-            "of the whole parameter: torch 2.7 clips wrongly, newer torch stops.",
-            "Use clipping_type: norm.",
-        )
     name = run.value("optimizer.name")
     if name in ("clip_lion", "adalr_lion"):
         yield Finding(

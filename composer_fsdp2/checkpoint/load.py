@@ -128,7 +128,7 @@ def _holds(saved: Checkpoint, key: str) -> bool:
 def _is_new_callback(saved: Checkpoint, key: str) -> bool:
     """Whether it belongs to a callback or algorithm the saved run did not have at all."""
     parts = key.split(".")
-    if parts[:2] != ["state", "callbacks"]:
+    if parts[:2] not in (["state", "callbacks"], ["state", "algorithms"]):
         return False
     name = ".".join(parts[:3])
     return not any(k == name or k.startswith(f"{name}.") for k in (*saved.objects, *saved.tensors))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from composer_fsdp2.core.collectives import broadcast_from_rank0
@@ -21,6 +22,8 @@ __all__ = [
     "describe_optimizer",
     "detach_optimizer",
     "reattach_optimizer",
+    "reshard_before_steps",
+    "shard_like",
 ]
 
 
@@ -183,6 +186,21 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
         }
 
 
+def reshard_before_steps(optimizer: torch.optim.Optimizer, units: Iterable[FSDPModule]) -> None:
+    """Frees what a forward between backward and step gathered.
+
+    Collective: no. A unit that stays gathered after a forward (an evaluation, metrics of training)
+    would compute the next loss with the weights from before the step.
+    """
+    held = tuple(units)
+
+    def reshard(*_: Any) -> None:
+        for unit in held:
+            unit.reshard()
+
+    optimizer.register_step_pre_hook(reshard)
+
+
 def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
     """Keeps one of several entries that were different parameters over one memory."""
     kept: dict[int, nn.Parameter] = {}
@@ -206,19 +224,25 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
     full = value.detach()
     full = torch.empty_like(full, device=param.device) if full.is_meta else full.to(param.device)
     broadcast_from_rank0(full, param.device)
-    if not isinstance(param, DTensor):
+    return shard_like(full, param)
+
+
+def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a copy divided like another one. Collective: no."""
+    full = full.to(like.device)
+    if not isinstance(like, DTensor):
         return full
     local = full
-    for axis, placement in enumerate(param.placements):
+    for axis, placement in enumerate(like.placements):
         if isinstance(placement, Shard):
-            local = _chunk(local, placement.dim, param.device_mesh, axis)
+            local = _chunk(local, placement.dim, like.device_mesh, axis)
     return DTensor.from_local(
         local.clone(),
-        param.device_mesh,
-        param.placements,
+        like.device_mesh,
+        like.placements,
         run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
+        shape=like.shape,
+        stride=like.stride(),
     )
 
 

@@ -36,7 +36,9 @@ __all__ = [
     "check_forward_methods",
     "check_hooks",
     "collector_paused",
+    "is_sharded",
     "merge_aliases",
+    "reshard",
 ]
 
 
@@ -55,6 +57,21 @@ def collector_paused() -> Generator[None, None, None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards it, or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what forward and evaluation left gathered: all parameters are shards again.
+
+    Collective: no. For between steps.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 PrecisionOf = Callable[[ShardUnit], MixedPrecisionPolicy]

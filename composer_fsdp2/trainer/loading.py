@@ -55,6 +55,7 @@ __all__ = [
     "drop_keys",
     "load_checkpoint",
     "load_sharded_safely",
+    "plain_name",
     "read_file",
     "read_folder_data",
     "read_folder_metadata",
@@ -315,6 +316,10 @@ class _ShardedLoad(_Load):
         wanted = self.wanted()
         theirs = [way[0] for way in saved.under("state", "scaler").values() if way]
         _rename_scaler(wanted["state"], str(theirs[0]) if theirs else self.scaler)
+        ways = list(saved.under("state", "algorithms").values())
+        spread = bool(ways) and () not in ways and "algorithms" in wanted["state"]
+        if spread:  # as `saving` does with those that hold shards
+            wanted["state"]["algorithms"] = dict(wanted["state"]["algorithms"])
         if "rng" in wanted:
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
             wanted["rng"] = wanted["rng"][:ranks]
@@ -329,6 +334,8 @@ class _ShardedLoad(_Load):
             wanted = Staging().copy(wanted)
         load_sharded(wanted, reader, None if config is None else config.load_planner)
         _rename_scaler(wanted["state"], self.scaler)
+        if spread:
+            wanted["state"]["algorithms"] = list(wanted["state"]["algorithms"].items())
         return self.apply(wanted, apply)
 
 
@@ -411,14 +418,15 @@ def _rename_scaler(state_dict: StateDict, name: str) -> None:
 def _groups_of(state: State, name: str) -> list[list[str]]:
     """Names in each parameter group of the run's optimizer, as a checkpoint has them."""
     names = {
-        id(param): _plain_name(full)
+        id(param): plain_name(full)
         for full, param in reversed(list(state.model.named_parameters(remove_duplicate=False)))
     }
     optimizer = next(o for o in state.optimizers if type(o).__qualname__ == name)
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name in the model nobody wrapped."""
     wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 

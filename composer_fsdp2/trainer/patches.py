@@ -58,10 +58,14 @@ class PatchPoint:
         return self.target.partition(".")[0]
 
 
-def _parse_parallelism_config(_original: Any, _self: Any, parallelism_config: Any) -> Any:
+def _parse_parallelism_config(_original: Any, trainer: Any, parallelism_config: Any) -> Any:
     from composer_fsdp2.trainer.config import parse_parallelism_config
+    from composer_fsdp2.trainer.extensions import check_extensions
 
-    return parse_parallelism_config(parallelism_config)
+    parsed = parse_parallelism_config(parallelism_config)
+    if parsed is not None and parsed.fsdp2 is not None:
+        check_extensions(trainer)
+    return parsed
 
 
 def _parallelize_composer_model(
@@ -157,9 +161,11 @@ def _download_checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
 def _apply_required_algorithms(
     original: Any, state: Any, state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
+    from composer_fsdp2.trainer.extensions import check_required
     from composer_fsdp2.trainer.loading import vet_algorithms
 
     vet_algorithms(state_dict)
+    check_required(state, state_dict, *args, **kwargs)
     original(state, state_dict, *args, **kwargs)
 
 
@@ -229,6 +235,34 @@ def _generate(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer.generating import generate
 
     return generate(original, model, *args, **kwargs)
+
+
+def _apply_fsdp(original: Any, state: Any) -> None:
+    from composer_fsdp2.trainer.algorithms import move_averages
+    from composer_fsdp2.trainer.callbacks import start_memory_records
+
+    original(state)
+    if not _uses_fsdp1(state):
+        move_averages(state)
+        start_memory_records(state)
+
+
+def _algorithm(name: str) -> Callable[..., Any]:
+    return _stand_in("algorithms", name)
+
+
+def _callback(name: str) -> Callable[..., Any]:
+    return _stand_in("callbacks", name)
+
+
+def _stand_in(module: str, name: str) -> Callable[..., Any]:
+    """The function of one of our modules, which is imported when it is called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = importlib.import_module(f"composer_fsdp2.trainer.{module}")
+        return getattr(found, name)(*args, **kwargs)
+
+    return call
 
 
 _CHECKPOINT = "composer.utils.checkpoint"
@@ -419,6 +453,103 @@ PATCHES: tuple[PatchPoint, ...] = (
         why="repeats a step that does not fit any more when other ranks generate for longer",
         takes=frozenset({"synced_gpus"}),
         versions="transformers 4.51.3",
+    ),
+    _point(
+        "composer.core.state:State._apply_fsdp",
+        _apply_fsdp,
+        "57c1e9a68a711a3f",
+        "leaves averages of weights with whole tensors, and does not start to record memory",
+    ),
+    _point(
+        "composer.callbacks.load_checkpoint:load_checkpoint",
+        _load_checkpoint,
+        "e399245a5531caa7",
+        "takes the kind of a checkpoint from a setting (a second name of the same function)",
+    ),
+    _point(
+        "composer.callbacks.optimizer_monitor:OptimizerMonitor.batch_end",
+        _callback("log_optimizer"),
+        "66fd3b347d3e54ad",
+        "logs norms of the local shard",
+    ),
+    _point(
+        "composer.callbacks.nan_monitor:NaNMonitor.after_loss",
+        _callback("check_loss"),
+        "d504d38a7be81dbf",
+        "stops one rank and leaves the others waiting",
+    ),
+    _point(
+        "composer.callbacks.early_stopper:EarlyStopper._get_monitored_metric",
+        _callback("agreed_metric"),
+        "7631ed68c11e2fb9",
+        "stops some ranks when a metric is not the same on all",
+    ),
+    _point(
+        "composer.callbacks.threshold_stopper:ThresholdStopper._get_monitored_metric",
+        _callback("agreed_metric"),
+        "7631ed68c11e2fb9",
+        "stops some ranks when a metric is not the same on all",
+    ),
+    _point(
+        "composer.callbacks.activation_monitor:ActivationMonitor.create_module_names",
+        _callback("name_modules"),
+        "43c47293dec7fe99",
+        "logs names with the wrappers of activation checkpointing in them",
+    ),
+    _point(
+        "composer.callbacks.activation_monitor:ActivationMonitor.add_metrics",
+        _callback("measure_activation"),
+        "5c9e2bef7ce3c6f0",
+        "adds to what checkpointed blocks save, and recomputing them then fails",
+    ),
+    _point(
+        "composer.callbacks.memory_snapshot:MemorySnapshot.init",
+        _callback("record_memory"),
+        "15aa0b9e5ff805a8",
+        "gives up when the weights are on the CPU, from where FSDP moves them",
+    ),
+    _point(
+        "composer.callbacks.oom_observer:OOMObserver.init",
+        _callback("record_memory"),
+        "f028ddebec904277",
+        "gives up when the weights are on the CPU, from where FSDP moves them",
+    ),
+    _point(
+        "composer.algorithms.gradient_clipping.gradient_clipping:_apply_agc",
+        _algorithm("clip_adaptively"),
+        "a4485ca26aacd2ad",
+        "takes a shard's norm for the whole",
+    ),
+    _point(
+        "composer.algorithms.layer_freezing.layer_freezing:freeze_layers",
+        _algorithm("freeze_layers"),
+        "bad0a05b4ea9db37",
+        "freezes shards, while gradients of the gathered parameters go on",
+    ),
+    _point(
+        "composer.algorithms.ema.ema:get_model_context_manager",
+        _algorithm("weights_of"),
+        "dabe85cc52c600cd",
+        "mixes shards with parameters that evaluation left gathered",
+    ),
+    _point(
+        "composer.algorithms.ema.ema:EMA.state_dict",
+        _algorithm("save_ema"),
+        "81f658e7a7cbca2b",
+        "saves names with the wrappers of activation checkpointing in them",
+    ),
+    _point(
+        "composer.algorithms.ema.ema:EMA.load_state_dict",
+        _algorithm("load_ema"),
+        "18acfbe0a0305198",
+        "puts whole tensors in the place of shards",
+    ),
+    PatchPoint(
+        target="composer.algorithms.swa.swa:AveragedModel",
+        replacement=_algorithm("average_weights"),
+        why="copies the modules, which those of FSDP2 refuse",
+        fingerprints=frozenset({"689529585a48ce5c", "a3e7fa2d9698e5cc"}),
+        versions=f"{_READ['composer']}, torch 2.7.0 and 2.13.0",
     ),
 )
 

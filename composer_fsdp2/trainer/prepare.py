@@ -37,6 +37,7 @@ from composer_fsdp2.core.optim import (
     describe_optimizer,
     detach_optimizer,
     reattach_optimizer,
+    reshard_before_steps,
 )
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
@@ -339,6 +340,7 @@ def _carry_out(
     )
     if detached is not None:
         reattach_optimizer(detached)
+        reshard_before_steps(detached.optimizer, units.values())
     setattr(model, _SHARDING, Sharding(plan=decided.plan, shape=decided.shape))
     return units
 

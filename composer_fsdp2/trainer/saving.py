@@ -29,6 +29,7 @@ from composer_fsdp2.checkpoint.write import (
 )
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.loading import Ignore, StateDict, drop_keys
 
 __all__ = [
@@ -114,6 +115,10 @@ def _snapshot(
     else:
         values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
     sharded = state.fsdp_sharded_state_dict_enabled
+    if "algorithms" in values["state"]:
+        keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
+        found = spread_averages(given) if sharded else whole_averages(given, keep=keep)
+        values["state"]["algorithms"] = found
     if sharded or dist.get_global_rank() == 0:
         values = drop_keys(values, ignore_keys)
     if sharded and dist.get_global_rank() > 0:

@@ -316,3 +316,21 @@ def _assert_untouched(model: nn.Module) -> None:
     value = torch.ones(())
     dist.all_reduce(value)
     assert value == dist.get_world_size()
+
+
+@pytest.mark.world_size(2)
+def test_a_forward_between_backward_and_step_keeps_no_old_weights():
+    """As the Trainer does when it computes metrics of training."""
+    torch.manual_seed(0)
+    oracle, model = TinyLM(), TinyLM()
+    model.load_state_dict(oracle.state_dict())
+    pair = [OPTIMIZERS["sgd"](m.parameters()) for m in (oracle, model)]
+    prepare_fully_shard(model, pair[1], {})
+    for batch in batches(3, 8):
+        for trained, optimizer in zip((oracle, model), pair, strict=True):
+            model_loss(trained, batch).backward()
+            with torch.no_grad():
+                trained(batch[0])
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(oracle, model)

@@ -187,13 +187,6 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "'no/where', which is no folder",
         "safetensors",
     ),
-    "adaptive clipping": (
-        MACHINE,
-        run(**{"algorithms.gradient_clipping.clipping_type": "adaptive"}),
-        "problem",
-        "the norm of each rank's shard",
-        "clipping_type: norm",
-    ),
     "lion": (
         MACHINE,
         run(**{"optimizer.name": "clip_lion"}),

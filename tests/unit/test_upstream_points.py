@@ -68,8 +68,19 @@ POINTS = (
         "ranks that start from other seeds train a patchwork of their weights",
         (f"{_D}test_initialise.py::test_rank_0_wins",),
     ),
-    Point(6, "adaptive clipping takes a shard's norm for the whole", later=ECOSYSTEM),
-    Point(7, "OptimizerMonitor logs norms of the local shard", later=ECOSYSTEM),
+    Point(
+        6,
+        "adaptive clipping takes a shard's norm for the whole",
+        (
+            f"{_D}test_algorithms.py::test_adaptive_clipping",
+            f"{_D}test_algorithms.py::test_adaptive_clipping_on_four_ranks",
+        ),
+    ),
+    Point(
+        7,
+        "OptimizerMonitor logs norms of the local shard",
+        (f"{_D}test_callbacks.py::test_norms_are_those_of_whole_tensors",),
+    ),
     Point(
         8,
         "a model on meta on every rank gets the same random rows in every shard",

@@ -1,0 +1,226 @@
+"""Composer's algorithms that change or average weights, on shards.
+
+Averages are taken element by element, so every rank averages its own shards. The functions here
+stand in for Composer's (see `patches`); models that are not sharded keep Composer's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from composer.algorithms import EMA, SWA
+from composer.algorithms.ema.ema import EMAParameters
+from composer.core import State
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from composer_fsdp2.core.norms import clip_by_unit_norm_, local_part
+from composer_fsdp2.core.optim import shard_like
+from composer_fsdp2.core.shard import is_sharded, reshard
+from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer.loading import plain_name
+
+__all__ = [
+    "average_weights",
+    "clip_adaptively",
+    "freeze_layers",
+    "load_ema",
+    "move_averages",
+    "save_ema",
+    "spread_averages",
+    "weights_of",
+    "whole_averages",
+]
+
+_Tensors = dict[str, torch.Tensor]
+
+
+def clip_adaptively(
+    original: Callable[..., None], parameters: Iterable[torch.Tensor], clipping_threshold: float
+) -> None:
+    """Stands in for `_apply_agc`. Collective: yes, for shards."""
+    held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(isinstance(param, DTensor) for param in held):
+        clip_by_unit_norm_(held, clipping_threshold)
+    else:
+        original(held, clipping_threshold)
+
+
+def freeze_layers(
+    original: Callable[..., tuple[int, float]], model: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[int, float]:
+    """Stands in for `freeze_layers`: the gathered parameters are frozen too.
+
+    Collective: yes, for a sharded model. They are made once, with the `requires_grad` the shards
+    had then.
+    """
+    if not is_sharded(model):
+        return original(model, *args, **kwargs)
+    reshard(model)
+    frozen = original(model, *args, **kwargs)
+    places = {
+        (module, name)
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if param is not None and not param.requires_grad
+    }
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            unit.unshard()
+            for module, name in places:
+                getattr(module, name).requires_grad_(False)
+            unit.reshard()
+    return frozen
+
+
+# --- Exponential moving average ---
+
+
+def weights_of(original: Callable[..., Any], model: nn.Module) -> Any:
+    """Stands in for `get_model_context_manager`: in the block, the model has its shards."""
+    if not is_sharded(model):
+        return original(model)
+    reshard(model)
+    return contextlib.nullcontext()
+
+
+def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
+    """Stands in for `EMA.state_dict`: names are those of the model without wrappers."""
+    values = original(ema)
+    average = values["ema_model"]
+    for part, tensors in average.items():
+        average[part] = {plain_name(name): tensor for name, tensor in tensors.items()}
+    return values
+
+
+def load_ema(
+    original: Callable[..., None], ema: EMA, state: dict[str, Any], strict: bool = False
+) -> None:
+    """Stands in for `EMA.load_state_dict`: whole tensors, or shards, go into the run's shards.
+
+    Raises:
+        CheckpointError: a parameter has no average.
+    """
+    own = ema.ema_model
+    if not isinstance(own, EMAParameters) or not _sharded(own.named_parameters_dict.values()):
+        original(ema, state, strict)
+        return
+    values = dict(ema.ensure_compatible_state_dict(state))
+    average = values.pop("ema_model")
+    _fill(own.named_parameters_dict, average["named_parameters_dict"])
+    _fill(own.named_buffers_dict, average["named_buffers_dict"])
+    original(ema, values, strict)
+
+
+# --- Stochastic weight averaging ---
+
+
+class ShardedAverage:
+    """What Composer's `SWA` asks of torch's `AveragedModel`, without a copy of the modules."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.n_averaged = torch.tensor(0)
+        self.weights: _Tensors = {n: v.detach().clone() for n, v in model.state_dict().items()}
+        # SWA ends with `model.load_state_dict(average.module.state_dict())`.
+        self.module = SimpleNamespace(state_dict=lambda: self.weights)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Takes in the weights as they are. Buffers are not averaged."""
+        learned = {plain_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+        share = 1 / (int(self.n_averaged) + 1)
+        for name, value in model.state_dict().items():
+            own, now = local_part(self.weights[name]), local_part(value)
+            averages = plain_name(name) in learned and share < 1
+            own.lerp_(now, share) if averages else own.copy_(now)
+        self.n_averaged += 1
+
+    def state_dict(self) -> _Tensors:
+        """Under the names of torch's."""
+        named = {f"module.{plain_name(name)}": value for name, value in self.weights.items()}
+        return {"n_averaged": self.n_averaged, **named}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Takes whole tensors or shards.
+
+        Raises:
+            CheckpointError: a weight has no average.
+        """
+        self.n_averaged = state["n_averaged"].clone().cpu()
+        _fill(self.weights, {name: value for name, value in state.items() if name != "n_averaged"})
+
+
+def average_weights(original: Callable[..., Any], model: nn.Module, **kwargs: Any) -> Any:
+    """Stands in for `AveragedModel`, which copies the modules; those of FSDP2 cannot be copied."""
+    return ShardedAverage(model) if is_sharded(model) else original(model, **kwargs)
+
+
+# --- Averages from one run to another ---
+
+
+def move_averages(state: State) -> None:
+    """Lets averages that were made of the whole model start again from its shards."""
+    for algorithm in state.algorithms:
+        if isinstance(algorithm, EMA) and algorithm.ema_model is not None:
+            algorithm.ema_model = EMAParameters(state.model)
+        elif isinstance(algorithm, SWA) and algorithm.swa_model is not None:
+            average: Any = ShardedAverage(state.model)
+            algorithm.swa_model = average
+
+
+def whole_averages(algorithms: Any, keep: bool) -> Any:
+    """State of algorithms with whole tensors in place of shards, one after the other.
+
+    Collective: yes, if there are any shards in it.
+
+    Args:
+        algorithms: as in Composer's state dict.
+        keep: whether this rank wants them.
+    """
+
+    def gathered(shards: DTensor) -> torch.Tensor | None:
+        whole = shards.full_tensor()
+        return whole.cpu() if keep else None
+
+    return tree_map_only(DTensor, gathered, algorithms)
+
+
+def spread_averages(algorithms: list[tuple[str, Any]]) -> Any:
+    """State of algorithms as a mapping, if there are shards in it.
+
+    Collective: no. In Composer's list it would be saved as one object, by one rank alone.
+    """
+    return dict(algorithms) if _sharded(tree_leaves(algorithms)) else algorithms
+
+
+def _sharded(tensors: Iterable[Any]) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in tensors)
+
+
+@torch.no_grad()
+def _fill(own: _Tensors, given: Mapping[str, torch.Tensor]) -> None:
+    named = dict(_named(given))
+    for name, tensor in own.items():
+        value = named.get(plain_name(name))
+        if value is None or value.shape != tensor.shape:
+            raise CheckpointError(
+                f"The checkpoint has no average of '{plain_name(name)}' in the shape "
+                f"{tuple(tensor.shape)}. The average would go on from another model's. Leave the "
+                "algorithms out with load_ignore_keys: [state/algorithms]."
+            )
+        tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))
+
+
+def _named(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Without the prefixes of DDP and of `AveragedModel`."""
+    for name, value in given.items():
+        yield plain_name(name), value
+        while name.startswith("module."):
+            name = name.removeprefix("module.")
+            yield plain_name(name), value

@@ -1,0 +1,131 @@
+"""Composer's callbacks on sharded models: what they log and decide is that of the whole model.
+
+The functions here stand in for Composer's (see `patches`); other models keep Composer's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.devices import DeviceGPU
+from composer.utils import dist
+from torch import nn
+
+from composer_fsdp2.core.collectives import any_rank
+from composer_fsdp2.core.norms import whole_metrics
+from composer_fsdp2.core.shard import is_sharded, reshard
+from composer_fsdp2.trainer.loading import plain_name
+
+__all__ = [
+    "agreed_metric",
+    "check_loss",
+    "log_optimizer",
+    "measure_activation",
+    "name_modules",
+    "record_memory",
+    "start_memory_records",
+]
+
+_GRADIENT = "l2_norm/grad"
+_START = "_fsdp2_start"
+
+
+def log_optimizer(original: Callable[..., None], monitor: Any, state: State, logger: Any) -> None:
+    """Stands in for `OptimizerMonitor.batch_end`. Collective: yes, in the batches it logs."""
+    if not is_sharded(state.model):
+        original(monitor, state, logger)
+        return
+    if state.timestamp.batch.value % monitor.batch_log_interval != 0:
+        return
+    reshard(state.model)
+    report: Any = None
+    if monitor.log_optimizer_metrics:
+        report = getattr(state.optimizers[0], "report_per_parameter_metrics", None)
+    found: dict[str, Any] = {}
+    for given_name, param in state.model.named_parameters():
+        if param.grad is None or not param.requires_grad:
+            continue
+        name = plain_name(given_name)
+        if report is not None:
+            found.update(report(param, name, found))
+        if f"{_GRADIENT}/{name}" not in found:
+            found[f"{_GRADIENT}/{name}"] = torch.linalg.vector_norm(param.grad)
+    # Composer's own reductions take what they get for one rank's part, and need CUDA.
+    metrics = whole_metrics(found)
+    norms = [value for name, value in metrics.items() if name.startswith(_GRADIENT)]
+    metrics[f"{_GRADIENT}/global"] = math.hypot(*norms)
+    logger.log_metrics(metrics)
+
+
+def check_loss(original: Callable[..., None], monitor: Any, state: State, logger: Any) -> None:
+    """Stands in for `NaNMonitor.after_loss`.
+
+    Collective: yes. The ranks whose loss is good would wait in backward for the one that is not.
+
+    Raises:
+        RuntimeError: on every rank, when the loss of any is NaN.
+    """
+    if not is_sharded(state.model):
+        original(monitor, state, logger)
+        return
+    error = None
+    try:
+        original(monitor, state, logger)
+    except (RuntimeError, TypeError) as found:
+        error = found
+    device = state.device.tensor_to_device(torch.empty(0)).device
+    if any_rank(error is not None, device):
+        raise error or RuntimeError("Train loss contains a NaN on another rank.")
+
+
+def agreed_metric(original: Callable[..., Any], stopper: Any, state: State) -> Any:
+    """Stands in for `_get_monitored_metric` of the stoppers: rank 0's value decides for all.
+
+    Collective: yes. A metric that is not reduced over the ranks would stop some of them.
+    """
+    value = original(stopper, state)
+    if not is_sharded(state.model):
+        return value
+    box = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value]
+    dist.broadcast_object_list(box, src=0)
+    return state.device.tensor_to_device(torch.as_tensor(box[0]))
+
+
+def name_modules(original: Callable[..., None], monitor: Any, model: nn.Module) -> None:
+    """Stands in for `ActivationMonitor.create_module_names`: the names of the unwrapped model."""
+    original(monitor, model)
+    if is_sharded(model):
+        names: dict[nn.Module, str] = monitor.module_names
+        monitor.module_names = {module: plain_name(name) for module, name in names.items()}
+
+
+def measure_activation(original: Callable[..., None], *args: Any) -> None:
+    """Stands in for `ActivationMonitor.add_metrics`: numbers to log need no gradient."""
+    with torch.no_grad():
+        original(*args)
+
+
+def record_memory(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:
+    """Stands in for `init` of the callbacks that record CUDA's memory.
+
+    They look where the weights are and give up for good if that is the CPU, from where FSDP moves
+    them later.
+    """
+    start = functools.partial(original, callback, state, logger)
+    if state.fsdp_config_version == 2 and isinstance(state.device, DeviceGPU):
+        setattr(callback, _START, start)
+    else:
+        start()
+
+
+def start_memory_records(state: State) -> None:
+    """Starts what `record_memory` put off until the model was sharded."""
+    for callback in state.callbacks:
+        start = vars(callback).pop(_START, None)
+        if start is not None:
+            start()
