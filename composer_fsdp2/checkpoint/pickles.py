@@ -13,6 +13,7 @@ import datetime
 import io
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ _METADATA_NAMES = frozenset(
         (f"{_DCP}.metadata", "TensorStorageMetadata"),
         (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     }
+)
+
+
+# What LLM Foundry's callbacks keep: classes of plain fields that run nothing when they are made.
+# Where it is not imported, nothing could use them.
+_FOUNDRY_STATES = (
+    ("llmfoundry.callbacks.curriculum_learning_callback", "CurriculumLearningState"),
+    ("llmfoundry.callbacks.dataset_swap_callback", "DatasetSwapStateDict"),
+    ("composer.core.time", "Time"),
+    ("composer.core.time", "TimeUnit"),
 )
 
 
@@ -207,7 +218,9 @@ def _asked_for(error: Exception) -> str:
 def _safe_types() -> list[Any]:
     reconstruct = np.zeros(1).__reduce__()[0]
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
+    foundry = [getattr(sys.modules[m], name) for m, name in _FOUNDRY_STATES if m in sys.modules]
     return [
+        *foundry,
         datetime.timedelta,
         np.dtype,
         np.ndarray,

@@ -84,7 +84,9 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
 
 def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
     from composer_fsdp2.trainer.autoresume import settle_autoresume
+    from composer_fsdp2.trainer.llm_foundry import check_saved_state
 
+    check_saved_state(trainer, optimizers)
     settle_autoresume(original, trainer, model, optimizers)
 
 

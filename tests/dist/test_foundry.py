@@ -286,6 +286,60 @@ def test_the_learning_rate_is_scaled_on_resumption(ranks, assets, tmp_path):
     same(found, alone)
 
 
+CALLBACKS = {
+    "async_eval": "test_asynchronous_evaluation_is_told_of_fsdp2",
+    "curriculum_learning": "test_resumes_in_the_middle_of_a_curriculum",
+    "dataset_swap": "test_callbacks_that_change_nothing",
+    "env_logging": "test_callbacks_that_change_nothing",
+    "eval_output_logging": "test_callbacks_that_change_nothing",
+    "fdiff_metrics": "test_callbacks_that_change_nothing",
+    "global_lr_scaling": "test_the_learning_rate_is_scaled_on_resumption",
+    "hf_checkpointer": "test_export",
+    "kill_loss_spike": "test_callbacks_that_change_nothing",
+    "layer_freezing": "test_frozen_layers_have_plain_names_under_activation_checkpointing",
+    "loss_perp_v_len": "",
+    "mbmoe_tok_per_expert": "",
+    "mono_checkpoint_saver": "test_a_monolithic_checkpoint_is_that_of_an_unsharded_run",
+    "run_timeout": "test_callbacks_that_change_nothing",
+    "scheduled_gc": "test_callbacks_that_change_nothing",
+}
+"""LLM Foundry's own, and the tests that run them; two need MLflow's server and megablocks."""
+
+
+def registered() -> set[str]:
+    from llmfoundry import registry
+
+    found = {**registry.callbacks.get_all(), **registry.callbacks_with_config.get_all()}
+    return {name for name, item in found.items() if item.__module__.startswith("llmfoundry.")}
+
+
+def test_every_callback_of_llm_foundry_is_listed(ranks):
+    (found,) = ranks(1, registered)
+    assert found == CALLBACKS.keys()
+    assert all(name in globals() for name in CALLBACKS.values() if name)
+
+
+def test_callbacks_that_change_nothing(ranks, assets, tmp_path):
+    change = {
+        "callbacks": {
+            "dataset_swap": {"dataset_index": 0},
+            "env_logging": {"log_git": False, "log_nvidia": False},
+            "eval_output_logging": {},
+            "fdiff_metrics": {"diff_train_metrics": True},
+            "kill_loss_spike": {"log_only": True},
+            "run_timeout": {"timeout": 100_000},
+            "scheduled_gc": {"batch_interval": 2},
+        },
+        "eval_loader": loader_of(assets, "val"),
+        "eval_interval": "2ba",
+        **icl(assets),
+    }
+    (alone,) = ranks(1, tell_in, tmp_path, run_of(assets, change))
+    found, _ = ranks(2, tell_in, tmp_path, run_of(assets, FSDP2, change))
+    same(found, alone)
+    assert "loss/train/total_fdiff" in found.logged
+
+
 # --- Export. ---
 
 
@@ -449,3 +503,47 @@ def test_asynchronous_evaluation_is_told_of_fsdp2(ranks, assets):
     (parsed,) = ranks(1, asynchronous, run_of(assets, RECOMPUTED))
     assert parsed.fsdp is None
     assert parsed.fsdp2.activation_checkpointing is True
+
+
+# --- What checkpoints hold besides tensors. ---
+
+
+def curriculum(assets: Path) -> dict[str, Any]:
+    """Two batches of the training text, then two of the other."""
+    second = {"local": f"{assets}/mds", "split": "val", "max_seq_len": 24, "shuffle": False}
+    schedule = [{"duration": "384tok", "dataset": second}]
+    return {
+        "max_duration": "768tok",
+        "scheduler.t_warmup": "0tok",
+        "callbacks": {"curriculum_learning": {"duration": "384tok", "schedule": schedule}},
+    }
+
+
+def test_resumes_in_the_middle_of_a_curriculum(ranks, assets, tmp_path):
+    """Composer goes on with the first data there, with sharding or without."""
+    change = curriculum(assets)
+    saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "3ba"}
+    loading = {"load_path": f"{tmp_path}/saved/ep0-ba3-rank0.pt"}
+    (alone,) = ranks(1, tell, run_of(assets, change, saving))
+    (resumed,) = ranks(1, tell, run_of(assets, change, loading))
+    saving["save_folder"] = f"{tmp_path}/sharded"
+    found, _ = ranks(2, tell, run_of(assets, FSDP2, change, saving))
+    same(found, alone)
+    loading["load_path"] = f"{tmp_path}/sharded/ep0-ba3"
+    found, _ = ranks(2, tell, run_of(assets, FSDP2, change, loading))
+    same(found, resumed)
+
+
+@pytest.mark.parametrize("name", ["clip_lion", "adalr_lion"])
+def test_checkpoints_of_a_lion_with_objects_in_its_state_are_refused(
+    name: str, ranks, assets, tmp_path
+):
+    change = {
+        "optimizer": {"name": name, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "save_folder": f"{tmp_path}/saved",
+    }
+    for message in ranks(2, refusal, run_of(assets, FSDP2, change)):
+        assert "save_weights_only: true" in message
+    weights = {"save_weights_only": True, "save_interval": "2ba", "max_duration": "2ba"}
+    ranks(2, tell, run_of(assets, FSDP2, change, weights))
+    assert (tmp_path / "saved" / "ep0-ba2").is_dir()
