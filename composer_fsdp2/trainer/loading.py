@@ -218,7 +218,7 @@ class _Load:
         What of the model is in a checkpoint has been compared by then.
         """
         model = getattr(self.state.model, "module", self.state.model)
-        return getattr(model, "using_peft", False) and model.should_save_peft_only
+        return bool(getattr(model, "using_peft", False) and model.should_save_peft_only)
 
     def wanted(self) -> StateDict:
         """What the run has, as Composer would save it now. Collective: yes."""
