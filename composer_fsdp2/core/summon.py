@@ -31,6 +31,7 @@ _MARK = "_fsdp2_summoned"
 """On a parameter and on what stands in for it: the block they are summoned by."""
 
 Place = tuple[nn.Module, str]
+_Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
 
 
 def holds_shards(module: nn.Module) -> bool:
@@ -239,15 +240,13 @@ class _Whole:
         )
 
     @torch.no_grad()
-    def write(self) -> None:
-        """Copies this rank's part of the whole tensor to the shard. Collective: no."""
+    def lend(self) -> None:
+        """Gives the shard the values of the whole tensor while a forward runs."""
         assert self.full is not None
         local, part = _local(self.shard), _local(_as_shards(self.full, self.shard))
-        if torch.equal(local, part):
-            return
-        if self.own is None:
-            self.own = local.clone()
-        local.copy_(part)
+        if not torch.equal(local, part):
+            self.own = local.clone() if self.own is None else self.own
+            local.copy_(part)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -255,10 +254,13 @@ class _Whole:
             _local(self.shard).copy_(self.own)
 
     @torch.no_grad()
-    def write_gradient(self) -> None:
+    def write(self, with_grads: bool) -> None:
+        """Copies this rank's part of the whole tensor to the shard. Collective: no."""
         assert self.full is not None
-        grad = self.full.grad
-        self.shard.grad = None if grad is None else _as_shards(grad, self.shard).clone()
+        _local(self.shard).copy_(_local(_as_shards(self.full, self.shard)))
+        if with_grads:
+            grad = self.full.grad
+            self.shard.grad = None if grad is None else _as_shards(grad, self.shard).clone()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -283,10 +285,8 @@ class _Summoned:
     rank0_only: bool
     with_grads: bool
     wholes: list[_Whole] = field(default_factory=list[_Whole])
-    borrowed: list[tuple[nn.Parameter, torch.Tensor]] = field(
-        default_factory=list[tuple[nn.Parameter, torch.Tensor]]
-    )
-    """what a block around this one shows, and its values at the start of this one"""
+    borrowed: list[_Borrowed] = field(default_factory=list[_Borrowed])
+    """what a block around this one shows, and its value and gradient at the start of this one"""
     forwards: int = 0
     """how many are running, one inside the other"""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -305,7 +305,9 @@ class _Summoned:
                 full = full if shows else None
                 self.wholes.append(_Whole(entry.name, shard, entry.places, full, shard._version))
             elif not isinstance(entry.param, DTensor):
-                self.borrowed.append((entry.param, entry.param.detach().clone()))
+                grad = entry.param.grad if self.with_grads else None
+                values = entry.param.detach().clone()
+                self.borrowed.append((entry.param, values, None if grad is None else grad.clone()))
 
     def _check_shown_by(self, outer: _Summoned, name: str) -> None:
         more = [
@@ -388,7 +390,7 @@ class _Summoned:
         if self.forwards == 0:
             for whole in self.wholes:
                 if not self.rank0_only:
-                    whole.write()
+                    whole.lend()
                 whole.hide()
         self.forwards += 1
 
@@ -405,20 +407,18 @@ class _Summoned:
         keep = keep and not changed
         # A forward that failed leaves units gathered, and FSDP2 believing so.
         idle = not any(_is_busy(unit) for unit in self.units)
-        for unit in self.units:
-            unit.reshard()
-        for whole in self.wholes:
-            whole.hide(everything=idle)
-            if not keep:
-                whole.restore()
-                continue
-            whole.write()
-            if self.with_grads:
-                whole.write_gradient()
-        for full, values in self.borrowed:
-            if not keep:
+        with self.undo:
+            for unit in self.units:
+                unit.reshard()
+            for whole in self.wholes:
+                whole.hide(everything=idle)
+                if keep:
+                    whole.write(self.with_grads)
+                else:
+                    whole.restore()
+            for full, values, grad in [] if keep else self.borrowed:
                 full.data = values
-        self.undo.close()
+                full.grad = grad if self.with_grads else full.grad
         if changed:
             raise PlanError(_written_elsewhere(changed))
 

@@ -99,10 +99,10 @@ def _await_everyone() -> None:
     decided = store.get(f"{key}/decided").decode()
     if decided != "go":
         raise CheckpointError(
-            f"save_pretrained was called on {decided} ranks. The weights are sharded; "
-            "no rank can gather them alone. Call it on every rank (one of them writes), or on rank 0 "
-            "inside `with summon_full_params(model, writeback=False, rank0_only=True):`, which "
-            "every rank enters."
+            f"save_pretrained was called on {decided} ranks. The weights are sharded, and "
+            "no rank can gather them alone. Call it on every rank (one of them writes), or on "
+            "rank 0 inside `with summon_full_params(model, writeback=False, rank0_only=True):`, "
+            "which every rank enters."
         )
 
 

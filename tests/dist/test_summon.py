@@ -354,6 +354,14 @@ def test_gradients():
                 twins.model.scale.grad = twins.plain.scale.grad = None
     with summon_full_params(twins.model):
         assert all(param.grad is None for param in twins.model.parameters())
+    reading = {"with_grads": True, "writeback": False}
+    with summon_full_params(twins.model, with_grads=True):
+        for _ in range(2):
+            with summon_full_params(twins.model, **reading):
+                assert_close(
+                    "gradient", twins.plain.embed.weight.grad, twins.model.embed.weight.grad
+                )
+                twins.model.embed.weight.grad.zero_()
     assert_same_gradients(twins.plain, twins.model)
     twins.plain_optimizer.step()
     twins.optimizer.step()
