@@ -94,7 +94,9 @@ CALLBACKS = (
             lambda callback: callback.event == Event.INIT,
         ),
     ),
-    Extension("MLPerfCallback", "needs the package mlperf-logging"),
+    Extension(
+        "MLPerfCallback", "needs mlperf-logging, which the tests have not; asks for metrics only"
+    ),
     Extension("MemoryMonitor", "CUDA only, as without FSDP"),
     Extension("MemorySnapshot", "CUDA only; records from when the model is sharded"),
     Extension("NaNMonitor", "all ranks raise together"),
@@ -136,7 +138,7 @@ ALGORITHMS = (
     Extension("NoOpModel", "replaces the model before it is sharded"),
     Extension("ProgressiveResizing", _DATA),
     Extension("RandAugment", _DATA),
-    Extension("SAM"),
+    Extension("SAM", "climbs with the gradient of all ranks, as one process does"),
     Extension("SWA", "averages shards; its state is in every kind of checkpoint"),
     Extension("SelectiveBackprop"),
     Extension("SeqLengthWarmup"),

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from composer.core import Callback, State
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.core.traffic import TrafficMeter
 from composer_fsdp2.trainer.patches import watching
 from composer_fsdp2.trainer.prepare import sharding_of
-from tests.models import TinyLM, batches, lm_loss
+from tests.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.training import built, samples_of, trainer_for
 
 pytestmark = pytest.mark.gpu
 
@@ -75,3 +79,47 @@ def test_communication_is_exposed_for_a_part_of_the_step():
     exposed = meter.exposed_seconds()
     assert exposed is not None
     assert 0 < exposed < before.elapsed_time(after) / 1000
+
+
+class _Scales(Callback):
+    """The scale of the loss and a weight, after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, torch.Tensor]] = []
+
+    def fit_start(self, state: State, logger: Any) -> None:
+        # Too large for the gradients to be finite at first.
+        state.scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+
+    def batch_end(self, state: State, logger: Any) -> None:
+        assert state.scaler is not None
+        head = _whole(state.model)["net.head.weight"].cpu().clone()
+        self.seen.append((state.scaler.get_scale(), head))
+
+
+@pytest.mark.world_size(1, backend="nccl")
+def test_fp16_skips_steps_until_gradients_are_finite(tmp_path: Path):
+    from composer.callbacks import MemorySnapshot
+
+    model, scales = built(TinyComposer), _Scales()
+    snapshot = MemorySnapshot(0, "1ba", folder=str(tmp_path), remote_file_name=None)
+    with installed():
+        trainer = trainer_for(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            samples_of(40, 8),
+            batch=8,
+            device="gpu",
+            precision="amp_fp16",
+            callbacks=[scales, snapshot],
+        )
+        assert type(trainer.state.scaler) is torch.amp.GradScaler
+        trainer.fit()
+        trainer.close()
+    first = scales.seen[0][1]
+    for (before, old), (after, new) in itertools.pairwise(scales.seen):
+        assert torch.equal(old, new) == (after < before)
+    assert not torch.equal(first, scales.seen[-1][1])
+    assert scales.seen[-1][1].isfinite().all()
+    # The weights were on the CPU when Composer looked for them.
+    assert list(tmp_path.glob("*.pickle"))
