@@ -398,13 +398,19 @@ def _locate(target: str) -> tuple[Any, str]:
 
 
 def _check(point: PatchPoint, original: Any) -> None:
-    fingerprint = hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
+    fingerprint = _fingerprint(original)
     if fingerprint not in point.fingerprints:
         raise PatchError(
             f"The source of '{point.target}' (fingerprint {fingerprint}) is not one the "
             f"replacement was written for ({point.versions}: {', '.join(point.fingerprints)}). "
             f"Replacing it could change the run in ways nobody tested. {_advice()}"
         )
+
+
+@functools.cache
+def _fingerprint(original: Any) -> str:
+    """Of the source; finding the sources takes most of the time of an installation."""
+    return hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
 
 
 def _advice() -> str:
