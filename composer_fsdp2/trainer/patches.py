@@ -690,7 +690,7 @@ def _check(point: PatchPoint) -> None:
         module, _, name = point.source.partition(":")
         read = importlib.import_module(module)
         read = getattr(read, name) if name else read
-    fingerprint = hashlib.sha256(inspect.getsource(read).encode()).hexdigest()[:16]
+    fingerprint = _fingerprint(read)
     if fingerprint not in point.fingerprints:
         raise PatchError(
             f"The source of '{point.target}' (fingerprint {fingerprint}) is not one the "
@@ -704,6 +704,12 @@ def _advice(target: str) -> str:
     package = _READ.get(module, module).partition(" ")[0]
     version = importlib.metadata.version(package)
     return f"Installed is {package} {version}; install a version this package was tested with."
+
+
+@functools.cache
+def _fingerprint(original: Any) -> str:
+    """Of the source; finding the sources takes most of the time of an installation."""
+    return hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
 
 
 # --- Watching FSDP, which replaces nothing it does. ---
