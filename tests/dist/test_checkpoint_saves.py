@@ -8,7 +8,6 @@ import os
 import resource
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
-from tests.fsdp1_fixtures import expected, fsdp1_losses, needs_fixtures, tiny_model
+from tests.fsdp1_fixtures import expected, fsdp1_losses, needs_fixtures
 from tests.models import TinyComposer
 from tests.saved import limit_files, no_space
 from tests.training import built, largest_difference, samples_of, trainer_for

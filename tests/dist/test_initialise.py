@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
-from tests.models import TinyLM, VOCAB, WIDTH, batches, llama_config
+from tests.models import WIDTH, TinyLM, batches, llama_config
 from tests.parity import (
     OPTIMIZERS,
     check_parity_from_here,
