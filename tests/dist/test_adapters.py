@@ -39,7 +39,12 @@ def lora(
     config = llama_config(tied, hidden_size=16, vocab_size=32, use_cache=False)
     base = LlamaForCausalLM(config).to(dtype)
     torch.manual_seed(seed)
-    settings = {"r": 2, "lora_alpha": 4, "lora_dropout": 0.0, "target_modules": ["q_proj", "up_proj"]}
+    settings = {
+        "r": 2,
+        "lora_alpha": 4,
+        "lora_dropout": 0.0,
+        "target_modules": ["q_proj", "up_proj"],
+    }
     adapters = LoraConfig(peft_type="LORA", task_type="CAUSAL_LM", **(settings | changes))
     model = HuggingFaceModel(base, peft_config=adapters)
     for name, param in model.named_parameters():

@@ -163,7 +163,9 @@ CASES: dict[str, Case] = {
 ELSEWHERE = {"SAM"}
 
 # Composer replaces no layers under DDP: the run without sharding starts with them.
-INSTEAD = {"GyroDropout": lambda: AtInit(lambda state: apply_gyro_dropout(state.model, 2, 2, 0.5, 4, 2))}
+INSTEAD = {
+    "GyroDropout": lambda: AtInit(lambda state: apply_gyro_dropout(state.model, 2, 2, 0.5, 4, 2))
+}
 
 
 def test_there_is_a_case_for_every_algorithm():
@@ -282,7 +284,9 @@ class Checkpointed(TinyComposer):
 def _average(trainer: Trainer) -> dict[str, torch.Tensor]:
     (algorithm,) = trainer.state.algorithms
     state = algorithm.state_dict()
-    own = state["ema_model"]["named_parameters_dict"] if "ema_model" in state else state["swa_model"]
+    own = (
+        state["ema_model"]["named_parameters_dict"] if "ema_model" in state else state["swa_model"]
+    )
     whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in own.items()}
     return {name.replace("module.", ""): value for name, value in whole.items()}
 
@@ -290,7 +294,13 @@ def _average(trainer: Trainer) -> dict[str, torch.Tensor]:
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("EMA", "sharded"), ("EMA", "full"), ("EMA", "unsharded"), ("SWA", "sharded"), ("SWA", "full")],
+    [
+        ("EMA", "sharded"),
+        ("EMA", "full"),
+        ("EMA", "unsharded"),
+        ("SWA", "sharded"),
+        ("SWA", "full"),
+    ],
 )
 def test_averages_go_on_after_a_checkpoint(name: str, kind: str, tmp_path: Path):
     fsdp2 = {"state_dict_type": "full" if kind == "unsharded" else kind}

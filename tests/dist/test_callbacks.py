@@ -386,9 +386,7 @@ def _tokenizer() -> Any:
     words = {f"w{number}": number for number in range(29)} | {"<pad>": 29, "<eos>": 30}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
 
 
 def _speaker() -> ComposerModel:

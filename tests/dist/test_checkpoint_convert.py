@@ -95,9 +95,7 @@ def _train_hugging_face(name: str, kind: str, folder: Path) -> dict[str, torch.T
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("name", ["llama tied", "llama", "gpt2"])
-def test_from_pretrained_loads_what_was_trained(
-    name: str, kind: str, ranks: Any, tmp_path: Path
-):
+def test_from_pretrained_loads_what_was_trained(name: str, kind: str, ranks: Any, tmp_path: Path):
     trained = ranks(2, _train_hugging_face, name, kind, tmp_path / "run")[0]
     saved = tmp_path / "run" / {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}[kind]
     run("convert", saved, tmp_path / "out", "--to", "hf")

@@ -290,7 +290,11 @@ DAMAGE = {
     "flipped byte in a file": (FULL, flip, "not those that were written"),
     "truncated shard": (SHARDED, truncate, "'__1_0.distcp' has "),
     "truncated file": (FULL, truncate, "is damaged"),
-    "missing shard": (SHARDED, lambda p: (p / "__1_0.distcp").unlink(), "'__1_0.distcp' is missing"),
+    "missing shard": (
+        SHARDED,
+        lambda p: (p / "__1_0.distcp").unlink(),
+        "'__1_0.distcp' is missing",
+    ),
     "foreign shard": (SHARDED, foreign, "__1_0.distcp"),
     "no metadata": (SHARDED, lambda p: (p / ".metadata").unlink(), "no '.metadata'"),
     "empty metadata": (SHARDED, lambda p: (p / ".metadata").write_bytes(b""), "is damaged"),
@@ -517,5 +521,3 @@ def test_losing_precision_is_told(tmp_path: Path):
                 smaller, torch.optim.SGD(smaller.parameters(), lr=0.1), samples_of(1, 8),
                 load_path=str(tmp_path / "ep0-ba1"), load_weights_only=True,
             )  # fmt: skip
-
-

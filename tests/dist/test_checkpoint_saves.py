@@ -309,7 +309,10 @@ def test_autoresume_does_not_start_anew_when_all_are_bad(tmp_path: Path):
     again = {"autoresume": True, "run_name": "again"}
     _run(tmp_path, {}, until=HALF, **again)
     damage(tmp_path / FORMATS["sharded"])
-    with pytest.raises(CheckpointError, match="Starting anew would lose"), warnings.catch_warnings():
+    with (
+        pytest.raises(CheckpointError, match="Starting anew would lose"),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         _run(tmp_path, {}, seed=1, **again)
 

@@ -174,7 +174,9 @@ def test_all_ranks_killed_in_a_save(
         assert not [path for path in folder.iterdir() if path.name.startswith(".incomplete")]
     with capsys.disabled():
         told = ", ".join(f"{n}x {what}" for what, n in sorted(found.items()))
-        print(f"\n{kind}: {MOMENTS} kills within {longest:.2f} s of a save: {told}; all ended alike")
+        print(
+            f"\n{kind}: {MOMENTS} kills within {longest:.2f} s of a save: {told}; all ended alike"
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)

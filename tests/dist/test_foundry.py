@@ -80,7 +80,9 @@ def test_on_one_rank_without_the_block_there_is_no_sharding(ranks, assets):
 
 
 def test_fsdp2_through_llm_foundrys_own_key(ranks, assets):
-    for found in ranks(2, tell, run_of(assets, {"fsdp_config": {"version": 2}}, {"max_duration": "1ba"})):
+    for found in ranks(
+        2, tell, run_of(assets, {"fsdp_config": {"version": 2}}, {"max_duration": "1ba"})
+    ):
         assert found.sharded
 
 
@@ -193,7 +195,9 @@ def test_autoresume_goes_on_with_the_raw_text(kind: str, ranks, assets, tmp_path
     }
     (alone,) = ranks(1, tell, run_of(assets))
     ranks(2, tell, run_of(assets, saving, {"max_duration": "2ba"}))
-    assert (tmp_path / "saved" / ("latest-rank0.pt" if kind == "full" else "latest-sharded-rank0")).exists()
+    assert (
+        tmp_path / "saved" / ("latest-rank0.pt" if kind == "full" else "latest-sharded-rank0")
+    ).exists()
     found, _ = ranks(2, tell, run_of(assets, saving))
     assert found.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
     same_weights(found, alone)
@@ -357,7 +361,9 @@ def exported(cfg: dict[str, Any], folder: Path) -> None:
     for name, weight in found.items():
         assert weight.dtype == dtype
         assert torch.equal(weight, expected[f"model.{name}"].to(dtype)), name
-    assert read.config.tie_word_embeddings == (read.lm_head.weight is read.model.embed_tokens.weight)
+    assert read.config.tie_word_embeddings == (
+        read.lm_head.weight is read.model.embed_tokens.weight
+    )
     if dtype == torch.float32:
         ids = torch.arange(20).reshape(2, 10)
         with torch.no_grad():

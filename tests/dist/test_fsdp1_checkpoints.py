@@ -62,9 +62,7 @@ def resume(
         # Ours: torch 2.7 did not save it, newer ones ask for it.
         warnings.filterwarnings("ignore", message=".*both have state.schedulers.LambdaLR._is_init")
         trainer = Trainer(
-            **settings_of(
-                name, model, parallelism_config=parallelism, callbacks=[losses], **kwargs
-            )
+            **settings_of(name, model, parallelism_config=parallelism, callbacks=[losses], **kwargs)
         )
     return trainer, losses
 
@@ -77,7 +75,9 @@ def fit(trainer: Trainer) -> None:
     trainer.close()
 
 
-def live_state(trainer: Trainer) -> tuple[dict[str, str], dict[str, dict[str, str]], list[set[str]]]:
+def live_state(
+    trainer: Trainer,
+) -> tuple[dict[str, str], dict[str, dict[str, str]], list[set[str]]]:
     """Digests of the model and the optimizer state, and the names in each group."""
     options = StateDictOptions(full_state_dict=True)
     model, optimizer = trainer.state.model, trainer.state.optimizers[0]

@@ -287,7 +287,9 @@ def test_through_the_trainer(tmp_path: Path):
 @pytest.mark.world_size(2)
 def test_a_folder_of_another_model(tmp_path: Path):
     folder = saved(tmp_path)
-    with pytest.raises(CheckpointError, match=r"does not fit the model: it lacks 27 \('transformer"):
+    with pytest.raises(
+        CheckpointError, match=r"does not fit the model: it lacks 27 \('transformer"
+    ):
         from_folder(built("gpt2"), folder)
     _in_step()
 

@@ -78,7 +78,10 @@ def test_a_teacher_is_sharded_and_freed_and_never_reduced():
     batch = batches(1, 4)[0]
     with Bytes() as sent:
         model.loss(model(batch), batch).backward()
-    padded = {"gathered": sum(sent.gathered.values()) / 4, "reduced": sum(sent.reduced.values()) / 4}
+    padded = {
+        "gathered": sum(sent.gathered.values()) / 4,
+        "reduced": sum(sent.reduced.values()) / 4,
+    }
     assert all(isinstance(param, DTensor) for param in model.teacher.parameters())
     # The student's blocks are gathered again for backward; odd rows are padded by one.
     assert size <= padded["reduced"] <= size + 2 * WIDTH + 2
@@ -94,9 +97,7 @@ NAMED = {
 
 @pytest.mark.world_size(2)
 def test_a_teacher_in_bf16_beside_a_student_in_fp32():
-    oracle, stepped, model, optimizer = distilled(
-        {"wrap_policy": {"names": NAMED}}, torch.bfloat16
-    )
+    oracle, stepped, model, optimizer = distilled({"wrap_policy": {"names": NAMED}}, torch.bfloat16)
     seen: set[torch.dtype] = set()
     for part in (model.teacher.blocks[0], model.student.blocks[0]):
         part.norm.register_forward_pre_hook(lambda module, _: seen.add(module.weight.dtype))
