@@ -192,6 +192,7 @@ def llava() -> LooksAlways:
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 def test_llava_with_images_on_one_rank_only():
     models = [llava(), llava()]
     optimizers = [OPTIMIZERS["sgd"](trained_of(model)) for model in models]
