@@ -1,4 +1,4 @@
-"""LoRA adapters of PEFT: where they are sharded, how they train, what a checkpoint holds of them."""
+"""LoRA adapters of PEFT: where they are sharded, how they train, what checkpoints hold of them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from tests.traffic import Bytes
 from tests.training import Tokens, largest_difference, trainer_for
 
 LoraConfig = pytest.importorskip("peft").LoraConfig
-pytest.importorskip("llmfoundry")
-
-from llmfoundry.models.hf.hf_fsdp import prepare_hf_model_for_fsdp
+hf_fsdp = pytest.importorskip("llmfoundry.models.hf.hf_fsdp")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
 FULL = {"mixed_precision": "FULL"}
@@ -50,7 +48,7 @@ def lora(
     for name, param in model.named_parameters():
         if "lora_B" in name:  # zero at first, so that the others would have no gradient
             nn.init.normal_(param, std=0.1)
-    prepare_hf_model_for_fsdp(model.model, "cpu")
+    hf_fsdp.prepare_hf_model_for_fsdp(model.model, "cpu")
     return model
 
 

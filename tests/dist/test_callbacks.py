@@ -409,7 +409,7 @@ def test_generates_like_one_process():
     assert found[0] == found[1]
 
 
-# ------------------------------------------------------------------------------ refusals, fp16 scaling
+# --- Refusals, fp16 scaling. ---
 
 REFUSED: dict[str, Callable[[], Callback]] = {
     "ExportForInferenceCallback": lambda: C.ExportForInferenceCallback("torchscript", "model.pt"),

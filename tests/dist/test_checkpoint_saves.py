@@ -9,7 +9,7 @@ import resource
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -71,7 +71,7 @@ def test_the_same_checkpoints_as_without(kind: str, tmp_path: Path):
 class SlowPlanner(DefaultSavePlanner):
     """Takes its time, and remembers when it was busy."""
 
-    busy: list[tuple[float, float]] = []
+    busy: ClassVar[list[tuple[float, float]]] = []
 
     def finish_plan(self, new_plan: Any) -> Any:
         start = time.monotonic()
@@ -309,12 +309,10 @@ def test_autoresume_does_not_start_anew_when_all_are_bad(tmp_path: Path):
     again = {"autoresume": True, "run_name": "again"}
     _run(tmp_path, {}, until=HALF, **again)
     damage(tmp_path / FORMATS["sharded"])
-    with (
-        pytest.raises(CheckpointError, match="Starting anew would lose"),
-        warnings.catch_warnings(),
-    ):
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _run(tmp_path, {}, seed=1, **again)
+        with pytest.raises(CheckpointError, match="Starting anew would lose"):
+            _run(tmp_path, {}, seed=1, **again)
 
 
 @pytest.mark.world_size(2)

@@ -137,7 +137,7 @@ def test_every_fixture_into_every_run(name: str, into: str, kind: str):
     check_state(trainer, name)
     difference = None
     same_ranks = facts["world_size"] == dist.get_world_size()
-    # With dropout the losses depend on the random states, of which there is one per rank that saved.
+    # With dropout losses depend on the random states, of which there is one per rank that saved.
     if not facts["weights_only"] and (same_ranks or "dropout" not in name):
         fit(trainer)
         # Four gradients are summed in an order that depends on where they lie in the buffer, and

@@ -397,5 +397,5 @@ def test_another_mesh_is_refused(mesh: tuple[int, ...]):
     whole = init_device_mesh("cpu", mesh, mesh_dim_names=("experts", "weights")[: len(mesh)])
     part = whole["weights"] if len(mesh) == 2 else whole
     degrees = {} if len(mesh) == 2 else {"data_parallel_replicate_degree": 2}
-    with pytest.raises(ConfigError, match="'blocks.1' its own 'device_mesh', the ranks"):
+    with pytest.raises(ConfigError, match=r"'blocks\.1' its own 'device_mesh', the ranks"):
         prepare_fully_shard(Configured(device_mesh=part), None, degrees)
