@@ -85,8 +85,11 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
 def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
     from composer_fsdp2.trainer.autoresume import settle_autoresume
     from composer_fsdp2.trainer.llm_foundry import check_saved_state
+    from composer_fsdp2.trainer.saving import check_saved_adapters
 
     check_saved_state(trainer, optimizers)
+    if trainer.state.fsdp_config_version == 2:
+        check_saved_adapters(trainer.state)
     settle_autoresume(original, trainer, model, optimizers)
 
 

@@ -28,11 +28,12 @@ from composer_fsdp2.checkpoint.write import (
     write_sharded,
 )
 from composer_fsdp2.core.collectives import agree
-from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
-from composer_fsdp2.trainer.loading import Ignore, StateDict, drop_keys
+from composer_fsdp2.trainer.loading import Ignore, StateDict, drop_keys, plain_name
 
 __all__ = [
+    "check_saved_adapters",
     "finish_background_save",
     "leave_background_save",
     "save_checkpoint",
@@ -42,6 +43,33 @@ __all__ = [
 
 _ATTRIBUTE = "_fsdp2_background"
 _LEAVE_SECONDS = 60.0
+
+
+def check_saved_adapters(state: State) -> None:
+    """Refuses checkpoints of adapters alone where more than the adapters is trained.
+
+    Collective: no. Every rank has the same model and callbacks.
+
+    Raises:
+        ConfigError: a resumed run would go on from other weights.
+    """
+    model: Any = state.model
+    saves = any(isinstance(callback, CheckpointSaver) for callback in state.callbacks)
+    if not saves or not (getattr(model, "using_peft", False) and model.should_save_peft_only):
+        return
+    kept = set(model.state_dict())
+    lost = [
+        name
+        for name in (plain_name(n) for n, param in model.named_parameters() if param.requires_grad)
+        if name not in kept
+    ]
+    if lost:
+        raise ConfigError(
+            f"should_save_peft_only is on, and its checkpoints leave out {len(lost)} weights that "
+            f"are trained: {', '.join(repr(name) for name in lost[:5])}. A resumed run would go on "
+            "from other values. Write should_save_peft_only: false, or train adapters only (no "
+            "modules_to_save)."
+        )
 
 
 def save_checkpoint(

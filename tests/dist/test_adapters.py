@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER
-from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 from tests.models import llama_config
 from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
 from tests.traffic import Bytes
@@ -126,8 +126,8 @@ STEPS, HALF = 4, 2
 FORMATS = {"sharded": "ep0-ba2", "full": "ep0-ba2-rank0.pt"}
 
 
-def run(folder: Path, kind: str, *, seed: int = 0, rank: int = 2, **kwargs: Any) -> Trainer:
-    model = lora(seed=seed, r=rank)
+def run(folder: Path, kind: str, model: HuggingFaceModel | None = None, **kwargs: Any) -> Trainer:
+    model = model or lora()
     samples: Any = Tokens(STEPS * 8)
     with installed():
         trainer = trainer_for(
@@ -159,11 +159,21 @@ def test_checkpoints_hold_whole_adapters_and_nothing_else(kind: str, tmp_path: P
     weights = [key for key in saved.tensors if key.startswith("state.model.")]
     shapes = {f"state.model.{n}": p.shape for n, p in lora().named_parameters() if "lora_" in n}
     assert {key: saved.tensors[key].shape for key in weights} == shapes
-    resumed = run(tmp_path / "second", kind, seed=1, load_path=str(path))
+    resumed = run(tmp_path / "second", kind, lora(seed=1), load_path=str(path))
     assert int(resumed.state.timestamp.batch) == STEPS
     assert largest_difference(everything(resumed), everything(whole)) == 0.0
     with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
-        run(tmp_path / "third", kind, rank=4, load_path=str(path))
+        run(tmp_path / "third", kind, lora(r=4), load_path=str(path))
+
+
+@pytest.mark.world_size(2)
+def test_checkpoints_that_would_lose_trained_weights_are_refused(tmp_path: Path):
+    model = lora(tied=False, modules_to_save=["lm_head"])
+    with pytest.raises(ConfigError, match=r"1 weights that are trained: 'model\..*lm_head"):
+        run(tmp_path, "sharded", model)
+    model = lora(tied=False, modules_to_save=["lm_head"])
+    model.should_save_peft_only = False
+    run(tmp_path / "all", "sharded", model)
 
 
 @pytest.mark.world_size(2)

@@ -374,6 +374,18 @@ def test_sam():
 
 
 @pytest.mark.world_size(2)
+def test_freezing_with_activation_checkpointing():
+    samples, freezing = samples_of(4, 8), lambda: A.LayerFreezing(0.0, 0.8)
+    with installed():
+        alone = trained(TinyComposer, samples, freezing, sharded=False)
+        trainer = trained(TinyComposer, samples, freezing, fsdp2={"activation_checkpointing": True})
+    assert largest_difference(learned(trainer), learned(alone)) <= 1e-6
+    frozen = [[not p.requires_grad for p in t.state.model.parameters()] for t in (alone, trainer)]
+    assert frozen[0] == frozen[1]
+    assert any(frozen[1])
+
+
+@pytest.mark.world_size(2)
 def test_frozen_layers_get_no_gradient_and_stay_out_of_the_norm():
     found = []
     with installed():
