@@ -1,9 +1,10 @@
-"""`save_pretrained` of a Hugging Face model whose weights are sharded."""
+"""`save_pretrained` of a Hugging Face model, or of PEFT's around one, whose weights are sharded."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,16 +25,8 @@ _WAIT_SECONDS = 120.0
 """Ranks may arrive late from work of their own; collectives wait longer, and say less."""
 
 
-def save_pretrained(
-    original: Callable[..., Any],
-    model: Any,
-    save_directory: Any,
-    is_main_process: bool = True,
-    state_dict: Any = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Stands in for `PreTrainedModel.save_pretrained`: writes what an unsharded model writes.
+def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `save_pretrained`: writes what an unsharded model writes.
 
     Collective: yes, for a sharded model, unless its full parameters are summoned or `state_dict`
     is given; it returns when the folder is complete. One rank writes: the first of those that say
@@ -42,12 +35,19 @@ def save_pretrained(
     Raises:
         CheckpointError: it could not be written, or not all ranks called; on every rank that did.
     """
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    model, is_main_process = given.args[0], given.arguments["is_main_process"]
 
     def save(main: bool) -> Any:
+        given.arguments["is_main_process"] = main
         with _as_its_own_class(model):
-            return original(model, save_directory, main, state_dict, *args, **kwargs)
+            return original(*given.args, **given.kwargs)
 
-    if state_dict is not None or not holds_shards(model):
+    # PEFT takes it as one of the arguments it does not name.
+    if given.kwargs.get("state_dict", given.arguments.get("state_dict")) is not None:
+        return save(is_main_process)
+    if not holds_shards(model):
         return save(is_main_process)
     if is_summoned(model):
         # The ranks that were not shown full parameters have nothing to write.
@@ -63,9 +63,8 @@ def save_pretrained(
             try:
                 save(is_main_process)
             except Exception as caught:  # the other ranks must hear of it
-                error = CheckpointError(
-                    f"save_pretrained could not write '{save_directory}': {caught}"
-                )
+                folder = given.arguments["save_directory"]
+                error = CheckpointError(f"save_pretrained could not write '{folder}': {caught}")
     agree({}, error)
     return None
 

@@ -453,6 +453,13 @@ PATCHES: tuple[PatchPoint, ...] = (
         versions="transformers 4.51.3",
     ),
     PatchPoint(
+        target="peft.peft_model:PeftModel.save_pretrained",
+        replacement=_save_pretrained,
+        why="crashes on shards of adapters",
+        takes=frozenset({"save_directory", "is_main_process"}),
+        versions="peft 0.16.0",
+    ),
+    PatchPoint(
         target="transformers.generation.utils:GenerationMixin.generate",
         replacement=_generate,
         why="repeats a step that does not fit any more when other ranks generate for longer",
@@ -582,7 +589,13 @@ def install() -> None:
 
 
 def _is_wanted(point: PatchPoint) -> bool:
-    return point.package != "llmfoundry" or point.package in sys.modules
+    match point.package:
+        case "llmfoundry":
+            return "llmfoundry" in sys.modules
+        case "peft":  # Composer imports it where it is installed
+            return importlib.util.find_spec("peft") is not None
+        case _:
+            return True
 
 
 def _replaced(point: PatchPoint, original: Any) -> Any:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from composer import Trainer
 from composer.models import HuggingFaceModel
 from torch import nn
@@ -22,7 +23,7 @@ from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
 from tests.traffic import Bytes
 from tests.training import Tokens, largest_difference, trainer_for
 
-LoraConfig = pytest.importorskip("peft").LoraConfig
+peft = pytest.importorskip("peft")
 hf_fsdp = pytest.importorskip("llmfoundry.models.hf.hf_fsdp")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
@@ -43,7 +44,8 @@ def lora(
         "lora_dropout": 0.0,
         "target_modules": ["q_proj", "up_proj"],
     }
-    adapters = LoraConfig(peft_type="LORA", task_type="CAUSAL_LM", **(settings | changes))
+    kind = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    adapters = peft.LoraConfig(**(kind | settings | changes))
     model = HuggingFaceModel(base, peft_config=adapters)
     for name, param in model.named_parameters():
         if "lora_B" in name:  # zero at first, so that the others would have no gradient
@@ -174,6 +176,19 @@ def test_checkpoints_that_would_lose_trained_weights_are_refused(tmp_path: Path)
     model = lora(tied=False, modules_to_save=["lm_head"])
     model.should_save_peft_only = False
     run(tmp_path / "all", "sharded", model)
+
+
+@pytest.mark.world_size(2)
+def test_saved_by_peft_as_without_sharding(tmp_path: Path):
+    plain, model = (lora(task_type=peft.TaskType.CAUSAL_LM) for _ in range(2))
+    prepare_fully_shard(model, None, {})
+    with installed():
+        model.model.save_pretrained(str(tmp_path / "sharded"))
+    plain.model.save_pretrained(str(tmp_path / f"plain{dist.get_rank()}"))
+    found, expected = tmp_path / "sharded", tmp_path / f"plain{dist.get_rank()}"
+    assert {f.name for f in found.iterdir()} == {f.name for f in expected.iterdir()}
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (found / file).read_bytes() == (expected / file).read_bytes()
 
 
 @pytest.mark.world_size(2)

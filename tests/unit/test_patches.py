@@ -178,7 +178,7 @@ def test_every_row_says_what_and_why():
     for point in PATCHES:
         assert ":" in point.target
         assert bool(point.fingerprints) != bool(point.takes)
-        assert re.match(r"(mosaicml|llm-foundry|torch|transformers) \d", point.versions)
+        assert re.match(r"(mosaicml|llm-foundry|peft|torch|transformers) \d", point.versions)
         assert len(point.why.split()) > 5
     assert len({point.target for point in PATCHES}) == len(PATCHES)
 
