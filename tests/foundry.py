@@ -143,7 +143,7 @@ def run_of(assets: Path, *changes: dict[str, Any], loader: str = "text") -> dict
         "train_loader": loader_of(assets, "train", loader),
         "optimizer": {
             "name": "decoupled_adamw",
-            "lr": 1e-2,
+            "lr": 3e-3,
             "betas": [0.9, 0.95],
             # Some gradients are 0 but for rounding, which Adam would make steps of.
             "eps": 1e-4,

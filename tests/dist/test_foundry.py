@@ -38,7 +38,8 @@ from tests.foundry import (
 pytest.importorskip("llmfoundry")
 __all__ = ["PRELOAD"]
 
-TOLERANCE = 2e-5
+TOLERANCE = 1e-6
+"""relative for losses and for norms above one"""
 FULL = {"parallelism_config": {"fsdp2": {"state_dict_type": "full"}}}
 RECOMPUTED = {"parallelism_config": {"fsdp2": {"activation_checkpointing": True}}}
 
@@ -220,7 +221,8 @@ def test_lion_and_what_it_reports(name: str, ranks, assets):
     kinds = ("l2_norm", "layerwise_lr", "clipped_batches")
     reported = {k: v for k, v in alone.logged.items() if k.startswith(kinds)}
     assert {k.rpartition("/")[0] for k in reported} >= {"l2_norm/moment", "l2_norm/update"}
-    assert {k: found.logged[k] for k in reported} == pytest.approx(reported, rel=TOLERANCE)
+    close = pytest.approx(reported, rel=TOLERANCE, abs=TOLERANCE)
+    assert {k: found.logged[k] for k in reported} == close
 
 
 # --- Callbacks of LLM Foundry. ---
