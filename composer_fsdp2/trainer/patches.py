@@ -455,7 +455,7 @@ PATCHES: tuple[PatchPoint, ...] = (
     PatchPoint(
         target="peft.peft_model:PeftModel.save_pretrained",
         replacement=_save_pretrained,
-        why="crashes on shards of adapters",
+        why="crashes on adapters that are shards, on the rank that writes them",
         takes=frozenset({"save_directory", "is_main_process"}),
         versions="peft 0.16.0",
     ),
