@@ -38,6 +38,16 @@ its place and what to write instead. Nothing in PATH is imported or executed.
 """
 
 
+_Decisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Reads KEY as VALUE, null takes it out; fsdp2.NAME sets a new setting.",
+        metavar="KEY=VALUE",
+    ),
+]
+
+
 def migrate(
     config: Annotated[
         Path | None, typer.Argument(help="YAML or JSON.", metavar="CONFIG", show_default=False)
@@ -57,14 +67,7 @@ def migrate(
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node.")] = None,
-    decisions: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            help="Reads KEY as VALUE, null takes it out; fsdp2.NAME sets a new setting.",
-            metavar="KEY=VALUE",
-        ),
-    ] = None,
+    decisions: _Decisions = None,
     strict: Annotated[
         bool,
         typer.Option(

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
+from composer_fsdp2.core.shard import is_sharded
 from composer_fsdp2.errors import ConfigError, PlanError
 
 __all__ = ["holds_shards", "is_summoned", "summon_full_params"]
@@ -36,11 +37,7 @@ _Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
 
 def holds_shards(module: nn.Module) -> bool:
     """Whether FSDP2 or another DTensor holds parameters of the module. Collective: no."""
-    return any(
-        isinstance(inner, FSDPModule)
-        or any(isinstance(param, DTensor) for param in inner._parameters.values())
-        for inner in module.modules()
-    )
+    return is_sharded(module) or any(isinstance(param, DTensor) for param in module.parameters())
 
 
 def is_summoned(module: nn.Module) -> bool:

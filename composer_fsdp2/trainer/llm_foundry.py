@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.checkpoint.write import together
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
+from composer_fsdp2.trainer.loading import plain_name
 
 __all__ = [
     "ReducedNorms",
@@ -30,7 +31,6 @@ __all__ = [
     "save_monolith",
 ]
 
-_WRAPPER = "_checkpoint_wrapped_module."
 _UNSAVED = frozenset({"DecoupledAdaLRLion", "DecoupledClipLion"})
 
 
@@ -93,7 +93,7 @@ def _saves_optimizers(callback: Any) -> bool:
 def freeze_layers(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:
     """Lets `LayerFreezing` find parameters by plain names under activation checkpointing."""
     wanted = callback.layer_names
-    names = {name.replace(_WRAPPER, ""): name for name, _ in state.model.named_parameters()}
+    names = {plain_name(name): name for name, _ in state.model.named_parameters()}
     callback.layer_names = {names.get(name, name) for name in wanted}
     try:
         original(callback, state, logger)

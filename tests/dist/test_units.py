@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
 from composer_fsdp2.core.config import PrecisionSpec
@@ -24,6 +23,7 @@ from composer_fsdp2.core.precision import compute_dtype, resolve_precision
 from composer_fsdp2.errors import ConfigError
 from tests.models import Block, TinyComposer, TinyLM, batches
 from tests.parity import OPTIMIZERS, Recipe, check_parity, model_loss, train_together
+from tests.traffic import Bytes
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
 fp32, bf16 = torch.float32, torch.bfloat16
@@ -174,23 +174,6 @@ def _held_after_forward(model: TinyLM) -> dict[str, bool]:
 # --- In which dtype. ---
 
 
-class Traffic(TorchDispatchMode):
-    """Records the dtypes that are gathered and reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gathered: set[torch.dtype] = set()
-        self.reduced: set[torch.dtype] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if "_allgather_base_" in name:
-            self.gathered.add(args[1].dtype)
-        elif "_reduce_scatter_base_" in name:
-            self.reduced.add(args[1].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("mixed_precision", "compute", "reduce"),
@@ -207,13 +190,13 @@ def test_mixed_precision(mixed_precision: Any, compute: torch.dtype, reduce: tor
     model = sharded(TinyLM(), {"mixed_precision": mixed_precision})
     seen = _dtypes_of_blocks(model)
     batch = batches(1, 2)[0]
-    with Traffic() as traffic:
+    with Bytes() as sent:
         logits = model(batch[0])
         logits.float().sum().backward()
     assert logits.dtype == compute
     assert seen == {0: (compute, compute), 1: (compute, compute), 2: (compute, compute)}
-    assert traffic.gathered == {compute}
-    assert traffic.reduced == {reduce}
+    assert set(sent.gathered) == {compute}
+    assert set(sent.reduced) == {reduce}
     assert {param.grad.dtype for param in model.parameters()} == {fp32}
 
 
