@@ -22,9 +22,12 @@ takes the `ranks` fixture instead of the mark; `ranks(n, func, *args)` returns o
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import inspect
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,3 +116,15 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
         return pools.get(world_size).run(functools.partial(func, *args), timeout)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def streaming_alone() -> Iterator[None]:
+    """Waits until no other session on this machine reads MDS shards.
+
+    MosaicML Streaming numbers its shared memory by what it finds on the machine: two runs that
+    start together take the same number, and cleaning up takes away what the other still uses.
+    """
+    with (Path(tempfile.gettempdir()) / "composer-fsdp2-streaming.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
