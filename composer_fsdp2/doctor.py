@@ -268,12 +268,11 @@ def _started(machine: Machine, run: Run) -> Findings:
             f"Use a multiple of {run.ranks}, for example {-(-batch // run.ranks) * run.ranks}.",
         )
     automatic = run.value("device_train_microbatch_size") == "auto"
-    if automatic and (run.shards or not run.on_gpus):
-        where = "under FSDP2" if run.shards else "on the CPU"
+    if automatic and not run.shards and not run.on_gpus:
         yield Finding(
             "problem",
-            f"device_train_microbatch_size is auto, which Composer refuses {where}.",
-            "Set it to a number of samples.",
+            "device_train_microbatch_size is auto, which Composer refuses on the CPU.",
+            "Set it to a number of samples, or use FSDP2.",
         )
     if not run.on_gpus:
         yield from _on_cpu(machine, run)

@@ -49,8 +49,6 @@ class Rewrite:
     name: str
     arguments: tuple[tuple[str, str], ...] = ()
     """keywords that are called something else, old and new"""
-    refused: tuple[tuple[str, int, Any], ...] = ()
-    """name and position of what the new function refuses, but for this value"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +161,6 @@ _FUNCTIONS = (
             "composer_fsdp2",
             "prepare_fully_shard",
             arguments=(("fsdp_config", "fsdp2_config"),),
-            refused=(("auto_microbatching", 5, False),),
         ),
     ),
     _name(

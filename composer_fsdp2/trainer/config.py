@@ -18,7 +18,7 @@ from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
 
-__all__ = ["TrainerFSDP2Config", "parse_parallelism_config", "resolve_settings"]
+__all__ = ["TrainerFSDP2Config", "asks_for_fsdp2", "parse_parallelism_config", "resolve_settings"]
 
 _OURS = frozenset(f.name for f in dataclasses.fields(FSDP2Config))
 
@@ -153,6 +153,15 @@ def parse_parallelism_config(
     if tp is not None:
         parsed["tp"] = tp if isinstance(tp, TPConfig) else TPConfig(**tp)
     return ParallelismConfig(**parsed) if parsed else None
+
+
+def asks_for_fsdp2(config: ParallelismConfig | Mapping[str, Any] | None) -> bool:
+    """Whether the Trainer's `parallelism_config`, right or wrong, is one of FSDP2."""
+    if config is None:
+        return False
+    if isinstance(config, ParallelismConfig):
+        return config.fsdp2 is not None or _means_fsdp2(config.fsdp)
+    return config.get("fsdp2") is not None or _means_fsdp2(config.get("fsdp"))
 
 
 def _check_keys(given: Mapping[str, Any]) -> None:

@@ -78,8 +78,10 @@ def _parallelize_composer_model(
 
 def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
     from composer_fsdp2.trainer.autoresume import note_autoresume
+    from composer_fsdp2.trainer.microbatching import note_auto
 
-    note_autoresume(original, trainer, *args, **kwargs)
+    with note_auto(original, trainer, args, kwargs) as given:
+        note_autoresume(original, *given.args, **given.kwargs)
 
 
 def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
@@ -252,6 +254,10 @@ def _apply_fsdp(original: Any, state: Any) -> None:
         start_memory_records(state)
 
 
+def _microbatching(name: str) -> Callable[..., Any]:
+    return _stand_in("microbatching", name)
+
+
 def _algorithm(name: str) -> Callable[..., Any]:
     return _stand_in("algorithms", name)
 
@@ -307,7 +313,7 @@ PATCHES: tuple[PatchPoint, ...] = (
         "composer.trainer.trainer:Trainer.__init__",
         _init,
         "9cb451145a150898",
-        "tells nobody that autoresume was asked for (and needs NODE_RANK, which torchrun lacks)",
+        "refuses `device_train_microbatch_size: auto` and tells nobody of autoresume",
     ),
     _point(
         "composer.trainer.trainer:Trainer._wrap_model_for_distributed",
@@ -477,6 +483,30 @@ PATCHES: tuple[PatchPoint, ...] = (
         _load_checkpoint,
         "e399245a5531caa7",
         "takes the kind of a checkpoint from a setting (a second name of the same function)",
+    ),
+    _point(
+        "composer.trainer.trainer:Trainer._train_batch",
+        _microbatching("train_batch"),
+        "787aff3a7f538299",
+        "leaves ranks waiting for one that runs out of memory under FSDP2",
+    ),
+    _point(
+        "composer.trainer.trainer:_readd_fsdp_sync_hooks",
+        _microbatching("guard_again"),
+        "9afc34d754ed0e0b",
+        "keeps the ranks of FSDP1 together alone",
+    ),
+    _point(
+        "composer.trainer.trainer:_clear_incomplete_train_states",
+        _microbatching("clear_attempt"),
+        "ed5928905bb6c8e3",
+        "leaves an aborted FSDP2 step, the optimizer's state and random states as they are",
+    ),
+    _point(
+        "composer.trainer.trainer:Trainer._eval_loop",
+        _microbatching("evaluate"),
+        "2b6ec19ebf6613d0",
+        "leaves ranks waiting for one that runs out of memory under FSDP2",
     ),
     _point(
         "composer.callbacks.optimizer_monitor:OptimizerMonitor.batch_end",

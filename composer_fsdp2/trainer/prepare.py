@@ -41,6 +41,7 @@ from composer_fsdp2.core.optim import (
 )
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.core.recovery import Guard
 from composer_fsdp2.core.shard import (
     apply_plan,
     check_forward_methods,
@@ -84,11 +85,13 @@ def prepare_fully_shard(
         precision: the training precision, for `mixed_precision: DEFAULT` and `PURE`. Defaults to
             amp_fp16 on GPU and fp32 on CPU, as in FSDP1.
         device: where the shards live; the current accelerator, else the CPU, by default.
-        auto_microbatching: not supported yet; must be false.
+        auto_microbatching: has ranks agree before each of the units' collectives, so that all leave
+            a step in which one runs out of memory.
         te_rng_seed: kept for the signature; only TransformerEngine's FSDP1 wrapper used it.
 
     Returns:
-        Hook handles (none are needed, the list is empty) and the FSDP units by name.
+        Handles with a `remove()` that end what `auto_microbatching` began, and the FSDP units by
+        name.
 
     Raises:
         ConfigError: for wrong settings, on every rank.
@@ -104,7 +107,7 @@ def prepare_fully_shard(
     error, decided = None, None
     facts: dict[str, Any] = {}
     try:
-        _check_arguments(auto_microbatching, te_rng_seed)
+        _check_arguments(te_rng_seed)
         decided = _decide(model, optimizers, fsdp2_config, precision, device)
         facts = decided.facts()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
@@ -114,7 +117,7 @@ def prepare_fully_shard(
     origins = [Origins(*fact["~origins"]) for fact in everyone]
     check_origins(origins)
     units = _carry_out(model, decided, origins, seed=everyone[0]["~seed"])
-    return [], units
+    return [Guard(units.values())] if auto_microbatching else [], units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +192,7 @@ def _describe_settings(settings: FSDP2Config) -> str:
     return "\n".join(f"{name}: {getattr(settings, name)}" for name in names)
 
 
-def _check_arguments(auto_microbatching: bool, te_rng_seed: int) -> None:
-    if auto_microbatching:
-        raise ConfigError(
-            "auto_microbatching is not supported under FSDP2 yet. An out-of-memory on one rank "
-            "would leave the others waiting. Set device_train_microbatch_size to a number."
-        )
+def _check_arguments(te_rng_seed: int) -> None:
     if te_rng_seed != 1234:
         warnings.warn(
             "te_rng_seed has no effect: activation checkpointing is torch's own here.", stacklevel=3

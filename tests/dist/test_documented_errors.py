@@ -219,7 +219,6 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "does not multiply to the world size": lambda _: prepare(
         TinyLM(), {"data_parallel_shard_degree": 8}
     ),
-    "auto_microbatching is not supported": lambda _: prepare(TinyLM(), auto_microbatching=True),
     "parameters that are not in the model": lambda _: another_models_optimizer(),
     "cannot be divided into the parameter's shards": lambda _: optimizer_state_without_rows(),
     "which share memory": lambda _: one_memory_in_two_groups(),

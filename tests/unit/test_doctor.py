@@ -116,13 +116,6 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "100 cannot be divided by 8",
         "example 104",
     ),
-    "auto microbatches": (
-        MACHINE,
-        run(device_train_microbatch_size="auto"),
-        "problem",
-        "refuses under FSDP2",
-        "a number of samples",
-    ),
     "unknown precision": (
         MACHINE,
         run(precision="amp_int4"),
@@ -224,6 +217,14 @@ def test_a_finding(case: str):
 
 def said(on: Machine, asked: Run | None) -> list[tuple[str, str]]:
     return [(found.level, found.what) for found in examine(on, asked)]
+
+
+def test_auto_microbatches_without_a_gpu():
+    automatic = run(device_train_microbatch_size="auto", **CPU)
+    refused = "device_train_microbatch_size is auto, which Composer refuses on the CPU."
+    newer = machine(versions={**MACHINE.versions, "torch": "2.13.0"})
+    assert examine(newer, automatic) == []
+    assert ("problem", refused) in said(newer, dataclasses.replace(automatic, asks="neither"))
 
 
 def test_problems_come_first():

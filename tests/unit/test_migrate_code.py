@@ -452,8 +452,6 @@ def test_one_word_is_rewritten(old, new):
         (PREPARE + CALL + "prepare_fsdp_module = 1", "not certain"),
         (PREPARE + "prepare_fsdp_module(*a)", "passes arguments with"),
         (PREPARE + "prepare_fsdp_module(m, o, **k)", "passes arguments with"),
-        (PREPARE + "prepare_fsdp_module(m, o, c, auto_microbatching=x)", "auto_microbatching"),
-        (PREPARE + "prepare_fsdp_module(m, o, c, 'fp32', 'cpu', True)", "auto_microbatching"),
         (
             "from composer.distributed import prepare_ddp_module, prepare_fsdp_module\n" + CALL,
             "other names together",

@@ -163,7 +163,14 @@ POINTS = (
             f"{_D}test_upstream.py::test_a_model_on_meta_everywhere_trains_in_the_trainer",
         ),
     ),
-    Point(19, "device_train_microbatch_size: auto is refused", later=RELIABILITY),
+    Point(
+        19,
+        "device_train_microbatch_size: auto is refused",
+        (
+            f"{_D}test_out_of_memory.py::"
+            "test_the_trainer_ends_with_the_weights_of_a_run_of_that_size",
+        ),
+    ),
     Point(
         20,
         "a full checkpoint and a sharded run do not fit, nor the reverse",

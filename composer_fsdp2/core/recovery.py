@@ -1,0 +1,264 @@
+"""Back to a clean state after memory ran out in the middle of a step, on every rank together.
+
+[Note: out of memory] A rank whose allocation fails leaves forward or backward where it is, and the
+others would wait for it in the next collective. As long as a `Guard` stands, ranks therefore speak
+to each other before every collective of a unit. The rank that failed answers with `failed` until
+all others have heard it and left as well; then each of them is reset, and all try again with less.
+What they say is what Composer's trainer says for FSDP1, so its waiting loop meets ours.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = ["ELSEWHERE", "Guard", "Snapshot", "attempt", "exchange", "reset"]
+
+ELSEWHERE = "CUDA out of memory encountered on a different rank"
+"""what Composer's trainer looks for in the text of an error"""
+
+
+def exchange(failed: bool, finished: bool, device: torch.device) -> tuple[bool, bool]:
+    """Whether any rank has failed, and whether all have finished. Collective: yes."""
+    found = torch.tensor([int(failed)], dtype=torch.uint8, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    done = torch.tensor([int(finished)], dtype=torch.uint8, device=device)
+    dist.all_reduce(done, op=dist.ReduceOp.MIN)
+    return bool(found.item()), bool(done.item())
+
+
+@contextmanager
+def attempt(device: torch.device) -> Generator[None]:
+    """Ranks leave together, and all with an out-of-memory error if one of them had one.
+
+    Collective: yes. Inside, the units' collectives are those of a `Guard`.
+
+    Raises:
+        torch.OutOfMemoryError: on every rank, when any rank raised it.
+    """
+    error: torch.OutOfMemoryError | None = None
+    try:
+        yield
+    except torch.OutOfMemoryError as caught:
+        error = caught
+    finished, failed = False, error is not None
+    while not finished:
+        failed, finished = exchange(failed, True, device)
+    if error is None and failed:
+        error = torch.OutOfMemoryError(ELSEWHERE)
+    if error is not None:
+        raise error
+
+
+class Guard:
+    """Has the ranks agree before every collective of some units; see [Note: out of memory].
+
+    Costs two small reductions and a wait for the device each time: `remove()` it when the size of
+    a microbatch has proved to fit.
+    """
+
+    def __init__(self, units: Iterable[FSDPModule]) -> None:
+        self._groups = [group for unit in units for group in _groups(unit)]
+        for group in self._groups:
+            group.unshard = self._agreeing(group, group.unshard, _reserve_gather)
+            group.post_backward = self._agreeing(group, group.post_backward, _reserve_reduction)
+
+    def _agreeing(
+        self, group: Any, collective: Callable[..., Any], reserve: Callable[[Any], None]
+    ) -> Callable[..., Any]:
+        def agreed(*args: Any, **kwargs: Any) -> Any:
+            reserve(group)
+            if exchange(False, False, group.device)[0]:
+                raise torch.OutOfMemoryError(ELSEWHERE)
+            return collective(*args, **kwargs)
+
+        return agreed
+
+    def remove(self) -> None:
+        """Gives the units back their own methods."""
+        for group in self._groups:
+            group.__dict__.pop("unshard", None)
+            group.__dict__.pop("post_backward", None)
+        self._groups = []
+
+
+def _reserve_gather(group: Any) -> None:
+    """Fails here, before the ranks agree, if a gather's buffers do not fit.
+
+    The caching allocator keeps what is freed, so that the gather finds it.
+    """
+    if group.device.type == "cpu" or group.is_unsharded or group._all_gather_result is not None:
+        return
+    size = group.mesh_info.shard_mesh_size
+    wanted = [p._sharded_param_data.numel() * size for p in group.fsdp_params]
+    dtype = group.fsdp_params[0].param_dtype or group.fsdp_params[0].orig_dtype
+    stream, _ = group.comm_ctx.get_all_gather_streams(False, group._training_state)
+    with group.device_handle.stream(stream):
+        gathered = torch.empty(sum(wanted), dtype=dtype, device=group.device)
+    whole = [torch.empty(numel, dtype=dtype, device=group.device) for numel in wanted]
+    del gathered, whole
+
+
+def _reserve_reduction(group: Any) -> None:
+    if group.device.type == "cpu" or not group.reduce_grads:
+        return
+    grads = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    if not grads:
+        return
+    size = group.mesh_info.shard_mesh_size
+    shard = sum(p._sharded_param_data.numel() for p in grads)
+    dtype = grads[0].reduce_dtype or grads[0].orig_dtype
+    whole = torch.empty(shard * size, dtype=dtype, device=group.device)
+    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+        part = torch.empty(shard, dtype=dtype, device=group.device)
+    del whole, part
+
+
+# --- Back to a clean state. ---
+
+
+def reset(model: nn.Module) -> None:
+    """Makes a model whose forward or backward was aborted ready for the next forward.
+
+    Parameters are shards again; gradients of the aborted attempt that are not in `.grad` yet are
+    dropped. Collective: no, but every rank has to do it.
+    """
+    for unit in _units(model):
+        state: Any = unit._get_fsdp_state()
+        if state._is_root:
+            if hasattr(unit, "reset_iter_state"):
+                unit.reset_iter_state()  # pyright: ignore
+            else:
+                _reset_root(state)
+        for group in _groups(unit):
+            _drop_gradients(group)
+
+
+def _reset_root(state: Any) -> None:
+    """`FSDPModule.reset_iter_state`, which older torch does not have."""
+    comm = state._comm_ctx
+    stream = state._device_handle.current_stream()
+    for pending in (comm.all_gather_state, comm.reduce_scatter_state):
+        _wait(stream, getattr(pending, "event", None))
+    comm.all_gather_state = comm.reduce_scatter_state = None
+    comm.post_forward_order.clear()
+    for inner in state._state_ctx.all_states:
+        inner._modules_to_run_forward.clear()
+        inner._training_state = type(inner._training_state).IDLE
+        if inner._fsdp_param_group is not None:
+            _reset_group(inner._fsdp_param_group, stream)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any, stream: Any) -> None:
+    if (gather := group._all_gather_result) is not None:
+        _wait(stream, gather.all_gather_event)
+        if isinstance(gather.all_gather_work, dist.Work):
+            gather.all_gather_work.wait()
+    group._all_gather_result = None
+    _wait(stream, group._post_reduce_event)
+    _wait(stream, getattr(group._all_reduce_state, "event", None))
+    if group._reshard_after_forward_event is not None:
+        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
+    group._post_reduce_event = group._all_reduce_state = None
+    group._reshard_after_forward_event = group._partial_reduce_output = None
+    group._post_forward_indices.clear()
+    group._training_state = type(group._training_state).IDLE
+    group._to_sharded()
+
+
+def _wait(stream: Any, event: Any) -> None:
+    if event is not None:
+        stream.wait_event(event)
+
+
+def _drop_gradients(group: Any) -> None:
+    """Of the whole parameters: the next backward would add to them."""
+    for param in group.fsdp_params:
+        if hasattr(param, "_unsharded_param"):
+            param.unsharded_param.grad = None
+        param.unsharded_accumulated_grad = None
+
+
+def _units(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _groups(unit: FSDPModule) -> list[Any]:
+    """The unit's parameters, which newer torch may have in several groups."""
+    state: Any = unit._get_fsdp_state()
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+class Snapshot:
+    """What a step changes, kept in CPU memory. Random states are kept from the start."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = (random.getstate(), torch.get_rng_state())
+        self._device_random = _device_random(device)
+        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._states: list[tuple[torch.optim.Optimizer, dict[Any, dict[str, Any]]]] = []
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keeps the values of parameters or buffers, of a DTensor this rank's shard."""
+        self._tensors += [(tensor, _copied(tensor)) for tensor in tensors]
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps what the optimizer is about to change: its parameters and its state."""
+        self.keep(param for group in optimizer.param_groups for param in group["params"])
+        kept = {
+            param: {key: (value, _copied(value)) for key, value in entries.items()}
+            for param, entries in optimizer.state.items()
+        }
+        self._states.append((optimizer, kept))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back in place."""
+        for tensor, copy in self._tensors:
+            _local(tensor).copy_(copy)
+        for optimizer, kept in self._states:
+            for param in set(optimizer.state) - set(kept):
+                del optimizer.state[param]
+            for param, entries in kept.items():
+                optimizer.state[param] = {key: _restored(*pair) for key, pair in entries.items()}
+        python, cpu = self._random
+        random.setstate(python)
+        torch.set_rng_state(cpu)
+        if self._device_random is not None:
+            torch.get_device_module(self._device).set_rng_state(self._device_random, self._device)
+
+
+def _device_random(device: torch.device) -> torch.Tensor | None:
+    if device.type == "cpu":
+        return None
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _copied(value: Any) -> Any:
+    """A copy in CPU memory; of what is no tensor, the value."""
+    return _local(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def _restored(value: Any, copy: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        _local(value).copy_(copy)
+        return value
+    return copy

@@ -1,0 +1,442 @@
+"""A rank runs out of memory anywhere in a step: all try again with less, and lose nothing.
+
+Memory of a CPU does not run out in a way that can be caught, so the error is raised where an
+allocation could fail, as long as microbatches are larger than what is said to fit.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from composer import Callback, Logger, Trainer
+from composer.core import Evaluator, State
+from composer.metrics.nlp import LanguageCrossEntropy
+from composer.profiler import Profiler, cyclic_schedule
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchmetrics import Metric
+
+from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.core import recovery
+from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, reset
+from composer_fsdp2.errors import ConfigError
+from tests.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.parity import assert_same_values
+from tests.training import built, loader_of, samples_of, trainer_for, weights
+
+FITS = 2
+"""samples of a microbatch; a rank's batch has 8"""
+STABLE = 3
+"""batches in a row that fit, after which ranks stop agreeing"""
+ANYWHERE = ("forward", "backward", "gather", "reduction", "optimizer")
+"""where memory may run out; with activation checkpointing, in the recomputation too"""
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"tie": "two modules"},
+    "recomputed": {"fsdp2": {"activation_checkpointing": True}},
+    "HSDP": {"fsdp2": {"data_parallel_replicate_degree": 2}},
+}
+
+
+class Dropped(TinyComposer):
+    """Has dropout: an attempt that is thrown away must not move the random states."""
+
+    def __init__(self, tie: str = "none") -> None:
+        super().__init__(tie)
+        for block in self.net.blocks:
+            block.up = nn.Sequential(block.up, nn.Dropout(0.2))
+
+
+class Measured(TinyComposer):
+    def get_metrics(self, is_train: bool) -> dict[str, Metric]:
+        return {} if is_train else {"entropy": LanguageCrossEntropy()}
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> torch.Tensor:
+        return self.net(batch[0])
+
+    def update_metric(self, batch: Any, outputs: torch.Tensor, metric: Metric) -> None:
+        metric.update(outputs.flatten(0, 1), batch[1].flatten())
+
+
+class Memory:
+    """Runs out on some ranks, at one point, while `asked()` samples are more than fit."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        asked: Callable[[], float],
+        point: str,
+        ranks: set[int],
+    ) -> None:
+        self.block, self.optimizer, self.asked = net.get_submodule("blocks.1"), optimizer, asked
+        self.point, self.here = point, dist.get_rank() in ranks
+        self.times = 0
+
+    @classmethod
+    def of(
+        cls, trainer: Trainer, point: str, ranks: set[int], fits: float = FITS, start: int = 0
+    ) -> Memory:
+        """Counts a trainer's samples from batch `start` on."""
+        state = trainer.state
+
+        def asked() -> float:
+            size = state.device_train_microbatch_size
+            assert size is not None
+            return size - fits + FITS if state.timestamp.batch >= start else 0
+
+        return cls(state.model.net, state.optimizers[0], asked, point, ranks)
+
+    def allocate(self, *_: Any) -> None:
+        if self.here and self.asked() > FITS:
+            self.times += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    @contextmanager
+    def limited(self) -> Iterator[None]:
+        inside = self.block.get_submodule("norm")
+        with pytest.MonkeyPatch.context() as patch:
+            if self.point in ("forward", "recompute", "backward"):
+                inside.register_forward_hook(getattr(self, self.point))
+            elif self.point == "optimizer":
+                self.optimizer.register_step_post_hook(self.allocate)
+            else:
+                patch.setattr(recovery, f"_reserve_{self.point}", self.reserve)
+            yield
+
+    def forward(self, _module: nn.Module, _inputs: Any, _output: torch.Tensor) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            self.allocate()
+
+    def recompute(self, _module: nn.Module, _inputs: Any, _output: torch.Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            self.allocate()
+
+    def backward(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self.allocate)
+
+    def reserve(self, group: Any) -> None:
+        assert isinstance(self.block, FSDPModule)
+        if group in recovery._groups(self.block):
+            self.allocate()
+
+
+def trainer_of(size: int | str, run: str, steps: int = 2, **kwargs: Any) -> Trainer:
+    chosen = RUNS[run]
+    model = built(functools.partial(Dropped, chosen.get("tie", "none")))
+    return trainer_for(
+        model,
+        torch.optim.AdamW(model.parameters(), lr=1e-2),
+        samples_of(steps, 8 * dist.get_world_size()),
+        chosen.get("fsdp2"),
+        batch=8,
+        device_train_microbatch_size=size,
+        seed=3,
+        **kwargs,
+    )
+
+
+def fit(trainer: Trainer) -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="CUDA out of memory or excessive")
+        trainer.fit()
+    trainer.close()
+    return weights(trainer.state.model)
+
+
+@functools.cache
+def expected(run: str) -> dict[str, torch.Tensor]:
+    """Of a trainer that starts with what fits."""
+    return fit(trainer_of(FITS, run))
+
+
+@pytest.mark.parametrize(
+    ("point", "run"),
+    [
+        *(pytest.param(p, "plain", marks=pytest.mark.world_size(2)) for p in ANYWHERE),
+        pytest.param("recompute", "recomputed", marks=pytest.mark.world_size(2)),
+        pytest.param("reduction", "HSDP", marks=pytest.mark.world_size(4)),
+    ],
+)
+def test_the_trainer_ends_with_the_weights_of_a_run_of_that_size(point: str, run: str):
+    with installed():
+        wanted = expected(run)
+        trainer = trainer_of("auto", run)
+        memory = Memory.of(trainer, point, {1})
+        with memory.limited():
+            found = fit(trainer)
+    assert memory.times == (2 if memory.here else 0)
+    assert trainer.state.device_train_microbatch_size == FITS
+    assert_equal(found, wanted)
+
+
+def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+# --- The same without the trainer. ---
+
+
+class Loop:
+    """Tries each batch with half the microbatch until it fits."""
+
+    def __init__(self, run: str, size: int) -> None:
+        chosen = RUNS[run]
+        torch.manual_seed(0)
+        self.model = Dropped(chosen.get("tie", "none"))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        config = chosen.get("fsdp2", {})
+        _, self.units = prepare_fully_shard(self.model, self.optimizer, config)
+        self.size = size
+
+    def train(self) -> dict[str, torch.Tensor]:
+        Guard(self.units.values())
+        torch.manual_seed(dist.get_rank())
+        for batch in batches(2, 8, seed=dist.get_rank()):
+            while not self.fits(batch):
+                self.size //= 2
+        return weights(self.model)
+
+    def fits(self, batch: tuple[torch.Tensor, ...]) -> bool:
+        kept = Snapshot(torch.device("cpu"))
+        try:
+            with attempt(torch.device("cpu")):
+                for microbatch in zip(*(part.split(self.size) for part in batch), strict=True):
+                    loss = self.model.loss(self.model(microbatch), microbatch)
+                    (loss * self.size / 8).backward()
+                kept.keep_optimizer(self.optimizer)
+                self.optimizer.step()
+        except torch.OutOfMemoryError:
+            reset(self.model)
+            assert gathered_bytes(self.units) == 0
+            kept.restore()
+            return False
+        finally:
+            self.optimizer.zero_grad()
+        return True
+
+
+@functools.cache
+def expected_of_loop(run: str) -> dict[str, torch.Tensor]:
+    return Loop(run, FITS).train()
+
+
+def matrix() -> list[Any]:
+    return [
+        pytest.param(point, ranks, run, marks=pytest.mark.world_size(size))
+        for run in RUNS
+        for size in [4 if run == "HSDP" else 2]
+        for point in [*ANYWHERE, *(["recompute"] if run == "recomputed" else [])]
+        for ranks in ({0}, {size - 1}, set(range(size)))
+    ]
+
+
+@pytest.mark.parametrize(("point", "ranks", "run"), matrix())
+def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: set[int], run: str):
+    wanted = expected_of_loop(run)
+    loop = Loop(run, 8)
+    memory = Memory(loop.model.net, loop.optimizer, lambda: loop.size, point, ranks)
+    with memory.limited():
+        found = loop.train()
+    assert memory.times == (2 if memory.here else 0)
+    assert loop.size == FITS
+    assert_equal(found, wanted)
+
+
+# --- When ranks agree, and when they do not. ---
+
+
+@pytest.mark.world_size(2)
+def test_guards_go_when_the_size_is_stable_and_come_back_after_evaluation():
+    standing: list[int] = []
+
+    class Watch(Callback):
+        def batch_end(self, state: State, logger: Logger) -> None:
+            standing.append(len(guarded_groups(state.model)))
+
+        def eval_end(self, state: State, logger: Logger) -> None:
+            standing.append(-1)
+
+    with installed():
+        samples = samples_of(9, 2 * dist.get_world_size())
+        trainer = trainer_for(
+            model := built(TinyComposer),
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            samples,
+            batch=2,
+            device_train_microbatch_size="auto",
+            eval_dataloader=loader_of(samples, 2),
+            eval_interval="5ba",
+            callbacks=[Watch()],
+        )
+        fit(trainer)
+    units = sum(isinstance(module, FSDPModule) for module in trainer.state.model.modules())
+    # Composer asks for three batches that fit, and looks at the end of each.
+    assert standing == [units, units, 0, 0, 0, -1, units, units, 0, 0, -1]
+
+
+def guarded_groups(model: nn.Module) -> list[Any]:
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in recovery._groups(unit)]
+    return [group for group in groups if "unshard" in vars(group)]
+
+
+class Smaller(Callback):
+    """What is to happen by itself."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == STABLE:
+            state.device_train_microbatch_size = FITS
+
+
+@pytest.mark.world_size(2)
+def test_without_guards_a_forward_is_tried_again():
+    """When memory runs out on all ranks at once, as it does for a longer batch."""
+    with installed():
+        wanted = fit(trainer_of(8, "plain", STABLE + 2, callbacks=[Smaller()]))
+        trainer = trainer_of("auto", "plain", STABLE + 2)
+        memory = Memory.of(trainer, "forward", {0, 1}, start=STABLE)
+        with memory.limited():
+            found = fit(trainer)
+    assert memory.times == 2
+    assert_equal(found, wanted)
+
+
+@pytest.mark.world_size(2)
+def test_without_guards_a_step_is_not_tried_again():
+    with installed():
+        trainer = trainer_of("auto", "plain", STABLE + 2)
+        message = "Memory ran out in the optimizer's step"
+        with (
+            Memory.of(trainer, "optimizer", {1}, start=STABLE).limited(),
+            pytest.raises(RuntimeError, match=message),
+        ):
+            fit(trainer)
+
+
+@pytest.mark.world_size(2)
+def test_one_sample_does_not_fit():
+    with installed():
+        trainer = trainer_of("auto", "plain")
+        with (
+            Memory.of(trainer, "backward", {1}, fits=0).limited(),
+            pytest.raises(RuntimeError, match="internal microbatch of size 1"),
+        ):
+            fit(trainer)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
+@pytest.mark.filterwarnings("ignore:CUDA out of memory detected")
+def test_evaluation(ranks: set[int]):
+    def evaluated(size: int | str) -> tuple[float, Any]:
+        samples = samples_of(2, 8 * dist.get_world_size())
+        evaluator = Evaluator(
+            label="eval", dataloader=loader_of(samples, 8), device_eval_microbatch_size=FITS
+        )
+        model = built(Measured)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_for(model, optimizer, samples, eval_dataloader=evaluator)
+        (evaluator,) = trainer.state.evaluators
+        if size == "auto":  # which Composer takes on a GPU alone
+            evaluator.auto_microbatching, evaluator.device_eval_microbatch_size = True, 8
+        failing = size == "auto" and dist.get_rank() in ranks
+
+        def allocate(_module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+            if failing and len(inputs[0]) > FITS:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+        trainer.state.model.net.blocks[1].register_forward_pre_hook(allocate)
+        trainer.eval()
+        assert guarded_groups(trainer.state.model) == []
+        return trainer.state.eval_metric_values, evaluator.device_eval_microbatch_size
+
+    with installed():
+        assert evaluated("auto") == evaluated(FITS)
+
+
+@pytest.mark.world_size(2)
+def test_auto_and_a_profiler():
+    with installed(), pytest.raises(ConfigError, match="attempts that are thrown away"):
+        trainer_of("auto", "plain", profiler=Profiler(cyclic_schedule(), []))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:.*may potentially fail")
+def test_auto_without_fsdp2_is_composers():
+    with installed(), pytest.raises(ValueError, match="on GPU"):
+        trainer_of("auto", "plain", parallelism_config=None)
+
+
+@pytest.mark.world_size(2)
+def test_200_times_in_a_row():
+    """Anywhere, on any rank: nothing hangs, nothing stays gathered, nothing is lost."""
+    choose = random.Random(0)
+    torch.manual_seed(0)
+    oracle = TinyLM()
+    model = copy.deepcopy(oracle)
+    pair = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (oracle, model)]
+    (guard,), units = prepare_fully_shard(model, pair[1], {}, auto_microbatching=True)
+    failing = Failing(units, choose)
+    survived = 0
+    for batch in batches(200, 4):
+        lm_loss(oracle(batch[0]), batch[1]).backward()
+        failing.choose()
+        while True:
+            try:
+                with attempt(torch.device("cpu")):
+                    lm_loss(model(batch[0]), batch[1]).backward()
+                break
+            except torch.OutOfMemoryError:
+                survived += 1
+                reset(model)
+                pair[1].zero_grad()
+                assert gathered_bytes(units) == 0
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert survived == 200
+    guard.remove()
+    assert guarded_groups(model) == []
+    assert_same_values(oracle, model)
+
+
+class Failing:
+    """One allocation fails on one rank, at the n-th place where one could."""
+
+    def __init__(self, units: dict[str, FSDPModule], choose: random.Random) -> None:
+        self.random, self.left = choose, -1
+        for unit in units.values():
+            unit.register_forward_pre_hook(self.allocate)
+            unit.register_forward_hook(self.allocate_in_backward)
+
+    def choose(self) -> None:
+        rank, self.left = self.random.randrange(2), self.random.randrange(8)
+        if rank != dist.get_rank():
+            self.left = -1
+
+    def allocate(self, *_: Any) -> None:
+        self.left -= 1
+        if self.left == -1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    def allocate_in_backward(self, _module: nn.Module, _inputs: Any, output: torch.Tensor) -> None:
+        output.register_hook(self.allocate)
+
+
+def gathered_bytes(units: dict[str, FSDPModule]) -> int:
+    groups = [group for unit in units.values() for group in recovery._groups(unit)]
+    params = [param for group in groups for param in group.fsdp_params]
+    return sum(tensor.untyped_storage().size() for p in params for tensor in p.all_gather_outputs)
