@@ -24,7 +24,14 @@ from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, reset
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 
-__all__ = ["clear_attempt", "evaluate", "guard_again", "note_auto", "train_batch"]
+__all__ = [
+    "clear_attempt",
+    "evaluate",
+    "guard_again",
+    "note_auto",
+    "restore_unshard",
+    "train_batch",
+]
 
 _ATTEMPTS = "_fsdp2_attempts"
 """attribute of a State"""
@@ -130,6 +137,15 @@ def guard_again(original: Callable[..., list[Any]], modules: Any, sync_hook: Any
     """Stands in for `_readd_fsdp_sync_hooks`."""
     units = [module for module in modules.values() if isinstance(module, FSDPModule)]
     return [Guard(units)] if units else original(modules, sync_hook)
+
+
+def restore_unshard(
+    original: Callable[[bool], None], auto_microbatch_size_found: bool = False
+) -> None:
+    """Stands in for `patch_unshard_for_automicrobatching`, of which nothing is FSDP2's."""
+    missing = not hasattr(inspect.getmodule(original), "original_unshard")
+    if not (auto_microbatch_size_found and missing):
+        original(auto_microbatch_size_found)
 
 
 def clear_attempt(original: Callable[[State], None], state: State) -> None:

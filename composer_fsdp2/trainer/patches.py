@@ -497,6 +497,12 @@ PATCHES: tuple[PatchPoint, ...] = (
         "keeps the ranks of FSDP1 together alone",
     ),
     _point(
+        "composer.trainer.trainer:patch_unshard_for_automicrobatching",
+        _microbatching("restore_unshard"),
+        "30c71ee685fc7b50",
+        "restores a function of FSDP1 which it keeps on older torch alone",
+    ),
+    _point(
         "composer.trainer.trainer:_clear_incomplete_train_states",
         _microbatching("clear_attempt"),
         "ed5928905bb6c8e3",
