@@ -123,3 +123,41 @@ def test_fp16_skips_steps_until_gradients_are_finite(tmp_path: Path):
     assert scales.seen[-1][1].isfinite().all()
     # The weights were on the CPU when Composer looked for them.
     assert list(tmp_path.glob("*.pickle"))
+
+
+class _Hungry(TinyComposer):
+    """Takes 256 MiB a sample, and as much again for its gradient."""
+
+    def loss(self, outputs: torch.Tensor, batch: Any, *args: Any) -> torch.Tensor:
+        room = torch.zeros(len(outputs), 2**26, device=outputs.device)
+        unused = (outputs[:, 0, :1] * room).square().sum()
+        return super().loss(outputs, batch, *args) + unused
+
+
+@pytest.mark.world_size(1, backend="nccl")
+@pytest.mark.filterwarnings("ignore:.*may potentially fail", "ignore:CUDA out of memory or exc")
+def test_a_limit_of_memory_halves_the_microbatch():
+    def trained(size: int | str) -> tuple[Any, dict[str, torch.Tensor]]:
+        model = built(_Hungry)
+        trainer = trainer_for(
+            model,
+            torch.optim.AdamW(model.parameters(), lr=1e-2),
+            samples_of(3, 16),
+            batch=16,
+            device="gpu",
+            device_train_microbatch_size=size,
+        )
+        trainer.fit()
+        trainer.close()
+        return trainer.state.device_train_microbatch_size, _whole(trainer.state.model)
+
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(6 * 2**30 / total)
+    try:
+        with installed():
+            size, found = trained("auto")
+            _, expected = trained(size)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert size in (2, 4, 8)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
