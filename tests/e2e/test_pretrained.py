@@ -1,10 +1,14 @@
-"""A pretrained model through LLM Foundry: every rank reads its shards, in real processes."""
+"""A pretrained model through LLM Foundry, in real processes, until one rank fails.
+
+One run for both: most of its time goes into starting it.
+"""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 CHECK = """
+import time
 import torch
 import torch.distributed as dist
 from composer import Callback
@@ -40,8 +45,11 @@ class Compare(Callback):
         assert all(isinstance(param, DTensor) for param in state.model.parameters())
         print("EQUAL on rank", dist.get_rank(), flush=True)
 
-    def fit_end(self, state, logger):
+    def batch_end(self, state, logger):
         print("TRAINED", state.timestamp.batch.value, flush=True)
+        if state.timestamp.batch == 2 and dist.get_rank() == 1:
+            print("failed at", time.time(), flush=True)
+            raise RuntimeError("one rank gives up")
 """
 
 RUN = """
@@ -68,7 +76,7 @@ train_loader:
   persistent_workers: false
 optimizer: {{name: decoupled_adamw, lr: 1.0e-3}}
 scheduler: {{name: constant_with_warmup, t_warmup: 1ba}}
-max_duration: 2ba
+max_duration: 100ba
 eval_interval: 0
 global_train_batch_size: 4
 device_train_microbatch_size: 2
@@ -99,20 +107,32 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def train(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def done(folder) -> tuple[subprocess.CompletedProcess[str], float]:
+    """The run, and when it was over."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "composer_fsdp2.cli", "train", f"{folder}/run.yaml"]
-    command += ["-n", "2", f"--log-dir={folder}/logs", *overrides]
-    return subprocess.run(
+    command += ["-n", "2", f"--log-dir={folder}/logs"]
+    run = subprocess.run(
         command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=400
     )
+    return run, time.time()
 
 
-def test_starts_from_the_folder_and_trains(folder):
-    done = train(folder)
-    assert done.returncode == 0, done.stderr
-    assert "EQUAL on rank 0" in done.stdout
-    assert "TRAINED 2" in done.stdout
-    assert done.stderr.count("every rank reads only its shards of") == 1
-    assert "sync_module_states" not in done.stderr
+def test_starts_from_the_folder_and_trains(done):
+    run, _ = done
+    assert "EQUAL on rank 0" in run.stdout
+    assert "TRAINED 2" in run.stdout
+    assert run.stderr.count("every rank reads only its shards of") == 1
+    assert "sync_module_states" not in run.stderr
+
+
+def test_a_failing_rank_ends_the_run_with_its_error(done, folder):
+    run, ended = done
+    assert run.returncode == 1
+    report = run.stderr[run.stderr.rindex("Rank 1 failed:") :]
+    assert report.startswith("Rank 1 failed: RuntimeError: one rank gives up")
+    assert "in batch_end" in report
+    (log,) = (folder / "logs").glob("*/attempt_0/1/stdout.log")
+    assert ended - float(log.read_text().split("failed at")[1]) < 30
