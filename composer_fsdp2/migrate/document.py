@@ -23,6 +23,9 @@ from composer_fsdp2.migrate.report import SAME, Entry, Path, Site
 __all__ = ["Document", "check_result", "dump", "parse_value"]
 
 
+_MOST_VALUES = 100_000
+
+
 class Document:
     """The text of a configuration and where its keys stand."""
 
@@ -37,18 +40,23 @@ class Document:
         self.lines = self.text.splitlines()
         try:
             self.root: Any = YAML().compose(self.text)
-            data = _loader(duplicates=True).load(self.text)
+            data = _texts(_loader(duplicates=True).load(self.text))
         except YAMLError as error:
             raise ConfigError(
                 f"'{name}' is not valid YAML: {' '.join(str(error).split())}. None of it can be "
                 "migrated. Correct it at that place."
+            ) from None
+        except RecursionError:
+            raise ConfigError(
+                f"'{name}' has values inside values without end, or {_MOST_VALUES:,} of them. An "
+                "alias may stand inside its own anchor. Write out what the aliases stand for."
             ) from None
         if not isinstance(data, Mapping) or not isinstance(self.root, MappingNode):
             raise ConfigError(
                 f"'{name}' holds no settings. There is nothing to migrate. Give the path of a "
                 "file with a mapping at its top."
             )
-        self.data: dict[str, Any] = _texts(data)
+        self.data: dict[str, Any] = data
 
     def duplicates(self) -> dict[Path, list[Any]]:
         """Keys written twice in one mapping, with all their values."""
@@ -219,7 +227,7 @@ def parse_value(text: str) -> Any:
     """One value as YAML reads it; text that is no YAML is a string."""
     try:
         return _texts(_loader(duplicates=False).load(text))
-    except YAMLError:
+    except (YAMLError, RecursionError):
         return text
 
 
@@ -252,11 +260,14 @@ def _loader(*, duplicates: bool) -> YAML:
     return loader
 
 
-def _texts(data: Any) -> Any:
-    """The same with keys that are strings."""
+def _texts(data: Any, left: Iterator[int] | None = None) -> Any:
+    """The same with keys that are strings. Ends too where aliases multiply values."""
+    left = iter(range(_MOST_VALUES)) if left is None else left
+    if next(left, None) is None:
+        raise RecursionError
     if isinstance(data, Mapping):
-        return {str(key): _texts(value) for key, value in data.items()}
-    return [_texts(item) for item in data] if isinstance(data, list) else data
+        return {str(key): _texts(value, left) for key, value in data.items()}
+    return [_texts(item, left) for item in data] if isinstance(data, list) else data
 
 
 def _mappings(node: Any, path: Path) -> Iterator[tuple[Path, MappingNode]]:

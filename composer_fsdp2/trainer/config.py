@@ -151,7 +151,7 @@ def parse_parallelism_config(
     if fsdp2 is not None:
         parsed["fsdp2"] = _fsdp2(fsdp2)
     if tp is not None:
-        parsed["tp"] = tp if isinstance(tp, TPConfig) else TPConfig(**tp)
+        parsed["tp"] = tp if isinstance(tp, TPConfig) else _tp(tp)
     return ParallelismConfig(**parsed) if parsed else None
 
 
@@ -177,6 +177,14 @@ def _check_keys(given: Mapping[str, Any]) -> None:
         raise ConfigError(
             "parallelism_config has both 'fsdp' and 'fsdp2'. A model is sharded by one of them. "
             "Take out 'fsdp' to train with FSDP2, or 'fsdp2' to stay with FSDP1."
+        )
+
+
+def _check_mapping(key: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"'{key}' of parallelism_config is {value!r}. No setting can be read from it. Write a "
+            f"mapping, or take '{key}' out."
         )
 
 
@@ -206,6 +214,7 @@ def _version(config: Mapping[str, Any], key: str) -> str:
 
 def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
     """FSDP1 takes any key without a word; a misspelt one is an error here."""
+    _check_mapping("fsdp", fsdp)
     values = {key: value for key, value in fsdp.items() if key != "version"}
     for key in values:
         if key not in FSDP1_KEYS:
@@ -215,6 +224,18 @@ def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
                 f"'{key}' is not a key of parallelism_config.fsdp. It would have no effect.{hint}"
             )
     return FSDPConfig(**values)
+
+
+def _tp(tp: Any) -> TPConfig:
+    known = {field.name: None for field in dataclasses.fields(TPConfig)}
+    _check_mapping("tp", tp)
+    for key in tp:
+        if key not in known:
+            hint = nearest(key, known) or f" Valid keys: {', '.join(known)}."
+            raise ConfigError(
+                f"'{key}' is not a key of parallelism_config.tp. It would have no effect.{hint}"
+            )
+    return TPConfig(**tp)
 
 
 def _fsdp2(fsdp2: Any) -> TrainerFSDP2Config:
