@@ -51,7 +51,7 @@ class Document:
                 f"'{name}' has values inside values without end, or {_MOST_VALUES:,} of them. An "
                 "alias may stand inside its own anchor. Write out what the aliases stand for."
             ) from None
-        if not isinstance(data, Mapping) or not isinstance(self.root, MappingNode):
+        if not isinstance(data, dict) or not isinstance(self.root, MappingNode):
             raise ConfigError(
                 f"'{name}' holds no settings. There is nothing to migrate. Give the path of a "
                 "file with a mapping at its top."
