@@ -16,6 +16,7 @@ from composer_fsdp2.errors import ConfigError
 __all__ = [
     "DTYPES",
     "FSDP2Config",
+    "GradientSync",
     "PrecisionSpec",
     "Selector",
     "UnitSettings",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 Reshard = bool | int | Literal["auto"]
+GradientSync = Literal["every", "last", "reduce_scatter_only"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -116,6 +118,10 @@ class FSDP2Config:
     """`auto`: top-level units with something to train keep their parameters until backward, all
     others free them. `true` frees them in every unit, `false` in none. An int reshards to groups
     of that many ranks (top-level units as with `auto`)"""
+    gradient_sync: GradientSync = "every"
+    """of the microbatches of a batch: `every` one reduces gradients; or the `last` one only, and
+    units that keep their parameters keep them until then; or, with HSDP, every one reduce-scatters
+    and the last one averages over the copies"""
     mixed_precision: str | PrecisionSpec = "DEFAULT"
     """`DEFAULT`: compute in the trainer's precision, reduce in fp32; `PURE`: reduce in it too;
     `FULL`: everything in the parameters' own dtype; or a `PrecisionSpec`"""
@@ -431,6 +437,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "data_parallel_shard_degree": (_as_is, _check_shard_degree),
     "data_parallel_replicate_degree": (_as_is, _check_replicate_degree),
     "reshard_after_forward": (_as_is, _check_reshard),
+    "gradient_sync": (_as_is, _choice("every", "last", "reduce_scatter_only")),
     "mixed_precision": (_parse_precision, _check_precision),
     "tied_weights": (_as_is, _choice("lift", "error")),
     "wrap_policy": (_parse_wrap_policy, _check_wrap_policy),

@@ -402,8 +402,8 @@ def _shard_unit(
     if cast.dtype is not None:
         module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
     assert isinstance(module, FSDPModule)
-    if reduction.hook is not None:
-        module.set_all_reduce_hook(reduction.hook)
+    if (hook := reduction.make_hook()) is not None:
+        module.set_all_reduce_hook(hook)
     if unit.top_level and unit.reshard_after_forward is not False:
         _insist_on_reshard(module, unit)
     return cast

@@ -93,6 +93,31 @@ def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> Non
     settle_autoresume(original, trainer, model, optimizers)
 
 
+def _train_microbatches(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.prepare import sharding_of
+
+    sharding = sharding_of(trainer.state.model)
+    with sharding.accumulation.batch() if sharding else contextlib.nullcontext():
+        return original(trainer, *args, **kwargs)
+
+
+def _train_microbatch(
+    original: Any,
+    trainer: Any,
+    use_grad_scaling: bool,
+    current_batch_size: Any,
+    is_final_microbatch: bool,
+) -> Any:
+    from composer_fsdp2.trainer.prepare import sharding_of
+
+    sharding = sharding_of(trainer.state.model)
+    last = contextlib.nullcontext()
+    if sharding is not None:
+        last = sharding.accumulation.microbatch(last=is_final_microbatch)
+    with last:
+        return original(trainer, use_grad_scaling, current_batch_size, is_final_microbatch)
+
+
 def _load_checkpoint(original: Any, path: str, state: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer.autoresume import load_newest_good
 
@@ -314,6 +339,20 @@ PATCHES: tuple[PatchPoint, ...] = (
         _wrap_model,
         "dc2164ce81ec821e",
         "is the last step before autoresume follows a link that may point to a damaged checkpoint",
+    ),
+    PatchPoint(
+        target="composer.trainer.trainer:Trainer._train_microbatches",
+        replacement=_train_microbatches,
+        why="leaves gradients of a batch that failed half way to the next one",
+        takes=frozenset({"microbatches"}),
+        versions=_READ["composer"],
+    ),
+    PatchPoint(
+        target="composer.trainer.trainer:Trainer._train_microbatch",
+        replacement=_train_microbatch,
+        why="tells only DDP which microbatch is the last one",
+        takes=frozenset({"is_final_microbatch"}),
+        versions=_READ["composer"],
     ),
     _point(
         f"{_CHECKPOINT}:load_checkpoint",

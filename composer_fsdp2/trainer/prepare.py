@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
+from composer_fsdp2.core.accumulate import Accumulation
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.core.config import FSDP2Config
@@ -123,6 +124,7 @@ class Sharding:
 
     plan: WrapPlan
     shape: MeshShape
+    accumulation: Accumulation
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
@@ -341,8 +343,18 @@ def _carry_out(
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
-    setattr(model, _SHARDING, Sharding(plan=decided.plan, shape=decided.shape))
+    sharding = Sharding(
+        plan=decided.plan, shape=decided.shape, accumulation=_accumulation(decided, units)
+    )
+    setattr(model, _SHARDING, sharding)
     return units
+
+
+def _accumulation(decided: _Decided, units: dict[str, FSDPModule]) -> Accumulation:
+    """Units that keep their parameters until backward keep them for the microbatches to come."""
+    sync = decided.settings.gradient_sync
+    kept = [u.modules[0] for u in decided.plan.units if u.reshard_after_forward is False]
+    return Accumulation(units, sync, kept if sync == "last" else ())
 
 
 def _show(text: str) -> None:

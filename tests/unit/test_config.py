@@ -31,6 +31,7 @@ GOOD = {
     "data_parallel_shard_degree": [1, 8, -1],
     "data_parallel_replicate_degree": [None, 1, 2],
     "reshard_after_forward": ["auto", True, False, 1, 4],
+    "gradient_sync": ["every", "last", "reduce_scatter_only"],
     "mixed_precision": ["DEFAULT", "PURE", "FULL"],
     "tied_weights": ["lift", "error"],
     "ignored_params": [(), ("a.*",), ("a.weight", "b.*")],
@@ -53,6 +54,7 @@ BAD = {
     "data_parallel_shard_degree": [0, -2, 1.5, True, "2", None, []],
     "data_parallel_replicate_degree": [0, -2, 1.5, False, "2"],
     "reshard_after_forward": [0, -1, 1.5, "yes", "AUTO", None, [2]],
+    "gradient_sync": ["lasts", True, None, 2],
     "mixed_precision": ["PURR", None, 1, True, []],
     "tied_weights": ["untie", None, True, ["lift"]],
     "ignored_params": ["a.*", 1, (1,), ("",)],
@@ -475,6 +477,7 @@ valid = st.fixed_dictionaries(
         "data_parallel_shard_degree": st.integers(1, 64),
         "data_parallel_replicate_degree": st.none() | st.integers(1, 64),
         "reshard_after_forward": reshards,
+        "gradient_sync": st.sampled_from(["every", "last", "reduce_scatter_only"]),
         "mixed_precision": precisions,
         "tied_weights": st.sampled_from(["lift", "error"]),
         "wrap_policy": st.fixed_dictionaries(
