@@ -5,10 +5,12 @@ mode that sees every collective; the second step is counted, so agreements made 
 `--backend fake` is one process of an 8-rank group; `--backend gloo` is real ranks (2, or 4 where a
 case needs a second axis). The counts are exact and do not depend on the hardware.
 
-The minimum follows from the plan: every unit is gathered once for the forward; once more for the
+The theory follows from the plan: every unit is gathered once for the forward; once more for the
 backward if it gave its parameters up and a gradient passes through it (over the smaller group if it
 resharded to an int); the gradients of its trainable parameters are reduce-scattered once, and with
-replicas their shards are all-reduced once.
+replicas their shards are all-reduced once. All of that happens in each of `microbatches`, but for
+what `gradient_sync` puts off to the last one: with `last` the reductions, and gathers of units that
+keep their parameters anyway; with `reduce_scatter_only` the all-reduce.
 
 Goal: ratio <= 1.005 in every case.
 """
@@ -97,8 +99,17 @@ class CountTraffic(TorchDispatchMode):
             self.traffic.calls[f"other:{name}"] += 1
 
 
-def minimum(model: nn.Module, units: Sequence[Any], shard: int, replicate: int = 1) -> Traffic:
+def minimum(
+    model: nn.Module,
+    units: Sequence[Any],
+    shard: int,
+    replicate: int = 1,
+    microbatches: int = 1,
+    sync: str = "every",
+) -> Traffic:
     """The least traffic of one step for these units; call it before the model is sharded."""
+    scatters = 1 if sync == "last" else microbatches
+    averages = microbatches if sync == "every" else 1
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
     params = dict(model.named_parameters())
     # Registration order is forward order here, so a gradient reaches everything from here on.
@@ -107,14 +118,18 @@ def minimum(model: nn.Module, units: Sequence[Any], shard: int, replicate: int =
     for unit in units:
         own = {name: params[name] for name in unit.params if name in params}
         nbytes = sum(map(_nbytes, own.values()))
-        least.gather(nbytes, shard)
+        kept = unit.reshard_after_forward is False
+        for _ in range(1 if kept and sync == "last" else microbatches):
+            least.gather(nbytes, shard)
         reached = max(order[name] for name in own) >= first_trainable
-        if unit.reshard_after_forward is not False and reached and not _only_embeddings(model, own):
+        if not kept and reached and not _only_embeddings(model, own):
             again = unit.reshard_after_forward
-            least.gather(nbytes, shard if again is True else again)
+            for _ in range(microbatches):
+                least.gather(nbytes, shard if again is True else again)
         if trainable := sum(_nbytes(param) for param in own.values() if param.requires_grad):
-            least.scatter(trainable, shard)
-            if replicate > 1:
+            for _ in range(scatters):
+                least.scatter(trainable, shard)
+            for _ in range(averages if replicate > 1 else 0):
                 least.average(trainable // shard, replicate)
     return least
 
@@ -148,6 +163,21 @@ class Case:
     replicate: int | None = None
     classes: tuple[str, ...] = ("Block",)
     gloo_ranks: int = 2
+    microbatches: int = 1
+    sync: str = "every"
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What stands under `fsdp2` in a YAML besides the choice of units."""
+        degrees = {} if self.replicate is None else {"data_parallel_replicate_degree": 2}
+        return {
+            "reshard_after_forward": self.reshard,
+            "gradient_sync": self.sync,
+            **self.extra,
+            **degrees,
+        }
+
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
@@ -160,6 +190,17 @@ CASES = {
     "int_reshard": Case(reshard=2, gloo_ranks=4),
     "hsdp": Case(replicate=2, gloo_ranks=4),
     "embedding_unit": Case(classes=("Block", "Embedding")),
+    "prefetch": Case(extra={"forward_prefetch": 2, "backward_prefetch": 2}),
+    "accumulate_every": Case(microbatches=4),
+    "accumulate_last": Case(microbatches=4, sync="last"),
+    "accumulate_last_freed": Case(microbatches=4, sync="last", reshard=True),
+    "accumulate_last_kept": Case(microbatches=4, sync="last", reshard=False),
+    "accumulate_last_int": Case(microbatches=4, sync="last", reshard=2, gloo_ranks=4),
+    "hsdp_every": Case(microbatches=4, replicate=2, gloo_ranks=4),
+    "hsdp_last": Case(microbatches=4, sync="last", replicate=2, gloo_ranks=4),
+    "hsdp_reduce_scatter_only": Case(
+        microbatches=4, sync="reduce_scatter_only", replicate=2, gloo_ranks=4
+    ),
 }
 
 
@@ -195,13 +236,22 @@ def _mesh_by_hand(case: Case, world: int) -> DeviceMesh:
 
 def _shard_ours(model: nn.Module, case: Case, world: int) -> Sequence[Any]:
     plan = shapes.plan(model, case.classes, reshard_after_forward=case.reshard)
-    degrees = {} if case.replicate is None else {"data_parallel_replicate_degree": case.replicate}
-    made = shapes.prepare(model, case.classes, reshard_after_forward=case.reshard, **degrees)
+    made = shapes.prepare(model, case.classes, **case.config)
     assert list(made) == [name for unit in plan.units for name in unit.modules]
     return plan.units
 
 
+def _step_ours(model: nn.Module, tokens: torch.Tensor, case: Case) -> None:
+    shapes.accumulate(model, [tokens] * case.microbatches)
+
+
+def _step_hand(model: nn.Module, tokens: torch.Tensor, case: Case) -> None:
+    kept = case.sync == "last" and case.reshard is False
+    shapes.accumulate_by_hand(model, [tokens] * case.microbatches, case.sync, kept=kept)
+
+
 PEERS = {"ours": _shard_ours, "hand": _shard_hand}
+STEPS = {"ours": _step_ours, "hand": _step_hand}
 
 
 def measure_all(names: Sequence[str], peer: str, backend: str) -> None:
@@ -217,11 +267,13 @@ def measure(name: str, peer: str, backend: str) -> None:
     model = case.build()
     twin = case.build()
     units = PEERS[peer](model, case, world)
-    least = minimum(twin, units, world // (case.replicate or 1), case.replicate or 1)
+    copies = case.replicate or 1
+    least = minimum(twin, units, world // copies, copies, case.microbatches, case.sync)
     tokens = torch.randint(0, 2048, (2, 17))
-    for _ in range(2):
+    steps = 3 if case.extra else 2  # prefetching starts in the second
+    for _ in range(steps):
         with CountTraffic() as counter:
-            model(tokens).backward()
+            STEPS[peer](model, tokens, case)
         model.zero_grad()
     if dist.get_rank() == 0:
         _report(name, peer, backend, world, counter.traffic, least)

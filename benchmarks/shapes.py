@@ -289,6 +289,42 @@ def prepare(model: nn.Module, classes: tuple[str, ...], **config: Any) -> Iterab
     return prepare_fully_shard(model, None, policy, device="cpu")[1]
 
 
+# --- accumulating gradients ---
+
+
+def accumulate(model: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
+    """Forward and backward of a batch as Composer's Trainer runs them; returns the last loss."""
+    from composer_fsdp2.trainer.prepare import sharding_of
+
+    sharding = sharding_of(model)
+    assert sharding is not None
+    loss = torch.zeros(())
+    with sharding.accumulation.batch():
+        for index, tokens in enumerate(microbatches, 1):
+            with sharding.accumulation.microbatch(last=index == len(microbatches)):
+                loss = model(tokens)
+                (loss / len(microbatches)).backward()
+    return loss
+
+
+def accumulate_by_hand(
+    model: nn.Module, microbatches: list[torch.Tensor], sync: str = "every", *, kept: bool = False
+) -> torch.Tensor:
+    """What a careful user writes with torch's own methods."""
+    loss = torch.zeros(())
+    for index, tokens in enumerate(microbatches, 1):
+        last = index == len(microbatches)
+        if sync == "last":
+            model.set_requires_gradient_sync(last)
+        elif sync == "reduce_scatter_only":
+            model.set_requires_all_reduce(last)
+        if kept:
+            model.set_reshard_after_backward(last)
+        loss = model(tokens)
+        (loss / len(microbatches)).backward()
+    return loss
+
+
 # --- process groups ---
 
 

@@ -8,6 +8,11 @@ are reported. `--peer hand` compares by hand with itself and shows the noise of 
 `--peer monitor` compares two copies prepared by this package, one of which has `FSDP2Monitor` on:
 it gets Composer's events, starts and stops to watch in every step of its own, and logs to memory.
 
+`--accumulate` makes a step of 4 microbatches: `last` reduces once, `kept` (with
+reshard_after_forward: false) gathers once as well. By hand does the same with torch's own methods;
+`--peer every` is this package with a reduction in every microbatch. `--prefetch N` gathers N units
+ahead in forward and backward, by hand through torch's lists in the order the blocks run.
+
 Goal: ratio <= 1.03, and <= 1.01 for the monitor.
 """
 
@@ -16,6 +21,8 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import shapes
 import torch
@@ -30,36 +37,85 @@ from composer_fsdp2 import FSDP2Monitor
 
 GOAL = 1.03
 MONITOR_GOAL = 1.01
+MICROBATCHES = 4
 
 
-def _by_hand(model: nn.Module) -> nn.Module:
-    return shapes.shard_by_hand(
-        model, ("Block",), init_device_mesh("cpu", (dist.get_world_size(),))
-    )
+@dataclass(frozen=True)
+class Controls:
+    """What both sides are told."""
+
+    accumulate: str = "none"
+    prefetch: int = 0
+
+    @property
+    def reshard(self) -> bool:
+        return self.accumulate != "kept"
+
+    @property
+    def sync(self) -> str:
+        return "every" if self.accumulate in ("none", "every") else "last"
+
+    @property
+    def microbatches(self) -> int:
+        return 1 if self.accumulate == "none" else MICROBATCHES
 
 
-def _ours(model: nn.Module) -> nn.Module:
-    shapes.prepare(model, ("Block",))
+def _by_hand(model: nn.Module, controls: Controls) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shapes.shard_by_hand(model, ("Block",), mesh, controls.reshard)
+    order = [model, *model.blocks]
+    for index, unit in enumerate(order if controls.prefetch else ()):
+        after = slice(index + 1, index + 1 + controls.prefetch)
+        unit.set_modules_to_forward_prefetch(order[after])
+        back = [model, *reversed(model.blocks)]
+        place = back.index(unit) + 1
+        unit.set_modules_to_backward_prefetch(back[place : place + controls.prefetch])
     return model
 
 
-PEERS = {"ours": _ours, "hand": _by_hand}
+def _ours(model: nn.Module, controls: Controls) -> nn.Module:
+    shapes.prepare(
+        model,
+        ("Block",),
+        reshard_after_forward="auto" if controls.reshard else False,
+        gradient_sync=controls.sync,
+        forward_prefetch=controls.prefetch,
+        backward_prefetch=controls.prefetch,
+    )
+    return model
+
+
+def _accumulate(model: nn.Module, microbatches: list[torch.Tensor], controls: Controls) -> Any:
+    return shapes.accumulate(model, microbatches)
+
+
+def _accumulate_by_hand(
+    model: nn.Module, microbatches: list[torch.Tensor], controls: Controls
+) -> Any:
+    kept = not controls.reshard
+    return shapes.accumulate_by_hand(model, microbatches, controls.sync, kept=kept)
+
+
+OURS, HAND = (_ours, _accumulate), (_by_hand, _accumulate_by_hand)
+PEERS = {"ours": OURS, "hand": HAND, "every": OURS}
 
 
 class Trainee:
     """A model, its optimizer and the processor time of every step it made."""
 
-    def __init__(self, shard: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(self, peer: tuple[Any, Any], controls: Controls) -> None:
         torch.manual_seed(0)
-        self.model = shard(shapes.LlamaLike())
+        shard, self.accumulate = peer
+        self.controls = controls
+        self.model = shard(shapes.LlamaLike(), controls)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.loss = float("nan")
 
     def step(self, tokens: torch.Tensor) -> float:
         """One optimizer step; returns its CPU seconds, the backend's threads included."""
         start = time.process_time()
-        loss = self.model(tokens)
-        loss.backward()
+        microbatches = list(tokens.chunk(self.controls.microbatches))
+        loss = self.accumulate(self.model, microbatches, self.controls)
         self.optimizer.step()
         self.optimizer.zero_grad()
         elapsed = time.process_time() - start
@@ -70,8 +126,8 @@ class Trainee:
 class Monitored(Trainee):
     """Has the callback on for the duration of each of its steps."""
 
-    def __init__(self, shard: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__(shard)
+    def __init__(self) -> None:
+        super().__init__(OURS, Controls())
         self.monitor = FSDP2Monitor()
         self.state = State(rank_zero_seed=0, run_name="step", model=self.model, device=DeviceCPU())
         memory = InMemoryLogger()
@@ -92,12 +148,15 @@ class Monitored(Trainee):
         return before + elapsed + time.process_time() - start
 
 
-def measure(peer: str, steps: int, warmup: int) -> None:
+def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
     """Trains both copies on every rank and prints the line of rank 0."""
     if peer == "monitor":
-        ours, theirs = Monitored(_ours), Trainee(_ours)
+        ours, theirs = Monitored(), Trainee(OURS, Controls())
+    elif peer == "every":
+        ours = Trainee(OURS, controls)
+        theirs = Trainee(OURS, replace(controls, accumulate="every"))
     else:
-        ours, theirs = Trainee(PEERS[peer]), Trainee(_by_hand)
+        ours, theirs = Trainee(PEERS[peer], controls), Trainee(HAND, controls)
     batches = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, 2048, (4, 129), generator=batches)
 
@@ -109,7 +168,8 @@ def measure(peer: str, steps: int, warmup: int) -> None:
     if dist.get_rank() == 0:
         losses = {"ours_loss": ours.loss, "theirs_loss": theirs.loss}
         goal = MONITOR_GOAL if peer == "monitor" else GOAL
-        shapes.emit("step", {"peer": peer, "ranks": 2, "steps": steps, **value, **losses}, goal)
+        told = {"peer": peer, **asdict(controls), "ranks": 2, "steps": steps}
+        shapes.emit("step", {**told, **value, **losses}, goal)
 
 
 def main() -> None:
@@ -121,10 +181,13 @@ def main() -> None:
         choices=[*PEERS, "monitor"],
         default="ours",
     )
+    parser.add_argument("--accumulate", choices=["none", "last", "kept"], default="none")
+    parser.add_argument("--prefetch", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
     options = parser.parse_args()
-    shapes.run_ranks(measure, 2, options.peer, options.steps, options.warmup)
+    controls = Controls(options.accumulate, options.prefetch)
+    shapes.run_ranks(measure, 2, options.peer, options.steps, options.warmup, controls)
 
 
 if __name__ == "__main__":

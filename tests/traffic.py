@@ -10,12 +10,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Bytes(TorchDispatchMode):
-    """Counts the whole tensors that are gathered and reduced while it is active."""
+    """Counts the whole tensors that are gathered and reduced while it is active.
+
+    What is all-reduced counts as averaged; the Trainer reduces numbers about a batch as well.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.gathered: Counter[torch.dtype] = Counter()
         self.reduced: Counter[torch.dtype] = Counter()
+        self.averaged: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -23,4 +27,6 @@ class Bytes(TorchDispatchMode):
             self.gathered[args[0].dtype] += args[0].numel() * args[0].itemsize
         elif "_reduce_scatter_base_" in name:
             self.reduced[args[1].dtype] += args[1].numel() * args[1].itemsize
+        elif "allreduce_" in name and args[0][0].numel() > 4:
+            self.averaged[args[0][0].dtype] += args[0][0].nbytes
         return func(*args, **(kwargs or {}))

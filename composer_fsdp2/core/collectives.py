@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
 
 __all__ = [
+    "AverageOverReplicas",
     "GradientReduction",
     "agree",
     "any_rank",
@@ -39,8 +40,8 @@ class GradientReduction:
 
     mesh: DeviceMesh
     """the mesh to give to `fully_shard`"""
-    hook: Callable[[torch.Tensor], None] | None
-    """for `set_all_reduce_hook`, when the backend needs help"""
+    make_hook: Callable[[], Callable[[torch.Tensor], None] | None]
+    """of one unit, for `set_all_reduce_hook`; `None` when the backend needs no help"""
 
 
 def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
@@ -55,16 +56,11 @@ def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
     sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
-    if replicate_group is None:
-        return GradientReduction(mesh, _divide_by(shard_group.size()) if sums else None)
-    native = _records_events(mesh.device_type) and _averages_all_reduce(
-        replicate_group, mesh.device_type
-    )
-    if native:
-        return GradientReduction(mesh, _divide_by(shard_group.size()) if sums else None)
-    shard_mesh = mesh[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
     divide = _divide_by(shard_group.size()) if sums else None
-    return GradientReduction(shard_mesh, _average_over(replicate_group, divide))
+    if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
+        return GradientReduction(mesh, lambda: divide)
+    shard_mesh = mesh[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
+    return GradientReduction(shard_mesh, lambda: AverageOverReplicas(replicate_group, divide))
 
 
 def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool:
@@ -89,6 +85,10 @@ def _averages_all_reduce(group: dist.ProcessGroup, device_type: str) -> bool:
     return abs(value.item() - (group.size() - 1) / 2) < 1e-3
 
 
+def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
+    return _records_events(device_type) and _averages_all_reduce(group, device_type)
+
+
 def _records_events(device_type: str) -> bool:
     """HSDP's backward insists on an event from the stream, which CPU streams may not give."""
     if device_type != "cpu":
@@ -105,16 +105,40 @@ def _divide_by(size: int) -> Callable[[torch.Tensor], None]:
     return divide
 
 
-def _average_over(
-    group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
-) -> Callable[[torch.Tensor], None]:
-    def average(reduced: torch.Tensor) -> None:
-        if before is not None:
-            before(reduced)
-        dist.all_reduce(reduced, group=group)
-        reduced.div_(group.size())
+class AverageOverReplicas:
+    """Averages the reduced gradients of one unit over the copies of the model, in place.
 
-    return average
+    Args:
+        group: one rank of every copy.
+        before: done first, to what the shards' reduction gave.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        self._group = group
+        self._before = before
+        self.due = True
+        """false keeps gradients on this rank until a call with true, as torch's own HSDP does"""
+        self.waiting: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """Drops what waits."""
+        self.due, self.waiting = True, None
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Collective: yes, when it is due."""
+        if self._before is not None:
+            self._before(reduced)
+        if self.waiting is not None:
+            reduced += self.waiting
+        if not self.due:
+            self.waiting = reduced.clone()
+            reduced.zero_()  # FSDP adds it to the gradients of the shards
+            return
+        self.waiting = None
+        dist.all_reduce(reduced, group=self._group)
+        reduced.div_(self._group.size())
 
 
 def agree(

@@ -16,6 +16,7 @@ from composer_fsdp2.errors import ConfigError
 __all__ = [
     "DTYPES",
     "FSDP2Config",
+    "GradientSync",
     "PrecisionSpec",
     "Selector",
     "UnitSettings",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 Reshard = bool | int | Literal["auto"]
+GradientSync = Literal["every", "last", "reduce_scatter_only"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -116,6 +118,18 @@ class FSDP2Config:
     """`auto`: top-level units with something to train keep their parameters until backward, all
     others free them. `true` frees them in every unit, `false` in none. An int reshards to groups
     of that many ranks (top-level units as with `auto`)"""
+    eval_reshard_after_forward: bool | None = None
+    """in the Trainer's evaluations: `false` gathers every unit once and keeps all of them to the
+    end, `true` frees each after its forward; `None` is as in training"""
+    forward_prefetch: int = 0
+    """how many units ahead forward gathers, in the order of the first step; 0 is torch's own: the
+    next one, as soon as the CPU gets there"""
+    backward_prefetch: int = 0
+    """likewise in backward; torch's own is one unit, in reverse order of forward"""
+    gradient_sync: GradientSync = "every"
+    """of the microbatches of a batch: `every` one reduces gradients; or the `last` one only, and
+    units that keep their parameters keep them until then; or, with HSDP, every one reduce-scatters
+    and the last one averages over the copies"""
     mixed_precision: str | PrecisionSpec = "DEFAULT"
     """`DEFAULT`: compute in the trainer's precision, reduce in fp32; `PURE`: reduce in it too;
     `FULL`: everything in the parameters' own dtype; or a `PrecisionSpec`"""
@@ -231,6 +245,11 @@ def _check_bool(key: str, value: Any, errors: list[str]) -> None:
         errors.append(_wrong(key, value, "true or false"))
 
 
+def _check_bool_or_none(key: str, value: Any, errors: list[str]) -> None:
+    if value is not None:
+        _check_bool(key, value, errors)
+
+
 def _check_str(key: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, str) or not value:
         errors.append(_wrong(key, value, "a string"))
@@ -260,6 +279,11 @@ def _check_reshard(key: str, value: Any, errors: list[str]) -> None:
         return
     if not isinstance(value, int) or value < 1:
         errors.append(_wrong(key, value, "true, false, auto, or a number of ranks >= 1"))
+
+
+def _check_units_ahead(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        errors.append(_wrong(key, value, "a number of units ahead, or 0 for torch's own prefetch"))
 
 
 def _choice(*choices: str) -> Callable[[str, Any, list[str]], None]:
@@ -431,6 +455,10 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "data_parallel_shard_degree": (_as_is, _check_shard_degree),
     "data_parallel_replicate_degree": (_as_is, _check_replicate_degree),
     "reshard_after_forward": (_as_is, _check_reshard),
+    "eval_reshard_after_forward": (_as_is, _check_bool_or_none),
+    "forward_prefetch": (_as_is, _check_units_ahead),
+    "backward_prefetch": (_as_is, _check_units_ahead),
+    "gradient_sync": (_as_is, _choice("every", "last", "reduce_scatter_only")),
     "mixed_precision": (_parse_precision, _check_precision),
     "tied_weights": (_as_is, _choice("lift", "error")),
     "wrap_policy": (_parse_wrap_policy, _check_wrap_policy),

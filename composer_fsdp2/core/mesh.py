@@ -29,7 +29,8 @@ class MeshShape:
         """Fills in a degree of -1 and checks both against the number of ranks.
 
         Raises:
-            ConfigError: when the degrees do not multiply to `world_size`.
+            ConfigError: when the degrees do not multiply to `world_size`, or other settings need
+                copies and there is one.
         """
         shard, replicate = config.data_parallel_shard_degree, config.data_parallel_replicate_degree
         if shard == -1:
@@ -38,6 +39,12 @@ class MeshShape:
             replicate = world_size // shard
         if shard * (replicate or 1) != world_size:
             raise ConfigError(_degrees_error(config, world_size))
+        if config.gradient_sync == "reduce_scatter_only" and (replicate or 1) == 1:
+            raise ConfigError(
+                f"gradient_sync is reduce_scatter_only, and {world_size} ranks hold one copy of "
+                "the model. There are no copies to average over later, so it would have no effect. "
+                "Write gradient_sync: last or every, or a data_parallel_replicate_degree."
+            )
         return cls(shard=shard, replicate=replicate)
 
     @property

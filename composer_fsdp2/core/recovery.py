@@ -16,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ELSEWHERE", "Guard", "Snapshot", "attempt", "exchange", "reset"]
+from composer_fsdp2.core.collectives import AverageOverReplicas
+
+__all__ = ["ELSEWHERE", "Guard", "Snapshot", "attempt", "exchange", "param_groups", "reset"]
 
 ELSEWHERE = "CUDA out of memory encountered on a different rank"
 """what Composer's trainer looks for in the text of an error"""
@@ -66,7 +67,7 @@ class Guard:
     """
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
-        self._groups = [group for unit in units for group in _groups(unit)]
+        self._groups = [group for unit in units for group in param_groups(unit)]
         for group in self._groups:
             group.unshard = self._agreeing(group, group.unshard, _reserve_gather)
             group.post_backward = self._agreeing(group, group.post_backward, _reserve_reduction)
@@ -125,81 +126,62 @@ def _reserve_reduction(group: Any) -> None:
 # --- Back to a clean state. ---
 
 
-def reset(model: nn.Module) -> None:
-    """Makes a model whose forward or backward was aborted ready for the next forward.
+def param_groups(unit: FSDPModule) -> list[Any]:
+    """What torch gathers and reduces together in this unit: one group, or none without parameters.
 
-    Parameters are shards again; gradients of the aborted attempt that are not in `.grad` yet are
-    dropped. Collective: no, but every rank has to do it.
+    Torch has no public way to what a unit has summed up; newer torch may have several groups.
     """
-    for unit in _units(model):
-        state: Any = unit._get_fsdp_state()
-        if state._is_root:
-            if hasattr(unit, "reset_iter_state"):
-                unit.reset_iter_state()  # pyright: ignore
-            else:
-                _reset_root(state)
-        for group in _groups(unit):
-            _drop_gradients(group)
+    state: Any = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in groups or [state._fsdp_param_group] if group is not None]
 
 
-def _reset_root(state: Any) -> None:
-    """`FSDPModule.reset_iter_state`, which older torch does not have."""
-    comm = state._comm_ctx
-    stream = state._device_handle.current_stream()
-    for pending in (comm.all_gather_state, comm.reduce_scatter_state):
-        _wait(stream, getattr(pending, "event", None))
-    comm.all_gather_state = comm.reduce_scatter_state = None
-    comm.post_forward_order.clear()
-    for inner in state._state_ctx.all_states:
-        inner._modules_to_run_forward.clear()
-        inner._training_state = type(inner._training_state).IDLE
-        if inner._fsdp_param_group is not None:
-            _reset_group(inner._fsdp_param_group, stream)
+def reset(units: Iterable[FSDPModule]) -> None:
+    """Makes the next forward start as if the aborted one had not been.
+
+    Collective: no. All parameters are shards again. Gradients that were not reduced yet are
+    dropped; those of the shards stay for `zero_grad`.
+    """
+    held = [unit for unit in units if unit._get_fsdp_state()._is_root is not None]  # has run
+    for unit in held:
+        # Newer torch does most of it, older torch has no such method.
+        if unit._get_fsdp_state()._is_root:
+            getattr(unit, "reset_iter_state", int)()
+    for unit in held:
+        _forget_iteration(unit._get_fsdp_state())
+        for group in param_groups(unit):
+            _forget_gradients(group)
+        unit.reshard()
+
+
+def _forget_iteration(state: Any) -> None:
+    state._training_state = _idle(state)
+    state._modules_to_run_forward.clear()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
+    state._comm_ctx.post_forward_order.clear()
+    for name in ("all_gather_state", "reduce_scatter_state"):
+        under_way = getattr(state._comm_ctx, name, None)
+        if under_way is not None:
+            state._device_handle.current_stream().wait_event(under_way.event)
+            setattr(state._comm_ctx, name, None)
 
 
-def _reset_group(group: Any, stream: Any) -> None:
-    if (gather := group._all_gather_result) is not None:
-        _wait(stream, gather.all_gather_event)
-        if isinstance(gather.all_gather_work, dist.Work):
-            gather.all_gather_work.wait()
-    group._all_gather_result = None
-    _wait(stream, group._post_reduce_event)
-    _wait(stream, getattr(group._all_reduce_state, "event", None))
-    if group._reshard_after_forward_event is not None:
-        group._wait_all_gather_streams_on_event(group._reshard_after_forward_event)
-    group._post_reduce_event = group._all_reduce_state = None
-    group._reshard_after_forward_event = group._partial_reduce_output = None
-    group._post_forward_indices.clear()
-    group._training_state = type(group._training_state).IDLE
-    group._to_sharded()
-
-
-def _wait(stream: Any, event: Any) -> None:
-    if event is not None:
-        stream.wait_event(event)
-
-
-def _drop_gradients(group: Any) -> None:
-    """Of the whole parameters: the next backward would add to them."""
+def _forget_gradients(group: Any) -> None:
+    group.finalize_backward()  # waits, on the stream, for what has been sent
+    group._training_state = _idle(group)
+    group._partial_reduce_output = None
+    if isinstance(group._all_reduce_hook, AverageOverReplicas):
+        group._all_reduce_hook.forget()
     for param in group.fsdp_params:
-        if hasattr(param, "_unsharded_param"):
-            param.unsharded_param.grad = None
         param.unsharded_accumulated_grad = None
+        if hasattr(param, "_unsharded_param"):
+            param._unsharded_param.grad = None
 
 
-def _units(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def _groups(unit: FSDPModule) -> list[Any]:
-    """The unit's parameters, which newer torch may have in several groups."""
-    state: Any = unit._get_fsdp_state()
-    several = getattr(state, "_fsdp_param_groups", None)
-    if several is not None:
-        return list(several)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+def _idle(busy: Any) -> Any:
+    states: Any = type(busy._training_state)
+    return states["IDLE"]
 
 
 class Snapshot:

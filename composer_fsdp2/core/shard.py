@@ -27,6 +27,7 @@ from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan
 from composer_fsdp2.core.precision import InputCast
+from composer_fsdp2.core.resharding import kept_for_now
 from composer_fsdp2.core.source import WeightSource
 from composer_fsdp2.core.tying import ModuleTree, ParamUse, alias_representatives
 from composer_fsdp2.errors import PlanError
@@ -402,8 +403,8 @@ def _shard_unit(
     if cast.dtype is not None:
         module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
     assert isinstance(module, FSDPModule)
-    if reduction.hook is not None:
-        module.set_all_reduce_hook(reduction.hook)
+    if (hook := reduction.make_hook()) is not None:
+        module.set_all_reduce_hook(hook)
     if unit.top_level and unit.reshard_after_forward is not False:
         _insist_on_reshard(module, unit)
     return cast
@@ -460,7 +461,8 @@ def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:
 
 def _reshard_hook(module: nn.Module, _args: object, output: object) -> object:
     assert isinstance(module, FSDPModule)
-    module.reshard()
+    if not kept_for_now(module):
+        module.reshard()
     return output
 
 

@@ -35,6 +35,10 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     data_parallel_shard_degree: int = -1  # pyright: ignore[reportIncompatibleMethodOverride]
     data_parallel_replicate_degree: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
     reshard_after_forward: Any = "auto"
+    eval_reshard_after_forward: bool | None = None
+    forward_prefetch: int = 0
+    backward_prefetch: int = 0
+    gradient_sync: str = "every"
     mixed_precision: Any = "DEFAULT"
     tied_weights: str = "lift"
     wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)

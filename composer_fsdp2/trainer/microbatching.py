@@ -113,7 +113,7 @@ class _Attempts:
                 "found. Part of the weights may be stepped and part not. Resume from the last "
                 "checkpoint with a smaller device_train_microbatch_size."
             )
-        reset(self._state.model)
+        reset(_units(self._state.model).values())
         self._snapshot.restore()
         self.begin()
 
@@ -173,7 +173,7 @@ def evaluate(
             with attempt(_device_of(model)):
                 return forward(*inputs, **settings)
         except torch.OutOfMemoryError:
-            reset(model)
+            reset(units.values())
             raise
 
     model.eval_forward = together

@@ -11,7 +11,8 @@ import dataclasses
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
+from composer_fsdp2.core.accumulate import Accumulation
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.core.config import FSDP2Config
@@ -41,7 +43,9 @@ from composer_fsdp2.core.optim import (
 )
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.core.prefetch import apply_prefetch
 from composer_fsdp2.core.recovery import Guard
+from composer_fsdp2.core.resharding import resharding
 from composer_fsdp2.core.shard import (
     apply_plan,
     check_forward_methods,
@@ -51,6 +55,7 @@ from composer_fsdp2.core.shard import (
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
+from composer_fsdp2.trainer.patches import preparing_fast
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 
 __all__ = ["Sharding", "prepare_fully_shard", "sharding_of"]
@@ -126,6 +131,13 @@ class Sharding:
 
     plan: WrapPlan
     shape: MeshShape
+    accumulation: Accumulation
+    units: Mapping[str, FSDPModule]
+    eval_reshard: bool | None
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation: units free or keep their parameters as they were told for it."""
+        return resharding(self.units, self.eval_reshard)
 
 
 def sharding_of(model: nn.Module) -> Sharding | None:
@@ -325,22 +337,46 @@ def _carry_out(
     decided.tree = ModuleTree()
     if decided.activation is not None:
         apply_activation(model, decided.activation)
-    units = apply_plan(
-        model,
-        decided.plan,
-        decided.mesh or build_mesh(decided.shape, decided.device_type),
-        precision_of=decided.precision_of,
-        forward_methods=decided.forward_methods,
-        rank0_has_values=origins[0].on_meta == "none",
-        some_on_meta=any(origin.on_meta != "none" for origin in origins),
-        seed=seed,
-        source=decided.weights,
-    )
+    with preparing_fast():
+        units = apply_plan(
+            model,
+            decided.plan,
+            decided.mesh or build_mesh(decided.shape, decided.device_type),
+            precision_of=decided.precision_of,
+            forward_methods=decided.forward_methods,
+            rank0_has_values=origins[0].on_meta == "none",
+            some_on_meta=any(origin.on_meta != "none" for origin in origins),
+            seed=seed,
+            source=decided.weights,
+        )
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
-    setattr(model, _SHARDING, Sharding(plan=decided.plan, shape=decided.shape))
+    _apply_prefetch(model, decided, units)
+    sharding = Sharding(
+        plan=decided.plan,
+        shape=decided.shape,
+        accumulation=_accumulation(decided, units),
+        units=units,
+        eval_reshard=decided.settings.eval_reshard_after_forward,
+    )
+    setattr(model, _SHARDING, sharding)
     return units
+
+
+def _apply_prefetch(model: nn.Module, decided: _Decided, units: dict[str, FSDPModule]) -> None:
+    forward, backward = decided.settings.forward_prefetch, decided.settings.backward_prefetch
+    if forward or backward:
+        names = [unit.modules[0] for unit in decided.plan.units if unit.params]
+        gathered = {name: units[name] for name in names}
+        apply_prefetch(model, gathered, forward=forward, backward=backward)
+
+
+def _accumulation(decided: _Decided, units: dict[str, FSDPModule]) -> Accumulation:
+    """Units that keep their parameters until backward keep them for the microbatches to come."""
+    sync = decided.settings.gradient_sync
+    kept = [u.modules[0] for u in decided.plan.units if u.reshard_after_forward is False]
+    return Accumulation(units, sync, kept if sync == "last" else ())
 
 
 def _show(text: str) -> None:

@@ -127,7 +127,7 @@ class Memory:
 
     def reserve(self, group: Any) -> None:
         assert isinstance(self.block, FSDPModule)
-        if group in recovery._groups(self.block):
+        if group in recovery.param_groups(self.block):
             self.allocate()
 
 
@@ -219,7 +219,7 @@ class Loop:
                 kept.keep_optimizer(self.optimizer)
                 self.optimizer.step()
         except torch.OutOfMemoryError:
-            reset(self.model)
+            reset(self.units.values())
             assert gathered_bytes(self.units) == 0
             kept.restore()
             return False
@@ -289,7 +289,7 @@ def test_guards_go_when_the_size_is_stable_and_come_back_after_evaluation():
 
 def guarded_groups(model: nn.Module) -> list[Any]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units for group in recovery._groups(unit)]
+    groups = [group for unit in units for group in recovery.param_groups(unit)]
     return [group for group in groups if "unshard" in vars(group)]
 
 
@@ -401,7 +401,7 @@ def test_200_times_in_a_row():
                 break
             except torch.OutOfMemoryError:
                 survived += 1
-                reset(model)
+                reset(units.values())
                 pair[1].zero_grad()
                 assert gathered_bytes(units) == 0
         for optimizer in pair:
@@ -437,6 +437,6 @@ class Failing:
 
 
 def gathered_bytes(units: dict[str, FSDPModule]) -> int:
-    groups = [group for unit in units.values() for group in recovery._groups(unit)]
+    groups = [group for unit in units.values() for group in recovery.param_groups(unit)]
     params = [param for group in groups for param in group.fsdp_params]
     return sum(tensor.untyped_storage().size() for p in params for tensor in p.all_gather_outputs)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import cProfile
+import importlib
+import itertools
+import pstats
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,14 +14,18 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
-from tests.models import TinyLM, batches
+from composer_fsdp2.trainer.patches import preparing_fast
+from tests.models import TinyLM, batches, llama_config
 
 WIDTH = 96
+FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 Join = Callable[[int], None]
 
 
@@ -143,3 +152,148 @@ def test_meta_model_shows_its_structure(as_rank: Join):
     sharded(model, {})
     assert model.blocks[0].weight.is_meta
     assert model.blocks[0].weight.to_local().shape == (3, WIDTH)
+
+
+# --- What is replaced while units are sharded. ---
+
+
+class Odd(nn.Module):
+    """Rows that ranks share evenly, with a rest, with too few for all, and none at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.randn(rows, 3)) for rows in (128, 100, 65, 64, 63, 1)
+        )
+        self.nothing = nn.Parameter(torch.empty(0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(weight.sum() for weight in self.weights)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 49, 50, 63])
+def test_shards_are_those_of_torch(as_rank: Join, rank: int):
+    as_rank(rank)
+    torch.manual_seed(0)
+    model = Odd()
+    by_hand = copy.deepcopy(model)
+    sharded(model, {"reshard_after_forward": 8})
+    fully_shard(by_hand, mesh=init_device_mesh("cpu", (64,)), reshard_after_forward=8)
+    for ours, theirs in zip(model.parameters(), by_hand.parameters(), strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.stride() == theirs.stride()
+        assert torch.equal(ours.to_local(), theirs.to_local())
+    model(torch.ones(2))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 5, 8, 9, 16])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_are_those_of_torch(rows: int, dim: int):
+    tensor = torch.randn((rows, 4) if dim == 0 else (4, rows))
+    with preparing_fast():
+        ours = torch_chunks()(tensor, 8, dim=dim)
+    theirs = torch_chunks()(tensor, 8, dim=dim)
+    assert len(ours) == len(theirs) == 8
+    for mine, its in zip(ours, theirs, strict=True):
+        assert mine.shape == its.shape
+        assert torch.equal(mine, its)
+    assert torch.equal(ours[-1], theirs[-1])
+    assert [piece.shape for piece in ours[2:5]] == [piece.shape for piece in theirs[2:5]]
+    with pytest.raises(IndexError):
+        _ = ours[8]
+
+
+def torch_chunks() -> Callable[..., Any]:
+    return importlib.import_module(FSDP_PARAM)._chunk_with_empty
+
+
+def test_everything_is_put_back():
+    before = torch_chunks(), DeviceMesh.get_group
+    with preparing_fast():
+        assert torch_chunks() is not before[0]
+    with pytest.raises(KeyError), preparing_fast():
+        raise KeyError
+    assert (torch_chunks(), DeviceMesh.get_group) == before
+
+
+def test_another_source_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    def changed(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+        return [tensor] * num_chunks * dim
+
+    monkeypatch.setattr(f"{FSDP_PARAM}._chunk_with_empty", changed)
+    with preparing_fast():
+        assert torch_chunks() is changed
+    monkeypatch.delattr(f"{FSDP_PARAM}._chunk_with_empty")
+    with preparing_fast():
+        pass
+
+
+def test_the_time_does_not_depend_on_the_number_of_ranks():
+    """Calls are counted, because times are noise: they may not grow with the ranks."""
+    counts: list[int] = []
+    for ranks in (8, 1024):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        profile = cProfile.Profile()
+        profile.runcall(sharded, model, {"wrap_policy": {"classes": ["Linear"]}})
+        dist.destroy_process_group()
+        counts.append(pstats.Stats(profile).total_calls)
+    assert counts[1] < 1.5 * counts[0]
+
+
+# --- In which order units gather ahead. ---
+
+
+def t5() -> tuple[nn.Module, str]:
+    sizes = {"vocab_size": 17, "d_model": 8, "d_kv": 4, "d_ff": 16, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)), "T5Block"
+
+
+def llama() -> tuple[nn.Module, str]:
+    return LlamaForCausalLM(llama_config()), "LlamaDecoderLayer"
+
+
+def mpt() -> tuple[nn.Module, str]:
+    modeling = pytest.importorskip("llmfoundry.models.mpt.modeling_mpt")
+    sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "vocab_size": 17}
+    config = modeling.MPTConfig(max_seq_len=8, **sizes, attn_config={"attn_impl": "torch"})
+    return modeling.MPTForCausalLM(config), "MPTBlock"
+
+
+ORDERS = {
+    llama: ["", "model.layers.0", "model.layers.1"],
+    # Its embedding runs again as the head, so it starts no gathers.
+    mpt: [f"transformer.{name}" for name in ("wpe", "blocks.0", "blocks.1", "norm_f")],
+    t5: ["", *(f"{half}.block.{i}" for half in ("encoder", "decoder") for i in (0, 1))],
+}
+
+
+def followers(units: dict[str, FSDPModule], states: str) -> dict[str, str]:
+    """What each unit starts to gather in one of torch's lists."""
+    names = {unit._get_fsdp_state(): name for name, unit in units.items()}
+    lists = {name: getattr(unit._get_fsdp_state(), states) for name, unit in units.items()}
+    return {name: names[ahead[0]] for name, ahead in lists.items() if ahead}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings(
+    "ignore:Using a non-tuple sequence for multidimensional indexing"
+)  # MPT
+@pytest.mark.parametrize("make", ORDERS)
+def test_order_of_models(as_rank: Join, make: Callable[[], tuple[nn.Module, str]]):
+    as_rank(0)
+    (model, block), order = make(), ORDERS[make]
+    config = {"wrap_policy": {"classes": [block]}, "forward_prefetch": 1, "backward_prefetch": 1}
+    units = sharded(model, config)
+    forward: list[dict[str, str]] = []
+    model.get_submodule(order[2]).register_forward_pre_hook(
+        lambda *_: forward.append(followers(units, "_states_to_forward_prefetch"))
+    )
+    ids = torch.randint(1, 17, (2, 4))
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert forward == [{}, dict(itertools.pairwise(order))]
+    back = [*[""] * (order[0] == ""), *reversed(order[order[0] == "" :])]
+    found = followers(units, "_states_to_backward_prefetch")
+    assert found == dict(itertools.pairwise(back))

@@ -1,0 +1,124 @@
+"""When gradients are reduced, where several microbatches make one batch.
+
+[Note: gradients that wait] Until they are reduced, gradients are as large as the gathered
+parameters, in the dtype of the reduction, on every rank. That memory is the price of fewer bytes on
+the wire. Averages are linear, so summing before or after the reduction gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Generator, Mapping
+
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.core.collectives import AverageOverReplicas
+from composer_fsdp2.core.config import GradientSync
+from composer_fsdp2.core.recovery import param_groups, reset
+from composer_fsdp2.errors import PlanError
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """Reduces the gradients of a batch of microbatches once, or each time.
+
+    Works on any module `fully_shard` was applied to:
+
+        with accumulation.batch():
+            for index, microbatch in enumerate(microbatches):
+                with accumulation.microbatch(last=index + 1 == len(microbatches)):
+                    model(microbatch).backward()
+
+    Args:
+        units: the FSDP units by name.
+        sync: `every` microbatch; the `last` one only; or `reduce_scatter_only` on every microbatch
+            and the all-reduce of HSDP on the last one.
+        kept: names of units whose parameters stay gathered from the first microbatch to the last.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, FSDPModule],
+        sync: GradientSync = "last",
+        kept: Collection[str] = (),
+    ) -> None:
+        self._units = dict(units)
+        self._sync = sync
+        self._kept = [units[name] for name in kept]
+        self._new = dict(units) if sync == "last" else {}
+
+    @contextlib.contextmanager
+    def batch(self) -> Generator[None]:
+        """Around all microbatches: an error among them leaves nothing for the next batch.
+
+        Collective: no.
+        """
+        try:
+            yield
+        except BaseException:
+            # What went wrong first is what the user has to see.
+            with contextlib.suppress(Exception):
+                reset(self._units.values())
+            raise
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Generator[None]:
+        """Around forward and backward of one microbatch.
+
+        Collective: no.
+
+        Raises:
+            PlanError: when the all-reduce would lose the gradients of a unit.
+        """
+        if not last:
+            self._set_due(False)
+        try:
+            yield
+        finally:
+            if not last:
+                self._set_due(True)
+        if last and self._sync == "reduce_scatter_only":
+            self._check_nothing_waits()
+
+    def _set_due(self, due: bool) -> None:
+        if self._sync == "last":
+            self._new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
+        for name, unit in self._units.items():
+            if self._sync == "reduce_scatter_only":
+                _set_all_reduce_due(unit, due)
+            # Torch fails over a unit that has never run and need not reduce: it does so once.
+            elif self._sync == "last" and (due or name not in self._new):
+                unit.set_requires_gradient_sync(due, recurse=False)
+        for unit in self._kept:
+            unit.set_reshard_after_backward(due, recurse=False)
+
+    def _check_nothing_waits(self) -> None:
+        waiting = [name for name, unit in self._units.items() if _waits(unit)]
+        if waiting:
+            raise PlanError(
+                f"'{waiting[0]}' got gradients in an earlier microbatch and none in the last one. "
+                "gradient_sync: reduce_scatter_only averages over the copies with the last, so "
+                "those gradients would be lost. Call it in every microbatch, or write "
+                "gradient_sync: last."
+            )
+
+
+def _has_run(unit: FSDPModule) -> bool:
+    params = (param for group in param_groups(unit) for param in group.fsdp_params)
+    return all(hasattr(param, "_unsharded_param") for param in params)
+
+
+def _set_all_reduce_due(unit: FSDPModule, due: bool) -> None:
+    unit.set_requires_all_reduce(due, recurse=False)
+    for group in param_groups(unit):
+        if isinstance(group._all_reduce_hook, AverageOverReplicas):
+            group._all_reduce_hook.due = due
+
+
+def _waits(unit: FSDPModule) -> bool:
+    return any(
+        group._partial_reduce_output is not None
+        or getattr(group._all_reduce_hook, "waiting", None) is not None
+        for group in param_groups(unit)
+    )
