@@ -9,6 +9,18 @@ from typing import Any, Literal
 
 import torch
 
+from composer_fsdp2.core.config_blocks import (
+    ActivationSpec,
+    CompileSpec,
+    TilingSpec,
+    check_activation,
+    check_block_combinations,
+    check_compile,
+    check_tiling,
+    parse_activation,
+    parse_compile,
+    parse_tiling,
+)
 from composer_fsdp2.core.mistakes import check_bool, check_patterns, nearest, unknown_key, wrong
 from composer_fsdp2.errors import ConfigError
 
@@ -125,8 +137,14 @@ class FSDP2Config:
     """name globs of parameters FSDP leaves alone; a trainable one must be a DTensor already"""
     forward_methods: tuple[str, ...] = ()
     """methods besides `forward` that compute with parameters, `path.to.module.method`"""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | ActivationSpec = False
+    """what is computed again in backward; true: what the model says, else its FSDP blocks"""
     activation_cpu_offload: bool = False
+    """keeps in CPU memory what these modules save for backward"""
+    compile: bool | CompileSpec = False
+    """`torch.compile` of each FSDP block"""
+    tiled_mlp: TilingSpec | None = None
+    """runs MLPs on one part of the sequence after the other"""
     pretrained_weights: str | None = None
     """a local folder in Hugging Face's safetensors layout; every rank reads only what its shards
     hold, in place of the weights the model was built with on any rank"""
@@ -402,8 +420,10 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "wrap_policy": (_parse_wrap_policy, _check_wrap_policy),
     "ignored_params": (_parse_names, _check_names),
     "forward_methods": (_parse_names, _check_names),
-    "activation_checkpointing": (_as_is, check_bool),
+    "activation_checkpointing": (parse_activation, check_activation),
     "activation_cpu_offload": (_as_is, check_bool),
+    "compile": (parse_compile, check_compile),
+    "tiled_mlp": (parse_tiling, check_tiling),
     "pretrained_weights": (_as_is, _check_path),
     "state_dict_type": (_as_is, _choice("full", "sharded")),
     "load_monolith_rank0_only": (_as_is, check_bool),
@@ -417,6 +437,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
 
 def _check_combinations(values: Mapping[str, Any], errors: list[str]) -> None:
     """Settings that are fine alone and cannot hold together."""
+    check_block_combinations(values, errors)
     if (
         values.get("load_monolith_rank0_only") is True
         and values.get("state_dict_type", "sharded") == "sharded"
