@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo import list_backends, lookup_backend
+from torch._functorch import config as partitioning
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
 
 from composer_fsdp2.core.config_blocks import CompileSpec
@@ -122,5 +123,5 @@ class _Budgeted:
         options: dict[str, Any] = {}
         if self.mode is not None and self.backend == "inductor":
             options["config_patches"] = torch._inductor.list_mode_options(self.mode)
-        with torch._functorch.config.patch(activation_memory_budget=self.budget):
+        with partitioning.patch(activation_memory_budget=self.budget):
             return lookup_backend(self.backend)(graph, inputs, **options)

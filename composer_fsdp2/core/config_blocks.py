@@ -224,3 +224,8 @@ def check_block_combinations(values: Mapping[str, Any], errors: list[str]) -> No
             "'activation_checkpointing.memory_budget' is set without 'compile'. Only the compiler "
             "can keep to it. Write compile: true, or leave the budget out."
         )
+    if compiled and values.get("tiled_mlp") is not None:
+        errors.append(
+            "'tiled_mlp' and 'compile' are both set. A compiled block orders its own computation, "
+            "and nothing would keep it from making all tiles at once. Leave one of them out."
+        )

@@ -8,6 +8,7 @@ from composer import Trainer
 from torch._dynamo import OptimizedModule
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.trainer.config import TrainerFSDP2Config
 
 __all__ = ["check_compiled_once", "note_compiled_whole"]
 
@@ -20,7 +21,7 @@ def note_compiled_whole(trainer: Trainer, model: Any, compile_config: Any) -> No
     setattr(trainer, _WHOLE, "compile_config is set" if compile_config is not None else how)
 
 
-def check_compiled_once(trainer: Trainer, compile_blocks: object) -> None:
+def check_compiled_once(trainer: Trainer, config: object) -> None:
     """Refuses to compile blocks of a model that is compiled as a whole.
 
     Collective: no. Every rank is given the same.
@@ -29,7 +30,7 @@ def check_compiled_once(trainer: Trainer, compile_blocks: object) -> None:
         ConfigError: saying which two.
     """
     whole = getattr(trainer, _WHOLE, None)
-    if compile_blocks and whole is not None:
+    if isinstance(config, TrainerFSDP2Config) and config.compile and whole is not None:
         raise ConfigError(
             f"parallelism_config.fsdp2.compile is set, and {whole}. Blocks would be compiled "
             "inside a graph that contains them. Take one of them out: blocks compile faster, and "

@@ -66,7 +66,7 @@ def _parse_parallelism_config(_original: Any, trainer: Any, parallelism_config: 
     parsed = parse_parallelism_config(parallelism_config)
     if parsed is not None and parsed.fsdp2 is not None:
         check_extensions(trainer)
-        check_compiled_once(trainer, parsed.fsdp2.compile)
+        check_compiled_once(trainer, parsed.fsdp2)
     return parsed
 
 

@@ -1,9 +1,9 @@
 """`prepare_fully_shard`: what FSDP1 users call, done with FSDP2.
 
-[Note: order of transformations] Decide on names, let the ranks agree, wrap activations, compile
-blocks, shard with children before parents (making each unit's weights real just before, or reading
-the shards just after), move the optimizer. Nothing is changed before every rank has agreed that it
-can be.
+[Note: order of transformations] Decide on names, let the ranks agree, cut MLPs, wrap activations,
+compile blocks, shard with children before parents (making each unit's weights real just before, or
+reading the shards just after), move the optimizer. Nothing is changed before every rank has agreed
+that it can be.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from composer_fsdp2.core.shard import (
     check_hooks,
     collector_paused,
 )
+from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
@@ -146,6 +147,7 @@ class _Decided:
     plan: WrapPlan
     activation: ActivationPlan | None
     compiled: CompilePlan | None
+    tiled: TilingPlan | None
     forward_methods: list[tuple[str, str]]
     optimizer: torch.optim.Optimizer | None
     weights: PretrainedWeights | None
@@ -167,6 +169,7 @@ class _Decided:
             "set of parameters and buffers": _describe_tensors(self.tree),
             "activation plan": str(self.activation),
             "plan of compiled blocks": str(self.compiled),
+            "plan of tiles": str(self.tiled),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
             "~origins": dataclasses.astuple(Origins.read(self.tree, self.weights or ())),
@@ -235,6 +238,7 @@ def _decide(
         plan=plan,
         activation=_plan_activation(model, settings, plan),
         compiled=_plan_compile(settings, plan),
+        tiled=_plan_tiling(model, settings, plan),
         forward_methods=methods,
         optimizer=optimizer,
         weights=_open_weights(settings.pretrained_weights, tree),
@@ -294,6 +298,13 @@ def _plan_compile(settings: FSDP2Config, plan: WrapPlan) -> CompilePlan | None:
     return plan_compile(block_units(plan), spec, memory_budget=_memory_budget(settings))
 
 
+def _plan_tiling(model: nn.Module, settings: FSDP2Config, plan: WrapPlan) -> TilingPlan | None:
+    if settings.tiled_mlp is None:
+        return None
+    units = [name for unit in plan.units for name in unit.modules if name]
+    return plan_tiling(model, settings.tiled_mlp, units=units)
+
+
 def _single_optimizer(optimizers: Any) -> torch.optim.Optimizer | None:
     given = ensure_tuple(optimizers)
     if len(given) > 1:
@@ -341,13 +352,16 @@ def _carry_out(
 ) -> dict[str, FSDPModule]:
     """Changes the model and its optimizer as decided. Collective: yes."""
     if decided.settings.verbose and distributed.get_rank() == 0:
-        inside = (decided.activation or "activations: kept", decided.compiled)
+        activation = decided.activation or "activations: kept"
+        inside = (activation, decided.tiled, decided.compiled)
         _show("\n".join(str(part) for part in (decided.plan, *inside) if part is not None))
     detached = None
     if decided.optimizer is not None:
         detached = detach_optimizer(decided.optimizer, decided.tree)
     # Nothing may hold the full parameters while the units are sharded one after another.
     decided.tree = ModuleTree()
+    if decided.tiled is not None:
+        apply_tiling(model, decided.tiled)
     if decided.activation is not None:
         apply_activation(model, decided.activation)
     if decided.compiled is not None:

@@ -14,12 +14,14 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import SGD
+from transformers.models.llama import LlamaForCausalLM
 
 from composer_fsdp2 import FSDP2Monitor, installed, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
 from tests.alive import Alive
-from tests.models import WIDTH, TinyComposer, TinyLM, batches
-from tests.parity import OPTIMIZERS, full, gathered, model_loss
+from tests.models import WIDTH, Block, TinyComposer, TinyLM, batches, llama_config
+from tests.parity import OPTIMIZERS, Recipe, check_parity, full, gathered, model_loss
+from tests.traffic import Bytes
 from tests.training import built, largest_difference, samples_of, trainer_for, weights
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
@@ -278,7 +280,7 @@ def test_composers_compile_config_goes_on_working():
 def test_a_model_is_compiled_whole_or_by_blocks(how: str):
     model: Any = built(TinyComposer)
     kwargs: dict[str, Any] = {"compile_config": WHOLE} if how == "compile_config" else {}
-    given = model if kwargs else torch.compile(model, **WHOLE)
+    given: Any = model if kwargs else torch.compile(model, **WHOLE)
     with installed(), pytest.raises(ConfigError, match=r"fsdp2\.compile is set, and"):
         trainer_for(given, SGD(model.parameters()), samples_of(1, 8), {"compile": True}, **kwargs)
 
@@ -299,3 +301,73 @@ def test_the_trainer_compiles_blocks_once():
         trainer.fit()
         assert (graphs(), counters["graph_break"]) == (1, {})
         trainer.close()
+
+
+# --- MLPs in tiles. ---
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(llama_config(tied=False, use_cache=False))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_tiles_train_like_the_whole_and_gather_nothing_more(recompute: bool):
+    counted = []
+    base = {"activation_checkpointing": recompute}
+    for config in (base, {**base, "tiled_mlp": {"shards": 3}}):
+        model = check_parity(llama, config, "adamw", Recipe(steps=5))
+        with Bytes() as traffic:
+            model_loss(model, batches(1, 4)[0]).backward()
+        counted.append((traffic.gathered, traffic.reduced))
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.world_size(2)
+def test_tiles_of_low_precision():
+    config = {"mixed_precision": BF16, "tiled_mlp": {"shards": 2}}
+    found, expected = (trained(c, llama) for c in (config, {"mixed_precision": BF16}))
+    difference = max((found[name] - expected[name]).abs().max().item() for name in expected)
+    # Three steps of 3e-3: where a gradient's sign is rounding, Adam's step is as large as any.
+    assert difference <= 2 * 3 * 3e-3
+
+
+class Positions(nn.Module):
+    """Not an MLP, whatever it is called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Only one rank's batch shows it.
+        return x.cumsum(dim=1) if torch.distributed.get_rank() else x
+
+
+class Misnamed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = Positions()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.mlp(x))
+
+
+@pytest.mark.world_size(2)
+def test_what_is_no_mlp_is_an_error_on_every_rank():
+    model = TinyLM(layers=0)
+    model.blocks.append(Misnamed())
+    prepare_fully_shard(model, None, {"tiled_mlp": {"shards": 2}})
+    with pytest.raises(PlanError, match=r"On rank 1: 'blocks\.0\.mlp' was chosen for tiled_mlp"):
+        model(batches(1, 4)[0][0])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "no module is called mlp"),
+        ({"names": ["blocks.?.up"]}, r"'blocks\.0\.up' is an FSDP unit"),
+    ],
+)
+def test_what_cannot_be_cut(config: dict[str, Any], said: str):
+    policy = {"names": ["blocks.?.up"]}
+    settings = {"tiled_mlp": {"shards": 2, **config}, "wrap_policy": policy}
+    with pytest.raises(PlanError, match=said):
+        prepare_fully_shard(TinyLM(), None, settings)

@@ -530,7 +530,6 @@ valid = st.fixed_dictionaries(
         ),
         "activation_cpu_offload": st.booleans(),
         "compile": st.booleans() | st.fixed_dictionaries({"fullgraph": st.booleans()}),
-        "tiled_mlp": st.none() | st.fixed_dictionaries({"shards": st.integers(2, 9)}),
         "state_dict_type": st.sampled_from(["full", "sharded"]),
         "sharded_ckpt_prefix_dir": patterns,
         "async_save": st.booleans(),
@@ -568,14 +567,14 @@ def test_forms_of_the_settings_of_blocks():
                 "mode": "selective",
             },
             "compile": {"blocks": True, "backend": "eager"},
-            "tiled_mlp": {"shards": 4, "names": ["*.mlp"]},
         }
     )
     assert parsed.activation_checkpointing == ActivationSpec(
         classes=("Block",), target=("first-1", 3), mode="selective"
     )
     assert parsed.compile == CompileSpec(backend="eager")
-    assert parsed.tiled_mlp == TilingSpec(shards=4, names=("*.mlp",))
+    tiles = parse_config({"tiled_mlp": {"shards": 4, "names": ["*.mlp"]}}).tiled_mlp
+    assert tiles == TilingSpec(shards=4, names=("*.mlp",))
 
 
 @pytest.mark.parametrize(
@@ -591,6 +590,7 @@ def test_forms_of_the_settings_of_blocks():
         ({"activation_checkpointing": {"every": 2, "target": 1}}, "both 'every' and 'target'"),
         ({"compile": {"blocks": False}}, "blocks are what is compiled here"),
         ({"compile": {"full_graph": True}}, "Did you mean 'fullgraph'"),
+        ({"tiled_mlp": {"shards": 2}, "compile": True}, "'tiled_mlp' and 'compile' are both set"),
         ({"tiled_mlp": {}}, "'tiled_mlp.shards' is None"),
         ({"tiled_mlp": {"shard": 2}}, "Did you mean 'shards'"),
     ],
