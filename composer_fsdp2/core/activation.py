@@ -218,9 +218,10 @@ def _to_cpu(tensor: torch.Tensor) -> _Packed:
         return tensor.device, tensor.detach().clone()
     # Strides stay: a product of another layout may be rounded in another way.
     copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    stream, computing = _copy_stream(tensor.device), torch.accelerator.current_stream(tensor.device)
-    stream.wait_stream(computing)
-    with torch.get_device_module(tensor.device).stream(stream):
+    device = torch.get_device_module(tensor.device)
+    stream = _copy_stream(tensor.device)
+    stream.wait_stream(device.current_stream(tensor.device))
+    with device.stream(stream):
         copied.copy_(tensor.detach(), non_blocking=True)
     tensor.record_stream(stream)
     return tensor.device, copied
@@ -229,18 +230,19 @@ def _to_cpu(tensor: torch.Tensor) -> _Packed:
 def _from_cpu(packed: _Packed) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
-    device, copied = packed
-    if device.type == "cpu":
+    where, copied = packed
+    if where.type == "cpu":
         return copied
-    stream, computing = _copy_stream(device), torch.accelerator.current_stream(device)
-    with torch.get_device_module(device).stream(stream):
-        tensor = copied.to(device, non_blocking=True)
+    device = torch.get_device_module(where)
+    stream, computing = _copy_stream(where), device.current_stream(where)
+    with device.stream(stream):
+        tensor = copied.to(where, non_blocking=True)
     computing.wait_stream(stream)
     tensor.record_stream(computing)
     return tensor
 
 
 @functools.cache
-def _copy_stream(device: torch.device) -> torch.Stream:
+def _copy_stream(where: torch.device) -> Any:
     """One for both directions, so that nothing is read before it was written."""
-    return torch.get_device_module(device).Stream(device)
+    return torch.get_device_module(where).Stream(where)
