@@ -128,7 +128,7 @@ def check_activation(key: str, value: Any, errors: list[str]) -> None:
         return
     if not isinstance(value, ActivationSpec):
         keys = ", ".join(f.name for f in dataclasses.fields(ActivationSpec))
-        errors.append(wrong(key, value, f"true, false or a mapping with {keys}"))
+        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
         return
     _check_choice(key, value, errors)
     if value.every is not None and not is_count(value.every):
@@ -192,7 +192,7 @@ def check_compile(key: str, value: Any, errors: list[str]) -> None:
         return
     if not isinstance(value, CompileSpec):
         keys = ", ".join(f.name for f in dataclasses.fields(CompileSpec))
-        errors.append(wrong(key, value, f"true, false or a mapping with blocks, {keys}"))
+        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
         return
     if not is_string(value.backend):
         errors.append(wrong(f"{key}.backend", value.backend, "the name of a backend"))

@@ -23,6 +23,8 @@ from composer_fsdp2.migrate.fsdp1 import convert_fsdp1_unit
 
 __all__ = ["activation_choice", "block_units", "trainer_rules"]
 
+_ADAPTER = "adapter in another dtype"
+
 
 def trainer_rules(
     model: nn.Module, policy: WrapPolicy, shape: MeshShape | None = None
@@ -110,7 +112,7 @@ def _adapter_rule(model: nn.Module, others: Rule) -> Rule:
         own = {param.dtype for param in module.parameters(recurse=False)}
         if FROZEN_MAY_DIFFER or own <= dtypes[id(module)]:
             return None
-        return Decision(wrap=True, reason="adapter in another dtype")
+        return Decision(wrap=True, reason=_ADAPTER)
 
     return rule
 
@@ -211,7 +213,7 @@ def _asked_to_checkpoint(
 def block_units(plan: WrapPlan) -> list[str]:
     """The units that are blocks: inside another unit, containing none, no embedding and no head."""
     inner = [unit for unit in plan.units if not unit.top_level]
-    no_blocks = ("direct child", "embeddings", "lm_head")
+    no_blocks = ("direct child", "embeddings", "lm_head", _ADAPTER)
     names = {unit.modules[0] for unit in inner if unit.reason not in no_blocks}
     parents = {name.rpartition(".")[0] for name in names}
     blocks = names - {outer for name in parents for outer in outer_names(name)}
