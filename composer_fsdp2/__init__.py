@@ -6,7 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
+    from composer_fsdp2.core.activation import (
+        ActivationPlan,
+        ActivationSpec,
+        apply_activation,
+        plan_activation,
+    )
     from composer_fsdp2.core.config import FSDP2Config, parse_config
     from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
     from composer_fsdp2.core.shard import apply_plan
@@ -22,6 +27,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ActivationPlan": "core.activation",
+    "ActivationSpec": "core.config_blocks",
     "CheckpointError": "errors",
     "ConfigError": "errors",
     "FSDP2Config": "core.config",
@@ -46,6 +52,7 @@ _HOMES = {
 
 __all__ = [
     "ActivationPlan",
+    "ActivationSpec",
     "CheckpointError",
     "ConfigError",
     "FSDP2Config",

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 
+from composer_fsdp2.core.config_blocks import (
+    ActivationSpec,
+    CompileSpec,
+    TilingSpec,
+    check_activation,
+    check_block_combinations,
+    check_compile,
+    check_tiling,
+    parse_activation,
+    parse_compile,
+    parse_tiling,
+)
+from composer_fsdp2.core.mistakes import check_bool, check_patterns, nearest, unknown_key, wrong
 from composer_fsdp2.errors import ConfigError
 
 __all__ = [
@@ -140,8 +151,14 @@ class FSDP2Config:
     """name globs of parameters FSDP leaves alone; a trainable one must be a DTensor already"""
     forward_methods: tuple[str, ...] = ()
     """methods besides `forward` that compute with parameters, `path.to.module.method`"""
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | ActivationSpec = False
+    """what is computed again in backward; true: what the model says, else its FSDP blocks"""
     activation_cpu_offload: bool = False
+    """keeps in CPU memory what these modules save for backward"""
+    compile: bool | CompileSpec = False
+    """`torch.compile` of each FSDP block"""
+    tiled_mlp: TilingSpec | None = None
+    """runs MLPs on one part of the sequence after the other"""
     pretrained_weights: str | None = None
     """a local folder in Hugging Face's safetensors layout; every rank reads only what its shards
     hold, in place of the weights the model was built with on any rank"""
@@ -177,7 +194,7 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
     values: dict[str, Any] = {}
     for key, raw in plain(config).items():
         if key not in _FIELDS:
-            errors.append(_unknown_key(key, _FIELDS, "parallelism_config.fsdp2"))
+            errors.append(unknown_key(key, _FIELDS, "parallelism_config.fsdp2"))
             continue
         parse, check = _FIELDS[key]
         values[key] = parse(key, raw, errors)
@@ -209,12 +226,6 @@ def plain(value: Any) -> Any:
     return value
 
 
-def nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
-    """Describes the known name closest to a misspelt one, or '' when none is close."""
-    close = difflib.get_close_matches(str(word), [str(name) for name in known], n=1, cutoff=0.6)
-    return f" Did you mean '{close[0]}'?" if close else ""
-
-
 def _raise_all(errors: list[str]) -> None:
     if not errors:
         return
@@ -224,15 +235,6 @@ def _raise_all(errors: list[str]) -> None:
     raise ConfigError(f"{len(errors)} settings are wrong:\n{lines}")
 
 
-def _unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
-    hint = nearest(key, known) or f" Valid keys: {', '.join(sorted(known))}."
-    return f"'{key}' is not a key of {where}. It would have no effect.{hint}"
-
-
-def _wrong(key: str, value: Any, expected: str) -> str:
-    return f"'{key}' is {value!r}, but it takes {expected}. Write {key}: <{expected}>."
-
-
 # --- One check per type. Each appends to `errors` and never raises. ---
 
 
@@ -240,24 +242,19 @@ def _as_is(_key: str, raw: Any, _errors: list[str]) -> Any:
     return raw
 
 
-def _check_bool(key: str, value: Any, errors: list[str]) -> None:
-    if not isinstance(value, bool):
-        errors.append(_wrong(key, value, "true or false"))
-
-
 def _check_bool_or_none(key: str, value: Any, errors: list[str]) -> None:
     if value is not None:
-        _check_bool(key, value, errors)
+        check_bool(key, value, errors)
 
 
 def _check_str(key: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, str) or not value:
-        errors.append(_wrong(key, value, "a string"))
+        errors.append(wrong(key, value, "a string"))
 
 
 def _check_path(key: str, value: Any, errors: list[str]) -> None:
     if value is not None and (not isinstance(value, str) or not value):
-        errors.append(_wrong(key, value, "the path of a folder"))
+        errors.append(wrong(key, value, "the path of a folder"))
 
 
 def _check_anything(_key: str, _value: Any, _errors: list[str]) -> None:
@@ -266,7 +263,7 @@ def _check_anything(_key: str, _value: Any, _errors: list[str]) -> None:
 
 def _check_shard_degree(key: str, value: Any, errors: list[str]) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
-        errors.append(_wrong(key, value, "a positive number of ranks, or -1 for all that are left"))
+        errors.append(wrong(key, value, "a positive number of ranks, or -1 for all that are left"))
 
 
 def _check_replicate_degree(key: str, value: Any, errors: list[str]) -> None:
@@ -278,19 +275,19 @@ def _check_reshard(key: str, value: Any, errors: list[str]) -> None:
     if isinstance(value, bool) or value == "auto":
         return
     if not isinstance(value, int) or value < 1:
-        errors.append(_wrong(key, value, "true, false, auto, or a number of ranks >= 1"))
+        errors.append(wrong(key, value, "true, false, auto, or a number of ranks >= 1"))
 
 
 def _check_units_ahead(key: str, value: Any, errors: list[str]) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        errors.append(_wrong(key, value, "a number of units ahead, or 0 for torch's own prefetch"))
+        errors.append(wrong(key, value, "a number of units ahead, or 0 for torch's own prefetch"))
 
 
 def _choice(*choices: str) -> Callable[[str, Any, list[str]], None]:
     def check(key: str, value: Any, errors: list[str]) -> None:
         if value not in choices:
             hint = nearest(value, choices) if isinstance(value, str) else ""
-            errors.append(_wrong(key, value, " or ".join(choices)) + hint)
+            errors.append(wrong(key, value, " or ".join(choices)) + hint)
 
     return check
 
@@ -308,7 +305,7 @@ def _parse_precision(key: str, raw: Any, errors: list[str]) -> Any:
                 "Leave it out, and cast the buffers in the model if they must be low precision."
             )
         elif name not in known:
-            errors.append(_unknown_key(name, dict.fromkeys(known), key))
+            errors.append(unknown_key(name, dict.fromkeys(known), key))
     dtypes = {name: value for name, value in raw.items() if name.endswith("_dtype")}
     values = {name: _dtype_name(value) for name, value in dtypes.items() if name in known}
     if "cast_forward_inputs" in raw:
@@ -325,12 +322,12 @@ def _check_precision(key: str, value: Any, errors: list[str]) -> None:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(value, name)
             if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
-                errors.append(_wrong(f"{key}.{name}", dtype, " or ".join(_DTYPE_CHOICES)))
-        _check_bool(f"{key}.cast_forward_inputs", value.cast_forward_inputs, errors)
+                errors.append(wrong(f"{key}.{name}", dtype, " or ".join(_DTYPE_CHOICES)))
+        check_bool(f"{key}.cast_forward_inputs", value.cast_forward_inputs, errors)
     elif value not in _PRESETS:
         hint = nearest(str(value).upper(), _PRESETS)
         expected = f"{', '.join(_PRESETS)} or a mapping with param_dtype and reduce_dtype"
-        errors.append(_wrong(key, value, expected) + hint)
+        errors.append(wrong(key, value, expected) + hint)
 
 
 def _parse_names(_key: str, raw: Any, _errors: list[str]) -> Any:
@@ -341,7 +338,7 @@ def _parse_names(_key: str, raw: Any, _errors: list[str]) -> Any:
 
 def _check_names(key: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, tuple) or not all(isinstance(name, str) and name for name in value):
-        errors.append(_wrong(key, value, "a list of names"))
+        errors.append(wrong(key, value, "a list of names"))
 
 
 def _unit_settings(where: str, raw: Any, errors: list[str]) -> Any:
@@ -351,7 +348,7 @@ def _unit_settings(where: str, raw: Any, errors: list[str]) -> Any:
     if not isinstance(raw, dict):
         return raw
     known = {f.name: None for f in dataclasses.fields(UnitSettings)}
-    errors += [_unknown_key(key, known, where) for key in raw if key not in known]
+    errors += [unknown_key(key, known, where) for key in raw if key not in known]
     key = f"{where}.mixed_precision"
     return UnitSettings(
         reshard_after_forward=raw.get("reshard_after_forward"),
@@ -361,7 +358,7 @@ def _unit_settings(where: str, raw: Any, errors: list[str]) -> Any:
 
 def _check_unit(where: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, UnitSettings):
-        errors.append(_wrong(where, value, "a mapping with reshard_after_forward, mixed_precision"))
+        errors.append(wrong(where, value, "a mapping with reshard_after_forward, mixed_precision"))
         return
     if value.reshard_after_forward is not None:
         _check_reshard(f"{where}.reshard_after_forward", value.reshard_after_forward, errors)
@@ -375,7 +372,7 @@ def _selectors(where: str, raw: Any, errors: list[str]) -> tuple[Selector, ...]:
     if isinstance(written, list) and all(isinstance(item, str) for item in written):
         written = dict.fromkeys(written)
     if not isinstance(written, dict) or not written:
-        errors.append(_wrong(where, raw, _PATTERNS))
+        errors.append(wrong(where, raw, _PATTERNS))
         return ()
     return tuple(
         Selector(pattern, _unit_settings(f"{where}.{pattern}", settings, errors))
@@ -385,24 +382,11 @@ def _selectors(where: str, raw: Any, errors: list[str]) -> tuple[Selector, ...]:
 
 def _check_selectors(where: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, tuple) or not all(isinstance(item, Selector) for item in value):
-        errors.append(_wrong(where, value, _PATTERNS))
+        errors.append(wrong(where, value, _PATTERNS))
         return
+    check_patterns(where, [selector.pattern for selector in value], errors)
     for selector in value:
-        _check_pattern(where, selector.pattern, errors)
         _check_unit(f"{where}.{selector.pattern}", selector.settings, errors)
-
-
-def _check_pattern(where: str, pattern: Any, errors: list[str]) -> None:
-    if not isinstance(pattern, str) or not pattern:
-        errors.append(_wrong(where, pattern, "patterns that are not empty"))
-    elif pattern.startswith("re:"):
-        try:
-            re.compile(pattern[3:])
-        except re.error as error:
-            errors.append(
-                f"'{where}' holds {pattern!r}, which is no regular expression ({error}). "
-                "It could match nothing. Correct it, or write a glob without 're:'."
-            )
 
 
 def _toggle(where: str, raw: Any, errors: list[str]) -> Any:
@@ -418,7 +402,7 @@ def _parse_wrap_policy(key: str, raw: Any, errors: list[str]) -> Any:
     if not isinstance(raw, dict):
         return raw
     known = {f.name: None for f in dataclasses.fields(WrapPolicy)}
-    errors += [_unknown_key(name, known, key) for name in raw if name not in known]
+    errors += [unknown_key(name, known, key) for name in raw if name not in known]
     values: dict[str, Any] = {}
     for name in ("classes", "names"):
         if raw.get(name) is not None:
@@ -432,7 +416,7 @@ def _parse_wrap_policy(key: str, raw: Any, errors: list[str]) -> Any:
 def _check_wrap_policy(key: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, WrapPolicy):
         choices = ", ".join(f.name for f in dataclasses.fields(WrapPolicy))
-        errors.append(_wrong(key, value, f"a mapping with {choices}"))
+        errors.append(wrong(key, value, f"a mapping with {choices}"))
         return
     for name in ("classes", "names"):
         _check_selectors(f"{key}.{name}", getattr(value, name), errors)
@@ -445,7 +429,7 @@ def _check_wrap_policy(key: str, value: Any, errors: list[str]) -> None:
 
 def _check_count(key: str, value: Any, errors: list[str]) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        errors.append(_wrong(key, value, "a number of elements >= 1"))
+        errors.append(wrong(key, value, "a number of elements >= 1"))
 
 
 _Parse = Callable[[str, Any, list[str]], Any]
@@ -464,21 +448,24 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "wrap_policy": (_parse_wrap_policy, _check_wrap_policy),
     "ignored_params": (_parse_names, _check_names),
     "forward_methods": (_parse_names, _check_names),
-    "activation_checkpointing": (_as_is, _check_bool),
-    "activation_cpu_offload": (_as_is, _check_bool),
+    "activation_checkpointing": (parse_activation, check_activation),
+    "activation_cpu_offload": (_as_is, check_bool),
+    "compile": (parse_compile, check_compile),
+    "tiled_mlp": (parse_tiling, check_tiling),
     "pretrained_weights": (_as_is, _check_path),
     "state_dict_type": (_as_is, _choice("full", "sharded")),
-    "load_monolith_rank0_only": (_as_is, _check_bool),
+    "load_monolith_rank0_only": (_as_is, check_bool),
     "load_planner": (_as_is, _check_anything),
     "save_planner": (_as_is, _check_anything),
     "sharded_ckpt_prefix_dir": (_as_is, _check_str),
-    "async_save": (_as_is, _check_bool),
-    "verbose": (_as_is, _check_bool),
+    "async_save": (_as_is, check_bool),
+    "verbose": (_as_is, check_bool),
 }
 
 
 def _check_combinations(values: Mapping[str, Any], errors: list[str]) -> None:
     """Settings that are fine alone and cannot hold together."""
+    check_block_combinations(values, errors)
     if (
         values.get("load_monolith_rank0_only") is True
         and values.get("state_dict_type", "sharded") == "sharded"

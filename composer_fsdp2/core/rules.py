@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fnmatch
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 from torch import nn
 
-from composer_fsdp2.core.config import Selector, UnitSettings, WrapPolicy, nearest
+from composer_fsdp2.core.config import UnitSettings, WrapPolicy
+from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
 from composer_fsdp2.core.plan import Decision, Rule
 from composer_fsdp2.core.tying import ModuleTree, has_forward
 from composer_fsdp2.errors import PlanError
@@ -40,7 +39,7 @@ def by_class(*classes: str | type[nn.Module], settings: UnitSettings | None = No
 
 def by_name(pattern: str, settings: UnitSettings | None = None) -> Rule:
     """Makes a unit of every module whose name matches a glob, or `re:` and a regular expression."""
-    matches = _matcher(pattern)
+    matches = matcher(pattern)
     settings = settings or UnitSettings()
 
     def rule(name: str, _module: nn.Module) -> Decision | None:
@@ -49,14 +48,6 @@ def by_name(pattern: str, settings: UnitSettings | None = None) -> Rule:
         return Decision(wrap=True, reason=f"name {pattern}", settings=settings)
 
     return rule
-
-
-def _matcher(pattern: str) -> Callable[[str], bool]:
-    if pattern.startswith("re:"):
-        compiled = re.compile(pattern[3:])
-        return lambda name: compiled.fullmatch(name) is not None
-    compiled = re.compile(fnmatch.translate(pattern))
-    return lambda name: compiled.match(name) is not None
 
 
 def by_hf_blocks(model: nn.Module) -> Rule | None:
@@ -98,7 +89,10 @@ def policy_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
     if policy == WrapPolicy():
         return []
     tree = ModuleTree.read(model)
-    problems = [*_unmatched_classes(tree, policy.classes), *_unmatched_names(tree, policy.names)]
+    problems = [
+        *unmatched_classes(tree, (s.pattern for s in policy.classes), "wrap_policy.classes"),
+        *unmatched_names(tree, (s.pattern for s in policy.names), "wrap_policy.names"),
+    ]
     rules = [by_name(selector.pattern, selector.settings) for selector in policy.names]
     rules += [by_class(selector.pattern, settings=selector.settings) for selector in policy.classes]
     if policy.embeddings is not None:
@@ -129,29 +123,6 @@ def _members(
         return Decision(wrap=True, reason=key, settings=settings) if id(module) in ids else None
 
     return [rule]
-
-
-def _unmatched_classes(tree: ModuleTree, selectors: Iterable[Selector]) -> Iterable[str]:
-    existing = sorted({type(module).__name__ for _, module in tree.modules()})
-    for selector in selectors:
-        if selector.pattern not in existing:
-            yield (
-                f"wrap_policy.classes names '{selector.pattern}', but the model has no module of "
-                f"that class. No unit would be made of it.{nearest(selector.pattern, existing)} "
-                f"Classes in this model: {', '.join(existing)}."
-            )
-
-
-def _unmatched_names(tree: ModuleTree, selectors: Iterable[Selector]) -> Iterable[str]:
-    names = [name for name, _ in tree.modules() if name]
-    for selector in selectors:
-        if not any(map(_matcher(selector.pattern), names)):
-            shown = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
-            yield (
-                f"wrap_policy.names holds '{selector.pattern}', which matches no module name. No "
-                f"unit would be made of it.{nearest(selector.pattern, names)} "
-                f"Names in this model: {shown}."
-            )
 
 
 def _output_heads(tree: ModuleTree) -> list[nn.Module]:

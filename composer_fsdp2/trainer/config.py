@@ -44,6 +44,9 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)
     ignored_params: tuple[str, ...] = ()
     forward_methods: tuple[str, ...] = ()
+    activation_checkpointing: Any = False
+    compile: Any = False
+    tiled_mlp: Any = None
     pretrained_weights: str | None = None
     load_planner: Any = None
     save_planner: Any = None

@@ -60,12 +60,14 @@ class PatchPoint:
 
 
 def _parse_parallelism_config(_original: Any, trainer: Any, parallelism_config: Any) -> Any:
+    from composer_fsdp2.trainer.compiling import check_compiled_once
     from composer_fsdp2.trainer.config import parse_parallelism_config
     from composer_fsdp2.trainer.extensions import check_extensions
 
     parsed = parse_parallelism_config(parallelism_config)
     if parsed is not None and parsed.fsdp2 is not None:
         check_extensions(trainer)
+        check_compiled_once(trainer, parsed.fsdp2)
     return parsed
 
 

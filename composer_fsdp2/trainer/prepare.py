@@ -1,8 +1,9 @@
 """`prepare_fully_shard`: what FSDP1 users call, done with FSDP2.
 
-[Note: order of transformations] Decide on names, let the ranks agree, wrap activations, shard with
-children before parents (making each unit's weights real just before, or reading the shards just
-after), move the optimizer. Nothing is changed before every rank has agreed that it can be.
+[Note: order of transformations] Decide on names, let the ranks agree, cut MLPs, wrap activations,
+compile blocks, shard with children before parents (making each unit's weights real just before, or
+reading the shards just after), move the optimizer. Nothing is changed before every rank has agreed
+that it can be.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.core.accumulate import Accumulation
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.collectives import agree
+from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
 from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.core.materialize import Origins, check_origins, shared_seed
 from composer_fsdp2.core.mesh import MeshShape, build_mesh
 from composer_fsdp2.core.optim import (
@@ -52,11 +55,12 @@ from composer_fsdp2.core.shard import (
     check_hooks,
     collector_paused,
 )
+from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.patches import preparing_fast
-from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
+from composer_fsdp2.trainer.rules import activation_choice, block_units, trainer_rules
 
 __all__ = ["Sharding", "prepare_fully_shard", "sharding_of"]
 
@@ -157,6 +161,8 @@ class _Decided:
     compute: torch.dtype
     plan: WrapPlan
     activation: ActivationPlan | None
+    compiled: CompilePlan | None
+    tiled: TilingPlan | None
     forward_methods: list[tuple[str, str]]
     optimizer: torch.optim.Optimizer | None
     weights: PretrainedWeights | None
@@ -177,6 +183,8 @@ class _Decided:
             "plan": str(self.plan),
             "set of parameters and buffers": _describe_tensors(self.tree),
             "activation plan": str(self.activation),
+            "plan of compiled blocks": str(self.compiled),
+            "plan of tiles": str(self.tiled),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
             "~origins": dataclasses.astuple(Origins.read(self.tree, self.weights or ())),
@@ -239,6 +247,8 @@ def _decide(
         compute=_compute_dtype(precision, place),
         plan=plan,
         activation=_plan_activation(model, settings, plan),
+        compiled=_plan_compile(settings, plan),
+        tiled=_plan_tiling(model, settings, plan),
         forward_methods=methods,
         optimizer=optimizer,
         weights=_open_weights(settings.pretrained_weights, tree),
@@ -272,14 +282,37 @@ def _plan(model: nn.Module, tree: ModuleTree, settings: FSDP2Config, shape: Mesh
 def _plan_activation(
     model: nn.Module, settings: FSDP2Config, plan: WrapPlan
 ) -> ActivationPlan | None:
-    if not settings.activation_checkpointing and not settings.activation_cpu_offload:
+    recompute = settings.activation_checkpointing
+    if _memory_budget(settings) is not None:
+        recompute = False  # the compiler does it
+    if recompute is False and not settings.activation_cpu_offload:
         return None
     return plan_activation(
         model,
-        activation_choice(model, plan),
-        recompute=settings.activation_checkpointing,
+        recompute,
+        choose=activation_choice(model, plan),
         offload=settings.activation_cpu_offload,
     )
+
+
+def _memory_budget(settings: FSDP2Config) -> float | None:
+    recompute = settings.activation_checkpointing
+    return recompute.memory_budget if isinstance(recompute, ActivationSpec) else None
+
+
+def _plan_compile(settings: FSDP2Config, plan: WrapPlan) -> CompilePlan | None:
+    spec = settings.compile
+    if spec is False:
+        return None
+    spec = CompileSpec() if spec is True else spec
+    return plan_compile(block_units(plan), spec, memory_budget=_memory_budget(settings))
+
+
+def _plan_tiling(model: nn.Module, settings: FSDP2Config, plan: WrapPlan) -> TilingPlan | None:
+    if settings.tiled_mlp is None:
+        return None
+    units = [name for unit in plan.units for name in unit.modules if name]
+    return plan_tiling(model, settings.tiled_mlp, units=units)
 
 
 def _single_optimizer(optimizers: Any) -> torch.optim.Optimizer | None:
@@ -329,14 +362,20 @@ def _carry_out(
 ) -> dict[str, FSDPModule]:
     """Changes the model and its optimizer as decided. Collective: yes."""
     if decided.settings.verbose and distributed.get_rank() == 0:
-        _show(f"{decided.plan}\n{decided.activation or 'activations: kept'}")
+        activation = decided.activation or "activations: kept"
+        inside = (activation, decided.tiled, decided.compiled)
+        _show("\n".join(str(part) for part in (decided.plan, *inside) if part is not None))
     detached = None
     if decided.optimizer is not None:
         detached = detach_optimizer(decided.optimizer, decided.tree)
     # Nothing may hold the full parameters while the units are sharded one after another.
     decided.tree = ModuleTree()
+    if decided.tiled is not None:
+        apply_tiling(model, decided.tiled)
     if decided.activation is not None:
         apply_activation(model, decided.activation)
+    if decided.compiled is not None:
+        apply_compile(model, decided.compiled)
     with preparing_fast():
         units = apply_plan(
             model,

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric, MetricCollection
 
+from composer_fsdp2.core.blocks import outer_names
 from composer_fsdp2.core.config import WrapPolicy, parse_unit_settings
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER, Decision, Rule, WrapPlan
@@ -20,7 +21,9 @@ from composer_fsdp2.core.tying import has_forward
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.fsdp1 import convert_fsdp1_unit
 
-__all__ = ["activation_choice", "trainer_rules"]
+__all__ = ["activation_choice", "block_units", "trainer_rules"]
+
+_ADAPTER = "adapter in another dtype"
 
 
 def trainer_rules(
@@ -109,7 +112,7 @@ def _adapter_rule(model: nn.Module, others: Rule) -> Rule:
         own = {param.dtype for param in module.parameters(recurse=False)}
         if FROZEN_MAY_DIFFER or own <= dtypes[id(module)]:
             return None
-        return Decision(wrap=True, reason="adapter in another dtype")
+        return Decision(wrap=True, reason=_ADAPTER)
 
     return rule
 
@@ -193,7 +196,7 @@ def activation_choice(model: nn.Module, plan: WrapPlan) -> Callable[[str, nn.Mod
             asked.update((id(module), hook) for module in top.modules())
     if asked or any(hasattr(module, "_activation_checkpointing") for module in model.modules()):
         return lambda _name, module: _asked_to_checkpoint(asked, module)
-    blocks = _blocks(plan)
+    blocks = set(block_units(plan))
     return lambda name, _module: name in blocks
 
 
@@ -207,15 +210,11 @@ def _asked_to_checkpoint(
     return bool(hook(module)) if hook is not None else False
 
 
-def _blocks(plan: WrapPlan) -> set[str]:
+def block_units(plan: WrapPlan) -> list[str]:
+    """The units that are blocks: inside another unit, containing none, no embedding and no head."""
     inner = [unit for unit in plan.units if not unit.top_level]
-    no_blocks = ("direct child", "embeddings", "lm_head")
+    no_blocks = ("direct child", "embeddings", "lm_head", _ADAPTER)
     names = {unit.modules[0] for unit in inner if unit.reason not in no_blocks}
     parents = {name.rpartition(".")[0] for name in names}
-    containing = {part for name in parents for part in _prefixes(name)}
-    return names - containing
-
-
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    blocks = names - {outer for name in parents for outer in outer_names(name)}
+    return [unit.modules[0] for unit in inner if unit.modules[0] in blocks]

@@ -18,6 +18,8 @@ from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER
 from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.trainer.prepare import sharding_of
+from composer_fsdp2.trainer.rules import block_units
 from tests.models import llama_config
 from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
 from tests.traffic import Bytes
@@ -206,3 +208,14 @@ def test_merged_after_gathering_is_the_unsharded_merge():
     merged = again.model.merge_and_unload().state_dict()
     assert expected.keys() == merged.keys()
     assert all(torch.equal(expected[name], merged[name]) for name in expected)
+
+
+@pytest.mark.world_size(2)
+def test_the_blocks_of_a_model_with_adapters_are_its_layers():
+    """Where torch needs adapters of another dtype to be units, they are units inside a block."""
+    model = lora(dtype=torch.bfloat16)
+    prepare_fully_shard(model, None, {})
+    sharding = sharding_of(model)
+    assert sharding is not None
+    blocks = [name.rpartition(".model.")[2] for name in block_units(sharding.plan)]
+    assert blocks == ["layers.0", "layers.1"]

@@ -21,7 +21,7 @@ WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
         {"sharding_stratgy": "FULL_SHARD", "reshard_after_foward": True},
         r"'reshard_after_foward' is not a key .* Did you mean 'reshard_after_forward'\?",
     ),
-    "wrong type": ({"activation_checkpointing": "yes"}, "it takes true or false"),
+    "wrong type": ({"activation_checkpointing": "yes"}, "it takes true, false or a mapping"),
     "no config": (["reshard_after_forward"], "configuration is a list"),
     "degrees": (
         {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 3},

@@ -408,6 +408,9 @@ TARGETS: dict[str, tuple[Any, dict[str, list[int]]]] = {
 }
 
 
+CLASSES = {"mptblock": "MPTBlock", "grouped_query_attention": "MultiheadAttention"}
+
+
 def mpt(target: Any, layers: int = 5) -> ComposerModel:
     from llmfoundry import registry
 
@@ -433,6 +436,12 @@ def compare_targets() -> None:
         assert recomputed(new) == recomputed(old), name
         written = {f"{BLOCKS}.{n}{part}" for part, ids in expected.items() for n in ids}
         assert recomputed(new) == written, name
+        for kind, blocks in target.items() if isinstance(target, dict) else ():
+            anywhere = mpt(None)
+            spec = {"classes": [CLASSES[kind]], "target": blocks}
+            prepare_fully_shard(anywhere, None, {"activation_checkpointing": spec})
+            attention = kind == "grouped_query_attention"
+            assert recomputed(anywhere) == {n for n in written if n.endswith(".attn") == attention}
 
 
 @pytest.mark.filterwarnings("ignore")

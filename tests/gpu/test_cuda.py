@@ -37,7 +37,15 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.world_size(1, backend="nccl")
 @pytest.mark.parametrize(
-    "config", [{}, {"activation_checkpointing": True}, {"data_parallel_replicate_degree": 1}]
+    "config",
+    [
+        {},
+        {"activation_checkpointing": True},
+        {"activation_cpu_offload": True},
+        {"activation_checkpointing": {"mode": "selective"}, "activation_cpu_offload": True},
+        {"compile": True, "activation_checkpointing": True},
+        {"data_parallel_replicate_degree": 1},
+    ],
 )
 def test_trains_like_the_unsharded_copy(config: dict[str, Any]):
     oracle = TinyLM("two modules")
@@ -50,6 +58,21 @@ def test_trains_like_the_unsharded_copy(config: dict[str, Any]):
     _train(model, optimizer)
     for name, value in _whole(model).items():
         assert (value - oracle.state_dict()[name]).abs().max().item() <= 1e-5, name
+
+
+@pytest.mark.world_size(1, backend="nccl")
+def test_offloaded_activations_leave_the_device():
+    ids, targets = (part.cuda() for part in batches(1, 64, length=64)[0])
+    held = {}
+    for offload in (False, True):
+        model = TinyLM()
+        prepare_fully_shard(model, None, {"activation_cpu_offload": offload}, precision="fp32")
+        lm_loss(model(ids), targets).backward()
+        loss = lm_loss(model(ids), targets)
+        torch.cuda.synchronize()
+        held[offload] = torch.cuda.memory_allocated()
+        loss.backward()
+    assert held[True] < 0.7 * held[False], held
 
 
 @pytest.mark.world_size(1, backend="nccl")

@@ -22,6 +22,7 @@ from composer_fsdp2.core.config import (
     parse_unit_settings,
     plain,
 )
+from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec, TilingSpec
 from composer_fsdp2.errors import ConfigError
 
 KEYS = [f.name for f in dataclasses.fields(FSDP2Config)]
@@ -39,8 +40,16 @@ GOOD = {
     "tied_weights": ["lift", "error"],
     "ignored_params": [(), ("a.*",), ("a.weight", "b.*")],
     "forward_methods": [(), ("model.encode",)],
-    "activation_checkpointing": [True, False],
+    "activation_checkpointing": [
+        True,
+        False,
+        ActivationSpec(),
+        ActivationSpec(classes=("Block",), every=2, mode="selective"),
+        *(ActivationSpec(target=t) for t in (2, "first-1, 3-5", (0, "last-2", "range-1-3"))),
+    ],
     "activation_cpu_offload": [True, False],
+    "compile": [True, False, CompileSpec(), CompileSpec(backend="eager", dynamic=True)],
+    "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
     "pretrained_weights": [None, "/a/folder"],
     "state_dict_type": ["full", "sharded"],
     "load_monolith_rank0_only": [False],
@@ -65,8 +74,34 @@ BAD = {
     "tied_weights": ["untie", None, True, ["lift"]],
     "ignored_params": ["a.*", 1, (1,), ("",)],
     "forward_methods": ["model.encode", {"a": 1}, (None,)],
-    "activation_checkpointing": ["true", 1, None],
+    "activation_checkpointing": [
+        "true",
+        1,
+        None,
+        ActivationSpec(classes="Block"),
+        ActivationSpec(names=("",)),
+        *(ActivationSpec(every=every) for every in (0, True, "2")),
+        *(ActivationSpec(target=t) for t in (0, -1, True, "some-1", "first", "1-", (), (-1,))),
+        ActivationSpec(mode="some"),
+        ActivationSpec(preserve_rng_state=1),
+        *(ActivationSpec(memory_budget=b) for b in (-0.1, 1.1, True, "half")),
+    ],
     "activation_cpu_offload": ["true", 0, None],
+    "compile": [
+        "yes",
+        1,
+        None,
+        CompileSpec(backend=""),
+        CompileSpec(mode=1),
+        CompileSpec(fullgraph=None),
+        CompileSpec(dynamic="no"),
+    ],
+    "tiled_mlp": [
+        2,
+        True,
+        *(TilingSpec(shards=shards) for shards in (1, 0, 2.5, None, True)),
+        TilingSpec(shards=2, names=(1,)),
+    ],
     "pretrained_weights": ["", 3, True, ["a"]],
     "state_dict_type": ["local", "Full", None, 1],
     "load_monolith_rank0_only": ["no", 0, None],
@@ -501,8 +536,12 @@ valid = st.fixed_dictionaries(
         ),
         "ignored_params": st.lists(patterns, max_size=3),
         "forward_methods": st.lists(patterns, max_size=3),
-        "activation_checkpointing": st.booleans(),
+        "activation_checkpointing": st.booleans()
+        | st.fixed_dictionaries(
+            {}, optional={"names": st.lists(patterns), "every": st.integers(1, 9)}
+        ),
         "activation_cpu_offload": st.booleans(),
+        "compile": st.booleans() | st.fixed_dictionaries({"fullgraph": st.booleans()}),
         "state_dict_type": st.sampled_from(["full", "sharded"]),
         "sharded_ckpt_prefix_dir": patterns,
         "async_save": st.booleans(),
@@ -526,3 +565,54 @@ def test_a_valid_config_survives_being_written_out(written):
     config = parse_config(written)
     assert parse_config(written_out(config)) == config
     assert parse_config(OmegaConf.create(written)) == config
+
+
+# --- The inside of blocks. ---
+
+
+def test_forms_of_the_settings_of_blocks():
+    parsed = parse_config(
+        {
+            "activation_checkpointing": {
+                "classes": "Block",
+                "target": ["first-1", 3],
+                "mode": "selective",
+            },
+            "compile": {"blocks": True, "backend": "eager"},
+        }
+    )
+    assert parsed.activation_checkpointing == ActivationSpec(
+        classes=("Block",), target=("first-1", 3), mode="selective"
+    )
+    assert parsed.compile == CompileSpec(backend="eager")
+    tiles = parse_config({"tiled_mlp": {"shards": 4, "names": ["*.mlp"]}}).tiled_mlp
+    assert tiles == TilingSpec(shards=4, names=("*.mlp",))
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"activation_checkpointing": {"class": ["A"]}}, "Did you mean 'classes'"),
+        ({"activation_checkpointing": {"names": "re:("}}, "is no regular expression"),
+        ({"activation_checkpointing": {"memory_budget": 0.5}}, "Write compile: true"),
+        (
+            {"activation_checkpointing": {"memory_budget": 0.5, "every": 2}, "compile": True},
+            "stands beside other settings",
+        ),
+        ({"activation_checkpointing": {"every": 2, "target": 1}}, "both 'every' and 'target'"),
+        ({"compile": {"blocks": False}}, "blocks are what is compiled here"),
+        ({"compile": {"full_graph": True}}, "Did you mean 'fullgraph'"),
+        ({"tiled_mlp": {"shards": 2}, "compile": True}, "'tiled_mlp' and 'compile' are both set"),
+        ({"tiled_mlp": {}}, "'tiled_mlp.shards' is None"),
+        ({"tiled_mlp": {"shard": 2}}, "Did you mean 'shards'"),
+    ],
+)
+def test_mistakes_in_the_settings_of_blocks(written, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(written)
+    assert said in str(caught.value)
+
+
+def test_a_budget_goes_with_compile():
+    parsed = parse_config({"activation_checkpointing": {"memory_budget": 0.5}, "compile": True})
+    assert parsed.activation_checkpointing == ActivationSpec(memory_budget=0.5)

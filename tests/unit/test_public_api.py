@@ -10,6 +10,7 @@ import composer_fsdp2
 
 NAMES = [
     "ActivationPlan",
+    "ActivationSpec",
     "CheckpointError",
     "ConfigError",
     "FSDP2Config",

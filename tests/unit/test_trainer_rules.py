@@ -240,7 +240,7 @@ def test_a_policy_that_matches_nothing_is_an_error():
 
 
 def checkpointed(model: nn.Module, **policy) -> tuple[str, ...]:
-    return plan_activation(model, activation_choice(model, plan(model, **policy))).modules
+    return plan_activation(model, choose=activation_choice(model, plan(model, **policy))).modules
 
 
 def test_the_hook_decides():

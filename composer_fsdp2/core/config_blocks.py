@@ -1,0 +1,231 @@
+"""What the configuration says about the inside of blocks: recomputed, compiled, in tiles."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from composer_fsdp2.core.mistakes import (
+    check_bool,
+    check_patterns,
+    is_count,
+    is_string,
+    unknown_key,
+    wrong,
+)
+
+__all__ = [
+    "ActivationSpec",
+    "CompileSpec",
+    "TilingSpec",
+    "check_activation",
+    "check_block_combinations",
+    "check_compile",
+    "check_tiling",
+    "parse_activation",
+    "parse_compile",
+    "parse_tiling",
+]
+
+Target = int | str | tuple[int | str, ...]
+
+_RANGE = re.compile(r"(first|middle|last)-\d+|(range-)?\d+-\d+")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationSpec:
+    """Which modules are computed again in backward, and what of them is kept."""
+
+    classes: tuple[str, ...] = ()
+    """class names; every instance is chosen"""
+    names: tuple[str, ...] = ()
+    """module names: a glob, or `re:` and a regular expression"""
+    every: int | None = None
+    """only in every n-th block, counted in each list of blocks, the first one included"""
+    target: Target | None = None
+    """only in these blocks, in LLM Foundry's words: a number, ids, `first-n`, `middle-n`,
+    `last-n`, `range-i-j` or `i-j` (without j); several in a list or with commas"""
+    mode: Literal["full", "selective"] = "full"
+    """`selective` keeps the results of matrix products, convolutions and attention"""
+    preserve_rng_state: bool = True
+    """whether dropout drops the same again; false is faster, for blocks without randomness"""
+    memory_budget: float | None = None
+    """the compiler chooses: 1 keeps what it wants, 0 keeps the inputs of a block alone"""
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it says itself which modules, so that the model's own function is not asked."""
+        return bool(self.classes or self.names) or (self.every, self.target) != (None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileSpec:
+    """`torch.compile` of each block; the fields are its arguments."""
+
+    backend: str = "inductor"
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilingSpec:
+    """MLPs that are run on one part of the sequence after the other."""
+
+    shards: int
+    """number of parts"""
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    """which modules; those called mlp, ffn or feed_forward when both are empty"""
+
+
+def parse_activation(key: str, raw: Any, errors: list[str]) -> Any:
+    """True, false, or a mapping."""
+    return _parse(ActivationSpec, key, raw, errors) if isinstance(raw, dict) else raw
+
+
+def parse_compile(key: str, raw: Any, errors: list[str]) -> Any:
+    """True, false, or a mapping."""
+    if not isinstance(raw, dict):
+        return raw
+    values = dict(raw)
+    if values.pop("blocks", True) is not True:
+        errors.append(
+            f"'{key}.blocks' is {raw['blocks']!r}, but blocks are what is compiled here. Nothing "
+            f"would be. Write {key}: false, or compile_config of the Trainer for the whole model."
+        )
+    return _parse(CompileSpec, key, values, errors)
+
+
+def parse_tiling(key: str, raw: Any, errors: list[str]) -> Any:
+    """Null, or a mapping."""
+    return (
+        _parse(TilingSpec, key, {"shards": None, **raw}, errors) if isinstance(raw, dict) else raw
+    )
+
+
+def _parse(spec: Callable[..., Any], key: str, raw: Mapping[str, Any], errors: list[str]) -> Any:
+    known: dict[str, Any] = {f.name: None for f in dataclasses.fields(spec)}  # pyright: ignore[reportArgumentType]
+    errors += [unknown_key(name, known, key) for name in raw if name not in known]
+    values = {name: _frozen(value) for name, value in raw.items() if name in known}
+    for name in ("classes", "names"):
+        if name in values:
+            value = values[name]
+            values[name] = () if value is None else (value,) if isinstance(value, str) else value
+    return spec(**values)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def check_activation(key: str, value: Any, errors: list[str]) -> None:
+    """Checks every field, and that they can hold together."""
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, ActivationSpec):
+        keys = ", ".join(f.name for f in dataclasses.fields(ActivationSpec))
+        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
+        return
+    _check_choice(key, value, errors)
+    if value.every is not None and not is_count(value.every):
+        errors.append(wrong(f"{key}.every", value.every, "a number of blocks >= 1"))
+    if value.target is not None and not _is_target(value.target):
+        errors.append(wrong(f"{key}.target", value.target, _TARGETS))
+    if value.mode not in ("full", "selective"):
+        errors.append(wrong(f"{key}.mode", value.mode, "full or selective"))
+    check_bool(f"{key}.preserve_rng_state", value.preserve_rng_state, errors)
+    if value.every is not None and value.target is not None:
+        errors.append(
+            f"'{key}' has both 'every' and 'target'. Each of them says which blocks. "
+            "Leave one of them out."
+        )
+    _check_budget(key, value, errors)
+
+
+_TARGETS = "a number, first-n, middle-n, last-n, range-i-j, i-j, or a list of ids and these"
+
+
+def _is_target(target: Any) -> bool:
+    if isinstance(target, str):
+        return all(_RANGE.fullmatch(part) for part in target.replace(" ", "").split(","))
+    if isinstance(target, tuple):
+        return bool(target) and all(
+            _is_target(part) if isinstance(part, str) else _is_id(part) for part in target
+        )
+    return is_count(target)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_budget(key: str, value: ActivationSpec, errors: list[str]) -> None:
+    budget: Any = value.memory_budget
+    if budget is None:
+        return
+    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
+        errors.append(wrong(f"{key}.memory_budget", budget, "a number from 0 to 1"))
+    if value != ActivationSpec(memory_budget=budget):
+        errors.append(
+            f"'{key}.memory_budget' stands beside other settings. With a budget the compiler "
+            "chooses what is computed again, so they would have no effect. Leave the others out, "
+            "or the budget."
+        )
+
+
+def _check_choice(key: str, value: Any, errors: list[str]) -> None:
+    for name in ("classes", "names"):
+        patterns = getattr(value, name)
+        if isinstance(patterns, tuple):
+            check_patterns(f"{key}.{name}", patterns, errors)
+        else:
+            errors.append(wrong(f"{key}.{name}", patterns, "a list of patterns"))
+
+
+def check_compile(key: str, value: Any, errors: list[str]) -> None:
+    """Checks every field; torch knows which backends and modes there are."""
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, CompileSpec):
+        keys = ", ".join(f.name for f in dataclasses.fields(CompileSpec))
+        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
+        return
+    if not is_string(value.backend):
+        errors.append(wrong(f"{key}.backend", value.backend, "the name of a backend"))
+    if value.mode is not None and not is_string(value.mode):
+        errors.append(wrong(f"{key}.mode", value.mode, "a mode of torch.compile"))
+    check_bool(f"{key}.fullgraph", value.fullgraph, errors)
+    if value.dynamic is not None:
+        check_bool(f"{key}.dynamic", value.dynamic, errors)
+
+
+def check_tiling(key: str, value: Any, errors: list[str]) -> None:
+    """Checks every field."""
+    if value is None:
+        return
+    if not isinstance(value, TilingSpec):
+        errors.append(wrong(key, value, "a mapping with shards, names, classes"))
+        return
+    _check_choice(key, value, errors)
+    if not is_count(value.shards) or value.shards < 2:
+        errors.append(wrong(f"{key}.shards", value.shards, "a number of parts >= 2"))
+
+
+def check_block_combinations(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Settings of blocks that are fine alone and cannot hold together."""
+    activation, compiled = values.get("activation_checkpointing"), values.get("compile", False)
+    budget = getattr(activation, "memory_budget", None)
+    if budget is not None and not compiled:
+        errors.append(
+            "'activation_checkpointing.memory_budget' is set without 'compile'. Only the compiler "
+            "can keep to it. Write compile: true, or leave the budget out."
+        )
+    if compiled and values.get("tiled_mlp") is not None:
+        errors.append(
+            "'tiled_mlp' and 'compile' are both set. A compiled block orders its own computation, "
+            "and nothing would keep it from making all tiles at once. Leave one of them out."
+        )

@@ -1,0 +1,69 @@
+"""Sentences about wrong settings, and the checks that all parts of a configuration share.
+
+Each check appends to `errors` and never raises.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "check_bool",
+    "check_patterns",
+    "is_count",
+    "is_string",
+    "nearest",
+    "unknown_key",
+    "wrong",
+]
+
+
+def nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """Describes the known name closest to a misspelt one, or '' when none is close."""
+    close = difflib.get_close_matches(str(word), [str(name) for name in known], n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
+    """A key that does not exist."""
+    hint = nearest(key, known) or f" Valid keys: {', '.join(sorted(known))}."
+    return f"'{key}' is not a key of {where}. It would have no effect.{hint}"
+
+
+def wrong(key: str, value: Any, expected: str) -> str:
+    """A value a key cannot have."""
+    return f"'{key}' is {value!r}, but it takes {expected}. Write {key}: <{expected}>."
+
+
+def check_bool(key: str, value: Any, errors: list[str]) -> None:
+    """True or false, nothing that stands for them."""
+    if not isinstance(value, bool):
+        errors.append(wrong(key, value, "true or false"))
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is a whole number of at least one."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_string(value: Any) -> bool:
+    """Whether it is text that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+def check_patterns(where: str, patterns: Sequence[Any], errors: list[str]) -> None:
+    """Globs, or `re:` and a regular expression."""
+    for pattern in patterns:
+        if not is_string(pattern):
+            errors.append(wrong(where, pattern, "patterns that are not empty"))
+        elif pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                errors.append(
+                    f"'{where}' holds {pattern!r}, which is no regular expression ({error}). "
+                    "It could match nothing. Correct it, or write a glob without 're:'."
+                )
