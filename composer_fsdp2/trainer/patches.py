@@ -131,6 +131,12 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return original(trainer, *args, **kwargs)
 
 
+def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.microbatching import evaluate
+
+    return _evaluate(functools.partial(evaluate, original), trainer, *args, **kwargs)
+
+
 def _load_checkpoint(original: Any, path: str, state: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer.autoresume import load_newest_good
 
@@ -373,8 +379,8 @@ PATCHES: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         target="composer.trainer.trainer:Trainer._eval_loop",
-        replacement=_evaluate,
-        why="has no other choice between memory and gathers than training has",
+        replacement=_eval_loop,
+        why="gathers as training does, and leaves ranks waiting for one that runs out of memory",
         takes=frozenset({"evaluator"}),
         versions=_READ["composer"],
     ),
@@ -571,12 +577,6 @@ PATCHES: tuple[PatchPoint, ...] = (
         _microbatching("clear_attempt"),
         "ed5928905bb6c8e3",
         "leaves an aborted FSDP2 step, the optimizer's state and random states as they are",
-    ),
-    _point(
-        "composer.trainer.trainer:Trainer._eval_loop",
-        _microbatching("evaluate"),
-        "2b6ec19ebf6613d0",
-        "leaves ranks waiting for one that runs out of memory under FSDP2",
     ),
     _point(
         "composer.callbacks.optimizer_monitor:OptimizerMonitor.batch_end",

@@ -462,41 +462,6 @@ def test_a_config_cannot_be_changed():
 
 # --- properties ---
 
-leaves = (
-    st.none()
-    | st.booleans()
-    | st.integers(-3, 9)
-    | st.floats(allow_nan=False)
-    | st.text(max_size=6)
-    | st.sampled_from(["auto", "lift", "full", "PURE", "bf16", "re:(", "param_dtype", "names"])
-)
-words = st.sampled_from(
-    [
-        *KEYS,
-        *(f.name for f in dataclasses.fields(WrapPolicy)),
-        *(f.name for f in dataclasses.fields(PrecisionSpec)),
-        "buffer_dtype",
-        "layers.*",
-        "re:[",
-    ]
-)
-keys = words | st.text(max_size=8)
-values = st.recursive(
-    leaves,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(keys, values, max_size=5))
-def test_whatever_is_written_it_is_a_config_or_a_config_error(written):
-    try:
-        parsed = parse_config(written)
-    except ConfigError:
-        return
-    assert isinstance(parsed, FSDP2Config)
-
-
 reshards = st.sampled_from(["auto", True, False, 1, 2, 8])
 dtypes = st.none() | st.sampled_from(sorted(DTYPES))
 precisions = st.sampled_from(["DEFAULT", "PURE", "FULL"]) | st.fixed_dictionaries(
