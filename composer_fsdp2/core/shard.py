@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan
-from composer_fsdp2.core.precision import InputCast
+from composer_fsdp2.core.precision import InputCast, without_autocast
 from composer_fsdp2.core.source import WeightSource
 from composer_fsdp2.core.tying import ModuleTree, ParamUse, alias_representatives
 from composer_fsdp2.errors import PlanError
@@ -232,7 +232,8 @@ def apply_plan(
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.modules[0]]
             # Before it is sharded, which gives the module another class.
-            is_embedding, frozen = type(module) is nn.Embedding, layout.is_frozen(unit)
+            is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
+            frozen = layout.is_frozen(unit)
             casts[module] = _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
             _spare_backward_gather(_unit(module), frozen, is_embedding)
             weights.read_parameters(unit.params)
@@ -392,6 +393,8 @@ def _shard_unit(
     """Shards one unit; returns the cast of its inputs, which other methods need as well."""
     kwargs: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
     cast, policy = InputCast.taken_from(policy)
+    if isinstance(module, nn.Linear):
+        module.register_forward_hook(_own_output)
     fully_shard(
         module,
         mesh=reduction.mesh,
@@ -399,6 +402,8 @@ def _shard_unit(
         mp_policy=policy,
         **kwargs,
     )
+    if unit.role == "fp32":
+        without_autocast(module, reduction.mesh.device_type)
     if cast.dtype is not None:
         module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
     assert isinstance(module, FSDPModule)
@@ -407,6 +412,18 @@ def _shard_unit(
     if unit.top_level and unit.reshard_after_forward is not False:
         _insist_on_reshard(module, unit)
     return cast
+
+
+def _own_output(_module: nn.Module, _args: object, output: object) -> object:
+    """Lets what a linear layer returns be changed in place, as some models scale their logits.
+
+    It may be a view, and an operation in place on a view drops the hook by which FSDP2 learns that
+    backward has come. Nothing else holds the tensor behind it.
+    """
+    if not isinstance(output, torch.Tensor) or not output._is_view():
+        return output
+    aten: Any = torch.ops.aten
+    return aten._unsafe_view(output, output.shape)
 
 
 def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool) -> None:

@@ -36,6 +36,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     data_parallel_replicate_degree: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
     reshard_after_forward: Any = "auto"
     mixed_precision: Any = "DEFAULT"
+    keep_fp32: tuple[str, ...] | None = None
     tied_weights: str = "lift"
     wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)
     ignored_params: tuple[str, ...] = ()

@@ -40,13 +40,14 @@ from composer_fsdp2.core.optim import (
     reshard_before_steps,
 )
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
-from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.core.precision import cast_buffers, compute_dtype, resolve_precision
 from composer_fsdp2.core.shard import (
     apply_plan,
     check_forward_methods,
     check_hooks,
     collector_paused,
 )
+from composer_fsdp2.core.sizing import UnitSizes
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
@@ -214,7 +215,8 @@ def _decide(
     tree = ModuleTree.read(model)
     check_hooks(tree)
     shape = MeshShape.resolve(settings, distributed.get_world_size())
-    plan = _plan(model, tree, settings, shape)
+    compute = _compute_dtype(precision, place)
+    plan = _plan(model, tree, settings, shape, compute)
     _check_reshards(shape, settings, plan)
     methods = check_forward_methods(tree, settings.forward_methods, plan)
     methods += _eval_methods(model, plan)
@@ -226,7 +228,7 @@ def _decide(
         shape=shape,
         mesh=mesh,
         device_type="cuda" if isinstance(place, DeviceGPU) else place.name,
-        compute=_compute_dtype(precision, place),
+        compute=compute,
         plan=plan,
         activation=_plan_activation(model, settings, plan),
         forward_methods=methods,
@@ -248,13 +250,27 @@ def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | Non
     return weights
 
 
-def _plan(model: nn.Module, tree: ModuleTree, settings: FSDP2Config, shape: MeshShape) -> WrapPlan:
+def _plan(
+    model: nn.Module,
+    tree: ModuleTree,
+    settings: FSDP2Config,
+    shape: MeshShape,
+    compute: torch.dtype,
+) -> WrapPlan:
+    policy = settings.wrap_policy
+    gathered_in = resolve_precision(settings.mixed_precision, compute).param_dtype
+    rules = trainer_rules(
+        model, policy, shape, keep_fp32=settings.keep_fp32, gathered_in=gathered_in
+    )
     return plan_wrapping(
         model,
-        trainer_rules(model, settings.wrap_policy, shape),
+        rules,
         reshard_after_forward=settings.reshard_after_forward,
         tied_weights=settings.tied_weights,
         ignored_params=settings.ignored_params,
+        sizes=UnitSizes(
+            least=policy.min_unit_bytes, most=policy.max_unit_bytes, gathered_in=gathered_in
+        ),
         tree=tree,
     )
 
@@ -338,11 +354,23 @@ def _carry_out(
         seed=seed,
         source=decided.weights,
     )
+    _cast_buffers(model, decided)
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
     setattr(model, _SHARDING, Sharding(plan=decided.plan, shape=decided.shape))
     return units
+
+
+def _cast_buffers(model: nn.Module, decided: _Decided) -> None:
+    """Gives every buffer the dtype that its unit, else the run asks for. Collective: no."""
+    unit_of = {name: unit for unit in decided.plan.units for name in unit.modules}
+    for path, module in ModuleTree.read(model).modules():
+        parts = path.split(".") if path else []
+        above = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+        unit = next((unit_of[name] for name in above if name in unit_of), None)
+        own = unit.mixed_precision if unit is not None else None
+        cast_buffers(module, own or decided.settings.mixed_precision)
 
 
 def _show(text: str) -> None:

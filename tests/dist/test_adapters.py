@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
-from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER
+from composer_fsdp2.core.sizing import FROZEN_MAY_DIFFER
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from tests.models import llama_config
 from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together

@@ -73,7 +73,7 @@ def scalar() -> None:
 
 def mixed_dtypes() -> None:
     model = TinyLM()
-    model.blocks[0].up.to(torch.bfloat16)
+    model.norm.bias = nn.Parameter(model.norm.bias.detach().to(torch.bfloat16))
     prepare(model)
 
 

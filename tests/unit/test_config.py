@@ -32,6 +32,7 @@ GOOD = {
     "data_parallel_replicate_degree": [None, 1, 2],
     "reshard_after_forward": ["auto", True, False, 1, 4],
     "mixed_precision": ["DEFAULT", "PURE", "FULL"],
+    "keep_fp32": [None, (), ("*norm", "re:.*gate")],
     "tied_weights": ["lift", "error"],
     "ignored_params": [(), ("a.*",), ("a.weight", "b.*")],
     "forward_methods": [(), ("model.encode",)],
@@ -54,6 +55,7 @@ BAD = {
     "data_parallel_replicate_degree": [0, -2, 1.5, False, "2"],
     "reshard_after_forward": [0, -1, 1.5, "yes", "AUTO", None, [2]],
     "mixed_precision": ["PURR", None, 1, True, []],
+    "keep_fp32": ["*norm", True, 3, ("",), {"norm": {}}],
     "tied_weights": ["untie", None, True, ["lift"]],
     "ignored_params": ["a.*", 1, (1,), ("",)],
     "forward_methods": ["model.encode", {"a": 1}, (None,)],
@@ -146,7 +148,7 @@ def test_all_mistakes_at_once_and_numbered():
             "reshard_after_forward": "no",
             "tied_weights": "untie",
             "wrap_policy": {"clases": ["A"], "min_num_params": 0, "names": ["re:("]},
-            "mixed_precision": {"buffer_dtype": "bf16", "param_dtype": "int7"},
+            "mixed_precision": {"buffer_dtype": "bf61", "param_dtype": "int7"},
         },
     )
     assert message.startswith("8 settings are wrong:")
@@ -214,7 +216,8 @@ def test_embeddings_and_head_as_switch_and_mapping():
     assert read.embeddings == UnitSettings()
     assert read.lm_head == UnitSettings(reshard_after_forward=False)
     off = policy(embeddings=False, lm_head=None)
-    assert (off.embeddings, off.lm_head) == (None, None)
+    assert off.embeddings is False
+    assert off.lm_head is None
 
 
 def test_an_empty_policy_is_the_default():
@@ -260,6 +263,9 @@ def test_selects_blocks(written, selects):
             ["'wrap_policy.classes.A.mixed_precision.param_dtype'", "int7"],
         ),
         ({"embeddings": "yes"}, ["'wrap_policy.embeddings'"]),
+        ({"embeddings": 0}, ["'wrap_policy.embeddings'"]),
+        ({"max_unit_bytes": 0}, ["'wrap_policy.max_unit_bytes'", "a number of bytes >= 1"]),
+        ({"min_unit_bytes": "1 MB"}, ["'wrap_policy.min_unit_bytes'"]),
         (
             {"lm_head": {"reshard_after_forwrd": 1}},
             ["wrap_policy.lm_head", "reshard_after_forward"],
@@ -335,7 +341,7 @@ def test_a_whole_precision_spec():
         ({"param_dtype": torch.int8}, ["'mixed_precision.param_dtype'"]),
         ({"param_dtype": 16}, ["'mixed_precision.param_dtype'"]),
         ({"param_dtyp": "bf16"}, ["'param_dtyp'", "Did you mean 'param_dtype'?"]),
-        ({"buffer_dtype": "bf16"}, ["'mixed_precision.buffer_dtype'", "does not cast buffers"]),
+        ({"buffer_dtype": "bf61"}, ["'mixed_precision.buffer_dtype'", "fp32 or bf16 or fp16"]),
         ({"cast_forward_inputs": "yes"}, ["'mixed_precision.cast_forward_inputs'"]),
     ],
 )
@@ -432,7 +438,6 @@ words = st.sampled_from(
         *KEYS,
         *(f.name for f in dataclasses.fields(WrapPolicy)),
         *(f.name for f in dataclasses.fields(PrecisionSpec)),
-        "buffer_dtype",
         "layers.*",
         "re:[",
     ]
@@ -461,6 +466,7 @@ precisions = st.sampled_from(["DEFAULT", "PURE", "FULL"]) | st.fixed_dictionarie
         "param_dtype": dtypes,
         "reduce_dtype": dtypes,
         "output_dtype": dtypes,
+        "buffer_dtype": dtypes,
         "cast_forward_inputs": st.booleans(),
     }
 )
@@ -476,6 +482,7 @@ valid = st.fixed_dictionaries(
         "data_parallel_replicate_degree": st.none() | st.integers(1, 64),
         "reshard_after_forward": reshards,
         "mixed_precision": precisions,
+        "keep_fp32": st.none() | st.lists(patterns, max_size=3),
         "tied_weights": st.sampled_from(["lift", "error"]),
         "wrap_policy": st.fixed_dictionaries(
             {},
@@ -483,8 +490,10 @@ valid = st.fixed_dictionaries(
                 "classes": selectors,
                 "names": selectors,
                 "min_num_params": st.integers(1, 10**9),
-                "embeddings": unit_settings,
-                "lm_head": unit_settings,
+                "min_unit_bytes": st.integers(1, 10**9),
+                "max_unit_bytes": st.integers(1, 10**9),
+                "embeddings": st.just(False) | unit_settings,
+                "lm_head": st.just(False) | unit_settings,
             },
         ),
         "ignored_params": st.lists(patterns, max_size=3),
