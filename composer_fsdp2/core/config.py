@@ -15,6 +15,8 @@ from composer_fsdp2.errors import ConfigError
 
 __all__ = [
     "DTYPES",
+    "CPUOffload",
+    "Communication",
     "FSDP2Config",
     "PrecisionSpec",
     "Selector",
@@ -63,6 +65,28 @@ class PrecisionSpec:
     """dtype that floating point buffers are cast to for good, in checkpoints too"""
     cast_forward_inputs: bool = True
     """casts floating point inputs to `param_dtype`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CPUOffload:
+    """How shards of parameters, gradients and optimizer state are kept in CPU memory."""
+
+    pin_memory: bool = True
+    """copies overlap with computation; the memory is then nobody else's"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """Switches of newer torch; asking an older one for them is an error."""
+
+    reduce_scatter_buffers: int | None = None
+    """gradients of so many units may be on their way; torch's 1 waits for the one before"""
+    separate_reduce_scatter_group: bool = False
+    """a communicator of its own, so that reducing and gathering overlap"""
+    allocate_from_process_group: bool = False
+    """buffers from NCCL's own allocator"""
+    symmetric_memory: bool = False
+    """buffers for gathering in symmetric memory (NCCL)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,6 +162,9 @@ class FSDP2Config:
     """methods besides `forward` that compute with parameters, `path.to.module.method`"""
     activation_checkpointing: bool = False
     activation_cpu_offload: bool = False
+    cpu_offload: bool | CPUOffload = False
+    """shards live in CPU memory, where the optimizer steps; units are copied to be gathered"""
+    communication: Communication = field(default_factory=Communication)
     pretrained_weights: str | None = None
     """a local folder in Hugging Face's safetensors layout; every rank reads only what its shards
     hold, in place of the weights the model was built with on any rank"""
@@ -312,6 +339,44 @@ def _check_precision(key: str, value: Any, errors: list[str]) -> None:
         errors.append(_wrong(key, value, expected) + hint)
 
 
+def _parse_offload(key: str, raw: Any, errors: list[str]) -> Any:
+    if not isinstance(raw, dict):
+        return raw
+    known = {f.name: None for f in dataclasses.fields(CPUOffload)}
+    errors += [_unknown_key(name, known, key) for name in raw if name not in known]
+    return CPUOffload(**{name: value for name, value in raw.items() if name in known})
+
+
+def _check_offload(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, CPUOffload):
+        _check_bool(f"{key}.pin_memory", value.pin_memory, errors)
+    elif not isinstance(value, bool):
+        errors.append(_wrong(key, value, "true, false or a mapping with pin_memory"))
+
+
+def _parse_communication(key: str, raw: Any, errors: list[str]) -> Any:
+    if raw is None:
+        return Communication()
+    if not isinstance(raw, dict):
+        return raw
+    known = {f.name: None for f in dataclasses.fields(Communication)}
+    errors += [_unknown_key(name, known, key) for name in raw if name not in known]
+    return Communication(**{name: value for name, value in raw.items() if name in known})
+
+
+def _check_communication(key: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, Communication):
+        choices = ", ".join(f.name for f in dataclasses.fields(Communication))
+        errors.append(_wrong(key, value, f"a mapping with {choices}"))
+        return
+    if value.reduce_scatter_buffers is not None:
+        buffers = value.reduce_scatter_buffers
+        _check_count(f"{key}.reduce_scatter_buffers", buffers, "buffers", errors)
+    for name in ("separate_reduce_scatter_group", "allocate_from_process_group"):
+        _check_bool(f"{key}.{name}", getattr(value, name), errors)
+    _check_bool(f"{key}.symmetric_memory", value.symmetric_memory, errors)
+
+
 def _parse_names(_key: str, raw: Any, _errors: list[str]) -> Any:
     if raw is None:
         return ()
@@ -458,6 +523,8 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "forward_methods": (_parse_names, _check_names),
     "activation_checkpointing": (_as_is, _check_bool),
     "activation_cpu_offload": (_as_is, _check_bool),
+    "cpu_offload": (_parse_offload, _check_offload),
+    "communication": (_parse_communication, _check_communication),
     "pretrained_weights": (_as_is, _check_path),
     "state_dict_type": (_as_is, _choice("full", "sharded")),
     "load_monolith_rank0_only": (_as_is, _check_bool),

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
+from composer_fsdp2.core.config import CPUOffload
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan
 from composer_fsdp2.core.precision import InputCast, without_autocast
@@ -180,6 +182,7 @@ def apply_plan(
     some_on_meta: bool = True,
     seed: int | None = None,
     source: WeightSource | None = None,
+    offload: CPUOffload | None = None,
 ) -> dict[str, FSDPModule]:
     """Shards a model in place, unit by unit, children before parents.
 
@@ -199,6 +202,7 @@ def apply_plan(
         seed: of weights that are created; the same on every rank. Drawn by rank 0 when left out.
         source: has the values of all parameters, and of the buffers it knows, on every rank (see
             [Note: weights from a source]); the two flags above are then about the rest.
+        offload: keeps the shards in CPU memory; the groups of the mesh then reduce there too.
 
     Returns:
         The units by name.
@@ -220,7 +224,11 @@ def apply_plan(
         rank0_has_values=rank0_has_values,
         some_on_meta=some_on_meta,
         source=source,
+        shards_on=None if offload is None else torch.device("cpu"),
     )
+    kwargs: dict[str, Any] = {}
+    if offload is not None:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory)
     tree.uses.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     with weights.seeded():
@@ -234,7 +242,8 @@ def apply_plan(
             # Before it is sharded, which gives the module another class.
             is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
             frozen = layout.is_frozen(unit)
-            casts[module] = _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
+            ignored = layout.ignored_by(unit)
+            casts[module] = _shard_unit(module, unit, ignored, reduction, policy, **kwargs)
             _spare_backward_gather(_unit(module), frozen, is_embedding)
             weights.read_parameters(unit.params)
         weights.fill(tree.modules())
@@ -389,9 +398,11 @@ def _shard_unit(
     ignored: set[nn.Parameter],
     reduction: GradientReduction,
     policy: MixedPrecisionPolicy,
+    **kwargs: Any,
 ) -> InputCast:
     """Shards one unit; returns the cast of its inputs, which other methods need as well."""
-    kwargs: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
+    if ignored:
+        kwargs["ignored_params"] = ignored
     cast, policy = InputCast.taken_from(policy)
     if isinstance(module, nn.Linear):
         module.register_forward_hook(_own_output)

@@ -29,9 +29,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.collectives import agree
-from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.core.communication import apply_communication, check_communication
+from composer_fsdp2.core.config import CPUOffload, FSDP2Config
 from composer_fsdp2.core.materialize import Origins, check_origins, shared_seed
-from composer_fsdp2.core.mesh import MeshShape, build_mesh
+from composer_fsdp2.core.mesh import MeshShape, build_mesh, with_cpu_backend
 from composer_fsdp2.core.optim import (
     check_optimizer,
     describe_optimizer,
@@ -211,6 +212,9 @@ def _decide(
     if device is None and mesh is not None:
         device = "gpu" if mesh.device_type == "cuda" else mesh.device_type
     place = get_device(device)
+    device_type = "cuda" if isinstance(place, DeviceGPU) else place.name
+    _check_offload(settings, device_type)
+    check_communication(settings.communication, device_type)
     optimizer = _single_optimizer(optimizers)
     tree = ModuleTree.read(model)
     check_hooks(tree)
@@ -227,7 +231,7 @@ def _decide(
         settings=settings,
         shape=shape,
         mesh=mesh,
-        device_type="cuda" if isinstance(place, DeviceGPU) else place.name,
+        device_type=device_type,
         compute=compute,
         plan=plan,
         activation=_plan_activation(model, settings, plan),
@@ -235,6 +239,19 @@ def _decide(
         optimizer=optimizer,
         weights=_open_weights(settings.pretrained_weights, tree),
     )
+
+
+def _check_offload(settings: FSDP2Config, device_type: str) -> None:
+    if settings.cpu_offload and device_type == "cpu":
+        raise ConfigError(
+            "'cpu_offload' is set in a run on the CPU. Everything is in CPU memory already, so it "
+            "would have no effect. Take it out, or train on a GPU."
+        )
+    if settings.cpu_offload and not distributed.is_gloo_available():
+        raise ConfigError(
+            "'cpu_offload' is set, and this torch has no gloo. Norms of what lives in CPU memory "
+            "are reduced there, which other backends cannot. Install a torch with gloo."
+        )
 
 
 def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | None:
@@ -343,18 +360,23 @@ def _carry_out(
     decided.tree = ModuleTree()
     if decided.activation is not None:
         apply_activation(model, decided.activation)
+    mesh = decided.mesh or build_mesh(decided.shape, decided.device_type)
+    offload = decided.settings.cpu_offload
     units = apply_plan(
         model,
         decided.plan,
-        decided.mesh or build_mesh(decided.shape, decided.device_type),
+        with_cpu_backend(mesh) if offload else mesh,
         precision_of=decided.precision_of,
         forward_methods=decided.forward_methods,
         rank0_has_values=origins[0].on_meta == "none",
         some_on_meta=any(origin.on_meta != "none" for origin in origins),
         seed=seed,
         source=decided.weights,
+        offload=(CPUOffload() if offload is True else offload) or None,
     )
     _cast_buffers(model, decided)
+    tops = [units[u.modules[0]] for u in decided.plan.units if u.top_level]
+    apply_communication(tops, units.values(), decided.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())

@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from composer_fsdp2.core.config import (
     DTYPES,
+    Communication,
+    CPUOffload,
     FSDP2Config,
     PrecisionSpec,
     Selector,
@@ -38,6 +40,8 @@ GOOD = {
     "forward_methods": [(), ("model.encode",)],
     "activation_checkpointing": [True, False],
     "activation_cpu_offload": [True, False],
+    "cpu_offload": [True, False, CPUOffload(pin_memory=False)],
+    "communication": [Communication(), Communication(reduce_scatter_buffers=2)],
     "pretrained_weights": [None, "/a/folder"],
     "state_dict_type": ["full", "sharded"],
     "load_monolith_rank0_only": [False],
@@ -61,6 +65,13 @@ BAD = {
     "forward_methods": ["model.encode", {"a": 1}, (None,)],
     "activation_checkpointing": ["true", 1, None],
     "activation_cpu_offload": ["true", 0, None],
+    "cpu_offload": ["yes", 1, None, CPUOffload(pin_memory="no")],  # pyright: ignore
+    "communication": [
+        True,
+        "nccl",
+        Communication(reduce_scatter_buffers=0),
+        Communication(symmetric_memory="yes"),  # pyright: ignore
+    ],
     "pretrained_weights": ["", 3, True, ["a"]],
     "state_dict_type": ["local", "Full", None, 1],
     "load_monolith_rank0_only": ["no", 0, None],
@@ -500,6 +511,10 @@ valid = st.fixed_dictionaries(
         "forward_methods": st.lists(patterns, max_size=3),
         "activation_checkpointing": st.booleans(),
         "activation_cpu_offload": st.booleans(),
+        "cpu_offload": st.booleans() | st.fixed_dictionaries({"pin_memory": st.booleans()}),
+        "communication": st.fixed_dictionaries(
+            {}, optional={"reduce_scatter_buffers": st.integers(1, 4)}
+        ),
         "state_dict_type": st.sampled_from(["full", "sharded"]),
         "sharded_ckpt_prefix_dir": patterns,
         "async_save": st.booleans(),
@@ -516,6 +531,13 @@ def written_out(config: FSDP2Config) -> dict:
             selector["pattern"]: selector["settings"] for selector in written["wrap_policy"][key]
         } or None
     return written
+
+
+def test_cpu_offload_as_a_mapping():
+    assert parse_config({"cpu_offload": {"pin_memory": False}}).cpu_offload == CPUOffload(
+        pin_memory=False
+    )
+    assert "'pin_memry'" in error_of(parse_config, {"cpu_offload": {"pin_memry": True}})
 
 
 @given(valid)
