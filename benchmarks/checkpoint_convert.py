@@ -24,7 +24,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import memory
+import resident
 import shapes
 import torch
 
@@ -94,7 +94,7 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
     peaks: list[int] = []
 
     def ours() -> float:
-        with memory.Peak.watched() as peak:
+        with resident.Peak.watched() as peak:
             taken = seconds(lambda: _convert(path, out, Kind(to), 5 * 10**9, None, config))
         peaks.append(peak.above)
         return taken

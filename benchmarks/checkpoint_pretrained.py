@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import memory
+import resident
 import shapes
 import torch
 import torch.distributed as dist
@@ -114,7 +114,7 @@ def _load(side: str, folder: str, out: str) -> None:
     PRETRAINED[side](f"{folder}/tiny")  # first-call set-up belongs to no side
     gc.collect()
     dist.barrier()
-    with memory.Peak.watched() as peak:
+    with resident.Peak.watched() as peak:
         start, busy = time.perf_counter(), time.process_time()
         model = PRETRAINED[side](f"{folder}/large")
         seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - busy

@@ -122,6 +122,12 @@ class LlamaLike(nn.Module):
         if tied:
             self.head.weight = self.embed.weight
 
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens[:, :-1])
         for block in self.blocks:
@@ -268,11 +274,14 @@ def shard_by_hand(
 
 
 def plan(model: nn.Module, classes: tuple[str, ...], **options: Any) -> WrapPlan:
-    """The plan of the same units as `shard_by_hand`."""
+    """The plan of the same units as `shard_by_hand`, but for untied ends."""
+    from composer_fsdp2.core.config import WrapPolicy
     from composer_fsdp2.core.plan import plan_wrapping
-    from composer_fsdp2.core.rules import by_class, root_rule
+    from composer_fsdp2.core.rules import by_class, ends_of_models, root_rule
 
-    return plan_wrapping(model, [by_class(*classes), root_rule], **options)
+    ends = ends_of_models(model, WrapPolicy())
+    rules = [by_class(*classes), lambda _name, module: ends.get(id(module)), root_rule]
+    return plan_wrapping(model, rules, **options)
 
 
 def prepare(model: nn.Module, classes: tuple[str, ...], **config: Any) -> Iterable[str]:

@@ -27,7 +27,7 @@ It stays as it is; everything else in it, comments included, is in the new file 
 
 - `composer-fsdp2 migrate old.yaml --check`: exit code 1 if something needs a decision
 
-- `composer-fsdp2 migrate old.yaml --set fsdp_config.cpu_offload=null --set fsdp2.async_save=true`
+- `composer-fsdp2 migrate old.yaml --set fsdp_config.auto_wrap=true --set fsdp2.async_save=true`
 
 With `--code PATH` instead of CONFIG it lists every use of FSDP1 in a Python file or folder, with
 its place and what to write instead. Nothing in PATH is imported or executed.
@@ -186,7 +186,7 @@ def _decisions(items: list[str]) -> dict[str, Any]:
         if not key or not equals:
             raise ConfigError(
                 f"--set has '{item}', which is not key=value. It would decide nothing. Write a key "
-                "of the report, '=' and a value, for example cpu_offload=null."
+                "of the report, '=' and a value, for example te_shard_fp8_weight=null."
             )
         decisions[key] = parse_value(value)
     return decisions

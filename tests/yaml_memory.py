@@ -164,12 +164,14 @@ def padded_shard(shape: torch.Size, shards: int) -> int:
 def gathered_bytes(run: Run) -> int:
     """The most that gathered units take at one moment of a backward pass.
 
-    There are two candidates. While a block computes, there are: the block and the one gathered
-    ahead of it, in the dtype of computing; the block's whole gradient in the same dtype; the
-    gradient of the block before it in the dtype of reducing, on its way to the other ranks; and
-    units that keep their weights, with their gradients. When those units are reduced at the very
-    end, their weights are gone, but their gradients are there in both dtypes, and the last block's
-    in the dtype of reducing. The same block twice stands for two neighbours.
+    There are five candidates. The head's gradient, in the dtype of computing and, on its way to the
+    other ranks, in that of reducing, beside the first block gathered ahead. While a block computes:
+    the block and the one gathered ahead of it, in the dtype of computing; the block's whole
+    gradient in the same dtype; the gradient of what came before it, the head or another block, in
+    the dtype of reducing. An embedding's gradient in both, beside that of the last block. Units
+    that keep their weights do so through all of these, with their gradients. When those units are
+    reduced at the very end, their weights are gone, but their gradients are there in both dtypes.
+    The same block twice stands for two neighbours.
     """
     values = plain(run.config)
     settings = parse_config(values["parallelism_config"]["fsdp2"])
@@ -177,16 +179,24 @@ def gathered_bytes(run: Run) -> int:
     assert policy.param_dtype is not None
     assert policy.reduce_dtype is not None
     compute, reduce = policy.param_dtype.itemsize, policy.reduce_dtype.itemsize
-    kept = sum(unit.numel for unit in run.plan.units if not unit.reshard_after_forward)
+    units = run.plan.units
+    kept = sum(unit.numel for unit in units if unit.top_level and not unit.reshard_after_forward)
+    head = sum(unit.numel for unit in units if unit.role == "head")
+    embedding = sum(unit.numel for unit in units if unit.role == "embedding")
     block = max(unit.numel for unit in blocks(run.plan))
-    in_a_block = kept * 2 * compute + block * (3 * compute + reduce)
-    at_the_end = kept * (compute + reduce) + block * reduce
-    return max(in_a_block, at_the_end)
+    through_all = kept * 2 * compute
+    return max(
+        through_all + head * (compute + reduce) + block * compute,
+        through_all + head * reduce + block * 3 * compute,
+        through_all + block * (3 * compute + reduce),
+        through_all + embedding * (compute + reduce) + block * reduce,
+        kept * (compute + reduce) + max(embedding, block) * reduce,
+    )
 
 
 def blocks(plan: WrapPlan) -> list[ShardUnit]:
-    """Units that free their weights after forward."""
-    return [unit for unit in plan.units if unit.reshard_after_forward]
+    """Units that free their weights after forward, and gather them again for backward."""
+    return [unit for unit in plan.units if unit.reshard_after_forward and unit.role is None]
 
 
 def table(path: Path) -> str:

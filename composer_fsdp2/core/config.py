@@ -26,6 +26,8 @@ from composer_fsdp2.errors import ConfigError
 
 __all__ = [
     "DTYPES",
+    "CPUOffload",
+    "Communication",
     "FSDP2Config",
     "GradientSync",
     "PrecisionSpec",
@@ -72,8 +74,32 @@ class PrecisionSpec:
     output_dtype: str | None = None
     """dtype of the floating point outputs of the unit's forward; said for the whole run, it is
     that of the top-level units alone, because blocks hand their outputs to each other"""
+    buffer_dtype: str | None = None
+    """dtype that floating point buffers are cast to for good, in checkpoints too"""
     cast_forward_inputs: bool = True
     """casts floating point inputs to `param_dtype`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CPUOffload:
+    """How shards of parameters, gradients and optimizer state are kept in CPU memory."""
+
+    pin_memory: bool = True
+    """copies overlap with computation; the memory is then nobody else's"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Communication:
+    """Switches of newer torch; asking an older one for them is an error."""
+
+    reduce_scatter_buffers: int | None = None
+    """gradients of so many units may be on their way; torch's 1 waits for the one before"""
+    separate_reduce_scatter_group: bool = False
+    """a communicator of its own, so that reducing and gathering overlap"""
+    allocate_from_process_group: bool = False
+    """buffers from NCCL's own allocator"""
+    symmetric_memory: bool = False
+    """buffers for gathering in symmetric memory (NCCL)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +128,15 @@ class WrapPolicy:
     """module names: a glob (`model.layers.*`), or `re:` and a regular expression"""
     min_num_params: int | None = None
     """smallest number of elements that makes a module a unit, counted without nested units"""
-    embeddings: UnitSettings | None = None
-    """input embeddings as units of their own"""
-    lm_head: UnitSettings | None = None
-    """the output head as a unit of its own"""
+    embeddings: UnitSettings | Literal[False] | None = None
+    """input embeddings as units of their own; `None` where that saves memory and moves no more
+    bytes (see `rules.ends_of_models`), false never"""
+    lm_head: UnitSettings | Literal[False] | None = None
+    """the output head as a unit of its own; `None` and false as for `embeddings`"""
+    min_unit_bytes: int | None = None
+    """a smaller unit joins the one around it, unless it has settings of its own"""
+    max_unit_bytes: int | None = None
+    """of what one collective gathers: a larger unit gives its largest modules away as units"""
 
     @property
     def selects_blocks(self) -> bool:
@@ -144,6 +175,9 @@ class FSDP2Config:
     mixed_precision: str | PrecisionSpec = "DEFAULT"
     """`DEFAULT`: compute in the trainer's precision, reduce in fp32; `PURE`: reduce in it too;
     `FULL`: everything in the parameters' own dtype; or a `PrecisionSpec`"""
+    keep_fp32: tuple[str, ...] | None = None
+    """patterns (as in `wrap_policy.names`) of modules that compute in fp32 in a run of lower
+    precision, as units of their own; `None` is what Hugging Face models list for that"""
     tied_weights: Literal["lift", "error"] = "lift"
     """a weight shared between units moves to their lowest common parent, or is an error"""
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
@@ -159,6 +193,9 @@ class FSDP2Config:
     """`torch.compile` of each FSDP block"""
     tiled_mlp: TilingSpec | None = None
     """runs MLPs on one part of the sequence after the other"""
+    cpu_offload: bool | CPUOffload = False
+    """shards live in CPU memory, where the optimizer steps; units are copied to be gathered"""
+    communication: Communication = field(default_factory=Communication)
     pretrained_weights: str | None = None
     """a local folder in Hugging Face's safetensors layout; every rank reads only what its shards
     hold, in place of the weights the model was built with on any rank"""
@@ -298,14 +335,7 @@ def _parse_precision(key: str, raw: Any, errors: list[str]) -> Any:
     if not isinstance(raw, dict):
         return raw
     known = [f.name for f in dataclasses.fields(PrecisionSpec)]
-    for name in raw:
-        if name == "buffer_dtype":
-            errors.append(
-                f"'{key}.buffer_dtype' has no effect: FSDP2 does not cast buffers. "
-                "Leave it out, and cast the buffers in the model if they must be low precision."
-            )
-        elif name not in known:
-            errors.append(unknown_key(name, dict.fromkeys(known), key))
+    errors += [unknown_key(name, dict.fromkeys(known), key) for name in raw if name not in known]
     dtypes = {name: value for name, value in raw.items() if name.endswith("_dtype")}
     values = {name: _dtype_name(value) for name, value in dtypes.items() if name in known}
     if "cast_forward_inputs" in raw:
@@ -319,7 +349,7 @@ def _dtype_name(value: Any) -> Any:
 
 def _check_precision(key: str, value: Any, errors: list[str]) -> None:
     if isinstance(value, PrecisionSpec):
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(value, name)
             if dtype is not None and (not isinstance(dtype, str) or dtype not in DTYPES):
                 errors.append(wrong(f"{key}.{name}", dtype, " or ".join(_DTYPE_CHOICES)))
@@ -328,6 +358,44 @@ def _check_precision(key: str, value: Any, errors: list[str]) -> None:
         hint = nearest(str(value).upper(), _PRESETS)
         expected = f"{', '.join(_PRESETS)} or a mapping with param_dtype and reduce_dtype"
         errors.append(wrong(key, value, expected) + hint)
+
+
+def _parse_offload(key: str, raw: Any, errors: list[str]) -> Any:
+    if not isinstance(raw, dict):
+        return raw
+    known = {f.name: None for f in dataclasses.fields(CPUOffload)}
+    errors += [unknown_key(name, known, key) for name in raw if name not in known]
+    return CPUOffload(**{name: value for name, value in raw.items() if name in known})
+
+
+def _check_offload(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, CPUOffload):
+        check_bool(f"{key}.pin_memory", value.pin_memory, errors)
+    elif not isinstance(value, bool):
+        errors.append(wrong(key, value, "true, false or a mapping with pin_memory"))
+
+
+def _parse_communication(key: str, raw: Any, errors: list[str]) -> Any:
+    if raw is None:
+        return Communication()
+    if not isinstance(raw, dict):
+        return raw
+    known = {f.name: None for f in dataclasses.fields(Communication)}
+    errors += [unknown_key(name, known, key) for name in raw if name not in known]
+    return Communication(**{name: value for name, value in raw.items() if name in known})
+
+
+def _check_communication(key: str, value: Any, errors: list[str]) -> None:
+    if not isinstance(value, Communication):
+        choices = ", ".join(f.name for f in dataclasses.fields(Communication))
+        errors.append(wrong(key, value, f"a mapping with {choices}"))
+        return
+    if value.reduce_scatter_buffers is not None:
+        buffers = value.reduce_scatter_buffers
+        _check_count(f"{key}.reduce_scatter_buffers", buffers, "buffers", errors)
+    for name in ("separate_reduce_scatter_group", "allocate_from_process_group"):
+        check_bool(f"{key}.{name}", getattr(value, name), errors)
+    check_bool(f"{key}.symmetric_memory", value.symmetric_memory, errors)
 
 
 def _parse_names(_key: str, raw: Any, _errors: list[str]) -> Any:
@@ -339,6 +407,17 @@ def _parse_names(_key: str, raw: Any, _errors: list[str]) -> Any:
 def _check_names(key: str, value: Any, errors: list[str]) -> None:
     if not isinstance(value, tuple) or not all(isinstance(name, str) and name for name in value):
         errors.append(wrong(key, value, "a list of names"))
+
+
+def _parse_patterns(_key: str, raw: Any, _errors: list[str]) -> Any:
+    return tuple(raw) if isinstance(raw, list) else raw
+
+
+def _check_patterns(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, tuple):
+        check_patterns(key, value, errors)
+    elif value is not None:
+        errors.append(wrong(key, value, "a list of patterns"))
 
 
 def _unit_settings(where: str, raw: Any, errors: list[str]) -> Any:
@@ -390,10 +469,8 @@ def _check_selectors(where: str, value: Any, errors: list[str]) -> None:
 
 
 def _toggle(where: str, raw: Any, errors: list[str]) -> Any:
-    """`false` is off; `true` or a mapping of unit settings is on."""
-    if raw is None or raw is False:
-        return None
-    return _unit_settings(where, raw, errors)
+    """`null` leaves it to the rules, `false` is off, `true` or a mapping of unit settings is on."""
+    return raw if raw is None or raw is False else _unit_settings(where, raw, errors)
 
 
 def _parse_wrap_policy(key: str, raw: Any, errors: list[str]) -> Any:
@@ -409,7 +486,8 @@ def _parse_wrap_policy(key: str, raw: Any, errors: list[str]) -> Any:
             values[name] = _selectors(f"{key}.{name}", raw[name], errors)
     for name in ("embeddings", "lm_head"):
         values[name] = _toggle(f"{key}.{name}", raw.get(name), errors)
-    values["min_num_params"] = raw.get("min_num_params")
+    for name in _COUNTS:
+        values[name] = raw.get(name)
     return WrapPolicy(**values)
 
 
@@ -421,15 +499,20 @@ def _check_wrap_policy(key: str, value: Any, errors: list[str]) -> None:
     for name in ("classes", "names"):
         _check_selectors(f"{key}.{name}", getattr(value, name), errors)
     for name in ("embeddings", "lm_head"):
+        settings = getattr(value, name)
+        if settings is not None and settings is not False:
+            _check_unit(f"{key}.{name}", settings, errors)
+    for name, counted in _COUNTS.items():
         if getattr(value, name) is not None:
-            _check_unit(f"{key}.{name}", getattr(value, name), errors)
-    if value.min_num_params is not None:
-        _check_count(f"{key}.min_num_params", value.min_num_params, errors)
+            _check_count(f"{key}.{name}", getattr(value, name), counted, errors)
 
 
-def _check_count(key: str, value: Any, errors: list[str]) -> None:
+_COUNTS = {"min_num_params": "elements", "min_unit_bytes": "bytes", "max_unit_bytes": "bytes"}
+
+
+def _check_count(key: str, value: Any, counted: str, errors: list[str]) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        errors.append(wrong(key, value, "a number of elements >= 1"))
+        errors.append(wrong(key, value, f"a number of {counted} >= 1"))
 
 
 _Parse = Callable[[str, Any, list[str]], Any]
@@ -444,6 +527,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "backward_prefetch": (_as_is, _check_units_ahead),
     "gradient_sync": (_as_is, _choice("every", "last", "reduce_scatter_only")),
     "mixed_precision": (_parse_precision, _check_precision),
+    "keep_fp32": (_parse_patterns, _check_patterns),
     "tied_weights": (_as_is, _choice("lift", "error")),
     "wrap_policy": (_parse_wrap_policy, _check_wrap_policy),
     "ignored_params": (_parse_names, _check_names),
@@ -452,6 +536,8 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "activation_cpu_offload": (_as_is, check_bool),
     "compile": (parse_compile, check_compile),
     "tiled_mlp": (parse_tiling, check_tiling),
+    "cpu_offload": (_parse_offload, _check_offload),
+    "communication": (_parse_communication, _check_communication),
     "pretrained_weights": (_as_is, _check_path),
     "state_dict_type": (_as_is, _choice("full", "sharded")),
     "load_monolith_rank0_only": (_as_is, check_bool),

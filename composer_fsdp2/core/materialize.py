@@ -135,6 +135,7 @@ class InitialWeights:
         rank0_has_values: bool,
         some_on_meta: bool,
         source: WeightSource | None = None,
+        shards_on: torch.device | None = None,
     ) -> InitialWeights:
         """Records where parameters sit and who initialises them.
 
@@ -145,7 +146,7 @@ class InitialWeights:
         if is_fake():
             return weights  # nothing will be filled
         if source is not None:
-            weights._sourced = SourcedWeights.take_over(tree, source, device)
+            weights._sourced = SourcedWeights.take_over(tree, source, device, shards_on or device)
         for use in tree.uses:
             module = tree.visits[use.visit].module
             place = (module, use.name.rpartition(".")[2])

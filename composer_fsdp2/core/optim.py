@@ -221,9 +221,11 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
     """The part of a state tensor that belongs to this rank's shard of the parameter."""
     if not isinstance(value, torch.Tensor) or value.shape != full_shape or value.ndim == 0:
         return value
+    # Of the mesh, not of the shard: backends send nothing from CPU memory it was offloaded to.
+    device = torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else None
     full = value.detach()
     full = torch.empty_like(full, device=param.device) if full.is_meta else full.to(param.device)
-    broadcast_from_rank0(full, param.device)
+    broadcast_from_rank0(full, device or param.device)
     return shard_like(full, param)
 
 

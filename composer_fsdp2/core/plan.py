@@ -9,6 +9,7 @@ stay where they are.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import hashlib
 import json
@@ -22,6 +23,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.core.config import PrecisionSpec, Reshard, UnitSettings, nearest
+from composer_fsdp2.core.sizing import (
+    FROZEN_MAY_DIFFER,
+    NO_BOUNDS,
+    UnitSizes,
+    divide_by_dtype,
+    divide_by_size,
+    too_small,
+)
 from composer_fsdp2.core.tying import (
     ModuleTree,
     ParamUse,
@@ -31,11 +40,7 @@ from composer_fsdp2.core.tying import (
 )
 from composer_fsdp2.errors import PlanError
 
-__all__ = ["FROZEN_MAY_DIFFER", "Decision", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
-
-FROZEN_MAY_DIFFER = hasattr(FSDPModule, "set_gradient_divide_factor")
-"""whether frozen parameters may have another dtype than the trained ones of their unit; torch took
-that up before it had the method"""
+__all__ = ["Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,12 @@ class Decision:
     wrap: bool
     reason: str
     settings: UnitSettings = field(default_factory=UnitSettings)
+    role: Role | None = None
 
+
+Role = Literal["embedding", "head", "fp32"]
+"""what is special about a unit: its backward reads no weight; its backward follows its forward at
+once; it computes in fp32 whatever is around it"""
 
 Rule = Callable[[str, nn.Module], Decision | None]
 """Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
@@ -68,6 +78,7 @@ class ShardUnit:
     """`None` follows the run's"""
     top_level: bool = False
     """no other unit contains it"""
+    role: Role | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +151,7 @@ def plan_wrapping(
     reshard_after_forward: Reshard = "auto",
     tied_weights: Literal["lift", "error"] = "lift",
     ignored_params: Iterable[str] = (),
+    sizes: UnitSizes = NO_BOUNDS,
     tree: ModuleTree | None = None,
 ) -> WrapPlan:
     """Decides which modules become FSDP units.
@@ -152,6 +164,7 @@ def plan_wrapping(
         reshard_after_forward: for units whose decision does not say.
         tied_weights: what to do with a weight shared between units.
         ignored_params: globs of parameter names that belong to no unit.
+        sizes: bounds of what a unit gathers.
         tree: the model as `ModuleTree.read` gave it, when the caller has it.
 
     Raises:
@@ -161,14 +174,19 @@ def plan_wrapping(
     tree = tree or ModuleTree.read(model)
     _refuse_sharded(tree)
     weight_of = alias_representatives(tree.uses)
-    chosen, problems = _choose(tree, rules)
+    chosen, refused, problems = _choose(tree, rules)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
     uses = [use for use in tree.uses if weight_of[id(use.param)] not in ignored]
     ties = _ties(uses, weight_of)
     nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights, problems)
+    if merged := _merged(tree, uses, ties, nearest_unit, chosen, sizes):
+        chosen = {key: decision for key, decision in chosen.items() if key not in merged}
+    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights, problems, sizes, refused)
     if tied_weights == "error":
         problems += _forbidden_ties(tree, nearest_unit, ties)
     owned = _owned(tree, uses, ties, nearest_unit)
+    for unit, held in owned.items():
+        sizes.warn_of_large(tree.visits[unit].path, held)
     units = _make_units(tree, owned, weight_of, nearest_unit, chosen, reshard_after_forward)
     _check_params(units, uses, problems)
     if problems:
@@ -196,9 +214,12 @@ def _name(path: str) -> str:
     return f"'{path}'" if path else "The model"
 
 
-def _choose(tree: ModuleTree, rules: Sequence[Rule]) -> tuple[dict[int, Decision], list[str]]:
+def _choose(
+    tree: ModuleTree, rules: Sequence[Rule]
+) -> tuple[dict[int, Decision], set[int], list[str]]:
     """Asks the rules once for every module; an activation wrapper is its module under one name."""
     chosen: dict[int, Decision] = {}
+    refused: set[int] = set()
     problems: list[str] = []
     for path, module in tree.modules():
         if is_wrapper(module):
@@ -211,8 +232,10 @@ def _choose(tree: ModuleTree, rules: Sequence[Rule]) -> tuple[dict[int, Decision
                 chosen[id(module)] = decision
                 if not has_forward(module):
                     problems.append(_container(path, module, decision))
+            else:
+                refused.add(id(module))
             break
-    return chosen, problems
+    return chosen, refused, problems
 
 
 def _container(path: str, module: nn.Module, decision: Decision) -> str:
@@ -270,11 +293,14 @@ def _settle_units(
     chosen: dict[int, Decision],
     tied_weights: str,
     problems: list[str],
+    sizes: UnitSizes | None = None,
+    refused: Iterable[int] = (),
 ) -> list[int]:
-    """Unit of every visit (index of the unit's first visit), after adding what ties need.
+    """Unit of every visit (index of the unit's first visit), after adding what is needed.
 
-    Adding a unit can put another tied pair on two sides of it, so this repeats until none is left;
-    every round adds at least one unit.
+    Ties need the units that hold them; with `sizes`, units that are too large or of several dtypes
+    are divided. Adding a unit can put another tied pair on two sides of it, so this repeats until
+    none is left; every round adds at least one unit.
     """
     root = tree.visits[0].module
     while True:
@@ -284,11 +310,63 @@ def _settle_units(
             added[id(root)] = Decision(wrap=True, reason="root")
         if tied_weights == "lift":
             added.update(_parents_of_crossing_ties(tree, units, ties, chosen))
+        if not added and sizes is not None:
+            owned = _owned(tree, uses, ties, units)
+            added = _divided(tree, owned, chosen, {*chosen, *refused}, sizes)
         if not added:
             return units
         if id(root) in added and not has_forward(root):
             problems.append(_container("", root, added[id(root)]))
         chosen.update(added)
+
+
+def _merged(
+    tree: ModuleTree,
+    uses: list[ParamUse],
+    ties: list[list[ParamUse]],
+    units: list[int],
+    chosen: Mapping[int, Decision],
+    sizes: UnitSizes,
+) -> set[int]:
+    """Units that join the one around them; settings of a unit's own keep it apart."""
+
+    def may_merge(module: nn.Module) -> bool:
+        return id(module) in chosen and chosen[id(module)].settings == UnitSettings()
+
+    owned, around = _owned(tree, uses, ties, units), _nesting(tree, units, chosen)
+    return too_small(tree, owned, around, may_merge, sizes)
+
+
+def _divided(
+    tree: ModuleTree,
+    owned: Mapping[int, list[ParamUse]],
+    chosen: Mapping[int, Decision],
+    taken: set[int],
+    sizes: UnitSizes,
+) -> dict[int, Decision]:
+    """Modules that become units because the one they are in is mixed, else because it is large."""
+    added: dict[int, Decision] = {}
+    for unit, uses in owned.items():
+        settings = _inner(chosen[id(tree.visits[unit].module)].settings)
+        for module, dtype in divide_by_dtype(tree, unit, uses, taken):
+            reason = f"dtype {str(dtype).removeprefix('torch.')}"
+            added[id(module)] = Decision(wrap=True, reason=reason, settings=settings)
+    if added:
+        return added
+    for unit, uses in owned.items():
+        settings = _inner(chosen[id(tree.visits[unit].module)].settings)
+        for module in divide_by_size(tree, unit, uses, taken, sizes):
+            decision = Decision(wrap=True, reason="max_unit_bytes", settings=settings)
+            added[id(module)] = decision
+    return added
+
+
+def _inner(settings: UnitSettings) -> UnitSettings:
+    """The settings of a part of a unit; the output dtype is that of what leaves the whole."""
+    precision = settings.mixed_precision
+    if isinstance(precision, PrecisionSpec):
+        precision = dataclasses.replace(precision, output_dtype=None)
+    return dataclasses.replace(settings, mixed_precision=precision)
 
 
 def _nearest_units(tree: ModuleTree, chosen: Mapping[int, Decision]) -> list[int]:
@@ -366,7 +444,8 @@ def _make_units(
     run_reshard: Reshard,
 ) -> list[ShardUnit]:
     """Builds the units, children before parents, without those that would do nothing."""
-    enclosed, enclosing = _nesting(tree, units, chosen)
+    enclosing_of = _nesting(tree, units, chosen)
+    enclosing = set(enclosing_of.values())
     needed = _trained(tree)
     made: list[ShardUnit] = []
     for key in tree.finished:
@@ -379,34 +458,32 @@ def _make_units(
         if not uses and index not in enclosing:
             continue
         weights = {weight_of[id(use.param)]: use.param.numel() for use in uses}
-        decision, top_level = chosen[key], index not in enclosed
+        decision, top_level = chosen[key], index not in enclosing_of
+        # What runs next to a head is all of the model around it.
+        trains = (enclosing_of.get(index) if decision.role == "head" else index) in needed
+        at_once = trains and (top_level or decision.role == "head")
         made.append(
             ShardUnit(
                 modules=(tree.visits[index].path,),
                 params=tuple(use.name for use in uses),
                 numel=sum(weights.values()),
-                reshard_after_forward=_resolve_reshard(
-                    decision, top_level and index in needed, run_reshard
-                ),
+                reshard_after_forward=_resolve_reshard(decision, at_once, run_reshard),
                 reason=decision.reason,
                 mixed_precision=decision.settings.mixed_precision,
                 top_level=top_level,
+                role=decision.role,
             )
         )
     return made
 
 
-def _nesting(
-    tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]
-) -> tuple[set[int], set[int]]:
-    """First visits of units that lie inside another unit, and of units that contain another."""
-    enclosed: set[int] = set()
-    enclosing: set[int] = set()
-    for visit in tree.visits:
-        if id(visit.module) in chosen and visit.parent >= 0 and units[visit.parent] >= 0:
-            enclosed.add(tree.first_visit[id(visit.module)])
-            enclosing.add(units[visit.parent])
-    return enclosed, enclosing
+def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:
+    """First visits of units that lie inside another unit -> that of a unit around them."""
+    return {
+        tree.first_visit[id(visit.module)]: units[visit.parent]
+        for visit in tree.visits
+        if id(visit.module) in chosen and visit.parent >= 0 and units[visit.parent] >= 0
+    }
 
 
 def _trained(tree: ModuleTree) -> set[int]:
@@ -475,7 +552,7 @@ def _mixed_dtypes(unit: ShardUnit, dtypes: Mapping[str, str]) -> str:
     where = f"The unit '{unit.modules[0]}'" if unit.modules[0] else "The root unit"
     return (
         f"{where} holds parameters of different dtypes: {found}. One "
-        "collective gathers one dtype, and torch would stop at the first forward. Cast them to one "
-        "dtype, make the modules of one dtype units of their own (`wrap_policy.names`), or list "
-        "frozen ones in ignored_params."
+        "collective gathers one dtype, and torch would stop at the first forward. Modules of one "
+        "dtype are made units of their own, but these share a module: cast them to one dtype, or "
+        "list frozen ones in ignored_params."
     )

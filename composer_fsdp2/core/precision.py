@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from composer_fsdp2.core.config import DTYPES, PrecisionSpec
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["InputCast", "compute_dtype", "resolve_precision"]
+__all__ = ["InputCast", "cast_buffers", "compute_dtype", "resolve_precision", "without_autocast"]
 
 
 def compute_dtype(precision: str) -> torch.dtype:
@@ -60,6 +60,27 @@ def resolve_precision(
 
 def _dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
+
+
+def cast_buffers(module: nn.Module, precision: str | PrecisionSpec) -> None:
+    """Casts a module's own floating point buffers, if the setting asks for it."""
+    if not isinstance(precision, PrecisionSpec) or precision.buffer_dtype is None:
+        return
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            module._buffers[name] = buffer.to(_dtype(precision.buffer_dtype))
+
+
+def without_autocast(module: nn.Module, device_type: str) -> None:
+    """Lets a module compute in the dtype of its weights where autocast would lower it."""
+    method = module.forward
+
+    @functools.wraps(method)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            return method(*args, **kwargs)
+
+    module.forward = forward
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
     fully_shard,
@@ -24,9 +25,10 @@ from torch.distributed.fsdp import (
 from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
+from composer_fsdp2.core.config import CPUOffload
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan
-from composer_fsdp2.core.precision import InputCast
+from composer_fsdp2.core.precision import InputCast, without_autocast
 from composer_fsdp2.core.resharding import kept_for_now
 from composer_fsdp2.core.source import WeightSource
 from composer_fsdp2.core.tying import ModuleTree, ParamUse, alias_representatives
@@ -181,6 +183,7 @@ def apply_plan(
     some_on_meta: bool = True,
     seed: int | None = None,
     source: WeightSource | None = None,
+    offload: CPUOffload | None = None,
 ) -> dict[str, FSDPModule]:
     """Shards a model in place, unit by unit, children before parents.
 
@@ -200,6 +203,7 @@ def apply_plan(
         seed: of weights that are created; the same on every rank. Drawn by rank 0 when left out.
         source: has the values of all parameters, and of the buffers it knows, on every rank (see
             [Note: weights from a source]); the two flags above are then about the rest.
+        offload: keeps the shards in CPU memory; the groups of the mesh then reduce there too.
 
     Returns:
         The units by name.
@@ -221,7 +225,11 @@ def apply_plan(
         rank0_has_values=rank0_has_values,
         some_on_meta=some_on_meta,
         source=source,
+        shards_on=None if offload is None else torch.device("cpu"),
     )
+    kwargs: dict[str, Any] = {}
+    if offload is not None:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory)
     tree.uses.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     with weights.seeded():
@@ -233,8 +241,10 @@ def apply_plan(
             policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
             module = layout.modules[unit.modules[0]]
             # Before it is sharded, which gives the module another class.
-            is_embedding, frozen = type(module) is nn.Embedding, layout.is_frozen(unit)
-            casts[module] = _shard_unit(module, unit, layout.ignored_by(unit), reduction, policy)
+            is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
+            frozen = layout.is_frozen(unit)
+            ignored = layout.ignored_by(unit)
+            casts[module] = _shard_unit(module, unit, ignored, reduction, policy, **kwargs)
             _spare_backward_gather(_unit(module), frozen, is_embedding)
             weights.read_parameters(unit.params)
         weights.fill(tree.modules())
@@ -389,10 +399,14 @@ def _shard_unit(
     ignored: set[nn.Parameter],
     reduction: GradientReduction,
     policy: MixedPrecisionPolicy,
+    **kwargs: Any,
 ) -> InputCast:
     """Shards one unit; returns the cast of its inputs, which other methods need as well."""
-    kwargs: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
+    if ignored:
+        kwargs["ignored_params"] = ignored
     cast, policy = InputCast.taken_from(policy)
+    if isinstance(module, nn.Linear):
+        module.register_forward_hook(_own_output)
     fully_shard(
         module,
         mesh=reduction.mesh,
@@ -400,6 +414,8 @@ def _shard_unit(
         mp_policy=policy,
         **kwargs,
     )
+    if unit.role == "fp32":
+        without_autocast(module, reduction.mesh.device_type)
     if cast.dtype is not None:
         module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
     assert isinstance(module, FSDPModule)
@@ -408,6 +424,18 @@ def _shard_unit(
     if unit.top_level and unit.reshard_after_forward is not False:
         _insist_on_reshard(module, unit)
     return cast
+
+
+def _own_output(_module: nn.Module, _args: object, output: object) -> object:
+    """Lets what a linear layer returns be changed in place, as some models scale their logits.
+
+    It may be a view, and an operation in place on a view drops the hook by which FSDP2 learns that
+    backward has come. Nothing else holds the tensor behind it.
+    """
+    if not isinstance(output, torch.Tensor) or not output._is_view():
+        return output
+    aten: Any = torch.ops.aten
+    return aten._unsafe_view(output, output.shape)
 
 
 def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool) -> None:

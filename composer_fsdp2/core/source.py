@@ -42,6 +42,7 @@ class SourcedWeights:
 
     source: WeightSource
     device: torch.device
+    shards_on: torch.device
     _places: dict[str, list[tuple[nn.Module, str]]] = field(
         default_factory=dict[str, list[tuple[nn.Module, str]]]
     )
@@ -50,13 +51,17 @@ class SourcedWeights:
 
     @classmethod
     def take_over(
-        cls, tree: ModuleTree, source: WeightSource, device: torch.device
+        cls,
+        tree: ModuleTree,
+        source: WeightSource,
+        device: torch.device,
+        shards_on: torch.device,
     ) -> SourcedWeights:
         """Puts every parameter the source knows on meta, in all its places. Collective: no.
 
         Their values are freed once the caller's `tree` lets go of them.
         """
-        weights = cls(source, device)
+        weights = cls(source, device, shards_on)
         by_param: dict[int, list[tuple[nn.Module, str]]] = {}
         for use in tree.uses:
             if use.name not in source:
@@ -108,7 +113,7 @@ class SourcedWeights:
             self._fill(name, whole, (0,) * whole.ndim)
             return whole
         (chunk,) = param.__create_chunk_list__()
-        local = torch.empty(param.to_local().shape, dtype=param.dtype, device=self.device)
+        local = torch.empty(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
         self._fill(name, local, chunk.offsets)
         return DTensor.from_local(
             local,

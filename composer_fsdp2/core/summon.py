@@ -426,7 +426,7 @@ def _whole(tensor: torch.Tensor, on_cpu: bool) -> torch.Tensor:
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     if full.untyped_storage().data_ptr() == _local(tensor).untyped_storage().data_ptr():
         full = full.clone()  # with one shard there is nothing to gather
-    return full.cpu() if on_cpu else full
+    return full.to("cpu" if on_cpu else tensor.device_mesh.device_type)
 
 
 def _refuse(*_args: Any, **_kwargs: Any) -> Any:

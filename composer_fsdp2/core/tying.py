@@ -23,6 +23,7 @@ __all__ = [
     "alias_representatives",
     "has_forward",
     "is_wrapper",
+    "may_be_unit",
     "tied_groups",
 ]
 
@@ -111,7 +112,7 @@ class ModuleTree:
 
     def lowest_common_parent(self, visits: Iterable[int]) -> int:
         """The deepest visit above all of `visits` whose module has a `forward`."""
-        lines = [self._line_to(index) for index in visits]
+        lines = [self.line_to(index) for index in visits]
         common = 0
         for level in zip(*lines, strict=False):
             if len(set(level)) > 1:
@@ -121,10 +122,12 @@ class ModuleTree:
             common = self.visits[common].parent
         return common
 
-    def _line_to(self, index: int) -> list[int]:
-        line = [index]
-        while self.visits[line[-1]].parent >= 0:
-            line.append(self.visits[line[-1]].parent)
+    def line_to(self, index: int, below: int = -1) -> list[int]:
+        """The visits on the way down to one, beginning under another or with the root."""
+        line: list[int] = []
+        while index not in (below, -1):
+            line.append(index)
+            index = self.visits[index].parent
         return line[::-1]
 
 
@@ -143,6 +146,11 @@ def is_wrapper(module: nn.Module) -> bool:
 def has_forward(module: nn.Module) -> bool:
     """Whether calling the module runs something; containers such as `ModuleList` do not."""
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def may_be_unit(module: nn.Module, parent: nn.Module | None) -> bool:
+    """`MultiheadAttention` reads its projection's weight without calling it."""
+    return has_forward(module) and not isinstance(parent, nn.MultiheadAttention)
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:

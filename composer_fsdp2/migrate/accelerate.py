@@ -164,13 +164,7 @@ _FSDP = (
         options=("fsdp_state_dict_type=SHARDED_STATE_DICT", "fsdp_state_dict_type=FULL_STATE_DICT"),
     ),
     Row("offload_params", _NOT, "false is what FSDP2 does", _OFF),
-    Row(
-        "offload_params",
-        _UN,
-        "parameters and optimizer stay on the GPU",
-        _ON,
-        options=("fsdp_offload_params=false",),
-    ),
+    Row("offload_params", _R, "`cpu_offload`", _ON, {"cpu_offload": True}),
     Row("activation_checkpointing", _K, "off", _OFF, {"activation_checkpointing": False}),
     Row(
         "activation_checkpointing",

@@ -233,9 +233,9 @@ _CONFIGURATION = (
         reason="prepare_fully_shard converts it; under parallelism_config['fsdp'] it means FSDP1",
     ),
     CodeRow(
-        title="FSDPConfig(..., cpu_offload=)",
+        title="FSDPConfig(..., keep_low_precision_grads=)",
         found=Found.ARGUMENT,
-        names=("cpu_offload", "keep_low_precision_grads", "te_shard_fp8_weight"),
+        names=("keep_low_precision_grads", "te_shard_fp8_weight"),
         homes=_FSDP_CONFIG,
         kind=Kind.BY_HAND,
         use="take it out",
@@ -383,8 +383,8 @@ _CLASSES = (
     _name(
         "MixedPrecision",
         homes=_FSDP_HOMES,
-        use="mixed_precision={'param_dtype': ..., 'reduce_dtype': ...}",
-        reason="without buffer_dtype: FSDP2 does not cast buffers",
+        use="mixed_precision={'param_dtype': ..., 'reduce_dtype': ..., 'buffer_dtype': ...}",
+        reason="without keep_low_precision_grads: gradients have the dtype of the shards",
     ),
     _name(
         "BackwardPrefetch",
@@ -395,8 +395,8 @@ _CLASSES = (
     _name(
         "CPUOffload",
         homes=_FSDP_HOMES,
-        use="take it out",
-        reason="CPU offload of parameters is not supported yet",
+        use="cpu_offload=True",
+        reason="or cpu_offload={'pin_memory': False}",
     ),
     _name(
         "StateDictType",
@@ -569,7 +569,6 @@ _MEMBERS = (
             "auto_wrap",
             "backward_prefetch",
             "backward_prefetch_limit",
-            "cpu_offload",
             "forward_prefetch",
             "forward_prefetch_limit",
             "ignored_modules",
@@ -602,8 +601,8 @@ _ARGUMENTS = (
     ),
     _argument(
         "cpu_offload",
-        use="take it out",
-        reason="CPU offload of parameters is not supported yet",
+        use="cpu_offload=True",
+        reason="or cpu_offload={'pin_memory': False}",
     ),
     _argument(
         "auto_wrap_policy",
@@ -612,8 +611,8 @@ _ARGUMENTS = (
     ),
     _argument(
         "mixed_precision",
-        use="mixed_precision={'param_dtype': ..., 'reduce_dtype': ...}",
-        reason="without buffer_dtype: FSDP2 does not cast buffers",
+        use="mixed_precision={'param_dtype': ..., 'reduce_dtype': ..., 'buffer_dtype': ...}",
+        reason="without keep_low_precision_grads: gradients have the dtype of the shards",
     ),
     _argument(
         "ignored_modules",

@@ -23,15 +23,15 @@ def _same(*names: str, reason: str = "means the same") -> tuple[Row, ...]:
     return tuple(Row(name, _K, reason, settings={name: SAME}) for name in names)
 
 
-def _without_buffers(value: Mapping[str, Any]) -> dict[str, Any]:
-    dropped = ("buffer_dtype", "keep_low_precision_grads", "cast_root_forward_inputs")
+def _without_dropped(value: Mapping[str, Any]) -> dict[str, Any]:
+    dropped = ("keep_low_precision_grads", "cast_root_forward_inputs")
     kept = {key: item for key, item in value.items() if key not in dropped}
     return {"mixed_precision": kept}
 
 
 def _has_dropped_dtypes(value: Any) -> bool:
     """A mapping with keys FSDP2 has not."""
-    return isinstance(value, Mapping) and value != _without_buffers(value)["mixed_precision"]
+    return isinstance(value, Mapping) and value != _without_dropped(value)["mixed_precision"]
 
 
 _PRECISION = (
@@ -46,16 +46,16 @@ _PRECISION = (
         "mixed_precision",
         _CH,
         "the same dtypes for parameters and gradients; buffers keep theirs (rotary tables fp32), "
-        "which FSDP1 cast to the compute dtype",
+        "which FSDP1 cast to the compute dtype, as `buffer_dtype` does",
         ("DEFAULT", "PURE"),
         {"mixed_precision": SAME},
     ),
     Row(
         "mixed_precision",
         _CH,
-        "FSDP2 does not cast buffers and reduces in reduce_dtype alone; cast buffers in the model",
+        "FSDP2 reduces in reduce_dtype alone, and casts the inputs of every unit",
         _has_dropped_dtypes,
-        _without_buffers,
+        _without_dropped,
     ),
     Row("mixed_precision", _K, "means the same", settings={"mixed_precision": SAME}),
 )
@@ -142,13 +142,7 @@ _ROWS = (
         options=("auto_wrap=true", "leave FSDP out of the configuration to train without it"),
     ),
     Row("cpu_offload", _NOT, "false is what FSDP2 does", _OFF),
-    Row(
-        "cpu_offload",
-        _UN,
-        "parameters and optimizer stay on the GPU",
-        (True,),
-        options=("cpu_offload=false",),
-    ),
+    *_same("cpu_offload"),
     Row("ignored_modules", _NOT, "null is none", (None,)),
     Row(
         "ignored_modules",

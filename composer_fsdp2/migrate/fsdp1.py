@@ -15,6 +15,7 @@ __all__ = ["FSDP1_KEYS", "Conversion", "convert_fsdp1", "convert_fsdp1_unit"]
 _KEPT = (
     "activation_checkpointing",
     "activation_cpu_offload",
+    "cpu_offload",
     "data_parallel_replicate_degree",
     "data_parallel_shard_degree",
     "load_monolith_rank0_only",
@@ -42,7 +43,6 @@ _NOT_NEEDED = {
 # Key -> (value that changes nothing, what it would need).
 _NOT_SUPPORTED = {
     "auto_wrap": (True, "leave FSDP out of the configuration to train without it"),
-    "cpu_offload": (False, "CPU offload is not supported yet; take it out"),
     "ignored_modules": (None, "name their parameters in `ignored_params`"),
     "keep_low_precision_grads": (
         False,

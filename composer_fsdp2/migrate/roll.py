@@ -74,12 +74,7 @@ _ROWS = (
     ),
     Row("reshard_after_forward", _K, "means the same", settings={"reshard_after_forward": SAME}),
     Row("offload_policy", _NOT, "false is what FSDP2 does", _OFF),
-    Row(
-        "offload_policy",
-        _UN,
-        "parameters and optimizer stay on the GPU",
-        options=("offload_policy=false",),
-    ),
+    Row("offload_policy", _C, "called cpu_offload", (True,), {"cpu_offload": True}),
     Row(
         "wrap_policy.transformer_layer_cls_to_wrap",
         _R,

@@ -13,7 +13,14 @@ from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 
-from composer_fsdp2.core.config import FSDP2Config, WrapPolicy, nearest, parse_config
+from composer_fsdp2.core.config import (
+    Communication,
+    CPUOffload,
+    FSDP2Config,
+    WrapPolicy,
+    nearest,
+    parse_config,
+)
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
@@ -40,6 +47,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     backward_prefetch: int = 0
     gradient_sync: str = "every"
     mixed_precision: Any = "DEFAULT"
+    keep_fp32: tuple[str, ...] | None = None
     tied_weights: str = "lift"
     wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)
     ignored_params: tuple[str, ...] = ()
@@ -47,6 +55,8 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     activation_checkpointing: Any = False
     compile: Any = False
     tiled_mlp: Any = None
+    cpu_offload: bool | CPUOffload = False
+    communication: Communication = dataclasses.field(default_factory=Communication)
     pretrained_weights: str | None = None
     load_planner: Any = None
     save_planner: Any = None
@@ -263,9 +273,10 @@ def _is_fsdp1(config: Mapping[str, Any]) -> bool:
 
 
 def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Takes out the mark of our config transform and what LLM Foundry adds for mixed init.
+    """Takes out the mark of our config transform and what LLM Foundry adds.
 
-    Both additions ask for what always happens: rank 0's weights are the run's.
+    Its additions ask for what always happens: rank 0's weights are the run's, and gradients are as
+    low as `master_weights_dtype`.
     """
     if "version" in config:
         _version(config, "fsdp2")
@@ -273,4 +284,9 @@ def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     mixed_init = "version" in config and values.pop("sync_module_states", False)
     if mixed_init and values.get("state_dict_type") != "full":
         values.pop("load_monolith_rank0_only", None)
+    precision = values.get("mixed_precision")
+    if "version" in config and isinstance(precision, Mapping):
+        # For `master_weights_dtype`. Gradients have the dtype of the weights, as it asks.
+        kept = {k: v for k, v in precision.items() if k != "keep_low_precision_grads"}
+        values["mixed_precision"] = kept
     return values

@@ -32,11 +32,12 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.core.accumulate import Accumulation
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.collectives import agree
+from composer_fsdp2.core.communication import apply_communication, check_communication
 from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
-from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.core.config import CPUOffload, FSDP2Config
 from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.core.materialize import Origins, check_origins, shared_seed
-from composer_fsdp2.core.mesh import MeshShape, build_mesh
+from composer_fsdp2.core.mesh import MeshShape, build_mesh, with_cpu_backend
 from composer_fsdp2.core.optim import (
     check_optimizer,
     describe_optimizer,
@@ -45,7 +46,7 @@ from composer_fsdp2.core.optim import (
     reshard_before_steps,
 )
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
-from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.core.precision import cast_buffers, compute_dtype, resolve_precision
 from composer_fsdp2.core.prefetch import apply_prefetch
 from composer_fsdp2.core.recovery import Guard
 from composer_fsdp2.core.resharding import resharding
@@ -55,6 +56,7 @@ from composer_fsdp2.core.shard import (
     check_hooks,
     collector_paused,
 )
+from composer_fsdp2.core.sizing import UnitSizes
 from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError
@@ -228,11 +230,15 @@ def _decide(
     if device is None and mesh is not None:
         device = "gpu" if mesh.device_type == "cuda" else mesh.device_type
     place = get_device(device)
+    device_type = "cuda" if isinstance(place, DeviceGPU) else place.name
+    _check_offload(settings, device_type)
+    check_communication(settings.communication, device_type)
     optimizer = _single_optimizer(optimizers)
     tree = ModuleTree.read(model)
     check_hooks(tree)
     shape = MeshShape.resolve(settings, distributed.get_world_size())
-    plan = _plan(model, tree, settings, shape)
+    compute = _compute_dtype(precision, place)
+    plan = _plan(model, tree, settings, shape, compute)
     _check_reshards(shape, settings, plan)
     methods = check_forward_methods(tree, settings.forward_methods, plan)
     methods += _eval_methods(model, plan)
@@ -243,8 +249,8 @@ def _decide(
         settings=settings,
         shape=shape,
         mesh=mesh,
-        device_type="cuda" if isinstance(place, DeviceGPU) else place.name,
-        compute=_compute_dtype(precision, place),
+        device_type=device_type,
+        compute=compute,
         plan=plan,
         activation=_plan_activation(model, settings, plan),
         compiled=_plan_compile(settings, plan),
@@ -253,6 +259,19 @@ def _decide(
         optimizer=optimizer,
         weights=_open_weights(settings.pretrained_weights, tree),
     )
+
+
+def _check_offload(settings: FSDP2Config, device_type: str) -> None:
+    if settings.cpu_offload and device_type == "cpu":
+        raise ConfigError(
+            "'cpu_offload' is set in a run on the CPU. Everything is in CPU memory already, so it "
+            "would have no effect. Take it out, or train on a GPU."
+        )
+    if settings.cpu_offload and not distributed.is_gloo_available():
+        raise ConfigError(
+            "'cpu_offload' is set, and this torch has no gloo. Norms of what lives in CPU memory "
+            "are reduced there, which other backends cannot. Install a torch with gloo."
+        )
 
 
 def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | None:
@@ -268,13 +287,27 @@ def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | Non
     return weights
 
 
-def _plan(model: nn.Module, tree: ModuleTree, settings: FSDP2Config, shape: MeshShape) -> WrapPlan:
+def _plan(
+    model: nn.Module,
+    tree: ModuleTree,
+    settings: FSDP2Config,
+    shape: MeshShape,
+    compute: torch.dtype,
+) -> WrapPlan:
+    policy = settings.wrap_policy
+    gathered_in = resolve_precision(settings.mixed_precision, compute).param_dtype
+    rules = trainer_rules(
+        model, policy, shape, keep_fp32=settings.keep_fp32, gathered_in=gathered_in
+    )
     return plan_wrapping(
         model,
-        trainer_rules(model, settings.wrap_policy, shape),
+        rules,
         reshard_after_forward=settings.reshard_after_forward,
         tied_weights=settings.tied_weights,
         ignored_params=settings.ignored_params,
+        sizes=UnitSizes(
+            least=policy.min_unit_bytes, most=policy.max_unit_bytes, gathered_in=gathered_in
+        ),
         tree=tree,
     )
 
@@ -376,18 +409,24 @@ def _carry_out(
         apply_activation(model, decided.activation)
     if decided.compiled is not None:
         apply_compile(model, decided.compiled)
+    mesh = decided.mesh or build_mesh(decided.shape, decided.device_type)
+    offload = decided.settings.cpu_offload
     with preparing_fast():
         units = apply_plan(
             model,
             decided.plan,
-            decided.mesh or build_mesh(decided.shape, decided.device_type),
+            with_cpu_backend(mesh) if offload else mesh,
             precision_of=decided.precision_of,
             forward_methods=decided.forward_methods,
             rank0_has_values=origins[0].on_meta == "none",
             some_on_meta=any(origin.on_meta != "none" for origin in origins),
             seed=seed,
             source=decided.weights,
+            offload=(CPUOffload() if offload is True else offload) or None,
         )
+    _cast_buffers(model, decided)
+    tops = [units[u.modules[0]] for u in decided.plan.units if u.top_level]
+    apply_communication(tops, units.values(), decided.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
@@ -416,6 +455,17 @@ def _accumulation(decided: _Decided, units: dict[str, FSDPModule]) -> Accumulati
     sync = decided.settings.gradient_sync
     kept = [u.modules[0] for u in decided.plan.units if u.reshard_after_forward is False]
     return Accumulation(units, sync, kept if sync == "last" else ())
+
+
+def _cast_buffers(model: nn.Module, decided: _Decided) -> None:
+    """Gives every buffer the dtype that its unit, else the run asks for. Collective: no."""
+    unit_of = {name: unit for unit in decided.plan.units for name in unit.modules}
+    for path, module in ModuleTree.read(model).modules():
+        parts = path.split(".") if path else []
+        above = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+        unit = next((unit_of[name] for name in above if name in unit_of), None)
+        own = unit.mixed_precision if unit is not None else None
+        cast_buffers(module, own or decided.settings.mixed_precision)
 
 
 def _show(text: str) -> None:

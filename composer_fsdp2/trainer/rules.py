@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,46 +15,60 @@ from torchmetrics import Metric, MetricCollection
 from composer_fsdp2.core.blocks import outer_names
 from composer_fsdp2.core.config import WrapPolicy, parse_unit_settings
 from composer_fsdp2.core.mesh import MeshShape
-from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER, Decision, Rule, WrapPlan
-from composer_fsdp2.core.rules import by_hf_blocks, policy_rules, root_rule
+from composer_fsdp2.core.plan import Decision, Rule, WrapPlan
+from composer_fsdp2.core.rules import (
+    by_hf_blocks,
+    ends_of_models,
+    policy_rules,
+    root_rule,
+    with_fp32_islands,
+)
 from composer_fsdp2.core.tying import has_forward
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.fsdp1 import convert_fsdp1_unit
 
 __all__ = ["activation_choice", "block_units", "trainer_rules"]
 
-_ADAPTER = "adapter in another dtype"
-
 
 def trainer_rules(
-    model: nn.Module, policy: WrapPolicy, shape: MeshShape | None = None
+    model: nn.Module,
+    policy: WrapPolicy,
+    shape: MeshShape | None = None,
+    *,
+    keep_fp32: Sequence[str] | None = None,
+    gathered_in: torch.dtype | None = torch.float32,
 ) -> list[Rule]:
     """The rules for a model in Composer's Trainer, in order of precedence.
 
     Metrics are left alone; then `_fsdp_wrap` on a module, unless it is an adapter; then the
     `wrap_policy`; then
     `fsdp_wrap_fn` of the direct child a module lies in, or the model's Hugging Face block list when
-    there is no such function; then the direct children of a ComposerModel. A policy that says what
+    there is no such function; then untied embeddings and heads; then the direct children of a
+    ComposerModel. A policy that says what
     a block is replaces `fsdp_wrap_fn`. Any other module is the root itself and its `fsdp_wrap_fn`.
 
     Args:
         model: a ComposerModel or any other module.
         policy: what the settings say about units.
         shape: of the run's mesh, with which a mesh in an answer of `fsdp_wrap_fn` is compared.
+        keep_fp32: as in the settings.
+        gathered_in: the dtype in which the run gathers; `None` is that of the parameters.
 
     Raises:
         PlanError: for parts of the policy that match nothing.
     """
     tops = _tops(model)
     rules: list[Rule] = [] if model in tops else [_metric_rule(model)]
-    rules.append(_adapter_rule(model, _attribute_rule(tops)))
+    ends = ends_of_models(model, policy)
+    rules.append(_adapter_rule(model, _attribute_rule(tops, ends)))
     rules += policy_rules(model, policy)
     if not policy.selects_blocks:
         hooks = _hook_rule(tops, shape)
         blocks = hooks or by_hf_blocks(model)
         rules += [blocks] if blocks else []
+    rules.append(lambda _name, module: ends.get(id(module)))
     rules.append(root_rule if model in tops else _direct_child_rule(tops))
-    return rules
+    return with_fp32_islands(model, keep_fp32, gathered_in, rules)
 
 
 def _tops(model: nn.Module) -> list[nn.Module]:
@@ -79,13 +93,15 @@ def _metric_rule(model: nn.Module) -> Rule:
     return rule
 
 
-def _attribute_rule(tops: list[nn.Module]) -> Rule:
+def _attribute_rule(tops: list[nn.Module], ends: Mapping[int, Decision]) -> Rule:
     roots = {id(top) for top in tops if not isinstance(top, ComposerModel)}
 
     def rule(name: str, module: nn.Module) -> Decision | None:
         wanted = getattr(module, "_fsdp_wrap", None)
         if wanted is None or (name == "" and id(module) in roots):
             return None
+        if wanted and id(module) in ends:
+            return ends[id(module)]  # LLM Foundry marks the head of an MPT model
         return Decision(wrap=bool(wanted), reason="_fsdp_wrap")
 
     return rule
@@ -95,24 +111,16 @@ def _adapter_rule(model: nn.Module, others: Rule) -> Rule:
     """PEFT's adapters stay in the unit of their layer; all other modules are left to `others`.
 
     LLM Foundry marks every adapter as a unit, because FSDP1 could not freeze a part of a unit.
-    Where torch cannot have frozen weights of another dtype in a unit, adapters still are units.
     """
-    dtypes: dict[int, set[torch.dtype]] = {}
+    adapters: set[int] = set()
     for layer in model.modules():
         base = getattr(layer, "base_layer", None)
-        if not isinstance(base, nn.Module) or not hasattr(layer, "adapter_layer_names"):
-            continue
-        kept = {id(module) for module in (layer, *base.modules())}
-        found = {param.dtype for param in base.parameters()}
-        dtypes.update((id(m), found) for m in layer.modules() if id(m) not in kept)
+        if isinstance(base, nn.Module) and hasattr(layer, "adapter_layer_names"):
+            kept = {id(module) for module in (layer, *base.modules())}
+            adapters.update(id(module) for module in layer.modules() if id(module) not in kept)
 
     def rule(name: str, module: nn.Module) -> Decision | None:
-        if id(module) not in dtypes:
-            return others(name, module)
-        own = {param.dtype for param in module.parameters(recurse=False)}
-        if FROZEN_MAY_DIFFER or own <= dtypes[id(module)]:
-            return None
-        return Decision(wrap=True, reason=_ADAPTER)
+        return None if id(module) in adapters else others(name, module)
 
     return rule
 
@@ -210,11 +218,14 @@ def _asked_to_checkpoint(
     return bool(hook(module)) if hook is not None else False
 
 
+_PARTS = ("direct child", "dtype ", "embeddings", "keep_fp32", "lm_head", "max_unit_bytes")
+"""reasons of units that are no blocks, and lie beside or inside them"""
+
+
 def block_units(plan: WrapPlan) -> list[str]:
-    """The units that are blocks: inside another unit, containing none, no embedding and no head."""
+    """The units that are blocks: inside another unit, containing none, no part of a block."""
     inner = [unit for unit in plan.units if not unit.top_level]
-    no_blocks = ("direct child", "embeddings", "lm_head", _ADAPTER)
-    names = {unit.modules[0] for unit in inner if unit.reason not in no_blocks}
+    names = {unit.modules[0] for unit in inner if not unit.reason.startswith(_PARTS)}
     parents = {name.rpartition(".")[0] for name in names}
     blocks = names - {outer for name in parents for outer in outer_names(name)}
     return [unit.modules[0] for unit in inner if unit.modules[0] in blocks]

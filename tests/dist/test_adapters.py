@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
-from composer_fsdp2.core.plan import FROZEN_MAY_DIFFER
+from composer_fsdp2.core.sizing import FROZEN_MAY_DIFFER
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.trainer.prepare import sharding_of
 from composer_fsdp2.trainer.rules import block_units

@@ -113,10 +113,11 @@ def test_scalar_parameter():
 
 
 @pytest.mark.world_size(2)
-def test_mixed_dtypes_in_one_unit():
+def test_mixed_dtypes_in_one_module():
     model = TinyLM()
-    model.blocks[1].up.to(torch.bfloat16)
-    message = r"'blocks\.1' holds .* float32 \('blocks\.1\.norm\.weight'\) and bfloat16"
+    up = model.blocks[1].up
+    up.bias = nn.Parameter(up.bias.detach().to(torch.bfloat16))
+    message = r"'blocks\.1' holds .* float32 .* and bfloat16 \('blocks\.1\.up\.bias'\)"
     with _every_rank_raises(PlanError, message):
         sharded(model)
 

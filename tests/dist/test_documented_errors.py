@@ -73,7 +73,7 @@ def scalar() -> None:
 
 def mixed_dtypes() -> None:
     model = TinyLM()
-    model.blocks[0].up.to(torch.bfloat16)
+    model.norm.bias = nn.Parameter(model.norm.bias.detach().to(torch.bfloat16))
     prepare(model)
 
 
@@ -212,7 +212,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
         {"fsdp2": {"sharding_strategy": "FULL_SHARD"}}
     ),
     "of FSDP1 has no equal in FSDP2": lambda _: prepare(
-        TinyLM(), FSDPConfig(sync_module_states=True, cpu_offload=True)
+        TinyLM(), FSDPConfig(sync_module_states=True, keep_low_precision_grads=True)
     ),
     "has both 'fsdp' and 'fsdp2'": lambda _: parse_parallelism_config({"fsdp": {}, "fsdp2": {}}),
     "has both 'fsdp_config' and 'parallelism_config'": lambda _: migrate(BOTH_BLOCKS),

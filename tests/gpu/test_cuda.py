@@ -184,3 +184,62 @@ def test_a_limit_of_memory_halves_the_microbatch():
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert size in (2, 4, 8)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.world_size(1, backend="nccl")
+@pytest.mark.parametrize("written", [True, {"pin_memory": False}])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_offloaded_shards_train_like_the_unsharded_copy(written: Any, on_meta: bool):
+    oracle = TinyLM("two modules").cuda()
+    model = TinyLM("two modules")
+    if on_meta:
+        with torch.device("meta"):
+            model = TinyLM("two modules")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepare_fully_shard(model, optimizer, {"cpu_offload": written}, precision="fp32")
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+    oracle.load_state_dict(_whole(model))
+    pair = [(oracle, torch.optim.AdamW(oracle.parameters(), lr=1e-2)), (model, optimizer)]
+    for ids, targets in batches(5, 8):
+        norms = []
+        for trained, stepped in pair:
+            lm_loss(trained(ids.cuda()), targets.cuda()).backward()
+            norm = torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+            stepped.step()
+            stepped.zero_grad()
+        assert norms[1].item() == pytest.approx(norms[0].item(), rel=1e-4)
+    assert all(s["exp_avg"].device.type == "cpu" for s in optimizer.state.values())
+    for name, value in _whole(model).items():
+        assert (value.cuda() - oracle.state_dict()[name]).abs().max().item() <= 1e-4, name
+
+
+@pytest.mark.world_size(1, backend="nccl")
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_offloaded_runs_resume(tmp_path: Path, kind: str):
+    def run(**kwargs: Any) -> dict[str, torch.Tensor]:
+        model = built(TinyComposer)
+        config = {"cpu_offload": True, "state_dict_type": kind}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        with installed():
+            trainer = trainer_for(
+                model,
+                optimizer,
+                samples_of(4, 8),
+                config,
+                batch=8,
+                device="gpu",
+                save_folder=str(tmp_path),
+                save_interval="2ba",
+                save_overwrite=True,
+                **kwargs,
+            )
+            trainer.fit()
+            trainer.close()
+        return {name: value.cpu() for name, value in _whole(model).items()}
+
+    through = run()
+    name = "ep0-ba2" if kind == "sharded" else "ep0-ba2-rank0.pt"
+    resumed = run(load_path=str(tmp_path / name))
+    for key, value in through.items():
+        assert (value - resumed[key]).abs().max().item() <= 1e-6, key

@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from composer_fsdp2.core.config import (
     DTYPES,
+    Communication,
+    CPUOffload,
     FSDP2Config,
     PrecisionSpec,
     Selector,
@@ -37,6 +39,7 @@ GOOD = {
     "backward_prefetch": [0, 1, 3],
     "gradient_sync": ["every", "last", "reduce_scatter_only"],
     "mixed_precision": ["DEFAULT", "PURE", "FULL"],
+    "keep_fp32": [None, (), ("*norm", "re:.*gate")],
     "tied_weights": ["lift", "error"],
     "ignored_params": [(), ("a.*",), ("a.weight", "b.*")],
     "forward_methods": [(), ("model.encode",)],
@@ -50,6 +53,8 @@ GOOD = {
     "activation_cpu_offload": [True, False],
     "compile": [True, False, CompileSpec(), CompileSpec(backend="eager", dynamic=True)],
     "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
+    "cpu_offload": [True, False, CPUOffload(pin_memory=False)],
+    "communication": [Communication(), Communication(reduce_scatter_buffers=2)],
     "pretrained_weights": [None, "/a/folder"],
     "state_dict_type": ["full", "sharded"],
     "load_monolith_rank0_only": [False],
@@ -71,6 +76,7 @@ BAD = {
     "backward_prefetch": [True, -1, None, "BACKWARD_PRE", 1.5],
     "gradient_sync": ["lasts", True, None, 2],
     "mixed_precision": ["PURR", None, 1, True, []],
+    "keep_fp32": ["*norm", True, 3, ("",), {"norm": {}}],
     "tied_weights": ["untie", None, True, ["lift"]],
     "ignored_params": ["a.*", 1, (1,), ("",)],
     "forward_methods": ["model.encode", {"a": 1}, (None,)],
@@ -101,6 +107,13 @@ BAD = {
         True,
         *(TilingSpec(shards=shards) for shards in (1, 0, 2.5, None, True)),
         TilingSpec(shards=2, names=(1,)),
+    ],
+    "cpu_offload": ["yes", 1, None, CPUOffload(pin_memory="no")],  # pyright: ignore
+    "communication": [
+        True,
+        "nccl",
+        Communication(reduce_scatter_buffers=0),
+        Communication(symmetric_memory="yes"),  # pyright: ignore
     ],
     "pretrained_weights": ["", 3, True, ["a"]],
     "state_dict_type": ["local", "Full", None, 1],
@@ -189,7 +202,7 @@ def test_all_mistakes_at_once_and_numbered():
             "reshard_after_forward": "no",
             "tied_weights": "untie",
             "wrap_policy": {"clases": ["A"], "min_num_params": 0, "names": ["re:("]},
-            "mixed_precision": {"buffer_dtype": "bf16", "param_dtype": "int7"},
+            "mixed_precision": {"buffer_dtype": "bf61", "param_dtype": "int7"},
         },
     )
     assert message.startswith("8 settings are wrong:")
@@ -257,7 +270,8 @@ def test_embeddings_and_head_as_switch_and_mapping():
     assert read.embeddings == UnitSettings()
     assert read.lm_head == UnitSettings(reshard_after_forward=False)
     off = policy(embeddings=False, lm_head=None)
-    assert (off.embeddings, off.lm_head) == (None, None)
+    assert off.embeddings is False
+    assert off.lm_head is None
 
 
 def test_an_empty_policy_is_the_default():
@@ -303,6 +317,9 @@ def test_selects_blocks(written, selects):
             ["'wrap_policy.classes.A.mixed_precision.param_dtype'", "int7"],
         ),
         ({"embeddings": "yes"}, ["'wrap_policy.embeddings'"]),
+        ({"embeddings": 0}, ["'wrap_policy.embeddings'"]),
+        ({"max_unit_bytes": 0}, ["'wrap_policy.max_unit_bytes'", "a number of bytes >= 1"]),
+        ({"min_unit_bytes": "1 MB"}, ["'wrap_policy.min_unit_bytes'"]),
         (
             {"lm_head": {"reshard_after_forwrd": 1}},
             ["wrap_policy.lm_head", "reshard_after_forward"],
@@ -378,7 +395,7 @@ def test_a_whole_precision_spec():
         ({"param_dtype": torch.int8}, ["'mixed_precision.param_dtype'"]),
         ({"param_dtype": 16}, ["'mixed_precision.param_dtype'"]),
         ({"param_dtyp": "bf16"}, ["'param_dtyp'", "Did you mean 'param_dtype'?"]),
-        ({"buffer_dtype": "bf16"}, ["'mixed_precision.buffer_dtype'", "does not cast buffers"]),
+        ({"buffer_dtype": "bf61"}, ["'mixed_precision.buffer_dtype'", "fp32 or bf16 or fp16"]),
         ({"cast_forward_inputs": "yes"}, ["'mixed_precision.cast_forward_inputs'"]),
     ],
 )
@@ -469,6 +486,7 @@ precisions = st.sampled_from(["DEFAULT", "PURE", "FULL"]) | st.fixed_dictionarie
         "param_dtype": dtypes,
         "reduce_dtype": dtypes,
         "output_dtype": dtypes,
+        "buffer_dtype": dtypes,
         "cast_forward_inputs": st.booleans(),
     }
 )
@@ -488,6 +506,7 @@ valid = st.fixed_dictionaries(
         "backward_prefetch": st.integers(0, 3),
         "gradient_sync": st.sampled_from(["every", "last", "reduce_scatter_only"]),
         "mixed_precision": precisions,
+        "keep_fp32": st.none() | st.lists(patterns, max_size=3),
         "tied_weights": st.sampled_from(["lift", "error"]),
         "wrap_policy": st.fixed_dictionaries(
             {},
@@ -495,8 +514,10 @@ valid = st.fixed_dictionaries(
                 "classes": selectors,
                 "names": selectors,
                 "min_num_params": st.integers(1, 10**9),
-                "embeddings": unit_settings,
-                "lm_head": unit_settings,
+                "min_unit_bytes": st.integers(1, 10**9),
+                "max_unit_bytes": st.integers(1, 10**9),
+                "embeddings": st.just(False) | unit_settings,
+                "lm_head": st.just(False) | unit_settings,
             },
         ),
         "ignored_params": st.lists(patterns, max_size=3),
@@ -507,6 +528,10 @@ valid = st.fixed_dictionaries(
         ),
         "activation_cpu_offload": st.booleans(),
         "compile": st.booleans() | st.fixed_dictionaries({"fullgraph": st.booleans()}),
+        "cpu_offload": st.booleans() | st.fixed_dictionaries({"pin_memory": st.booleans()}),
+        "communication": st.fixed_dictionaries(
+            {}, optional={"reduce_scatter_buffers": st.integers(1, 4)}
+        ),
         "state_dict_type": st.sampled_from(["full", "sharded"]),
         "sharded_ckpt_prefix_dir": patterns,
         "async_save": st.booleans(),
@@ -523,6 +548,13 @@ def written_out(config: FSDP2Config) -> dict:
             selector["pattern"]: selector["settings"] for selector in written["wrap_policy"][key]
         } or None
     return written
+
+
+def test_cpu_offload_as_a_mapping():
+    assert parse_config({"cpu_offload": {"pin_memory": False}}).cpu_offload == CPUOffload(
+        pin_memory=False
+    )
+    assert "'pin_memry'" in error_of(parse_config, {"cpu_offload": {"pin_memry": True}})
 
 
 @given(valid)

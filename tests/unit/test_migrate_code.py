@@ -78,8 +78,16 @@ CASES = [
     ),
     ("isinstance(..., FSDPConfig)", CONFIG + "isinstance(state.fsdp_config, FSDPConfig)", 1),
     (NAMED, CONFIG + "FSDPConfig(verbose=True)", 2),
-    ("FSDPConfig(..., cpu_offload=)", CONFIG + "FSDPConfig(cpu_offload=True)", 1),
-    ("FSDPConfig(..., cpu_offload=)", CONFIG + "FSDPConfig(cpu_offload=False)", 0),
+    (
+        "FSDPConfig(..., keep_low_precision_grads=)",
+        CONFIG + "FSDPConfig(keep_low_precision_grads=True)",
+        1,
+    ),
+    (
+        "FSDPConfig(..., keep_low_precision_grads=)",
+        CONFIG + "FSDPConfig(keep_low_precision_grads=False)",
+        0,
+    ),
     ("FSDPConfig(..., ignored_modules=)", CONFIG + "FSDPConfig(ignored_modules=[m])", 1),
     ("FSDPConfig(..., process_group=)", CONFIG + "FSDPConfig(process_group='node')", 1),
     ("FSDPConfig(..., auto_wrap=)", CONFIG + "FSDPConfig(auto_wrap=False)", 1),
@@ -270,7 +278,7 @@ def test_attributes_are_those_an_fsdp2_configuration_lacks():
 @pytest.mark.parametrize(
     "code",
     [
-        "class FSDPConfig: pass\nFSDPConfig(cpu_offload=True)",
+        "class FSDPConfig: pass\nFSDPConfig(te_shard_fp8_weight=True)",
         "from .config import FSDPConfig\nFSDPConfig(process_group='node')",
         "def prepare_fsdp_module(m): pass\nprepare_fsdp_module(m)",
         "# FSDP.summon_full_params and _fsdp_wrapped_module",

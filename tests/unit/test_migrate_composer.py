@@ -64,7 +64,7 @@ CASES = [
     ("mixed_precision", {"param_dtype": "bf16"}, K, {"mixed_precision": {"param_dtype": "bf16"}}),
     (
         "mixed_precision",
-        {"param_dtype": "bf16", "buffer_dtype": "bf16"},
+        {"param_dtype": "bf16", "keep_low_precision_grads": True},
         CH,
         {"mixed_precision": {"param_dtype": "bf16"}},
     ),
@@ -90,7 +90,7 @@ CASES = [
     ("auto_wrap", True, NOT, {}),
     ("auto_wrap", False, DEC, {}),
     ("cpu_offload", False, NOT, {}),
-    ("cpu_offload", True, UN, {}),
+    ("cpu_offload", True, K, {"cpu_offload": True}),
     ("ignored_modules", None, NOT, {}),
     ("ignored_modules", ["a"], DEC, {}),
     ("backward_prefetch", "BACKWARD_PRE", NOT, {}),
@@ -241,9 +241,9 @@ def test_comments_order_anchors_and_interpolations_survive():
 
 
 def test_a_decision_is_read_as_the_value_of_the_input():
-    text = dump({"fsdp_config": {"cpu_offload": True, "auto_wrap": False}})
+    text = dump({"fsdp_config": {"te_shard_fp8_weight": True, "auto_wrap": False}})
     assert len(migrate(text).having(Status.DECISION, Status.UNSUPPORTED)) == 2
-    decided = migrate(text, decisions={"cpu_offload": None, "fsdp_config.auto_wrap": True})
+    decided = migrate(text, decisions={"te_shard_fp8_weight": None, "fsdp_config.auto_wrap": True})
     assert [entry.status for entry in decided.entries[:2]] == [NOT, NOT]
     extra = migrate(text, decisions={"fsdp2.async_save": True})
     assert settings_of(extra) == {"state_dict_type": "full", "async_save": True}
@@ -291,7 +291,7 @@ VERSION2 = [
     ("device_mesh", [2], DEC, {}),
     ("mixed_precision", "PURE", CH, {"mixed_precision": "PURE"}),
     ("mixed_precision", "FULL", K, {"mixed_precision": "FULL"}),
-    ("mixed_precision", {"param_dtype": "bf16", "buffer_dtype": "bf16"}, CH, None),
+    ("mixed_precision", {"param_dtype": "bf16", "keep_low_precision_grads": True}, CH, None),
     ("mixed_precision", {"param_dtype": "bf16"}, K, None),
     ("activation_checkpointing", True, K, {"activation_checkpointing": True}),
     ("activation_cpu_offload", True, K, {"activation_cpu_offload": True}),

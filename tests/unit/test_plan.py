@@ -15,15 +15,9 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from composer_fsdp2.core.config import PrecisionSpec, UnitSettings, WrapPolicy
-from composer_fsdp2.core.plan import (
-    FROZEN_MAY_DIFFER,
-    Decision,
-    Rule,
-    ShardUnit,
-    WrapPlan,
-    plan_wrapping,
-)
+from composer_fsdp2.core.plan import Decision, Rule, ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.rules import by_class, by_hf_blocks, by_name, root_rule
+from composer_fsdp2.core.sizing import FROZEN_MAY_DIFFER
 from composer_fsdp2.core.tying import ModuleTree, has_forward, tied_groups
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.trainer.rules import trainer_rules
@@ -326,21 +320,25 @@ def test_non_contiguous_parameters_are_refused():
     assert "'weight' is not contiguous (shape (3, 2), stride (1, 3))" in message
 
 
-def test_mixed_dtypes_of_one_unit_are_refused():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    message = error_of(model, [root_rule])
+def mixed_linear() -> nn.Linear:
+    linear = nn.Linear(2, 2)
+    linear.bias = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    return linear
+
+
+def test_mixed_dtypes_of_one_module_are_refused():
+    message = error_of(nn.Sequential(mixed_linear(), nn.Linear(2, 2)), [root_rule])
     assert message.startswith("The root unit holds parameters of different dtypes")
-    assert "float32 ('0.weight') and bfloat16 ('1.weight')" in message
-    plan_wrapping(model, [by_class(nn.Linear)])
+    assert "float32 ('0.weight') and bfloat16 ('0.bias')" in message
 
 
 def test_frozen_parameters_may_have_another_dtype_where_torch_lets_them():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16))
-    model[1].requires_grad_(False)
+    linear = mixed_linear()
+    linear.bias.requires_grad_(False)
     if FROZEN_MAY_DIFFER:
-        assert len(plan_wrapping(model, [root_rule]).units) == 1
+        assert len(plan_wrapping(linear, [root_rule]).units) == 1
     else:
-        assert "of different dtypes" in error_of(model, [root_rule])
+        assert "of different dtypes" in error_of(linear, [root_rule])
 
 
 def test_a_top_level_unit_with_nothing_to_train_is_freed():
@@ -354,7 +352,7 @@ def test_a_top_level_unit_with_nothing_to_train_is_freed():
 
 
 def test_all_obstacles_at_once():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.bfloat16), nn.ModuleList())
+    model = nn.Sequential(nn.Linear(2, 2), mixed_linear(), nn.ModuleList())
     model.scale = nn.Parameter(torch.tensor(1.0))
     message = error_of(model, [root_rule, by_name("2")], ignored_params=["3.*"])
     assert message.startswith("The model cannot be divided into FSDP units, for 4 reasons:\n  1. ")

@@ -10,7 +10,14 @@ from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 from omegaconf import OmegaConf
 
-from composer_fsdp2.core.config import FSDP2Config, Selector, UnitSettings, WrapPolicy, parse_config
+from composer_fsdp2.core.config import (
+    FSDP2Config,
+    PrecisionSpec,
+    Selector,
+    UnitSettings,
+    WrapPolicy,
+    parse_config,
+)
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1, convert_fsdp1_unit
 from composer_fsdp2.trainer.config import (
@@ -271,7 +278,8 @@ def test_the_switch_leaves_fsdp2_settings_as_they_are(monkeypatch):
     for key in ("fsdp", "fsdp2"):
         parsed = parse_parallelism_config({key: {"tied_weights": "error"}})
         assert parsed.fsdp2.settings == FSDP2Config(tied_weights="error")
-    assert "cpu_offload" in error_of({"fsdp": {"cpu_offload": True}})
+    low = "keep_low_precision_grads"
+    assert low in error_of({"fsdp": {low: True}})
     assert "'forward_prefetc'" in error_of({"fsdp": {"forward_prefetc": True}})
 
 
@@ -313,6 +321,7 @@ def test_composers_defaults_convert_to_ours_but_for_the_checkpoint():
     [
         ("activation_checkpointing", True),
         ("activation_cpu_offload", True),
+        ("cpu_offload", True),
         ("data_parallel_replicate_degree", 2),
         ("data_parallel_shard_degree", 4),
         ("load_monolith_rank0_only", True),
@@ -355,7 +364,6 @@ def test_keys_that_are_not_needed_are_noted(key, value):
     ("key", "value", "harmless"),
     [
         ("auto_wrap", False, True),
-        ("cpu_offload", True, False),
         ("ignored_modules", ["a"], None),
         ("keep_low_precision_grads", True, False),
         ("process_group", "node", None),
@@ -445,10 +453,10 @@ def test_given_degrees_come_before_those_of_the_strategy():
 
 def test_mistakes_are_reported_together():
     with pytest.raises(ConfigError) as caught:
-        convert(sharding_strategy="FULL_SHRAD", cpu_offload=True, forward_prefetc=True)
+        convert(sharding_strategy="FULL_SHRAD", auto_wrap=False, forward_prefetc=True)
     message = str(caught.value)
     assert "Did you mean 'FULL_SHARD'?" in message
-    assert "'cpu_offload: True'" in message
+    assert "'auto_wrap: False'" in message
     assert "Did you mean 'forward_prefetch'?" in message
 
 
@@ -475,3 +483,15 @@ def test_no_shard_does_not_ignore_degrees():
             world_size=8,
             local_world_size=8,
         )
+
+
+@pytest.mark.parametrize("given", ["DEFAULT", {"reduce_dtype": "fp32", "buffer_dtype": "bf16"}])
+def test_master_weights_dtype_of_llm_foundry(given):
+    """It writes its own precision into the block, with a key of FSDP1."""
+    from llmfoundry.utils.config_utils import process_init_device
+
+    block = {"version": 2, "mixed_precision": given}
+    process_init_device({"master_weights_dtype": "bf16"}, block)
+    spec = parse_parallelism_config({"fsdp2": block}).fsdp2.settings.mixed_precision
+    asked = given if isinstance(given, dict) else {}
+    assert spec == PrecisionSpec(**asked)

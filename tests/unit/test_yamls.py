@@ -221,7 +221,10 @@ def test_a_unit_is_a_decoder_layer_with_all_of_its_experts(path: Path):
         assert len({name.rpartition(".")[0] for (name,) in layers}) == 1
         numbers = [int(name.rpartition(".")[2]) for (name,) in layers]
         assert numbers == list(range(LAYERS[hub_name(run)]))
-        others = {unit.modules for unit in run.plan.units} - set(layers)
+        ends = {unit.modules for unit in run.plan.units if unit.role is not None}
+        apart = {("model.model.embed_tokens",), ("model.lm_head",)}
+        assert ends == (set() if run.plan.tied or path.stem in OTHER_UNITS else apart)
+        others = {unit.modules for unit in run.plan.units} - {*layers, *ends}
         assert others == {(name,) for name in OTHER_UNITS.get(path.stem, ["model"])}
 
 
@@ -283,6 +286,16 @@ def test_gathered_bytes_by_hand():
     in_a_layer = kept * (2 + 2) + layer * (2 + 2 + 2 + 4)
     at_the_end = kept * (2 + 4) + layer * 4
     assert memory_of(run).gathered == max(in_a_layer, at_the_end)
+
+
+def test_gathered_bytes_of_ends_that_are_units_by_hand():
+    """Llama 3.1 8B: ends of 525.3 million, and layers of 218.1 million."""
+    run = runs_of(ROOT / "yamls" / "finetune" / "llama-3.1-8b.yaml")[0]
+    end, layer, norm = 128256 * 4096, 218112000, 4096
+    head = end * (2 + 4) + layer * 2
+    embedding = end * (2 + 4) + layer * 4
+    in_a_layer = end * 4 + layer * (2 + 2 + 2)
+    assert memory_of(run).gathered == max(head, embedding, in_a_layer) + norm * (2 + 2)
 
 
 # --- The quickstart. ---
