@@ -199,13 +199,12 @@ def _train_from_yaml(run: Path, overrides: list[str]) -> None:
 
 
 def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
-    from llmfoundry.command_utils.eval import evaluate
-    from omegaconf import OmegaConf
+    from llmfoundry.command_utils import eval_from_yaml
 
-    from composer_fsdp2.run_file import eval_config, read_run
+    from composer_fsdp2.trainer.patches import install
 
-    OmegaConf.clear_resolver("oc.env")  # as LLM Foundry does
-    evaluate(eval_config(read_run(run, overrides)))
+    install()  # no plugin is asked before it refuses `parallelism_config`
+    eval_from_yaml(str(run), overrides)
 
 
 if __name__ == "__main__":

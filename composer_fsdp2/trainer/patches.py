@@ -194,6 +194,12 @@ def _saver_post_close(original: Any, saver: Any) -> None:
     original(saver)
 
 
+def _read_evaluation(original: Any, cfg: Any) -> Any:
+    from composer_fsdp2.foundry import transform
+
+    return original(transform(cfg))
+
+
 def _freeze_layers(original: Any, callback: Any, state: Any, logger: Any) -> None:
     from composer_fsdp2.trainer.llm_foundry import freeze_layers
 
@@ -405,6 +411,12 @@ PATCHES: tuple[PatchPoint, ...] = (
         "41967a86b4cbe905",
         "is asked for the number of ranks, to train without FSDP when there is one",
         source=f"{_TRAIN}:train",
+    ),
+    _point(
+        "llmfoundry.command_utils.eval:allow_toplevel_keys",
+        _read_evaluation,
+        "d7d14a97380fff3c",
+        "is the only transform an evaluation asks before it refuses parallelism_config",
     ),
     _point(
         "llmfoundry.optim.adaptive_lion:dist",
