@@ -20,8 +20,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
 from composer_fsdp2.errors import CheckpointError, ConfigError
-from composer_fsdp2.foundry import parse_run_config
+from composer_fsdp2.foundry import parse_run_config, transform
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from composer_fsdp2.trainer.patches import uninstall
 from tests.foundry import (
@@ -227,6 +228,67 @@ def test_lion_and_what_it_reports(name: str, ranks, assets):
     assert {k.rpartition("/")[0] for k in reported} >= {"l2_norm/moment", "l2_norm/update"}
     close = pytest.approx(reported, rel=TOLERANCE, abs=TOLERANCE)
     assert {k: found.logged[k] for k in reported} == close
+
+
+def adaptive(name: str) -> dict[str, Any]:
+    return {
+        "model.no_bias": True,
+        "optimizer": {"name": name, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "callbacks": {"optimizer_monitor": {"batch_log_interval": 1}, "seasoning": {}},
+    }
+
+
+def outliers(told: Told) -> dict[str, float]:
+    """What came of them, of which there have been some."""
+    kinds = ("layerwise_lr", "clipped_batches")
+    found = {name: value for name, value in told.logged.items() if name.startswith(kinds)}
+    assert {*found.values()} - {0.0, 1e-3}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("clip_lion", "sharded"), ("adalr_lion", "sharded"), ("adalr_lion", "full")]
+)
+def test_a_lion_resumes_with_what_it_knows_of_outliers(
+    name: str, kind: str, ranks, assets, tmp_path
+):
+    change = adaptive(name)
+    saving = {
+        "parallelism_config": {"fsdp2": {"state_dict_type": kind}},
+        "save_folder": f"{tmp_path}/saved",
+        "save_interval": "2ba",
+        "autoresume": True,
+    }
+    (alone,) = ranks(1, tell, run_of(assets, FSDP2, change))
+    ranks(2, tell, run_of(assets, saving, change, {"max_duration": "2ba"}))
+    found, _ = ranks(2, tell, run_of(assets, saving, change))
+    assert found.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
+    same_weights(found, alone)
+    assert outliers(found) == outliers(alone)
+
+
+def tell_uninstalled(cfg: dict[str, Any]) -> Told:
+    uninstall()
+    return tell(cfg)
+
+
+def tell_trusting(path: str, cfg: dict[str, Any]) -> Told:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TRUST_VARIABLE, path)
+        return tell(cfg)
+
+
+def test_a_lion_resumes_from_a_checkpoint_with_its_objects(ranks, assets, tmp_path):
+    change, saving = adaptive("adalr_lion"), {"save_folder": f"{tmp_path}", "save_interval": "2ba"}
+    (alone,) = ranks(1, tell_uninstalled, run_of(assets, change, saving))
+    loading = {"load_path": f"{tmp_path}/ep0-ba2-rank0.pt"}
+    run = run_of(assets, FULL, change, loading)
+    for message in ranks(2, refusal, run):
+        assert "OutlierDetector', which is not data" in message
+    found, _ = ranks(2, tell_trusting, loading["load_path"], run)
+    assert found.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
+    same_weights(found, alone)
+    assert outliers(found) == outliers(alone)
 
 
 # --- Callbacks of LLM Foundry. ---
@@ -463,8 +525,11 @@ def evaluated(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]
 
     Collective: yes.
     """
+    from llmfoundry import registry
     from llmfoundry.command_utils import eval_from_yaml
 
+    # Found by entry point where this package is installed.
+    registry.config_transforms.register("composer_fsdp2", func=transform)
     file = folder / f"evaluation{dist.get_rank()}.yaml"
     file.write_text(yaml.safe_dump(cfg))
     uninstall()  # a user's process has nothing installed yet
@@ -487,12 +552,12 @@ def evaluated(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]
 
 @pytest.fixture
 def evaluation(assets, tmp_path) -> dict[str, Any]:
-    """Settings of an evaluation beside a file `fsdp2.py` with README's line."""
+    """Settings of an evaluation beside README's `fsdp2.py`."""
     settings = run_of(assets, FSDP2, {"eval_loader": loader_of(assets, "val"), **icl(assets)})
     shared = ("tokenizer", "max_seq_len", "device_eval_batch_size", "precision", "dist_timeout")
     shared += ("python_log_level", "eval_loader", "icl_tasks", "parallelism_config")
-    (line,) = [text for text in README.splitlines() if text.startswith("import composer_fsdp2; ")]
-    (tmp_path / "fsdp2.py").write_text(line)
+    (block,) = re.findall(r"code_paths: \[fsdp2.py\].*?```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "fsdp2.py").write_text(block)
     return {
         "model": MODEL,
         "model_name": "test",
@@ -576,18 +641,3 @@ def test_resumes_in_the_middle_of_a_curriculum(ranks, assets, tmp_path):
     loading["load_path"] = f"{tmp_path}/sharded/ep0-ba3"
     found, _ = ranks(2, tell, run_of(assets, FSDP2, change, loading))
     same(found, resumed)
-
-
-@pytest.mark.parametrize("name", ["clip_lion", "adalr_lion"])
-def test_checkpoints_of_a_lion_with_objects_in_its_state_are_refused(
-    name: str, ranks, assets, tmp_path
-):
-    change = {
-        "optimizer": {"name": name, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
-        "save_folder": f"{tmp_path}/saved",
-    }
-    for message in ranks(2, refusal, run_of(assets, FSDP2, change)):
-        assert "save_weights_only: true" in message
-    weights = {"save_weights_only": True, "save_interval": "2ba", "max_duration": "2ba"}
-    ranks(2, tell, run_of(assets, FSDP2, change, weights))
-    assert (tmp_path / "saved" / "ep0-ba2").is_dir()
