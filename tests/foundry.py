@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import Callback, State
+from composer.core import Callback, State, Time
 from composer.loggers import Logger, LoggerDestination
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -204,6 +204,16 @@ class Recorded(LoggerDestination):
         self.logged.update({k: float(v) for k, v in metrics.items() if not isinstance(v, str)})
 
 
+class Iterations(Callback):
+    """Composer counts iterations of the length somebody gives them, and has no default."""
+
+    def __init__(self, length: str) -> None:
+        self.length = length
+
+    def iteration_start(self, state: State, logger: Logger) -> None:
+        state._iteration_length = Time.from_timestring(self.length)
+
+
 class Seasoning(Callback):
     """After the first batch, gives a Lion's trackers the memory of a run that is older."""
 
@@ -229,6 +239,7 @@ def trained(cfg: dict[str, Any]) -> Trainer:
 
     registry.config_transforms.register("composer_fsdp2", func=transform)
     registry.loggers.register("told", func=Recorded)
+    registry.callbacks.register("iterations", func=Iterations)
     registry.callbacks.register("seasoning", func=Seasoning)
     clean_stale_shared_memory()
     with warnings.catch_warnings():

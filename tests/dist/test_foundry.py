@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -114,10 +115,12 @@ def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
 # --- How long. ---
 
 
-@pytest.mark.parametrize("duration", ["1ep", "24sp", "400tok"])
+@pytest.mark.parametrize("duration", ["1ep", "3ba", "24sp", "400tok", "2iter"])
 def test_every_unit_of_duration(duration: str, ranks, assets):
     unit = duration.lstrip("0123456789")
     change = {"max_duration": duration, "scheduler.t_warmup": f"0{unit}"}
+    if unit == "iter":
+        change["callbacks"] = {"iterations": {"length": "300tok"}}
     (alone,) = ranks(1, tell, run_of(assets, change))
     found, other = ranks(2, tell, run_of(assets, FSDP2, change))
     assert found.batches == other.batches == alone.batches > 2
@@ -344,6 +347,32 @@ def layer_error(cfg: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def tables(folder: Path) -> dict[str, list[list[float]]]:
+    """What LLM Foundry wrote to MLflow of each metric: a row for every batch."""
+    files = folder.glob("*/*/artifacts/metrics/train/LossPerpVLenTable/*.json")
+    return {file.stem: json.loads(file.read_text())["data"] for file in files}
+
+
+def test_loss_by_length_of_context(ranks, assets, tmp_path):
+    logging = {"synchronous": True, "log_system_metrics": False, "experiment_name": "losses"}
+    change = {
+        "callbacks": {"loss_perp_v_len": {"log_batch_interval": 1, "compute_batch_interval": 1}}
+    }
+    found = []
+    for number, block in ((1, {}), (2, FSDP2)):
+        folder = tmp_path / str(number)
+        change["loggers"] = {"told": {}, "mlflow": {**logging, "tracking_uri": str(folder)}}
+        ranks(number, tell, run_of(assets, block, change))
+        found.append(tables(folder))
+    alone, sharded = found
+    assert len(alone["mean_loss_v_len"]) == 4
+    assert len(alone["mean_loss_v_len"][0]) == 25
+    assert sharded.keys() == alone.keys()
+    for name, rows in alone.items():
+        for row, expected in zip(sharded[name], rows, strict=True):
+            assert row == pytest.approx(expected, rel=TOLERANCE), name
+
+
 def test_the_learning_rate_is_scaled_on_resumption(ranks, assets, tmp_path):
     saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "2ba"}
     ranks(1, tell, run_of(assets, saving, {"max_duration": "2ba"}))
@@ -367,13 +396,13 @@ CALLBACKS = {
     "hf_checkpointer": "test_export",
     "kill_loss_spike": "test_callbacks_that_change_nothing",
     "layer_freezing": "test_frozen_layers_have_plain_names_under_activation_checkpointing",
-    "loss_perp_v_len": "",
+    "loss_perp_v_len": "test_loss_by_length_of_context",
     "mbmoe_tok_per_expert": "",
     "mono_checkpoint_saver": "test_a_monolithic_checkpoint_is_that_of_an_unsharded_run",
     "run_timeout": "test_callbacks_that_change_nothing",
     "scheduled_gc": "test_callbacks_that_change_nothing",
 }
-"""LLM Foundry's own, and the tests that run them; two need MLflow's server and megablocks."""
+"""LLM Foundry's own, and the tests that run them; one needs megablocks."""
 
 
 def registered() -> set[str]:
