@@ -27,6 +27,7 @@ __all__ = [
     "Told",
     "llama",
     "loader_of",
+    "merged",
     "plain_weights",
     "run_of",
     "tell",
@@ -214,6 +215,15 @@ class Iterations(Callback):
         state._iteration_length = Time.from_timestring(self.length)
 
 
+class Interruption(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == self.batch:
+            raise InterruptedError
+
+
 class Seasoning(Callback):
     """After the first batch, gives a Lion's trackers the memory of a run that is older."""
 
@@ -239,6 +249,7 @@ def trained(cfg: dict[str, Any]) -> Trainer:
 
     registry.config_transforms.register("composer_fsdp2", func=transform)
     registry.loggers.register("told", func=Recorded)
+    registry.callbacks.register("interruption", func=Interruption)
     registry.callbacks.register("iterations", func=Iterations)
     registry.callbacks.register("seasoning", func=Seasoning)
     clean_stale_shared_memory()

@@ -33,6 +33,7 @@ from tests.foundry import (
     Told,
     llama,
     loader_of,
+    merged,
     plain_weights,
     run_of,
     tell,
@@ -210,6 +211,37 @@ def test_autoresume_goes_on_with_the_raw_text(kind: str, ranks, assets, tmp_path
     found, _ = ranks(2, tell, run_of(assets, saving))
     assert found.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
     same_weights(found, alone)
+
+
+COMPLETE = Path(__file__).parents[2] / "yamls" / "complete" / "mpt-pretrain-mds.yaml"
+
+
+def interrupted(cfg: dict[str, Any]) -> None:
+    """Ends with an error in the sixth batch, on every rank."""
+    with pytest.raises(InterruptedError):
+        trained(cfg)
+
+
+def test_a_complete_run_that_is_interrupted_ends_as_one_that_is_not(ranks, assets, tmp_path):
+    """The whole of a file of `yamls/complete` but for its data and what it exports."""
+    run = yaml.safe_load(COMPLETE.read_text())
+    del run["code_paths"], run["callbacks"]
+    data = {"variables.data": f"{assets}/mds", "tokenizer.name": f"{assets}/tokenizer"}
+    sizes = {"max_seq_len": 24, "variables.text.vocab_size": 300, "max_duration": "8ba"}
+    changes = {"eval_interval": "4ba", "save_interval": "4ba", "loggers": {"told": {}}}
+    told = []
+    for folder in ("undisturbed", "disturbed"):
+        changes["variables.folder"] = f"{tmp_path}/{folder}"
+        whole = merged(run, data, sizes, changes)
+        if folder == "disturbed":
+            ranks(2, interrupted, merged(whole, {"callbacks": {"interruption": {"batch": 6}}}))
+        told.append(ranks(2, tell, whole)[0])
+    undisturbed, disturbed = told
+    assert disturbed.losses == undisturbed.losses[4:]
+    assert disturbed.metrics == undisturbed.metrics
+    assert disturbed.weights.keys() == undisturbed.weights.keys()
+    for name, weight in undisturbed.weights.items():
+        assert torch.equal(disturbed.weights[name], weight), name
 
 
 # --- Optimizers. ---
