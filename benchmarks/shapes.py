@@ -392,15 +392,23 @@ def cpu_seconds(body: Callable[[], Any]) -> float:
     return elapsed
 
 
-def paired_ratio(
+def paired(
     ours: Callable[[], float], theirs: Callable[[], float], pairs: int
-) -> dict[str, float]:
-    """Median of `ours() / theirs()`, the order swapped every time so that drift cancels."""
+) -> tuple[list[float], list[float]]:
+    """What both measured, the order swapped every time so that drift cancels."""
     ours_seconds, theirs_seconds = [], []
     for index in range(pairs):
         order = [(ours, ours_seconds), (theirs, theirs_seconds)]
         for measure, into in order if index % 2 == 0 else reversed(order):
             into.append(measure())
+    return ours_seconds, theirs_seconds
+
+
+def paired_ratio(
+    ours: Callable[[], float], theirs: Callable[[], float], pairs: int
+) -> dict[str, float]:
+    """Median of `ours() / theirs()`."""
+    ours_seconds, theirs_seconds = paired(ours, theirs, pairs)
     ratios = [a / b for a, b in zip(ours_seconds, theirs_seconds, strict=True)]
     return {
         "ratio": statistics.median(ratios),
@@ -416,6 +424,14 @@ def spread(values: list[float]) -> dict[str, float]:
         return {"low": min(values), "high": max(values)}
     low, _, high = statistics.quantiles(values, n=4)
     return {"low": low, "high": high}
+
+
+def standard_error(values: list[float]) -> float:
+    """Of the median, by resampling."""
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.randint(len(values), (1000, len(values)), generator=generator)
+    medians = torch.tensor(values, dtype=torch.float64)[chosen].quantile(0.5, dim=1)
+    return medians.std().item()
 
 
 def emit(figure: str, value: Mapping[str, Any], goal: float | None = None) -> None:

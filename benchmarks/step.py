@@ -5,15 +5,13 @@ blocks, d=256, vocabulary 2048, fp32): one prepared by this package, one by hand
 alternate and the order within a pair is swapped every time; the figure is the median over the pairs
 of the ratio of process CPU times on rank 0. Both copies see the same batches, and their last losses
 are reported. `--peer hand` compares by hand with itself and shows the noise of the method.
-`--peer monitor` compares two copies prepared by this package, one of which has `FSDP2Monitor` on:
-it gets Composer's events, starts and stops to watch in every step of its own, and logs to memory.
 
 `--accumulate` makes a step of 4 microbatches: `last` reduces once, `kept` (with
 reshard_after_forward: false) gathers once as well. By hand does the same with torch's own methods;
 `--peer every` is this package with a reduction in every microbatch. `--prefetch N` gathers N units
 ahead in forward and backward, by hand through torch's lists in the order the blocks run.
 
-Goal: ratio <= 1.03, and <= 1.01 for the monitor.
+Goal: ratio <= 1.03.
 """
 
 from __future__ import annotations
@@ -28,15 +26,9 @@ import shapes
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from composer.core import State
-from composer.devices import DeviceCPU
-from composer.loggers import InMemoryLogger, Logger
 from torch.distributed.device_mesh import init_device_mesh
 
-from composer_fsdp2 import FSDP2Monitor
-
 GOAL = 1.03
-MONITOR_GOAL = 1.01
 MICROBATCHES = 4
 
 
@@ -123,36 +115,9 @@ class Trainee:
         return elapsed
 
 
-class Monitored(Trainee):
-    """Has the callback on for the duration of each of its steps."""
-
-    def __init__(self) -> None:
-        super().__init__(OURS, Controls())
-        self.monitor = FSDP2Monitor()
-        self.state = State(rank_zero_seed=0, run_name="step", model=self.model, device=DeviceCPU())
-        memory = InMemoryLogger()
-        self.logger = Logger(self.state, destinations=memory)
-        memory.init(self.state, self.logger)
-        self.monitor.after_load(self.state, self.logger)
-
-    def step(self, tokens: torch.Tensor) -> float:
-        start = time.process_time()
-        self.monitor.fit_start(self.state, self.logger)
-        self.monitor.batch_start(self.state, self.logger)
-        before = time.process_time() - start
-        elapsed = super().step(tokens)
-        start = time.process_time()
-        self.monitor.after_backward(self.state, self.logger)
-        self.monitor.batch_end(self.state, self.logger)
-        self.monitor.fit_end(self.state, self.logger)
-        return before + elapsed + time.process_time() - start
-
-
 def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
     """Trains both copies on every rank and prints the line of rank 0."""
-    if peer == "monitor":
-        ours, theirs = Monitored(), Trainee(OURS, Controls())
-    elif peer == "every":
+    if peer == "every":
         ours = Trainee(OURS, controls)
         theirs = Trainee(OURS, replace(controls, accumulate="every"))
     else:
@@ -167,9 +132,8 @@ def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
     value = shapes.paired_ratio(timed(ours), timed(theirs), steps)
     if dist.get_rank() == 0:
         losses = {"ours_loss": ours.loss, "theirs_loss": theirs.loss}
-        goal = MONITOR_GOAL if peer == "monitor" else GOAL
         told = {"peer": peer, **asdict(controls), "ranks": 2, "steps": steps}
-        shapes.emit("step", {**told, **value, **losses}, goal)
+        shapes.emit("step", {**told, **value, **losses}, GOAL)
 
 
 def main() -> None:
@@ -178,7 +142,7 @@ def main() -> None:
     )
     parser.add_argument(
         "--peer",
-        choices=[*PEERS, "monitor"],
+        choices=list(PEERS),
         default="ours",
     )
     parser.add_argument("--accumulate", choices=["none", "last", "kept"], default="none")

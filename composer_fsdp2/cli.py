@@ -184,28 +184,33 @@ def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
 
 
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:
-    from llmfoundry import registry
     from llmfoundry.command_utils import train_from_yaml
 
-    from composer_fsdp2.foundry import transform
-    from composer_fsdp2.trainer import monitor, record
-
-    # LLM Foundry finds them by entry point, but not in a checkout that is not installed.
-    registry.config_transforms.register("composer_fsdp2", func=transform)
-    registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
-    # `parity` writes its name into the configurations that it runs.
-    registry.algorithms.register(record.NAME, func=record.Recorder)
+    _register()
     train_from_yaml(str(run), overrides)
 
 
 def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
-    from llmfoundry.command_utils.eval import evaluate
-    from omegaconf import OmegaConf
+    from llmfoundry.command_utils import eval_from_yaml
 
-    from composer_fsdp2.run_file import eval_config, read_run
+    from composer_fsdp2.trainer.patches import install
 
-    OmegaConf.clear_resolver("oc.env")  # as LLM Foundry does
-    evaluate(eval_config(read_run(run, overrides)))
+    _register()
+    install()  # it asks no plugin before it refuses `parallelism_config`
+    eval_from_yaml(str(run), overrides)
+
+
+def _register() -> None:
+    """LLM Foundry finds these by entry point, but not in a checkout that is not installed."""
+    from llmfoundry import registry
+
+    from composer_fsdp2.foundry import transform
+    from composer_fsdp2.trainer import monitor, patches, record
+
+    registry.config_transforms.register(patches.TRANSFORM, func=transform)
+    registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
+    # `parity` writes its name into the configurations that it runs.
+    registry.algorithms.register(record.NAME, func=record.Recorder)
 
 
 if __name__ == "__main__":

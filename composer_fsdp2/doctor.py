@@ -20,12 +20,10 @@ __all__ = ["KEYS", "Finding", "Gpu", "Machine", "Run", "describe_run", "examine"
 
 KEYS = (
     "algorithms.gradient_clipping.clipping_type",
-    "callbacks.mono_checkpoint_saver",
     "device_train_microbatch_size",
     "global_train_batch_size",
     "model.init_device",
     "model.pretrained",
-    "optimizer.name",
     "precision",
 )
 """Keys of a run, besides those about parallelism, that decide something here."""
@@ -418,19 +416,6 @@ def _limits(run: Run) -> Findings:
             "problem",
             "Tensor parallelism is asked for, which does not go with FSDP2 yet.",
             "Take it out, or stay with FSDP1.",
-        )
-    name = run.value("optimizer.name")
-    if name in ("clip_lion", "adalr_lion"):
-        yield Finding(
-            "problem",
-            f"The optimizer {name} of LLM Foundry cannot step sharded parameters.",
-            "Use decoupled_lionw.",
-        )
-    if run.value("callbacks.mono_checkpoint_saver") is not None:
-        yield Finding(
-            "problem",
-            "The callback mono_checkpoint_saver of LLM Foundry asks FSDP1 for the state.",
-            "Use save_folder with state_dict_type: full, or convert sharded checkpoints.",
         )
 
 

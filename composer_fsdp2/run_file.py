@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = [
     "check_installed",
     "check_ranks",
-    "eval_config",
     "load_run",
     "merge",
     "read_parallelism",
@@ -58,23 +57,6 @@ def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
     from composer_fsdp2.foundry import parse_run_config
 
     return parse_run_config(_resolve(cfg))
-
-
-def eval_config(cfg: DictConfig) -> DictConfig:
-    """A run for LLM Foundry's evaluation, which knows `fsdp_config` alone and no plugin.
-
-    It puts FSDP2 into effect in this process.
-
-    Raises:
-        ConfigError: its parallelism settings ask for something impossible.
-    """
-    from omegaconf import OmegaConf
-
-    from composer_fsdp2.foundry import transform
-
-    rest = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key not in _BLOCKS])
-    rest.merge_with(transform(_resolve(cfg)))
-    return rest
 
 
 def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:

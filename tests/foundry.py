@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.core import State
+from composer.core import Callback, State, Time
 from composer.loggers import Logger, LoggerDestination
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -27,6 +27,7 @@ __all__ = [
     "Told",
     "llama",
     "loader_of",
+    "merged",
     "plain_weights",
     "run_of",
     "tell",
@@ -204,6 +205,39 @@ class Recorded(LoggerDestination):
         self.logged.update({k: float(v) for k, v in metrics.items() if not isinstance(v, str)})
 
 
+class Iterations(Callback):
+    """Composer counts iterations of the length somebody gives them, and has no default."""
+
+    def __init__(self, length: str) -> None:
+        self.length = length
+
+    def iteration_start(self, state: State, logger: Logger) -> None:
+        state._iteration_length = Time.from_timestring(self.length)
+
+
+class Interruption(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == self.batch:
+            raise InterruptedError
+
+
+class Seasoning(Callback):
+    """After the first batch, gives a Lion's trackers the memory of a run that is older."""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch != 1:
+            return
+        for values in state.optimizers[0].state.values():
+            tracker = values.get("grad_tracker") or values["moment_tracker"]
+            (norm,) = tracker.intermediate_data_queue
+            older = [norm * (0.1 + 0.01 * (n % 7)) for n in range(499)]
+            tracker.intermediate_data_queue.extend(older)
+            tracker.delayed_moving_average.extend(older[:9])
+
+
 def trained(cfg: dict[str, Any]) -> Trainer:
     """Runs LLM Foundry's `train` on this rank. Collective: yes."""
     from llmfoundry import registry
@@ -215,6 +249,9 @@ def trained(cfg: dict[str, Any]) -> Trainer:
 
     registry.config_transforms.register("composer_fsdp2", func=transform)
     registry.loggers.register("told", func=Recorded)
+    registry.callbacks.register("interruption", func=Interruption)
+    registry.callbacks.register("iterations", func=Iterations)
+    registry.callbacks.register("seasoning", func=Seasoning)
     clean_stale_shared_memory()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

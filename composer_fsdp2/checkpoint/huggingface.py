@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
+from composer_fsdp2.checkpoint.adapters import adapter_names, write_adapters
 from composer_fsdp2.checkpoint.convert import Advance, nest, prove_whole
 from composer_fsdp2.checkpoint.describe import MODEL, find_ties
 from composer_fsdp2.checkpoint.source import Checkpoint, TensorEntry
@@ -72,7 +73,9 @@ def write_huggingface(
 ) -> list[str]:
     """Writes safetensors, their index, `config.json` and the tokenizer's files.
 
-    Memory: one tensor, where it is in several pieces.
+    Of a checkpoint with adapters of PEFT these alone, as PEFT does, and its `adapter_config.json`.
+
+    Memory: one tensor, where it is in several pieces; all adapters.
 
     Args:
         source: an open checkpoint of a HuggingFaceModel.
@@ -90,8 +93,11 @@ def write_huggingface(
         CheckpointError: the checkpoint holds no config, or no Hugging Face model, or is damaged;
             or the destination cannot be written.
     """
-    found = _given(config) if config is not None else _stored(source)
-    names = _names(source, found.config)
+    values = _integration(source)
+    if "peft_config" in values.get("model", {}):
+        return _write_peft(source, destination, advance, values, dtype, config)
+    found = _given(config) if config is not None else _stored(source, values)
+    names = _names(source, _second_names(source, found.config))
     entries = {name: _as_written(source.tensors[key], dtype) for name, key in names.items()}
     files = _divide(entries, max_file_bytes)
     with staged(destination, folder=True) as folder:
@@ -117,19 +123,17 @@ def write_huggingface(
 # --- Config and tokenizer. ---
 
 
-def _stored(source: Checkpoint) -> _Pretrained:
+def _integration(source: Checkpoint) -> dict[str, Any]:
     keys = source.under(*_STORED)
-    if not any(way[:2] == ("model", "config") for way in keys.values()):
+    return nest((way, _value(source, key)) for key, way in keys.items())
+
+
+def _stored(source: Checkpoint, values: Mapping[str, Any]) -> _Pretrained:
+    if "config" not in values.get("model", {}):
         raise CheckpointError(
             f"'{source.path}' holds no Hugging Face config, because its model was no "
             "HuggingFaceModel or the save left it out. Without it nobody knows which class the "
             "weights belong to. Give --config with a config.json, or with a folder that has one."
-        )
-    values = nest((way, _value(source, key)) for key, way in keys.items())
-    if "peft_config" in values["model"]:
-        raise CheckpointError(
-            f"'{source.path}' holds adapters of PEFT. A folder with a base model's config would "
-            "not load them. Load it with the Trainer and call save_pretrained of the model."
         )
     stored = values["model"]["config"]
     return _Pretrained(
@@ -137,6 +141,34 @@ def _stored(source: Checkpoint) -> _Pretrained:
         str(stored.get("class", "")),
         dict(_tokenizer_files(values.get("tokenizer", {}), source.path)),
     )
+
+
+def _write_peft(
+    source: Checkpoint,
+    destination: Path,
+    advance: Advance,
+    values: Mapping[str, Any],
+    dtype: torch.dtype | None,
+    config: Path | None,
+) -> list[str]:
+    if config is not None:
+        raise CheckpointError(
+            f"'{source.path}' holds adapters of PEFT, and --config is given. Their folder has no "
+            "config.json: the base model has it, and is loaded from where it is. Remove --config."
+        )
+    settings = values["model"]["peft_config"]["content"]
+    keys = _names(source, set())
+    names = adapter_names(settings, keys, source.path)
+    found = _Pretrained({}, files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
+    with staged(destination, folder=True) as folder:
+        prove_whole(source)
+        keys = {name: keys[inside] for name, inside in names.items()}
+        write_adapters(source, folder, settings, keys, dtype)
+        for name, data in found.files.items():
+            (folder / name).write_bytes(data)
+    advance(1, 1)
+    base = settings.get("base_model_name_or_path") or "the base model"
+    return [*_remarks(found), f"These are adapters: load {base} first, then them with PeftModel."]
 
 
 def _as_saved(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,9 +263,8 @@ def _remarks(found: _Pretrained) -> list[str]:
 # --- Weights. ---
 
 
-def _names(source: Checkpoint, config: Mapping[str, Any]) -> dict[str, str]:
-    """Name for Hugging Face -> key, in the order of the model."""
-    again = _second_names(source, config)
+def _names(source: Checkpoint, again: set[str]) -> dict[str, str]:
+    """Name for Hugging Face -> key, in the order of the model, without the keys `again`."""
     names: dict[str, str] = {}
     for key, way in source.under(*MODEL).items():
         name = ".".join(map(str, way))

@@ -11,27 +11,21 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from composer import Trainer
-from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import checkpoint as composers
-from composer.utils import dist, ensure_tuple, format_name_with_dist_and_time, reproducibility
+from composer.utils import dist, format_name_with_dist_and_time, reproducibility
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.write import together
-from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
 from composer_fsdp2.trainer.loading import plain_name
 
 __all__ = [
     "ReducedNorms",
     "SharesAlone",
-    "check_saved_state",
     "freeze_layers",
     "save_monolith",
 ]
-
-_UNSAVED = frozenset({"DecoupledAdaLRLion", "DecoupledClipLion"})
 
 
 class _View(ModuleType):
@@ -62,32 +56,6 @@ class ReducedNorms(_View):
         """Leaves a norm of a DTensor alone: it is that of the whole parameter already."""
         if not isinstance(tensor, DTensor):
             self._dist.all_reduce(tensor, reduce_operation=reduce_operation)
-
-
-def check_saved_state(trainer: Trainer, optimizers: Any) -> None:
-    """Refuses checkpoints of optimizers whose state torch cannot collect from shards.
-
-    Collective: no. Every rank has the same optimizer and callbacks.
-
-    Raises:
-        ConfigError: it would fail at the first checkpoint.
-    """
-    kinds = {type(optimizer).__name__ for optimizer in ensure_tuple(optimizers)}
-    unsaved = sorted(kinds & _UNSAVED)
-    if not unsaved or not isinstance(trainer.state.fsdp_config, TrainerFSDP2Config):
-        return
-    if any(map(_saves_optimizers, trainer.state.callbacks)):
-        raise ConfigError(
-            f"The state of {unsaved[0]} holds Python objects, which torch does not save from a "
-            "sharded optimizer. The run would stop at its first checkpoint. Set "
-            "save_weights_only: true, or use decoupled_lionw."
-        )
-
-
-def _saves_optimizers(callback: Any) -> bool:
-    if isinstance(callback, CheckpointSaver):
-        return not callback.weights_only
-    return bool(getattr(callback, "keep_optimizers", False))
 
 
 def freeze_layers(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:

@@ -48,6 +48,7 @@ from composer_fsdp2.checkpoint.source import (
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer.lions import ADAPTIVE_LIONS, lion_as_text
 
 __all__ = [
     "Ignore",
@@ -388,6 +389,8 @@ class _FullLoad(_Load):
         saved.refresh()
         names = self.check_parts(wanted)
         optimizers = values["state"].get("optimizers", {})
+        lions = ADAPTIVE_LIONS.intersection(names)
+        optimizers.update({name: lion_as_text(optimizers[name]) for name in lions})
         self.check_groups({n: [g["params"] for g in optimizers[n]["param_groups"]] for n in names})
         self.check_names(wanted)
         _unalias(optimizers, every=self.state.fsdp_config is None)

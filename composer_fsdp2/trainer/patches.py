@@ -22,6 +22,7 @@ from composer_fsdp2.errors import PatchError
 
 __all__ = [
     "PATCHES",
+    "TRANSFORM",
     "PatchPoint",
     "PatchState",
     "Watcher",
@@ -33,6 +34,10 @@ __all__ = [
     "uninstall",
     "watching",
 ]
+
+
+TRANSFORM = "composer_fsdp2"
+"""the name of `foundry.transform` in LLM Foundry's registry"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +94,10 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
 
 def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
     from composer_fsdp2.trainer.autoresume import settle_autoresume
-    from composer_fsdp2.trainer.llm_foundry import check_saved_state
+    from composer_fsdp2.trainer.lions import save_lions_as_text
     from composer_fsdp2.trainer.saving import check_saved_adapters
 
-    check_saved_state(trainer, optimizers)
+    save_lions_as_text(optimizers)
     if trainer.state.fsdp_config_version == 2:
         check_saved_adapters(trainer.state)
     settle_autoresume(original, trainer, model, optimizers)
@@ -238,6 +243,18 @@ def _saver_post_close(original: Any, saver: Any) -> None:
     original(saver)
 
 
+def _read_evaluation(
+    original: Any,
+    cfg: Any,
+    dataclass_constructor: Any,
+    dataclass_fields: Any,
+    transforms: Any = None,
+    icl_tasks_required: bool = False,
+) -> Any:
+    asked = [TRANSFORM, *(transforms or ())]
+    return original(cfg, dataclass_constructor, dataclass_fields, asked, icl_tasks_required)
+
+
 def _freeze_layers(original: Any, callback: Any, state: Any, logger: Any) -> None:
     from composer_fsdp2.trainer.llm_foundry import freeze_layers
 
@@ -265,6 +282,12 @@ def _lion_dist(original: Any) -> Any:
     from composer_fsdp2.trainer.llm_foundry import ReducedNorms
 
     return ReducedNorms(original)
+
+
+def _outlier_detector(original: Any, *args: Any, **kwargs: Any) -> Any:
+    detector = original(*args, **kwargs)
+    detector.get_slow_mva = detector.get_delayed_mva
+    return detector
 
 
 def _summon_full_params(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -482,12 +505,25 @@ PATCHES: tuple[PatchPoint, ...] = (
         "is asked for the number of ranks, to train without FSDP when there is one",
         source=f"{_TRAIN}:train",
     ),
+    PatchPoint(
+        target="llmfoundry.command_utils.eval:make_dataclass_and_log_config",
+        replacement=_read_evaluation,
+        why="refuses parallelism_config without asking the transform of any plugin",
+        takes=frozenset({"transforms"}),
+        versions=_READ["llmfoundry"],
+    ),
     _point(
         "llmfoundry.optim.adaptive_lion:dist",
         _lion_dist,
         "71be62d62987c0b0",
         "adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
         source="llmfoundry.optim.adaptive_lion",
+    ),
+    _point(
+        "llmfoundry.optim.adaptive_lion:OutlierDetector",
+        _outlier_detector,
+        "77419277620eb1c9",
+        "lacks the method that clip_lion calls at the first outlier, under its new name",
     ),
     _point(
         "llmfoundry.optim.lion:dist",

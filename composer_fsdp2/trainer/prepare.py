@@ -66,6 +66,9 @@ from composer_fsdp2.trainer.rules import activation_choice, block_units, trainer
 
 __all__ = ["Sharding", "prepare_fully_shard", "sharding_of"]
 
+_ENCODE = "_prepare_encoder_decoder_kwargs_for_generation"
+"""what transformers' `generate` calls the encoder in"""
+
 log = logging.getLogger(__name__)
 
 _SHARDING = "_fsdp2_sharding"
@@ -376,10 +379,12 @@ def _check_reshards(shape: MeshShape, settings: FSDP2Config, plan: WrapPlan) -> 
 def _eval_methods(model: nn.Module, plan: WrapPlan) -> list[tuple[str, str]]:
     """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks.
 
-    So does `generate` of a PEFT model, which calls that of the model inside.
+    So do `generate` of a PEFT model, which calls that of the model inside, and that of a model with
+    an encoder, which calls the encoder.
     """
     units = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
     methods = [(name, "generate") for name, m in units.items() if hasattr(m, "get_base_model")]
+    methods += [(name, _ENCODE) for name in units]
     if "" in units and isinstance(model, ComposerModel):
         methods.append(("", "eval_forward"))
     return [(name, method) for name, method in methods if hasattr(units[name], method)]

@@ -10,11 +10,13 @@ import torch
 import torch.distributed as dist
 from composer import Trainer
 from composer.models import HuggingFaceModel
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.core.sizing import FROZEN_MAY_DIFFER
 from composer_fsdp2.errors import CheckpointError, ConfigError
@@ -166,6 +168,13 @@ def test_checkpoints_hold_whole_adapters_and_nothing_else(kind: str, tmp_path: P
     resumed = run(tmp_path / "second", kind, lora(seed=1), load_path=str(path))
     assert int(resumed.state.timestamp.batch) == STEPS
     assert largest_difference(everything(resumed), everything(whole)) == 0.0
+    folder = tmp_path / f"peft{dist.get_rank()}"
+    write_huggingface(saved, folder, 1, lambda *_: None)
+    for name, value in load_file(folder / "adapter_model.safetensors").items():
+        key = f"state.model.model.{name.replace('weight', 'default.weight')}"
+        weights.remove(key)
+        assert torch.equal(value, saved.tensor(key))
+    assert not weights
     with pytest.raises(CheckpointError, match=r"lora_A\.default\.weight"):
         run(tmp_path / "third", kind, lora(r=4), load_path=str(path))
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from composer.models import ComposerModel
+from torch import distributed as dist
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
@@ -17,10 +21,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
 from composer_fsdp2.errors import CheckpointError, ConfigError
-from composer_fsdp2.foundry import parse_run_config
-from composer_fsdp2.run_file import eval_config
+from composer_fsdp2.foundry import parse_run_config, transform
 from composer_fsdp2.trainer.config import parse_parallelism_config
+from composer_fsdp2.trainer.patches import uninstall
 from tests.foundry import (
     FSDP2,
     MODEL,
@@ -28,6 +33,7 @@ from tests.foundry import (
     Told,
     llama,
     loader_of,
+    merged,
     plain_weights,
     run_of,
     tell,
@@ -41,6 +47,7 @@ __all__ = ["PRELOAD"]
 
 TOLERANCE = 1e-6
 """relative for losses and for norms above one"""
+README = (Path(__file__).parents[2] / "README.md").read_text()
 FULL = {"parallelism_config": {"fsdp2": {"state_dict_type": "full"}}}
 RECOMPUTED = {"parallelism_config": {"fsdp2": {"activation_checkpointing": True}}}
 
@@ -110,10 +117,12 @@ def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
 # --- How long. ---
 
 
-@pytest.mark.parametrize("duration", ["1ep", "24sp", "400tok"])
+@pytest.mark.parametrize("duration", ["1ep", "3ba", "24sp", "400tok", "2iter"])
 def test_every_unit_of_duration(duration: str, ranks, assets):
     unit = duration.lstrip("0123456789")
     change = {"max_duration": duration, "scheduler.t_warmup": f"0{unit}"}
+    if unit == "iter":
+        change["callbacks"] = {"iterations": {"length": "300tok"}}
     (alone,) = ranks(1, tell, run_of(assets, change))
     found, other = ranks(2, tell, run_of(assets, FSDP2, change))
     assert found.batches == other.batches == alone.batches > 2
@@ -205,6 +214,37 @@ def test_autoresume_goes_on_with_the_raw_text(kind: str, ranks, assets, tmp_path
     same_weights(found, alone)
 
 
+COMPLETE = Path(__file__).parents[2] / "yamls" / "complete" / "mpt-pretrain-mds.yaml"
+
+
+def interrupted(cfg: dict[str, Any]) -> None:
+    """Ends with an error in the sixth batch, on every rank."""
+    with pytest.raises(InterruptedError):
+        trained(cfg)
+
+
+def test_a_complete_run_that_is_interrupted_ends_as_one_that_is_not(ranks, assets, tmp_path):
+    """The whole of a file of `yamls/complete` but for its data and what it exports."""
+    run = yaml.safe_load(COMPLETE.read_text())
+    del run["code_paths"], run["callbacks"]
+    data = {"variables.data": f"{assets}/mds", "tokenizer.name": f"{assets}/tokenizer"}
+    sizes = {"max_seq_len": 24, "variables.text.vocab_size": 300, "max_duration": "8ba"}
+    changes = {"eval_interval": "4ba", "save_interval": "4ba", "loggers": {"told": {}}}
+    told = []
+    for folder in ("undisturbed", "disturbed"):
+        changes["variables.folder"] = f"{tmp_path}/{folder}"
+        whole = merged(run, data, sizes, changes)
+        if folder == "disturbed":
+            ranks(2, interrupted, merged(whole, {"callbacks": {"interruption": {"batch": 6}}}))
+        told.append(ranks(2, tell, whole)[0])
+    undisturbed, disturbed = told
+    assert disturbed.losses == undisturbed.losses[4:]
+    assert disturbed.metrics == undisturbed.metrics
+    assert disturbed.weights.keys() == undisturbed.weights.keys()
+    for name, weight in undisturbed.weights.items():
+        assert torch.equal(disturbed.weights[name], weight), name
+
+
 # --- Optimizers. ---
 
 
@@ -224,6 +264,67 @@ def test_lion_and_what_it_reports(name: str, ranks, assets):
     assert {k.rpartition("/")[0] for k in reported} >= {"l2_norm/moment", "l2_norm/update"}
     close = pytest.approx(reported, rel=TOLERANCE, abs=TOLERANCE)
     assert {k: found.logged[k] for k in reported} == close
+
+
+def adaptive(name: str) -> dict[str, Any]:
+    return {
+        "model.no_bias": True,
+        "optimizer": {"name": name, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
+        "callbacks": {"optimizer_monitor": {"batch_log_interval": 1}, "seasoning": {}},
+    }
+
+
+def outliers(told: Told) -> dict[str, float]:
+    """What came of them, of which there have been some."""
+    kinds = ("layerwise_lr", "clipped_batches")
+    found = {name: value for name, value in told.logged.items() if name.startswith(kinds)}
+    assert {*found.values()} - {0.0, 1e-3}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("clip_lion", "sharded"), ("adalr_lion", "sharded"), ("adalr_lion", "full")]
+)
+def test_a_lion_resumes_with_what_it_knows_of_outliers(
+    name: str, kind: str, ranks, assets, tmp_path
+):
+    change = adaptive(name)
+    saving = {
+        "parallelism_config": {"fsdp2": {"state_dict_type": kind}},
+        "save_folder": f"{tmp_path}/saved",
+        "save_interval": "2ba",
+        "autoresume": True,
+    }
+    (alone,) = ranks(1, tell, run_of(assets, FSDP2, change))
+    ranks(2, tell, run_of(assets, saving, change, {"max_duration": "2ba"}))
+    found, _ = ranks(2, tell, run_of(assets, saving, change))
+    assert found.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
+    same_weights(found, alone)
+    assert outliers(found) == outliers(alone)
+
+
+def tell_uninstalled(cfg: dict[str, Any]) -> Told:
+    uninstall()
+    return tell(cfg)
+
+
+def tell_trusting(path: str, cfg: dict[str, Any]) -> Told:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TRUST_VARIABLE, path)
+        return tell(cfg)
+
+
+def test_a_lion_resumes_from_a_checkpoint_with_its_objects(ranks, assets, tmp_path):
+    change, saving = adaptive("adalr_lion"), {"save_folder": f"{tmp_path}", "save_interval": "2ba"}
+    (alone,) = ranks(1, tell_uninstalled, run_of(assets, change, saving))
+    loading = {"load_path": f"{tmp_path}/ep0-ba2-rank0.pt"}
+    run = run_of(assets, FULL, change, loading)
+    for message in ranks(2, refusal, run):
+        assert "OutlierDetector', which is not data" in message
+    found, _ = ranks(2, tell_trusting, loading["load_path"], run)
+    assert found.losses == pytest.approx(alone.losses[2:], rel=TOLERANCE)
+    same_weights(found, alone)
+    assert outliers(found) == outliers(alone)
 
 
 # --- Callbacks of LLM Foundry. ---
@@ -279,6 +380,32 @@ def layer_error(cfg: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+def tables(folder: Path) -> dict[str, list[list[float]]]:
+    """What LLM Foundry wrote to MLflow of each metric: a row for every batch."""
+    files = folder.glob("*/*/artifacts/metrics/train/LossPerpVLenTable/*.json")
+    return {file.stem: json.loads(file.read_text())["data"] for file in files}
+
+
+def test_loss_by_length_of_context(ranks, assets, tmp_path):
+    logging = {"synchronous": True, "log_system_metrics": False, "experiment_name": "losses"}
+    change = {
+        "callbacks": {"loss_perp_v_len": {"log_batch_interval": 1, "compute_batch_interval": 1}}
+    }
+    found = []
+    for number, block in ((1, {}), (2, FSDP2)):
+        folder = tmp_path / str(number)
+        change["loggers"] = {"told": {}, "mlflow": {**logging, "tracking_uri": str(folder)}}
+        ranks(number, tell, run_of(assets, block, change))
+        found.append(tables(folder))
+    alone, sharded = found
+    assert len(alone["mean_loss_v_len"]) == 4
+    assert len(alone["mean_loss_v_len"][0]) == 25
+    assert sharded.keys() == alone.keys()
+    for name, rows in alone.items():
+        for row, expected in zip(sharded[name], rows, strict=True):
+            assert row == pytest.approx(expected, rel=TOLERANCE), name
+
+
 def test_the_learning_rate_is_scaled_on_resumption(ranks, assets, tmp_path):
     saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "2ba"}
     ranks(1, tell, run_of(assets, saving, {"max_duration": "2ba"}))
@@ -302,13 +429,13 @@ CALLBACKS = {
     "hf_checkpointer": "test_export",
     "kill_loss_spike": "test_callbacks_that_change_nothing",
     "layer_freezing": "test_frozen_layers_have_plain_names_under_activation_checkpointing",
-    "loss_perp_v_len": "",
+    "loss_perp_v_len": "test_loss_by_length_of_context",
     "mbmoe_tok_per_expert": "",
     "mono_checkpoint_saver": "test_a_monolithic_checkpoint_is_that_of_an_unsharded_run",
     "run_timeout": "test_callbacks_that_change_nothing",
     "scheduled_gc": "test_callbacks_that_change_nothing",
 }
-"""LLM Foundry's own, and the tests that run them; two need MLflow's server and megablocks."""
+"""LLM Foundry's own, and the tests that run them; one needs megablocks."""
 
 
 def registered() -> set[str]:
@@ -465,16 +592,24 @@ def test_overlapping_targets_are_an_error_on_every_rank(ranks):
 
 
 def evaluated(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]]:
-    """Whether the model was sharded, and its metrics. Collective: yes."""
-    from llmfoundry.command_utils.eval import evaluate
-    from omegaconf import OmegaConf
+    """Whether the model was sharded, and its metrics, as `llmfoundry eval` has them.
 
+    Collective: yes.
+    """
+    from llmfoundry import registry
+    from llmfoundry.command_utils import eval_from_yaml
+
+    # Found by entry point where this package is installed.
+    registry.config_transforms.register("composer_fsdp2", func=transform)
+    file = folder / f"evaluation{dist.get_rank()}.yaml"
+    file.write_text(yaml.safe_dump(cfg))
+    uninstall()  # a user's process has nothing installed yet
     before = Path.cwd()
     os.chdir(folder)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            (trainer,), _ = evaluate(eval_config(OmegaConf.create(cfg)))
+            (trainer,), _ = eval_from_yaml(str(file), None)
     finally:
         os.chdir(before)
     metrics = {
@@ -482,26 +617,58 @@ def evaluated(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]
         for loader, found in trainer.state.eval_metrics.items()
         for name, metric in found.items()
     }
-    return all(isinstance(p, DTensor) for p in trainer.state.model.parameters()), metrics
+    # Its last forward leaves some units gathered.
+    return any(isinstance(p, DTensor) for p in trainer.state.model.parameters()), metrics
 
 
-def test_evaluation_of_a_checkpoint(ranks, assets, tmp_path):
-    saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "2ba", "max_duration": "2ba"}
-    questions = {"eval_loader": loader_of(assets, "val"), **icl(assets)}
-    run = run_of(assets, FSDP2, saving, questions, {"eval_interval": "2ba"})
-    trained_on, _ = ranks(2, tell_in, tmp_path, run)
-    evaluation = {
+@pytest.fixture
+def evaluation(assets, tmp_path) -> dict[str, Any]:
+    """Settings of an evaluation beside README's `fsdp2.py`."""
+    settings = run_of(assets, FSDP2, {"eval_loader": loader_of(assets, "val"), **icl(assets)})
+    shared = ("tokenizer", "max_seq_len", "device_eval_batch_size", "precision", "dist_timeout")
+    shared += ("python_log_level", "eval_loader", "icl_tasks", "parallelism_config")
+    (block,) = re.findall(r"code_paths: \[fsdp2.py\].*?```python\n(.*?)```", README, re.DOTALL)
+    (tmp_path / "fsdp2.py").write_text(block)
+    return {
         "model": MODEL,
         "model_name": "test",
-        "load_path": f"{tmp_path}/saved/ep0-ba2",
-        **{key: run[key] for key in ("tokenizer", "max_seq_len", "device_eval_batch_size")},
-        **{key: run[key] for key in ("precision", "dist_timeout", "python_log_level")},
-        **questions,
-        **FSDP2,
+        "code_paths": ["fsdp2.py"],
+        **{key: settings[key] for key in shared},
     }
+
+
+def test_evaluation_of_a_checkpoint(ranks, assets, tmp_path, evaluation):
+    saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "2ba", "max_duration": "2ba"}
+    questions = {key: evaluation[key] for key in ("eval_loader", "icl_tasks")}
+    run = run_of(assets, FSDP2, saving, questions, {"eval_interval": "2ba"})
+    trained_on, _ = ranks(2, tell_in, tmp_path, run)
+    evaluation["load_path"] = f"{tmp_path}/saved/ep0-ba2"
     for sharded, metrics in ranks(2, evaluated, evaluation, tmp_path):
         assert sharded
         assert metrics == pytest.approx(trained_on.metrics, rel=TOLERANCE)
+
+
+def test_evaluation_of_a_folder_is_that_without_sharding(ranks, assets, tmp_path, evaluation):
+    evaluation |= llama(assets, "llama-tied", init_device="mixed")
+    alone = {k: v for k, v in evaluation.items() if k != "parallelism_config"}
+    ((sharded, expected),) = ranks(1, evaluated, alone | llama(assets, "llama-tied"), tmp_path)
+    assert not sharded
+    for sharded, metrics in ranks(2, evaluated, evaluation, tmp_path):
+        assert sharded
+        assert metrics == pytest.approx(expected, rel=TOLERANCE)
+
+
+def unasked(cfg: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(ValueError, match="Unused") as caught:
+        evaluated(cfg, folder)
+    return str(caught.value)
+
+
+def test_an_evaluation_that_asks_no_plugin_says_what_the_readme_says(ranks, tmp_path, evaluation):
+    del evaluation["code_paths"]
+    (said,) = re.findall(r"`(Unused parameters .*?)`", README)
+    for message in ranks(2, unasked, evaluation, tmp_path):
+        assert message.startswith(said)
 
 
 def asynchronous(cfg: dict[str, Any]) -> Any:
@@ -545,18 +712,3 @@ def test_resumes_in_the_middle_of_a_curriculum(ranks, assets, tmp_path):
     loading["load_path"] = f"{tmp_path}/sharded/ep0-ba3"
     found, _ = ranks(2, tell, run_of(assets, FSDP2, change, loading))
     same(found, resumed)
-
-
-@pytest.mark.parametrize("name", ["clip_lion", "adalr_lion"])
-def test_checkpoints_of_a_lion_with_objects_in_its_state_are_refused(
-    name: str, ranks, assets, tmp_path
-):
-    change = {
-        "optimizer": {"name": name, "lr": 1e-3, "betas": [0.9, 0.95], "weight_decay": 0.0},
-        "save_folder": f"{tmp_path}/saved",
-    }
-    for message in ranks(2, refusal, run_of(assets, FSDP2, change)):
-        assert "save_weights_only: true" in message
-    weights = {"save_weights_only": True, "save_interval": "2ba", "max_duration": "2ba"}
-    ranks(2, tell, run_of(assets, FSDP2, change, weights))
-    assert (tmp_path / "saved" / "ep0-ba2").is_dir()

@@ -14,7 +14,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from composer_fsdp2 import CheckpointError, installed, prepare_fully_shard, summon_full_params
 from composer_fsdp2.trainer import exporting
@@ -54,17 +59,18 @@ def _pair(tied: bool = True, **kwargs: Any) -> tuple[Any, Any]:
 # --- Generating: ranks differ in the length of their prompts and in when they are done. ---
 
 
+def _prompt_of(rank: int) -> torch.Tensor:
+    return torch.arange(3, 5 + 4 * rank)[None]
+
+
 def _prompt() -> torch.Tensor:
-    return torch.arange(3, 5 + 4 * dist.get_rank())[None]
+    return _prompt_of(dist.get_rank())
 
 
 def _settings(plain: Any, cache: bool) -> dict[str, Any]:
     """An end of sequence that rank 0 meets early."""
     settings = {"max_new_tokens": 9, "do_sample": False, "use_cache": cache, "pad_token_id": 0}
-    tokens = [
-        plain.generate(torch.arange(3, 5 + 4 * rank)[None], **settings)[0, 2 + 4 * rank :]
-        for rank in range(2)
-    ]
+    tokens = [plain.generate(_prompt_of(rank), **settings)[0, 2 + 4 * rank :] for rank in range(2)]
     first = [token for token in tokens[0].tolist() if token not in tokens[1].tolist()]
     assert first, "the prompts lead to the same words"
     return {**settings, "eos_token_id": first[0]}
@@ -95,6 +101,61 @@ def test_generates_like_one_process(way: str, cache: bool):
     model.train()
     ids = Tokens(2).ids
     model({"input_ids": ids, "labels": ids})["loss"].backward()
+
+
+def _translator() -> Any:
+    config = T5Config(
+        vocab_size=WORDS,
+        d_model=12,
+        d_kv=6,
+        d_ff=20,
+        num_layers=2,
+        num_heads=2,
+        initializer_factor=4.0,
+        decoder_start_token_id=0,
+    )
+    return HuggingFaceModel(T5ForConditionalGeneration(config), _tokenizer(), use_logits=True)
+
+
+def _translators() -> tuple[Any, Any, dict[str, Any]]:
+    """An unsharded model, its sharded equal, and an end of sequence that rank 0 meets early."""
+    plain, model = (built(_translator).eval() for _ in range(2))
+    prepare_fully_shard(model, None, {})
+    settings = {"max_new_tokens": 9, "do_sample": False}
+    texts = [plain.generate(_prompt_of(rank), eos_token_id=-1, **settings) for rank in range(2)]
+    first = [token for token in texts[0][0, 1:].tolist() if token not in texts[1][0].tolist()]
+    assert len({*texts[0][0].tolist(), *texts[1][0].tolist()}) > 3
+    return plain, model, {**settings, "eos_token_id": first[0]}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("changes", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+def test_a_model_with_an_encoder_generates_like_one_process(changes: dict[str, Any]):
+    plain, model, settings = _translators()
+    settings |= changes
+    expected = plain.model.generate(_prompt(), **settings)
+    lengths = [None, None]
+    dist.all_gather_object(lengths, expected.shape[1])
+    assert changes.get("num_beams") or lengths[0] < lengths[1] == 10
+    with installed():
+        for generate in (model.generate, model.model.generate):  # before any forward, and after
+            assert torch.equal(generate(_prompt(), **settings), expected)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("when", ["before it encodes", "while it decodes"])
+def test_an_error_of_one_rank_does_not_stop_an_encoder(when: str):
+    plain, model, settings = _translators()
+    wrong = {"max_new_tokens": -1}
+    if when == "while it decodes":
+        wrong = {"prefix_allowed_tokens_fn": lambda *_: 1 // 0}
+    with installed():
+        if dist.get_rank() == 1:
+            with pytest.raises((ValueError, ZeroDivisionError)):
+                model.generate(_prompt(), **{**settings, **wrong})
+        else:
+            got = model.generate(_prompt(), **settings)
+            assert torch.equal(got, plain.model.generate(_prompt(), **settings))
 
 
 @pytest.mark.world_size(2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from composer.models import HuggingFaceModel
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -200,6 +201,52 @@ def test_given_config_is_none(text: str | None, tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+# --- Adapters of PEFT. ---
+
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lora": ("llama tied", {"target_modules": ["q_proj", "up_proj"]}),
+    "dora": ("llama", {"target_modules": ["q_proj"], "use_dora": True}),
+    "patterns": ("llama", {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"q_proj": 4}}),
+    "whole head": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "v_proj"]}),
+    "every bias": ("gpt2", {"target_modules": ["c_attn"], "bias": "all"}),
+    "their bias": ("gpt2", {"target_modules": ["c_attn"], "bias": "lora_only"}),
+}
+
+
+# PEFT says so of GPT-2's layers, of embeddings, and of a base that has no name.
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out is set", "ignore:Setting `save_embedding")
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+@pytest.mark.parametrize(
+    ("case", "kind"), [("lora", "full"), *((case, "sharded") for case in ADAPTERS)]
+)
+def test_adapters_are_what_peft_writes(case: str, kind: str, tmp_path: Path):
+    peft = pytest.importorskip("peft")
+    name, settings = ADAPTERS[case]
+    config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    adapted = peft.get_peft_model(tiny(name), config)
+    only = case in ("lora", "dora", "patterns")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tokenizer was not provided")
+        model = HuggingFaceModel(adapted, tokenizer(), should_save_peft_only=only)
+    adapted.save_pretrained(tmp_path / "expected")
+    text = run(save(tmp_path / "source", model, kind), tmp_path / "out")
+    assert "These are adapters: load the base model first" in text
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
+    assert not list((tmp_path / "out").glob("model*"))
+    loaded = peft.PeftModel.from_pretrained(tiny(name), tmp_path / "out")
+    assert torch.equal(logits(loaded), logits(adapted))
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(tokenizer())
+
+
+def test_dtype_of_adapters(tmp_path: Path):
+    source = save_file(tmp_path / "a.pt", _with_adapters(LORA_A))
+    run(source, tmp_path / "out", "--dtype", "bfloat16")
+    [(name, value)] = load_file(tmp_path / "out" / "adapter_model.safetensors").items()
+    assert (name, value.dtype) == ("base_model.model.q.lora_A.weight", torch.bfloat16)
+
+
 # --- Checkpoints that cannot become such a folder. ---
 
 
@@ -223,11 +270,37 @@ def test_no_weights(tmp_path: Path):
     assert "holds no weights" in text
 
 
-def test_adapters(tmp_path: Path):
+def _with_adapters(model: dict[str, Any], **config: Any) -> dict[str, Any]:
     state = _stored()
-    state["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {"content": {"r": 8}}
-    text = run(save_file(tmp_path / "a.pt", state), tmp_path / "out", code=2)
-    assert "holds adapters of PEFT" in text
+    content = {"peft_type": "LORA", "bias": "none", **config}
+    state["state"]["integrations"]["huggingface"]["model"]["peft_config"] = {"content": content}
+    state["state"]["model"] = model
+    return state
+
+
+LORA_A = {"model.base_model.model.q.lora_A.default.weight": torch.ones(2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "said"),
+    [
+        (LORA_A, {"peft_type": "LOHA"}, "peft_type 'LOHA' and bias 'none'"),
+        (LORA_A, {"bias": "some"}, "known for LoRA only"),
+        (LORA_A, {"trainable_token_indices": [1]}, "trained rows of an embedding"),
+        ({"model.q.weight": torch.ones(2)}, {}, "no weights of them"),
+        ({"net.lora_A.default": torch.ones(2)}, {}, "outside of a HuggingFaceModel"),
+    ],
+    ids=["kind", "bias", "tokens", "none", "outside"],
+)
+def test_adapters_that_cannot_be_written(model: Any, config: Any, said: str, tmp_path: Path):
+    source = save_file(tmp_path / "a.pt", _with_adapters(model, **config))
+    assert said in run(source, tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_adapters_take_no_config(tmp_path: Path):
+    source = save_file(tmp_path / "a.pt", _with_adapters(LORA_A))
+    assert "Remove --config" in run(source, tmp_path / "out", "--config", tmp_path, code=2)
 
 
 @pytest.mark.parametrize("name", ["../evil.json", "/evil.json", ".."])

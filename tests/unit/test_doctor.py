@@ -180,20 +180,6 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "'no/where', which is no folder",
         "safetensors",
     ),
-    "lion": (
-        MACHINE,
-        run(**{"optimizer.name": "clip_lion"}),
-        "problem",
-        "cannot step sharded parameters",
-        "decoupled_lionw",
-    ),
-    "monolithic": (
-        MACHINE,
-        run(**{"callbacks.mono_checkpoint_saver": {}}),
-        "problem",
-        "asks FSDP1 for the state",
-        "save_folder",
-    ),
     "gloo": (MACHINE, run(**CPU), "warning", "sums gradients", "Nothing here"),
 }
 

@@ -1,0 +1,71 @@
+"""What LLM Foundry's adaptive Lions know of outliers, as a checkpoint holds it: JSON.
+
+For each parameter they keep an object, which nobody collects from a sharded optimizer and no
+checkpoint can hold without executing code, and lists that grow, while torch loads as many values as
+a fresh optimizer has.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from composer.utils import ensure_tuple
+
+__all__ = ["ADAPTIVE_LIONS", "lion_as_text", "save_lions_as_text"]
+
+ADAPTIVE_LIONS = frozenset({"DecoupledAdaLRLion", "DecoupledClipLion"})
+_AS_TEXT = frozenset({"grad_tracker", "moment_tracker", "outlier_timestamp"})
+
+
+def save_lions_as_text(optimizers: Any) -> None:
+    """Has these optimizers save text and load it. Collective: no."""
+    for optimizer in ensure_tuple(optimizers):
+        if type(optimizer).__name__ in ADAPTIVE_LIONS:
+            optimizer.register_state_dict_post_hook(lambda _, saved: lion_as_text(saved))
+            optimizer.register_load_state_dict_pre_hook(_with_objects)
+
+
+def lion_as_text(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Its state dict with text, also if it was saved elsewhere."""
+
+    def change(value: Any) -> Any:
+        return value if isinstance(value, str) else json.dumps(value, default=_parts)
+
+    return _changed(state_dict, change)
+
+
+def _with_objects(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    detector = sys.modules[type(optimizer).__module__].OutlierDetector
+
+    def tracker(parts: dict[str, Any]) -> Any:
+        found = detector(parts["threshold"], parts["delay"])
+        found.intermediate_data_queue.extend(parts["recent"])
+        found.delayed_moving_average.extend(parts["delayed"])
+        return found
+
+    def change(value: Any) -> Any:
+        return json.loads(value, object_hook=tracker) if isinstance(value, str) else value
+
+    return _changed(state_dict, change)
+
+
+def _changed(state_dict: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """A copy, because the state in a state dict is the optimizer's own."""
+    states = {
+        param: {key: change(value) if key in _AS_TEXT else value for key, value in state.items()}
+        for param, state in state_dict["state"].items()
+    }
+    return {**state_dict, "state": states}
+
+
+def _parts(tracker: Any) -> dict[str, Any]:
+    recent, delayed = tracker.intermediate_data_queue, tracker.delayed_moving_average
+    return {
+        "threshold": tracker.threshold,
+        "delay": recent.maxlen,
+        "recent": list(recent),
+        "delayed": list(delayed),
+    }
