@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
     checkpoint_wrapper,
 )
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 from composer_fsdp2.core.blocks import BlockPosition, block_ids, block_positions, position_of
 from composer_fsdp2.core.config_blocks import ActivationSpec
@@ -164,6 +164,7 @@ def _wrap(module: nn.Module, plan: ActivationPlan) -> nn.Module:
     if plan.recompute:
         kwargs: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
         if plan.selective:
+            SAC_IGNORED_OPS.update(_BOOKKEEPING)
             kwargs["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, _expensive_operators()
             )
@@ -187,6 +188,15 @@ _EXPENSIVE = (
     "flash_attn::_flash_attn_varlen_forward",
 )
 """operators whose results `selective` keeps; flash_attn's are there once it is imported"""
+
+
+_PROFILER: Any = torch.ops.profiler
+_BOOKKEEPING = (
+    _PROFILER._record_function_enter_new.default,
+    _PROFILER._record_function_exit._RecordFunction,
+)
+"""Units inside the module mark what they gather in a profile, which they do in another order when
+they are run again; newer torch would take that for another computation."""
 
 
 def _expensive_operators() -> list[torch._ops.OpOverload]:

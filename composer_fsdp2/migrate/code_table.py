@@ -567,9 +567,7 @@ _MEMBERS = (
         names=(
             "activation_checkpointing_reentrant",
             "auto_wrap",
-            "backward_prefetch",
             "backward_prefetch_limit",
-            "forward_prefetch",
             "forward_prefetch_limit",
             "ignored_modules",
             "keep_low_precision_grads",

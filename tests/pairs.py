@@ -1,0 +1,35 @@
+"""Few cases in which every two values of different settings meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["covering", "pairs_of"]
+
+Case = dict[str, Any]
+
+
+def covering(settings: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool]) -> list[Case]:
+    """Allowed cases that hold every pair of values some allowed case holds.
+
+    Greedy: each case is the one with most pairs that are new, so the same input gives the same.
+    """
+    names = list(settings)
+    every = [
+        dict(zip(names, values, strict=True)) for values in itertools.product(*settings.values())
+    ]
+    pairs = {index: pairs_of(case) for index, case in enumerate(every) if allowed(case)}
+    left = set[Any]().union(*pairs.values())
+    chosen = []
+    while left:
+        best = max(pairs, key=lambda index: len(pairs[index] & left))
+        left -= pairs[best]
+        chosen.append(every[best])
+    return chosen
+
+
+def pairs_of(case: Case) -> frozenset[Any]:
+    """Every two settings of a case with their values."""
+    return frozenset(itertools.combinations(case.items(), 2))
