@@ -41,6 +41,10 @@ IN_ROOT = {"wrap_policy": {"classes": ["Block"], "embeddings": False, "lm_head":
 MODES: dict[str, dict[str, Any]] = {
     "kept": {},
     "recomputed": {"activation_checkpointing": True},
+    "every other block": {"activation_checkpointing": {"every": 2}},
+    "the first two blocks": {"activation_checkpointing": {"target": "first-2"}},
+    "by class": {"activation_checkpointing": {"classes": ["Block"]}},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
 }
 """how activations are treated: settings of a run"""
 GPU_MODES: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ are reported. `--peer hand` compares by hand with itself and shows the noise of 
 reshard_after_forward: false) gathers once as well. By hand does the same with torch's own methods;
 `--peer every` is this package with a reduction in every microbatch. `--prefetch N` gathers N units
 ahead in forward and backward, by hand through torch's lists in the order the blocks run.
+`--compile` compiles every block's forward, with the backend aot_eager, which needs no C++ compiler.
 
 Goal: ratio <= 1.03.
 """
@@ -30,6 +31,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 GOAL = 1.03
 MICROBATCHES = 4
+COMPILER = "aot_eager"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Controls:
 
     accumulate: str = "none"
     prefetch: int = 0
+    compile: bool = False
 
     @property
     def reshard(self) -> bool:
@@ -54,6 +57,8 @@ class Controls:
 
 def _by_hand(model: nn.Module, controls: Controls) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks if controls.compile else ():
+        block.forward = torch.compile(block.forward, backend=COMPILER)
     shapes.shard_by_hand(model, ("Block",), mesh, controls.reshard)
     order = [model, *model.blocks]
     for index, unit in enumerate(order if controls.prefetch else ()):
@@ -73,6 +78,7 @@ def _ours(model: nn.Module, controls: Controls) -> nn.Module:
         gradient_sync=controls.sync,
         forward_prefetch=controls.prefetch,
         backward_prefetch=controls.prefetch,
+        compile={"backend": COMPILER} if controls.compile else False,
     )
     return model
 
@@ -147,10 +153,11 @@ def main() -> None:
     )
     parser.add_argument("--accumulate", choices=["none", "last", "kept"], default="none")
     parser.add_argument("--prefetch", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
     options = parser.parse_args()
-    controls = Controls(options.accumulate, options.prefetch)
+    controls = Controls(options.accumulate, options.prefetch, options.compile)
     shapes.run_ranks(measure, 2, options.peer, options.steps, options.warmup, controls)
 
 

@@ -8,8 +8,12 @@ the wire. Averages are linear, so summing before or after the reduction gives th
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Generator, Mapping
+from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.core.collectives import AverageOverReplicas
@@ -47,6 +51,10 @@ class Accumulation:
         self._sync = sync
         self._kept = [units[name] for name in kept]
         self._new = dict(units) if sync == "last" else {}
+        self._inside = False
+        self._watches: list[Any] = []
+        if sync != "every":
+            self._watches = [self._watch(unit) for unit in units.values()]
 
     @contextlib.contextmanager
     def batch(self) -> Generator[None]:
@@ -73,13 +81,33 @@ class Accumulation:
         """
         if not last:
             self._set_due(False)
+        self._inside = True
         try:
             yield
         finally:
+            self._inside = False
             if not last:
                 self._set_due(True)
         if last and self._sync == "reduce_scatter_only":
             self._check_nothing_waits()
+
+    def _watch(self, unit: FSDPModule) -> Any:
+        """Has the unit say if it is trained by a loop that knows nothing of microbatches."""
+        assert isinstance(unit, nn.Module)
+        return unit.register_forward_pre_hook(self._warn_outside)
+
+    def _warn_outside(self, unit: nn.Module, _inputs: Any) -> None:
+        if self._inside or not (self._watches and unit.training and torch.is_grad_enabled()):
+            return
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
+        warnings.warn(
+            f"gradient_sync is {self._sync!r}, and the model runs outside of `microbatch()`. "
+            "Gradients are reduced in every backward. Train through Composer's Trainer, or put "
+            "each microbatch into `sharding_of(model).accumulation.microbatch(last=...)`.",
+            stacklevel=2,
+        )
 
     def _set_due(self, due: bool) -> None:
         if self._sync == "last":

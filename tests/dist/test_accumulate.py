@@ -435,3 +435,16 @@ def test_without_copies_there_is_nothing_to_average_later(copies: int | None):
 def test_a_misspelt_choice():
     with pytest.raises(ConfigError, match=r"'gradient_sync' is 'lasts'.*Did you mean 'last'"):
         prepare_fully_shard(TinyLM(), None, {"gradient_sync": "lasts"})
+
+
+@pytest.mark.world_size(2)
+def test_a_loop_that_knows_nothing_of_it_is_told_once():
+    model = TinyLM()
+    prepare_fully_shard(model, None, {"gradient_sync": "last"})
+    ids, targets = batches(1, 4)[0]
+    with torch.no_grad():
+        model(ids)
+    with pytest.warns(UserWarning, match="runs outside of `microbatch") as told:
+        lm_loss(model(ids), targets).backward()
+    assert len(told) == 1
+    lm_loss(model(ids), targets).backward()
