@@ -7,8 +7,12 @@ right in `set_all_reduce_hook`, which sees every reduced gradient. NCCL averages
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Callable, Mapping
+import importlib.metadata
+import os
+import platform
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +28,7 @@ __all__ = [
     "agree",
     "any_rank",
     "broadcast_from_rank0",
+    "installation",
     "is_fake",
     "probe_reduction",
 ]
@@ -203,6 +208,29 @@ def _difference(name: str, mine: str, theirs: str, rank: int) -> str:
         "and hang, or mix gradients of different parameters. Build the same model from the same "
         "configuration on every rank. The difference:\n" + "\n".join(shown[:40]) + more
     )
+
+
+_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "FSDP_VERSION",
+    "NCCL_ALGO",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_PROTO",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""of the environment: ranks that differ in them compute other numbers, or wait for each other"""
+
+
+def installation(packages: Iterable[str]) -> dict[str, str]:
+    """What the ranks of a run must have in common besides the model, as facts for `agree`."""
+    versions = [f"Python {platform.python_version()}"]
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+    found = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    return {"set of packages": "\n".join(versions), "environment": "\n".join(found)}
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
 from composer_fsdp2.core.accumulate import Accumulation
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
-from composer_fsdp2.core.collectives import agree
+from composer_fsdp2.core.collectives import agree, installation
 from composer_fsdp2.core.communication import apply_communication, check_communication
 from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
 from composer_fsdp2.core.config import CPUOffload, FSDP2Config
@@ -73,6 +73,9 @@ log = logging.getLogger(__name__)
 
 _SHARDING = "_fsdp2_sharding"
 """attribute of a model, for `sharding_of`"""
+
+
+_PACKAGES = ("torch", "mosaicml", "composer-fsdp2", "transformers", "llm-foundry", "peft")
 
 
 @collector_paused()
@@ -183,6 +186,7 @@ class _Decided:
     def facts(self) -> dict[str, Any]:
         """What the ranks must have in common, and what each of them has to tell."""
         return {
+            **installation(_PACKAGES),
             "configuration": _describe_settings(self.settings),
             "precision and device": f"{self.compute} {self.device_type}",
             "plan": str(self.plan),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +97,32 @@ def test_every_mistake_is_reported_at_once():
 def test_unsupported_precision():
     with _every_rank_raises(ConfigError, "precision 'amp_fp32' is not supported under FSDP2"):
         sharded(TinyLM(), precision="amp_fp32")
+
+
+@pytest.mark.world_size(2)
+def test_another_environment():
+    if dist.get_rank() == 1:
+        os.environ["NCCL_ALGO"] = "Tree"
+    message = r"(?s)Ranks 0 and 1 hold a different environment.*\+NCCL_ALGO=Tree"
+    with _every_rank_raises(PlanError, message):
+        sharded(TinyLM())
+
+
+@pytest.mark.world_size(2)
+def test_another_version(tmp_path: Path):
+    """A newer peft lies first on the path of one rank."""
+    if dist.get_rank() == 1:
+        folder = tmp_path / "peft-99.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: peft\nVersion: 99.0\n")
+        sys.path.insert(0, str(tmp_path))
+    try:
+        message = r"(?s)Ranks 0 and 1 hold a different set of packages.*\+peft 99\.0"
+        with _every_rank_raises(PlanError, message):
+            sharded(TinyLM())
+    finally:
+        if str(tmp_path) in sys.path:
+            sys.path.remove(str(tmp_path))
 
 
 @pytest.mark.world_size(2)
