@@ -366,6 +366,7 @@ _WORDS: dict[str, dict[str, Any]] = {
     "hybrid_shard": {"reshard_after_forward": "auto"},
     "hybrid_shard_zero2": {"reshard_after_forward": False},
     "auto_wrap": {},
+    "offload": {"cpu_offload": True},
 }
 
 
@@ -375,7 +376,7 @@ def _words(value: Any) -> list[str]:
 
 
 def _is_known(value: Any) -> bool:
-    """Words without `offload`."""
+    """Words that all mean something."""
     words = _words(value)
     return bool(words) and all(word in _WORDS for word in words)
 
@@ -383,12 +384,6 @@ def _is_known(value: Any) -> bool:
 def _is_unwrapped(value: Any) -> bool:
     """Words without `auto_wrap`."""
     return _is_known(value) and "auto_wrap" not in _words(value)
-
-
-def _offloads(value: Any) -> bool:
-    """Words with `offload`."""
-    words = _words(value)
-    return "offload" in words and all(word in _WORDS or word == "offload" for word in words)
 
 
 def _from_words(value: Any) -> dict[str, Any]:
@@ -404,14 +399,6 @@ _ARGUMENTS = (
     Row("fsdp", _CH, _ONE_UNIT, _is_unwrapped, _from_words),
     Row("fsdp", _C, "each word is one setting", _is_known, _from_words),
     Row("fsdp", _CH, f"true is full_shard; {_ONE_UNIT}", (True,), _WORDS["full_shard"]),
-    Row(
-        "fsdp",
-        _UN,
-        "`offload`: parameters and optimizer stay on the GPU; the other words are not written "
-        "either until that is settled",
-        _offloads,
-        options=("fsdp=<the words without offload>",),
-    ),
     Row(
         "fsdp_transformer_layer_cls_to_wrap",
         _R,
@@ -450,8 +437,7 @@ _ARGUMENTS = (
 def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
     """Mappings at any depth that hold `fsdp` or a block of it, and not only the precision."""
     words = data.get("fsdp")
-    named = _is_known(words) or _offloads(words)
-    if named or _fsdp_block(data) is not None:
+    if _is_known(words) or _fsdp_block(data) is not None:
         known = {row.key.partition(".")[0] for row in _ARGUMENTS}
         keys = {key: key for key in data if key in known}
         if data.get(_BLOCK) is not None:

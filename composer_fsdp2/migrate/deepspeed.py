@@ -37,6 +37,17 @@ def _is_nowhere(value: Any) -> bool:
     return device in (None, False, "none")
 
 
+def _is_in_cpu_memory(value: Any) -> bool:
+    """An offloading block, or an old switch, that names the CPU."""
+    return value is True or (isinstance(value, Mapping) and value.get("device") == "cpu")
+
+
+def _cpu_offload(value: Any) -> dict[str, Any]:
+    # DeepSpeed's default is not to pin; ours is, as torch's.
+    pinned = not isinstance(value, Mapping) or value.get("pin_memory", False)
+    return {"cpu_offload": True if pinned else {"pin_memory": False}}
+
+
 def _switch(name: str) -> tuple[Row, ...]:
     reason = (
         "parameters and reduction in this dtype, over master weights in fp32; under autocast "
@@ -66,7 +77,14 @@ def _offload(name: str) -> tuple[Row, ...]:
     key = f"{_ZERO}.{name}"
     return (
         Row(key, _NOT, "none is what FSDP2 does", _is_nowhere),
-        Row(key, _UN, "parameters and optimizer stay on the GPU", options=(f"{key}=null",)),
+        Row(
+            key,
+            _CH,
+            "`cpu_offload` keeps parameters, gradients and optimizer state in CPU memory together",
+            _is_in_cpu_memory,
+            _cpu_offload,
+        ),
+        Row(key, _UN, "there is CPU memory, no NVMe", options=(f"{key}=null",)),
     )
 
 

@@ -119,7 +119,7 @@ ARGUMENTS = [
     ("fsdp", ["shard_grad_op"], CH, KEEP),
     ("fsdp", "no_shard", CH, COPIES),
     ("fsdp", "hybrid_shard auto_wrap", C, AUTO | NODES),
-    ("fsdp", "full_shard auto_wrap offload", UN, {}),
+    ("fsdp", "full_shard auto_wrap offload", C, {**AUTO, "cpu_offload": True}),
     ("fsdp", True, CH, AUTO),
     ("fsdp", "ful_shard", DEC, {}),
     ("fsdp_transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
@@ -171,6 +171,7 @@ GATHERED = [
     "stage3_gather_16bit_weights_on_model_save",
     "stage3_gather_fp16_weights_on_model_save",
 ]
+UNPINNED = {"cpu_offload": {"pin_memory": False}}
 OFFLOADS = ["offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param"]
 FEATURES = [
     "zero_quantized_weights",
@@ -190,7 +191,9 @@ DEEP = [
     (f"{Z}.mics_shard_size", 4, C, NODES),
     (f"{Z}.mics_hierarchical_params_gather", True, NOT, {}),
     *((f"{Z}.{name}", {"device": "none", "pin_memory": True}, NOT, {}) for name in OFFLOADS),
-    *((f"{Z}.{name}", {"device": "cpu"}, UN, {}) for name in OFFLOADS),
+    *((f"{Z}.{name}", {"device": "cpu"}, CH, UNPINNED) for name in OFFLOADS),
+    *((f"{Z}.{name}", True, CH, {"cpu_offload": True}) for name in OFFLOADS),
+    *((f"{Z}.{name}", {"device": "nvme"}, UN, {}) for name in OFFLOADS),
     *((f"{Z}.{name}", True, C, {"state_dict_type": "full"}) for name in GATHERED),
     *((f"{Z}.{name}", False, C, {"state_dict_type": "sharded"}) for name in GATHERED),
     *((f"{Z}.{name}", True, UN, {}) for name in FEATURES),
