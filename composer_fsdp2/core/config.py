@@ -21,7 +21,15 @@ from composer_fsdp2.core.config_blocks import (
     parse_compile,
     parse_tiling,
 )
-from composer_fsdp2.core.mistakes import check_bool, check_patterns, nearest, unknown_key, wrong
+from composer_fsdp2.core.mistakes import (
+    check_bool,
+    check_patterns,
+    is_count,
+    nearest,
+    parse_spec,
+    unknown_key,
+    wrong,
+)
 from composer_fsdp2.errors import ConfigError
 
 __all__ = [
@@ -361,11 +369,7 @@ def _check_precision(key: str, value: Any, errors: list[str]) -> None:
 
 
 def _parse_offload(key: str, raw: Any, errors: list[str]) -> Any:
-    if not isinstance(raw, dict):
-        return raw
-    known = {f.name: None for f in dataclasses.fields(CPUOffload)}
-    errors += [unknown_key(name, known, key) for name in raw if name not in known]
-    return CPUOffload(**{name: value for name, value in raw.items() if name in known})
+    return parse_spec(CPUOffload, key, raw, errors)
 
 
 def _check_offload(key: str, value: Any, errors: list[str]) -> None:
@@ -376,13 +380,7 @@ def _check_offload(key: str, value: Any, errors: list[str]) -> None:
 
 
 def _parse_communication(key: str, raw: Any, errors: list[str]) -> Any:
-    if raw is None:
-        return Communication()
-    if not isinstance(raw, dict):
-        return raw
-    known = {f.name: None for f in dataclasses.fields(Communication)}
-    errors += [unknown_key(name, known, key) for name in raw if name not in known]
-    return Communication(**{name: value for name, value in raw.items() if name in known})
+    return parse_spec(Communication, key, {} if raw is None else raw, errors)
 
 
 def _check_communication(key: str, value: Any, errors: list[str]) -> None:
@@ -393,9 +391,12 @@ def _check_communication(key: str, value: Any, errors: list[str]) -> None:
     if value.reduce_scatter_buffers is not None:
         buffers = value.reduce_scatter_buffers
         _check_count(f"{key}.reduce_scatter_buffers", buffers, "buffers", errors)
-    for name in ("separate_reduce_scatter_group", "allocate_from_process_group"):
+    for name in (
+        "separate_reduce_scatter_group",
+        "allocate_from_process_group",
+        "symmetric_memory",
+    ):
         check_bool(f"{key}.{name}", getattr(value, name), errors)
-    check_bool(f"{key}.symmetric_memory", value.symmetric_memory, errors)
 
 
 def _parse_names(_key: str, raw: Any, _errors: list[str]) -> Any:
@@ -511,7 +512,7 @@ _COUNTS = {"min_num_params": "elements", "min_unit_bytes": "bytes", "max_unit_by
 
 
 def _check_count(key: str, value: Any, counted: str, errors: list[str]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_count(value):
         errors.append(wrong(key, value, f"a number of {counted} >= 1"))
 
 

@@ -13,7 +13,7 @@ from composer_fsdp2.core.mistakes import (
     check_patterns,
     is_count,
     is_string,
-    unknown_key,
+    parse_spec,
     wrong,
 )
 
@@ -108,14 +108,11 @@ def parse_tiling(key: str, raw: Any, errors: list[str]) -> Any:
 
 
 def _parse(spec: Callable[..., Any], key: str, raw: Mapping[str, Any], errors: list[str]) -> Any:
-    known: dict[str, Any] = {f.name: None for f in dataclasses.fields(spec)}  # pyright: ignore[reportArgumentType]
-    errors += [unknown_key(name, known, key) for name in raw if name not in known]
-    values = {name: _frozen(value) for name, value in raw.items() if name in known}
-    for name in ("classes", "names"):
-        if name in values:
-            value = values[name]
-            values[name] = () if value is None else (value,) if isinstance(value, str) else value
-    return spec(**values)
+    values = {name: _frozen(value) for name, value in raw.items()}
+    for name in values.keys() & {"classes", "names"}:
+        value = values[name]
+        values[name] = () if value is None else (value,) if isinstance(value, str) else value
+    return parse_spec(spec, key, values, errors)
 
 
 def _frozen(value: Any) -> Any:

@@ -5,9 +5,10 @@ Each check appends to `errors` and never raises.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "is_count",
     "is_string",
     "nearest",
+    "parse_spec",
     "unknown_key",
     "wrong",
 ]
@@ -31,6 +33,15 @@ def unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
     """A key that does not exist."""
     hint = nearest(key, known) or f" Valid keys: {', '.join(sorted(known))}."
     return f"'{key}' is not a key of {where}. It would have no effect.{hint}"
+
+
+def parse_spec(spec: Callable[..., Any], key: str, raw: Any, errors: list[str]) -> Any:
+    """A dataclass from a mapping of its fields; what is no mapping stays for the check."""
+    if not isinstance(raw, dict):
+        return raw
+    known = {field.name: None for field in dataclasses.fields(spec)}  # pyright: ignore
+    errors += [unknown_key(name, known, key) for name in raw if name not in known]
+    return spec(**{name: value for name, value in raw.items() if name in known})
 
 
 def wrong(key: str, value: Any, expected: str) -> str:

@@ -145,8 +145,8 @@ def reset(units: Iterable[FSDPModule]) -> None:
     held = [unit for unit in units if unit._get_fsdp_state()._is_root is not None]  # has run
     for unit in held:
         # Newer torch does most of it, older torch has no such method.
-        if unit._get_fsdp_state()._is_root:
-            getattr(unit, "reset_iter_state", int)()
+        if unit._get_fsdp_state()._is_root and hasattr(unit, "reset_iter_state"):
+            unit.reset_iter_state()  # pyright: ignore
     for unit in held:
         _forget_iteration(unit._get_fsdp_state())
         for group in param_groups(unit):

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.core.collectives import any_rank
-from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, reset
+from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, param_groups, reset
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 
@@ -67,7 +67,7 @@ class _Attempts:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._device = _device_of(state.model)
+        self._device = _device_of(_units(state.model))
         self._stepped = False
         self.begin()
         for optimizer in state.optimizers:
@@ -124,7 +124,8 @@ def train_batch(
     """Stands in for `Trainer._train_batch`. Collective: yes."""
     state: State = trainer.state
     if state.auto_microbatching and (units := _units(state.model)):
-        if not trainer.first_train_batch_complete:
+        searching = not trainer.first_train_batch_complete
+        if searching and not state.automicrobatch_fsdp_hook_handles:
             state.fsdp_modules = units
             state.automicrobatch_fsdp_hook_handles = [Guard(units.values())]
         if not hasattr(state, _ATTEMPTS):
@@ -165,12 +166,12 @@ def evaluate(
         return
     standing = trainer.state.automicrobatch_fsdp_hook_handles
     guards = [] if standing else [Guard(units.values())]
-    forward = model.eval_forward
+    own, forward = vars(model).get("eval_forward"), model.eval_forward
 
     @functools.wraps(forward)
     def together(*inputs: Any, **settings: Any) -> Any:
         try:
-            with attempt(_device_of(model)):
+            with attempt(_device_of(units)):
                 return forward(*inputs, **settings)
         except torch.OutOfMemoryError:
             reset(units.values())
@@ -181,6 +182,8 @@ def evaluate(
         original(trainer, evaluator, *args, **kwargs)
     finally:
         del model.eval_forward
+        if own is not None:  # a model that is a unit itself gathers around this method
+            model.eval_forward = own
         for guard in guards:
             guard.remove()
 
@@ -189,5 +192,6 @@ def _units(model: nn.Module) -> dict[str, FSDPModule]:
     return {name: m for name, m in model.named_modules() if isinstance(m, FSDPModule)}
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+def _device_of(units: Mapping[str, FSDPModule]) -> torch.device:
+    """Where they compute, which is not where offloaded shards are."""
+    return next(group.device for unit in units.values() for group in param_groups(unit))

@@ -373,6 +373,47 @@ def test_auto_and_a_profiler():
         trainer_of("auto", "plain", profiler=Profiler(cyclic_schedule(), []))
 
 
+class Owner(Measured):
+    """Has a parameter of its own: it is a unit itself, and so is what `eval_forward` gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return self.net(batch[0]) * self.scale.sum()
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> torch.Tensor:
+        return self.forward(batch)
+
+
+@pytest.mark.world_size(2)
+def test_evaluating_leaves_the_model_as_it_was():
+    samples = samples_of(1, 8 * dist.get_world_size())
+    model = built(Owner)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with installed():
+        trainer = trainer_for(model, optimizer, samples, eval_dataloader=loader_of(samples, 8))
+        trainer.state.evaluators[0].auto_microbatching = True
+        before, found = vars(model)["eval_forward"], []
+        for _ in range(2):
+            trainer.eval()
+            found.append(dict(trainer.state.eval_metric_values))
+    assert vars(model)["eval_forward"] is before
+    assert found[0] == found[1]
+
+
+@pytest.mark.world_size(2)
+def test_a_second_fit_keeps_the_guard_that_stands():
+    with installed():
+        trainer = trainer_of("auto", "plain", 4)
+        trainer.fit(duration="1ba")
+        first = list(trainer.state.automicrobatch_fsdp_hook_handles)
+        trainer.fit(duration="1ba")
+        assert trainer.state.automicrobatch_fsdp_hook_handles == first
+        trainer.close()
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:.*may potentially fail")
 def test_auto_without_fsdp2_is_composers():

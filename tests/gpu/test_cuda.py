@@ -159,13 +159,15 @@ class _Hungry(TinyComposer):
 
 @pytest.mark.world_size(1, backend="nccl")
 @pytest.mark.filterwarnings("ignore:.*may potentially fail", "ignore:CUDA out of memory or exc")
-def test_a_limit_of_memory_halves_the_microbatch():
+@pytest.mark.parametrize("fsdp2", [{}, {"cpu_offload": True}])
+def test_a_limit_of_memory_halves_the_microbatch(fsdp2: dict[str, Any]):
     def trained(size: int | str) -> tuple[Any, dict[str, torch.Tensor]]:
         model = built(_Hungry)
         trainer = trainer_for(
             model,
             torch.optim.AdamW(model.parameters(), lr=1e-2),
             samples_of(3, 16),
+            fsdp2,
             batch=16,
             device="gpu",
             device_train_microbatch_size=size,
