@@ -62,7 +62,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def _needs_ranks(item: pytest.Item) -> bool:
     marked = item.get_closest_marker("world_size") is not None
-    return marked or "ranks" in getattr(item, "fixturenames", ())
+    forks = marked or "ranks" in getattr(item, "fixturenames", ())
+    return forks or hasattr(getattr(item, "module", None), "PRELOAD")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,18 +11,17 @@ Each file takes all its folders from `variables.folder`.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 
 import torch
 import yaml
 
-__all__ = ["IDS", "ROOT", "killed", "logits", "losses", "run"]
+from tests.e2e.forked import PRELOAD, ROOT, command
 
-ROOT = Path(__file__).parents[2]
+__all__ = ["IDS", "PRELOAD", "killed", "logits", "losses", "run"]
+
 IDS = torch.arange(24).reshape(2, 12)
 
 # Rank 1 ends as if the system had run out of memory. What the trained model computes is compared
@@ -56,8 +55,10 @@ def run(name: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess
     code = [*yaml.safe_load((ROOT / file).read_text()).get("code_paths", []), f"{folder}/probe.py"]
     (folder / "probe.py").write_text(PROBE)
     recorder = f"{{file: {folder}/steps.jsonl, steps: 1000}}"
-    command = [sys.executable, "-m", "composer_fsdp2.cli", "train", file, "--ranks=2"]
-    command += [
+    return command(
+        "train",
+        file,
+        "--ranks=2",
         f"--log-dir={folder}/logs",
         f"variables.folder={folder}",
         f"code_paths=[{','.join(code)}]",
@@ -66,11 +67,6 @@ def run(name: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess
         # A rank that waits for another must fail the test, not outlast it.
         "dist_timeout=60",
         *overrides,
-    ]
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=400
     )
 
 

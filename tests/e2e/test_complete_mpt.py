@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.complete_runs import IDS, killed, logits, losses, run
+from tests.e2e.complete_runs import IDS, PRELOAD, killed, logits, losses, run
 
 pytest.importorskip("llmfoundry")
 pytestmark = pytest.mark.slow
+__all__ = ["PRELOAD"]
 
 NAME = "mpt-pretrain-mds"
 SMALL = [

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.complete_runs import IDS, killed, logits, losses, run
+from tests.e2e.complete_runs import IDS, PRELOAD, killed, logits, losses, run
 
 pytest.importorskip("llmfoundry")
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.slow
+__all__ = ["PRELOAD"]
 
 SMALL = ["save_interval=4ba", "eval_interval=4ba", "eval_subset_num_batches=1"]
 RUNS = ("llama-lora", "distillation")

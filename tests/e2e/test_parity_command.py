@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +12,12 @@ from typer.testing import CliRunner
 
 from composer_fsdp2 import cli, launch
 from composer_fsdp2.migrate.engine import migrate
-from tests.e2e.test_quickstart import ROOT, SMALL
+from tests.e2e.forked import PRELOAD, ROOT, command
+from tests.e2e.test_quickstart import SMALL
 
 pytest.importorskip("llmfoundry")
 pytestmark = pytest.mark.slow
+__all__ = ["PRELOAD"]
 
 # In the warm-up the learning rate is 0 for two steps; the weights change from the third on.
 STEPS = 6
@@ -29,17 +29,6 @@ fsdp_config:
   activation_checkpointing: false
   limit_all_gathers: true
 """
-
-
-def parity(folder: Path, new: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """Compares `old.yaml` with another file, on two ranks of the CPU."""
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "composer_fsdp2.cli", "parity", f"{folder}/old.yaml", str(new)]
-    command += [f"--steps={STEPS}", f"variables.folder={folder}", *SMALL, *args]
-    return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=580
-    )
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +47,9 @@ def folder(tmp_path_factory) -> Path:
 def agreed(folder) -> subprocess.CompletedProcess[str]:
     """With dropout, of which both runs have to draw the same."""
     dropout = ("model.resid_pdrop=0.1", "model.emb_pdrop=0.1")
-    return parity(folder, folder / "new.yaml", f"--out={folder}/same", *dropout)
+    files = (f"{folder}/old.yaml", f"{folder}/new.yaml", f"variables.folder={folder}")
+    options = ("--ranks=2", f"--steps={STEPS}", f"--out={folder}/same")
+    return command("parity", *files, *options, *SMALL, *dropout)
 
 
 def test_an_fsdp1_run_and_its_migration_agree(agreed, folder):

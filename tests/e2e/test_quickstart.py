@@ -1,4 +1,4 @@
-"""The quickstart as a newcomer runs it, in real processes, only smaller."""
+"""The quickstart as a newcomer runs it, only smaller."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e import forked
+from tests.e2e.forked import PRELOAD, ROOT
+
 pytest.importorskip("llmfoundry")
 pytestmark = pytest.mark.slow
+__all__ = ["PRELOAD"]
 
-ROOT = Path(__file__).parents[2]
 SMALL = [
     "variables.text.megabytes=0.2",
     "variables.text.vocab_size=512",
@@ -30,15 +33,25 @@ SMALL = [
 ]
 
 
+def arguments(folder: Path, *overrides: str) -> list[str]:
+    run = ("train", "yamls/quickstart.yaml", f"--log-dir={folder}/logs")
+    return [*run, f"variables.folder={folder}", *SMALL, *overrides]
+
+
 def quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Runs two ranks in the root of the repository, as the README says."""
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     # CPU also where there are GPUs: the numbers below are for two ranks.
     env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "composer_fsdp2.cli", "train", "yamls/quickstart.yaml"]
-    command += [f"--log-dir={folder}/logs", f"variables.folder={folder}", *SMALL, *overrides]
+    program = [sys.executable, "-m", "composer_fsdp2.cli"]
     return subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=400
+        [*program, *arguments(folder, *overrides)],
+        cwd=ROOT,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
     )
 
 
@@ -86,7 +99,8 @@ def test_the_checkpoint_is_sharded_over_both_ranks(first_run, folder):
 
 
 def test_resumes_with_a_longer_duration(first_run, folder):
-    second = quickstart(folder, "max_duration=8ba", "callbacks.fsdp2_monitor={}")
+    overrides = ("max_duration=8ba", "callbacks.fsdp2_monitor={}")
+    second = forked.command(*arguments(folder, *overrides), "--ranks=2")
     assert second.returncode == 0, second.stderr
     assert re.search(r"^FSDP2: \d+ units, .* mesh dp_shard 2, ", second.stderr, re.MULTILINE)
     assert "Going on from the checkpoint of batch 4." in second.stdout
