@@ -22,20 +22,19 @@ takes the `ranks` fixture instead of the mark; `ranks(n, func, *args)` returns o
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import inspect
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import settings
 
+from tests import shards
 from tests.pool import TEST_SECONDS, Pools, RankError, start_server
 
 POOLS = pytest.StashKey[Pools]()
+NUMBERS = pytest.StashKey[TextIO]()
 
 # The first example of a property pays for lazy imports: a deadline would measure those.
 settings.register_profile("default", deadline=None, derandomize=True)
@@ -43,11 +42,14 @@ settings.load_profile("default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[NUMBERS] = shards.claim_numbers()
     config.stash[POOLS] = Pools()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[POOLS].close()
+    shards.free_numbers()
+    config.stash[NUMBERS].close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -117,15 +119,3 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
         return pools.get(world_size).run(functools.partial(func, *args), timeout)
 
     return run
-
-
-@pytest.fixture(scope="module")
-def streaming_alone() -> Iterator[None]:
-    """Waits until no other session on this machine reads MDS shards.
-
-    MosaicML Streaming numbers its shared memory by what it finds on the machine: two runs that
-    start together take the same number, and cleaning up takes away what the other still uses.
-    """
-    with (Path(tempfile.gettempdir()) / "composer-fsdp2-streaming.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield

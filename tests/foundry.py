@@ -13,12 +13,14 @@ import torch
 from composer import Trainer
 from composer.core import Callback, State, Time
 from composer.loggers import Logger, LoggerDestination
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from tests.models import llama_config
 from tests.parity import full
+from tests.shards import free_numbers
 
 __all__ = [
     "FSDP2",
@@ -35,7 +37,7 @@ __all__ = [
     "write_assets",
 ]
 
-PRELOAD = ("llmfoundry.command_utils",)
+PRELOAD = ("llmfoundry.command_utils", "tests.causal_models")
 """for the server that ranks are forked from: importing it takes longer than all tests here"""
 LENGTH = 24
 VOCAB = 300
@@ -243,7 +245,6 @@ def trained(cfg: dict[str, Any]) -> Trainer:
     from llmfoundry import registry
     from llmfoundry.command_utils.train import train
     from omegaconf import OmegaConf
-    from streaming.base.util import clean_stale_shared_memory
 
     from composer_fsdp2.foundry import transform
 
@@ -252,7 +253,9 @@ def trained(cfg: dict[str, Any]) -> Trainer:
     registry.callbacks.register("interruption", func=Interruption)
     registry.callbacks.register("iterations", func=Iterations)
     registry.callbacks.register("seasoning", func=Seasoning)
-    clean_stale_shared_memory()
+    if dist.get_rank() == 0:
+        free_numbers()
+    dist.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return train(OmegaConf.create(cfg))

@@ -827,7 +827,6 @@ def _locate(target: str) -> tuple[Any, str]:
 
 
 def _check(point: PatchPoint) -> None:
-    advice = _advice(point.target)
     owner, name = _locate(point.target)
     read: Any = inspect.getattr_static(owner, name)
     if point.takes:
@@ -835,7 +834,8 @@ def _check(point: PatchPoint) -> None:
         if missing:
             raise PatchError(
                 f"'{point.target}' takes no {', '.join(sorted(missing))}, which the replacement "
-                f"was written for ({point.versions}). It would not do what was asked. {advice}"
+                f"was written for ({point.versions}). It would not do what was asked. "
+                f"{_advice(point.target)}"
             )
         return
     if point.source:
@@ -847,7 +847,8 @@ def _check(point: PatchPoint) -> None:
         raise PatchError(
             f"The source of '{point.target}' (fingerprint {fingerprint}) is not one the "
             f"replacement was written for ({point.versions}: {', '.join(point.fingerprints)}). "
-            f"Replacing it could change the run in ways nobody tested. {advice}"
+            f"Replacing it could change the run in ways nobody tested. "
+            f"{_advice(point.target)}"
         )
 
 

@@ -42,7 +42,6 @@ from tests.foundry import (
 )
 
 pytest.importorskip("llmfoundry")
-pytestmark = pytest.mark.usefixtures("streaming_alone")
 __all__ = ["PRELOAD"]
 
 TOLERANCE = 1e-6

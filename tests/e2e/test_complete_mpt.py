@@ -24,7 +24,7 @@ SMALL = [
 
 
 @pytest.fixture(scope="module")
-def folder(streaming_alone, tmp_path_factory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """Where a run was killed after batch 6 and another went on to batch 8."""
     folder = tmp_path_factory.mktemp("mpt")
     begun = killed(NAME, folder, *SMALL, at=6)
