@@ -10,6 +10,7 @@ the same, because the step is.
 from __future__ import annotations
 
 import datetime
+import warnings
 import weakref
 import zlib
 from collections import defaultdict, deque
@@ -17,6 +18,7 @@ from collections import defaultdict, deque
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2.core.collectives import any_rank
 from composer_fsdp2.core.progress import Event, Progress
 from composer_fsdp2.core.stalls import Lookout, rank_text, timed_out, unit_text
 from composer_fsdp2.errors import ConfigError, PlanError
@@ -46,7 +48,7 @@ def check_order_check(when: str) -> None:
         )
 
 
-def apply_order_check(progress: Progress, when: str) -> None:
+def apply_order_check(progress: Progress, when: str, device: torch.device) -> None:
     """Has ranks compare their collectives, from the first forward of training on.
 
     Collective: yes, the first time in a process. In the steps that are checked the collectives of
@@ -55,18 +57,39 @@ def apply_order_check(progress: Progress, when: str) -> None:
     Args:
         progress: of the model.
         when: in the `first` step (up to the forward after the first reduction), `always`, `never`.
+        device: of the default group's collectives.
     """
     if when == "never" or progress.lookout is None:
         return
+    channel = _channel(progress.lookout.late_seconds, device)
+    if channel is not None:
+        _Check(progress, progress.lookout, channel, once=when == "first")
+
+
+def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup | None:
+    """The group for comparing, `None` with a warning where gloo does not get through."""
     world = dist.group.WORLD
     assert world is not None
-    if world not in _channels:
+    if world in _channels:
+        return _channels[world]
+    channel, failed = None, "on another rank"
+    try:
         # A rank can only end when what it has sent is done, or late.
-        late = datetime.timedelta(seconds=progress.lookout.late_seconds)
-        channel = dist.new_group(backend="gloo", timeout=late)
-        assert channel is not None
-        _channels[world] = channel
-    _Check(progress, progress.lookout, _channels[world], once=when == "first")
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        channel = dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        failed = str(error)
+    if any_rank(channel is None, device):
+        warnings.warn(
+            f"gloo cannot connect the ranks: {failed}. They do not compare the order of their "
+            "collectives (order_check). Set GLOO_SOCKET_IFNAME to the interface they share, or "
+            "write order_check: never.",
+            stacklevel=2,
+        )
+        return None
+    assert channel is not None
+    _channels[world] = channel
+    return channel
 
 
 class _Check:

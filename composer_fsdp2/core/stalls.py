@@ -32,6 +32,7 @@ __all__ = ["Lookout", "explained", "lookout_of", "rank_text", "timed_out", "unit
 _TICK_SECONDS = 5.0
 _LATE = 0.8
 """share of the timeout after which something is said; a rank may be slow in its first step"""
+_SILENT = "has not told: it goes on, or has ended"
 _TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
 _RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -82,9 +83,14 @@ class Lookout:
             self._posted = True
         elif not self._late and now - self._since > self.late_seconds:
             self._late = True
-            if len(places := self._places()) > 1:  # or nobody waits for a unit
-                waited = f"Nothing entered for {now - self._since:.0f} s. "
-                print(f"FSDP2: {waited}{_describe(places)}", file=sys.stderr, flush=True)
+            self._say(self._places(), now - self._since)
+
+    def _say(self, places: dict[str, list[int]], waited_seconds: float) -> None:
+        """Says where all are, unless another rank does or nobody can be waiting for a unit."""
+        text = f"FSDP2: Nothing entered for {waited_seconds:.0f} s. {_describe(places)}"
+        told = [rank for said, ranks in places.items() if said != _SILENT for rank in ranks]
+        if len(places) > 1 and min(told) == dist.get_rank():
+            print(text, file=sys.stderr, flush=True)
 
     def report(self) -> str:
         """The last unit each rank entered, as far as ranks have told. Collective: no."""
@@ -104,7 +110,7 @@ class Lookout:
         store = _store()
         for rank in range(dist.get_world_size()):
             told = store.check([key := _key(rank)]) and store.get(key).decode()
-            places.setdefault(told or "has not told: it goes on, or has ended", []).append(rank)
+            places.setdefault(told or _SILENT, []).append(rank)
         return places
 
     def _post(self, text: str) -> None:
@@ -122,7 +128,7 @@ def _key(rank: int) -> str:
 def _look_again(held: weakref.ref[Lookout]) -> None:
     # A store that is gone takes the others with it.
     with contextlib.suppress(RuntimeError, ValueError):
-        while (lookout := held()) is not None:
+        while threading.main_thread().is_alive() and (lookout := held()) is not None:
             lookout.look(time.monotonic())
             pause = lookout.tick_seconds
             del lookout  # it lives as long as its process group

@@ -459,8 +459,9 @@ def _follow(model: nn.Module, decided: _Decided, units: dict[str, FSDPModule]) -
     """Sets what depends on the order in which units run. Collective: yes."""
     names = [unit.modules[0] for unit in decided.plan.units if unit.params]
     gathered = {name: units[name] for name in names}
-    progress = Progress(model, gathered, lookout_of(torch.device(decided.device_type)))
-    apply_order_check(progress, decided.settings.order_check)
+    device = torch.device(decided.device_type)
+    progress = Progress(model, gathered, lookout_of(device))
+    apply_order_check(progress, decided.settings.order_check, device)
     forward, backward = decided.settings.forward_prefetch, decided.settings.backward_prefetch
     if forward or backward:
         apply_prefetch(model, gathered, progress, forward=forward, backward=backward)

@@ -6,7 +6,9 @@ import contextlib
 import datetime
 import functools
 import io
+import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import ConfigError, PlanError, installed, prepare_fully_shard
+from composer_fsdp2.core import order
 from composer_fsdp2.core.stalls import rank_text
 from tests.models import TinyComposer
 from tests.pool import WorkerPool
@@ -141,6 +144,19 @@ def test_without_gloo_it_is_refused():
         turned(order_check="never")
 
 
+@pytest.mark.world_size(2)
+def test_where_gloo_does_not_get_through_a_warning_says_so():
+    def refused(**_: Any) -> None:
+        raise RuntimeError("no route to host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(order, "_channels", weakref.WeakKeyDictionary())
+        patch.setattr(dist, "new_group", refused)
+        with pytest.warns(UserWarning, match="gloo cannot connect the ranks: no route to host"):
+            model = turned()
+    step(model)
+
+
 def test_ranks_in_words():
     assert rank_text([3]) == "rank 3"
     assert rank_text([0, 1, 2, 5, 7, 8]) == "ranks 0-2, 5, 7-8"
@@ -198,6 +214,8 @@ class Late(TinyComposer):
 
 
 def one_rank_is_late_in_training(folder: Path) -> tuple[str, str]:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "100"
+    os.environ["TORCH_FR_DUMP_TEMP_FILE"] = str(folder / "record_")
     hurry(folder)
     model = built(Late)
     with installed(), contextlib.redirect_stderr(io.StringIO()) as heard:
@@ -218,6 +236,9 @@ def test_a_timeout_names_the_last_unit_of_every_rank(pool: WorkerPool, tmp_path:
         "  rank 0: gather 'net' in microbatch 3\n"
         "  rank 1: reduce 'net' in microbatch 2"
     )
+    if hasattr(torch._C._distributed_c10d, "_dump_fr_trace"):  # older torch records NCCL alone
+        places += f"\ntorch's flight recorder: {tmp_path / 'record_*'}"
+        assert (tmp_path / "record_0").read_bytes()
     assert "imed out" in said
     assert said.endswith(places)
     assert heard.startswith("FSDP2: Nothing entered for 3 s. The last unit each rank entered:")
