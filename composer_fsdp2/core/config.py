@@ -50,6 +50,7 @@ __all__ = [
 
 Reshard = bool | int | Literal["auto"]
 GradientSync = Literal["every", "last", "reduce_scatter_only"]
+OrderCheck = Literal["first", "always", "never"]
 
 DTYPES: dict[str, torch.dtype] = {
     "fp32": torch.float32,
@@ -180,6 +181,9 @@ class FSDP2Config:
     """of the microbatches of a batch: `every` one reduces gradients; or the `last` one only, and
     units that keep their parameters keep them until then; or, with HSDP, every one reduce-scatters
     and the last one averages over the copies"""
+    order_check: OrderCheck = "first"
+    """when ranks compare which collective comes next before they enter it: in the `first` step, in
+    which a difference shows, `always`, or `never`"""
     mixed_precision: str | PrecisionSpec = "DEFAULT"
     """`DEFAULT`: compute in the trainer's precision, reduce in fp32; `PURE`: reduce in it too;
     `FULL`: everything in the parameters' own dtype; or a `PrecisionSpec`"""
@@ -527,6 +531,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "forward_prefetch": (_as_is, _check_units_ahead),
     "backward_prefetch": (_as_is, _check_units_ahead),
     "gradient_sync": (_as_is, _choice("every", "last", "reduce_scatter_only")),
+    "order_check": (_as_is, _choice("first", "always", "never")),
     "mixed_precision": (_parse_precision, _check_precision),
     "keep_fp32": (_parse_patterns, _check_patterns),
     "tied_weights": (_as_is, _choice("lift", "error")),

@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2.core.collectives import agree
+from composer_fsdp2.core.progress import Event, Progress
 
 __all__ = ["apply_prefetch"]
 
 
 def apply_prefetch(
-    model: nn.Module, units: Mapping[str, FSDPModule], *, forward: int = 0, backward: int = 0
+    model: nn.Module,
+    units: Mapping[str, FSDPModule],
+    progress: Progress,
+    *,
+    forward: int = 0,
+    backward: int = 0,
 ) -> None:
     """Makes units gather those that run next, once one step of training has shown which.
 
@@ -35,10 +39,12 @@ def apply_prefetch(
     Args:
         model: its forward is one microbatch.
         units: by name, those that have parameters.
+        progress: of these units.
         forward: how many units ahead; 0 leaves forward to torch.
         backward: likewise.
     """
-    _Prefetch(model, units, forward, backward)
+    prefetch = _Prefetch(model, units, forward, backward)
+    progress.listeners += (prefetch.hear,)
 
 
 class _Prefetch:
@@ -55,12 +61,6 @@ class _Prefetch:
         self._warned = False
         # Before torch's own hook, which starts the gathers that are set here.
         model.register_forward_pre_hook(self._begin, prepend=True)
-        self._recording = [
-            _module(unit).register_forward_hook(partial(self._watch_backward, name))
-            for name, unit in units.items()
-        ]
-        for name, unit in units.items():
-            _module(unit).register_forward_pre_hook(self._noter(name))
         model.register_forward_hook(self._end)
 
     def _begin(self, _module: nn.Module, _args: object) -> None:
@@ -72,24 +72,12 @@ class _Prefetch:
         self._ran, self._came_back = [], []
         self._set_forward(self._ahead)
 
-    def _noter(self, name: str) -> Callable[[nn.Module, object], None]:
-        @torch.compiler.disable  # it is no part of what a compiled block computes
-        def note(_module: nn.Module, _args: object) -> None:
-            if self._running:
-                self._ran.append(name)
-
-        return note
-
-    def _watch_backward(self, name: str, _module: nn.Module, _args: object, output: object) -> None:
-        seen = self._came_back
-
-        def come_back(_grad: torch.Tensor) -> None:
-            if name not in seen:
-                seen.append(name)
-
-        for leaf in tree_leaves(output) if self._running else ():
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(come_back)
+    def hear(self, event: Event, name: str) -> None:
+        """Records what runs."""
+        if event == "forward" and self._running:
+            self._ran.append(name)
+        elif event == "backward" and name not in self._came_back:
+            self._came_back.append(name)
 
     def _end(self, _module: nn.Module, _args: object, _output: object) -> None:
         if not self._running:
@@ -117,8 +105,6 @@ class _Prefetch:
         for name, targets in _units_ahead(self._came_back, backward, times).items():
             modules = [self._units[target] for target in targets]
             self._units[name].set_modules_to_backward_prefetch(modules)
-        while self._recording:
-            self._recording.pop().remove()
 
     def _set_forward(self, ahead: Mapping[str, Sequence[str]]) -> None:
         for name, targets in ahead.items():
@@ -158,8 +144,3 @@ def _units_ahead(order: list[str], count: int, times: Mapping[str, int]) -> dict
     """
     places = enumerate(order, 1) if count else ()
     return {name: order[after : after + count] for after, name in places if times[name] == 1}
-
-
-def _module(unit: FSDPModule) -> nn.Module:
-    assert isinstance(unit, nn.Module)
-    return unit

@@ -46,6 +46,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     forward_prefetch: int = 0
     backward_prefetch: int = 0
     gradient_sync: str = "every"
+    order_check: str = "first"
     mixed_precision: Any = "DEFAULT"
     keep_fp32: tuple[str, ...] | None = None
     tied_weights: str = "lift"

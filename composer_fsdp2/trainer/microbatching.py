@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.core.collectives import any_rank
 from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, param_groups, reset
+from composer_fsdp2.core.stalls import explained
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 
@@ -118,6 +119,7 @@ class _Attempts:
         self.begin()
 
 
+@explained()
 def train_batch(
     original: Callable[..., Mapping[str, torch.Tensor]], trainer: Any, *args: Any, **kwargs: Any
 ) -> Mapping[str, torch.Tensor]:
@@ -156,6 +158,7 @@ def clear_attempt(original: Callable[[State], None], state: State) -> None:
         getattr(state, _ATTEMPTS).undo()
 
 
+@explained()
 def evaluate(
     original: Callable[..., None], trainer: Any, evaluator: Any, *args: Any, **kwargs: Any
 ) -> None:

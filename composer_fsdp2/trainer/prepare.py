@@ -45,9 +45,11 @@ from composer_fsdp2.core.optim import (
     reattach_optimizer,
     reshard_before_steps,
 )
+from composer_fsdp2.core.order import apply_order_check, check_order_check
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import cast_buffers, compute_dtype, resolve_precision
 from composer_fsdp2.core.prefetch import apply_prefetch
+from composer_fsdp2.core.progress import Progress
 from composer_fsdp2.core.recovery import Guard
 from composer_fsdp2.core.resharding import resharding
 from composer_fsdp2.core.shard import (
@@ -57,6 +59,7 @@ from composer_fsdp2.core.shard import (
     collector_paused,
 )
 from composer_fsdp2.core.sizing import UnitSizes
+from composer_fsdp2.core.stalls import lookout_of
 from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError
@@ -240,6 +243,7 @@ def _decide(
     device_type = "cuda" if isinstance(place, DeviceGPU) else place.name
     _check_offload(settings, device_type)
     check_communication(settings.communication, device_type)
+    check_order_check(settings.order_check)
     optimizer = _single_optimizer(optimizers)
     tree = ModuleTree.read(model)
     check_hooks(tree)
@@ -439,7 +443,7 @@ def _carry_out(
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
-    _apply_prefetch(model, decided, units)
+    _follow(model, decided, units)
     sharding = Sharding(
         plan=decided.plan,
         shape=decided.shape,
@@ -451,12 +455,16 @@ def _carry_out(
     return units
 
 
-def _apply_prefetch(model: nn.Module, decided: _Decided, units: dict[str, FSDPModule]) -> None:
+def _follow(model: nn.Module, decided: _Decided, units: dict[str, FSDPModule]) -> None:
+    """Sets what depends on the order in which units run. Collective: yes."""
+    names = [unit.modules[0] for unit in decided.plan.units if unit.params]
+    gathered = {name: units[name] for name in names}
+    device = torch.device(decided.device_type)
+    progress = Progress(model, gathered, lookout_of(device))
+    apply_order_check(progress, decided.settings.order_check, device)
     forward, backward = decided.settings.forward_prefetch, decided.settings.backward_prefetch
     if forward or backward:
-        names = [unit.modules[0] for unit in decided.plan.units if unit.params]
-        gathered = {name: units[name] for name in names}
-        apply_prefetch(model, gathered, forward=forward, backward=backward)
+        apply_prefetch(model, gathered, progress, forward=forward, backward=backward)
 
 
 def _accumulation(decided: _Decided, units: dict[str, FSDPModule]) -> Accumulation:

@@ -87,6 +87,14 @@ def sharded_twice() -> None:
     prepare(model)
 
 
+def another_order() -> None:
+    model = TinyLM()
+    prepare(model)
+    order = (0, 1, 2) if dist.get_rank() == 0 else (0, 2, 1)
+    model.blocks._modules = {str(i): model.blocks[i] for i in order}
+    model(batches(1, 2)[0][0])
+
+
 class Generating(TinyLM):
     def generate(self, ids: torch.Tensor) -> torch.Tensor:
         return self.head(self.embed(ids)).argmax(-1)
@@ -234,6 +242,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "no module was chosen for it": lambda _: nothing_to_checkpoint(),
     "is sharded by FSDP2 already": lambda _: sharded_twice(),
     "hold a different plan": lambda _: prepare(TinyLM(layers=2 + dist.get_rank())),
+    "The next collective is": lambda _: another_order(),
     "got mixed torch.Tensor and DTensor": lambda _: another_method(),
     "Nothing initialises": lambda _: nothing_initialises(),
     "Rank 0 holds the model on meta": lambda _: meta_on_rank_0(),

@@ -1,4 +1,4 @@
-"""Real deaths: ranks are killed in training and in the middle of saves, and the run goes on.
+"""Real deaths: ranks are killed, or told to stop, in training and in saves, and the run goes on.
 
 Each round ends with autoresume and has to end with the weights of a run nobody disturbed. What was
 found after the kills stands in the output.
@@ -60,20 +60,27 @@ class Wide(ComposerModel):
 
 
 class Killer(Callback):
-    """Kills its process some time after a batch, which is when the save of that batch begins."""
+    """Ends its process some time after a batch, which is when the save of that batch begins."""
 
-    def __init__(self, batch: int, delay_seconds: float) -> None:
+    def __init__(self, batch: int, delay_seconds: float, number: int) -> None:
         self.batch = batch
         self.delay_seconds = delay_seconds
+        self.number = number
 
     def batch_end(self, state: Any, logger: Any) -> None:
         del logger
         if int(state.timestamp.batch) == self.batch:
-            kill = functools.partial(os.kill, os.getpid(), signal.SIGKILL)
+            kill = functools.partial(os.kill, os.getpid(), self.number)
             threading.Timer(self.delay_seconds, kill).start()
 
 
-def train(folder: str, fsdp2: dict[str, Any], delay_seconds: float | None, rank: int | None) -> Any:
+def train(
+    folder: str,
+    fsdp2: dict[str, Any],
+    delay_seconds: float | None,
+    rank: int | None,
+    number: int,
+) -> Any:
     """One run, resumed if there is something to resume from; every rank runs it.
 
     Returns:
@@ -81,7 +88,8 @@ def train(folder: str, fsdp2: dict[str, Any], delay_seconds: float | None, rank:
     """
     model = built(Wide)
     killed = delay_seconds is not None and rank in (None, dist.get_rank())
-    callbacks = [Killer(KILLED_AT, delay_seconds)] if killed and delay_seconds is not None else []
+    delay = delay_seconds or 0.0
+    callbacks = [Killer(KILLED_AT, delay, number)] if killed else []
     with installed(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Autoresume")
         warnings.filterwarnings("ignore", message="Killer is not in the state_dict")
@@ -99,7 +107,11 @@ def train(folder: str, fsdp2: dict[str, Any], delay_seconds: float | None, rank:
         )
         at = int(trainer.state.timestamp.batch)
         with timed_saves() as seconds:
-            trainer.fit()
+            try:
+                trainer.fit()
+            except SystemExit as told:  # by Composer, which closes when the interpreter ends
+                trainer.engine.close()
+                os._exit(told.code)  # type: ignore[arg-type]
         trainer.close()
     digest = hashlib.sha256()
     for value in model.state_dict().values():
@@ -134,8 +146,15 @@ def pool() -> Iterator[WorkerPool]:
     pool.close()
 
 
-def run(pool: WorkerPool, folder: Path, kind: str, delay: float | None = None, rank: Any = None):
-    return pool.run(functools.partial(train, str(folder), KINDS[kind], delay, rank))[0]
+def run(
+    pool: WorkerPool,
+    folder: Path,
+    kind: str,
+    delay: float | None = None,
+    rank: int | None = None,
+    number: int = signal.SIGKILL,
+) -> Any:
+    return pool.run(functools.partial(train, str(folder), KINDS[kind], delay, rank, number))[0]
 
 
 def look(folder: Path) -> str:
@@ -188,3 +207,24 @@ def test_one_rank_killed_in_training(kind: str, pool: WorkerPool, tmp_path: Path
     at, weights, _ = run(pool, tmp_path / "run", kind)
     assert at >= EVERY
     assert weights == wanted
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "rank"),
+    [
+        ("sharded", signal.SIGTERM, None),
+        ("full", signal.SIGINT, 1),
+        ("async", signal.SIGTERM, None),
+    ],
+)
+def test_told_to_stop_in_a_save(
+    kind: str, number: int, rank: int | None, pool: WorkerPool, tmp_path: Path
+):
+    _, wanted, save_seconds = run(pool, tmp_path / "whole", kind)
+    with pytest.raises(RankError, match=f"exit code {128 + number}"):
+        run(pool, tmp_path / "run", kind, save_seconds / 2, rank, number)
+    look(tmp_path / "run")
+    at, weights, _ = run(pool, tmp_path / "run", kind)
+    assert at or kind == "async"  # where the first one may not be complete by then
+    assert weights == wanted
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".incom")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -81,6 +82,35 @@ time.sleep(600)
     assert not alive(int(out))
 
 
+RAISES = """
+import time
+from pathlib import Path
+from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+from composer_fsdp2.launch import rank_guard
+
+def work():
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        Path(FILE).write_text(str(time.time()))
+        raise ValueError("broken on purpose")
+    dist.barrier()
+
+with rank_guard():
+    record(work)()
+"""
+
+
+def test_an_exception_on_one_rank_is_shown_once_and_ends_all(tmp_path):
+    raised = tmp_path / "raised"
+    process = launch(f"FILE = {str(raised)!r}\n{RAISES}", tmp_path)
+    _, err = process.communicate(timeout=120)
+    assert time.time() - float(raised.read_text()) < 30
+    assert process.returncode == 1
+    assert "Rank 1 failed: ValueError: broken on purpose" in err
+    assert err.count("\n  ValueError: broken on purpose") == 1
+
+
 # As Composer does: leave in an orderly way. The second lock is a collective that never ends.
 STUCK = """
 import ctypes, os, signal, sys
@@ -117,6 +147,16 @@ def test_no_rank_outlives_the_launcher(tmp_path):
         process.communicate(timeout=60)
         assert process.returncode == EXIT_CODES[number]
         assert gone_within(30, pids[number]), number.name
+
+
+def test_a_rank_that_is_told_to_stop_ends_all(tmp_path):
+    process = launch(f"FOLDER = {str(tmp_path)!r}\n{STUCK}", tmp_path)
+    pids = wait_for_pids(tmp_path)
+    os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert f"Rank 1 failed: it ended with exit code {128 + signal.SIGTERM}" in err
+    assert gone_within(30, pids)
 
 
 def wait_for_pids(folder: Path) -> list[int]:
