@@ -10,6 +10,7 @@ a name too many costs bytes, a name too few leaves a weight at random values.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import struct
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from composer_fsdp2.checkpoint.adapters import adapter_names, write_adapters
 from composer_fsdp2.checkpoint.convert import Advance, nest, prove_whole
@@ -158,7 +161,11 @@ def _write_peft(
         )
     settings = values["model"]["peft_config"]["content"]
     keys = _names(source, set())
-    names = adapter_names(settings, keys, source.path)
+    stored = values["model"].get("config", {}).get("content", {})
+    embeddings = _embeddings(source, keys, stored)
+    base_size = _base_vocabulary(settings)
+    resized = base_size is not None and stored.get("vocab_size") not in (None, base_size)
+    names = adapter_names(settings, keys, source.path, embeddings=embeddings, resized=resized)
     found = _Pretrained({}, files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
     with staged(destination, folder=True) as folder:
         prove_whole(source)
@@ -168,7 +175,42 @@ def _write_peft(
             (folder / name).write_bytes(data)
     advance(1, 1)
     base = settings.get("base_model_name_or_path") or "the base model"
-    return [*_remarks(found), f"These are adapters: load {base} first, then them with PeftModel."]
+    remarks = [f"These are adapters: load {base} first, then them with PeftModel."]
+    if embeddings and base_size is None:
+        remarks.append(
+            f"The config of {base} is not on this machine: it is taken to have as many tokens. If "
+            "the vocabulary was resized, the embeddings are missing here."
+        )
+    return [*_remarks(found), *remarks]
+
+
+def _embeddings(
+    source: Checkpoint, keys: Mapping[str, str], config: Mapping[str, Any]
+) -> list[str]:
+    """Names of the matrices with a row for each token."""
+    shapes = {name: source.tensors[key].shape for name, key in keys.items()}
+    size = config.get("vocab_size")
+    return [n for n, shape in shapes.items() if len(shape) == 2 and shape[0] == size]
+
+
+def _base_vocabulary(settings: Mapping[str, Any]) -> int | None:
+    """How many tokens the base model has, if its config is on this machine."""
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        return None
+    folder = Path(base)
+    cached = None if folder.is_dir() else _cached(base)
+    file = Path(cached) if isinstance(cached, str) else folder / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError):
+        return None
+
+
+def _cached(name: str) -> Any:
+    """The config of a model that was loaded by name before; nothing is downloaded."""
+    with contextlib.suppress(HFValidationError):  # a path, then
+        return try_to_load_from_cache(name, "config.json")
 
 
 def _as_saved(config: Mapping[str, Any]) -> dict[str, Any]:
