@@ -10,7 +10,6 @@ a name too many costs bytes, a name too few leaves a weight at random values.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import struct
@@ -20,8 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 
 from composer_fsdp2.checkpoint.adapters import adapter_names, write_adapters
 from composer_fsdp2.checkpoint.convert import Advance, nest, prove_whole
@@ -178,8 +175,8 @@ def _write_peft(
     remarks = [f"These are adapters: load {base} first, then them with PeftModel."]
     if embeddings and base_size is None:
         remarks.append(
-            f"The config of {base} is not on this machine: it is taken to have as many tokens. If "
-            "the vocabulary was resized, the embeddings are missing here."
+            f"{base} is no folder on this machine: it is taken to have as many tokens. If the "
+            "vocabulary was resized, the embeddings are missing here."
         )
     return [*_remarks(found), *remarks]
 
@@ -194,23 +191,15 @@ def _embeddings(
 
 
 def _base_vocabulary(settings: Mapping[str, Any]) -> int | None:
-    """How many tokens the base model has, if its config is on this machine."""
+    """How many tokens the base model has, if it is a folder on this machine."""
     base = settings.get("base_model_name_or_path")
     if not base:
         return None
-    folder = Path(base)
-    cached = None if folder.is_dir() else _cached(base)
-    file = Path(cached) if isinstance(cached, str) else folder / "config.json"
+    file = Path(base) / "config.json"
     try:
         return json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
     except (OSError, ValueError):
         return None
-
-
-def _cached(name: str) -> Any:
-    """The config of a model that was loaded by name before; nothing is downloaded."""
-    with contextlib.suppress(HFValidationError):  # a path, then
-        return try_to_load_from_cache(name, "config.json")
 
 
 def _as_saved(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -158,11 +158,13 @@ class _Late(Callback):
 @pytest.mark.world_size(2)
 def test_ranks_stop_together_after_a_number_of_seconds():
     """Composer takes rank 0's clock. As `max_duration` of the Trainer it refuses seconds."""
-    late, samples = _Late(), samples_of(4000, 8)
+    late, samples, model = _Late(), samples_of(4000, 8), built(TinyComposer)
+    sgd = SGD(model.parameters())
     with installed():
         with pytest.raises(ValueError, match="Wall clock time not an allowed time unit"):
-            trainer_for(built(TinyComposer), None, samples, max_duration="1sec")
-        trainer = trainer_for(built(TinyComposer), None, samples, callbacks=late, max_duration=None)
+            other = built(TinyComposer)
+            trainer_for(other, SGD(other.parameters()), samples, max_duration="1sec")
+        trainer = trainer_for(model, sgd, samples, callbacks=late, max_duration=None)
         trainer.fit(duration="1sec")
     trainer.close()
     counts = composer_dist.all_gather_object(late.batches)
