@@ -74,6 +74,8 @@ def _ours(model: nn.Module, controls: Controls) -> nn.Module:
     shapes.prepare(
         model,
         ("Block",),
+        # By hand the ends of the model are in the root: two units more cost more.
+        wrap_policy={"classes": ["Block"], "embeddings": False, "lm_head": False},
         reshard_after_forward="auto" if controls.reshard else False,
         gradient_sync=controls.sync,
         forward_prefetch=controls.prefetch,

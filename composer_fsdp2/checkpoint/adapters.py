@@ -9,7 +9,7 @@ Source: `get_peft_model_state_dict` of peft 0.16, for LoRA.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,23 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 _EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
 
 
-def adapter_names(config: Mapping[str, Any], names: Iterable[str], path: Path) -> dict[str, str]:
+def adapter_names(
+    config: Mapping[str, Any],
+    names: Iterable[str],
+    path: Path,
+    *,
+    embeddings: Collection[str] = (),
+    resized: bool = False,
+) -> dict[str, str]:
     """Name for PEFT -> name in the model.
 
     Args:
         config: PEFT's, from the checkpoint.
         names: of all weights of the Hugging Face model that the checkpoint has.
         path: the checkpoint, for the errors.
+        embeddings: those of them with a row for each token.
+        resized: whether the model has another number of tokens than its base, which PEFT answers
+            by writing the embeddings whole.
 
     Raises:
         CheckpointError: they are no adapters that this is written for.
@@ -58,6 +68,11 @@ def adapter_names(config: Mapping[str, Any], names: Iterable[str], path: Path) -
     found = {_for_peft(name): name for name in _of_lora(names, bias)}
     found |= {_for_peft(name.replace(_WHOLE, ".")): name for name in names if _WHOLE in name}
     found |= {name: name for name in names if _is_adapted_embedding(name, config)}
+    if resized and not _adapts_embeddings(config):
+        if not embeddings:
+            raise CheckpointError(_missing_rows(path))
+        modules = tuple(name.removesuffix("weight") for name in embeddings)
+        found |= {name: name for name in names if name.startswith(modules)}
     if not found:
         raise CheckpointError(
             f"'{path}' has the configuration of adapters, and no weights of them. There is nothing "
@@ -76,10 +91,22 @@ def _of_lora(names: list[str], bias: str) -> Iterator[str]:
         yield from (name for name in names if name in beside)
 
 
+def _adapts_embeddings(config: Mapping[str, Any]) -> list[str]:
+    targets = config.get("target_modules") or ()
+    return [each for each in _EMBEDDINGS if each in targets]
+
+
 def _is_adapted_embedding(name: str, config: Mapping[str, Any]) -> bool:
     """PEFT writes an embedding whole beside its adapter."""
-    targets = config.get("target_modules") or ()
-    return any(f"{each}.base_layer." in name for each in _EMBEDDINGS if each in targets)
+    return any(f"{each}.base_layer." in name for each in _adapts_embeddings(config))
+
+
+def _missing_rows(path: Path) -> str:
+    return (
+        f"'{path}' holds adapters of a model with another number of tokens than its base, and not "
+        "the embeddings. What was computed for the other tokens could not be found again. Train "
+        "with should_save_peft_only: false, or load it with the Trainer and call save_pretrained."
+    )
 
 
 def _for_peft(name: str) -> str:

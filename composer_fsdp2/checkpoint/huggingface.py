@@ -158,7 +158,11 @@ def _write_peft(
         )
     settings = values["model"]["peft_config"]["content"]
     keys = _names(source, set())
-    names = adapter_names(settings, keys, source.path)
+    stored = values["model"].get("config", {}).get("content", {})
+    embeddings = _embeddings(source, keys, stored)
+    base_size = _base_vocabulary(settings)
+    resized = base_size is not None and stored.get("vocab_size") not in (None, base_size)
+    names = adapter_names(settings, keys, source.path, embeddings=embeddings, resized=resized)
     found = _Pretrained({}, files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
     with staged(destination, folder=True) as folder:
         prove_whole(source)
@@ -168,7 +172,34 @@ def _write_peft(
             (folder / name).write_bytes(data)
     advance(1, 1)
     base = settings.get("base_model_name_or_path") or "the base model"
-    return [*_remarks(found), f"These are adapters: load {base} first, then them with PeftModel."]
+    remarks = [f"These are adapters: load {base} first, then them with PeftModel."]
+    if embeddings and base_size is None:
+        remarks.append(
+            f"{base} is no folder on this machine: it is taken to have as many tokens. If the "
+            "vocabulary was resized, the embeddings are missing here."
+        )
+    return [*_remarks(found), *remarks]
+
+
+def _embeddings(
+    source: Checkpoint, keys: Mapping[str, str], config: Mapping[str, Any]
+) -> list[str]:
+    """Names of the matrices with a row for each token."""
+    shapes = {name: source.tensors[key].shape for name, key in keys.items()}
+    size = config.get("vocab_size")
+    return [n for n, shape in shapes.items() if len(shape) == 2 and shape[0] == size]
+
+
+def _base_vocabulary(settings: Mapping[str, Any]) -> int | None:
+    """How many tokens the base model has, if it is a folder on this machine."""
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        return None
+    file = Path(base) / "config.json"
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError):
+        return None
 
 
 def _as_saved(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,13 +12,16 @@ import torch
 from composer_fsdp2.core.config_blocks import (
     ActivationSpec,
     CompileSpec,
+    Float8Spec,
     TilingSpec,
     check_activation,
     check_block_combinations,
     check_compile,
+    check_float8,
     check_tiling,
     parse_activation,
     parse_compile,
+    parse_float8,
     parse_tiling,
 )
 from composer_fsdp2.core.mistakes import (
@@ -205,6 +208,8 @@ class FSDP2Config:
     """`torch.compile` of each FSDP block"""
     tiled_mlp: TilingSpec | None = None
     """runs MLPs on one part of the sequence after the other"""
+    fp8: bool | Float8Spec = False
+    """linear layers of blocks multiply in fp8, by torchao"""
     cpu_offload: bool | CPUOffload = False
     """shards live in CPU memory, where the optimizer steps; units are copied to be gathered"""
     communication: Communication = field(default_factory=Communication)
@@ -542,6 +547,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "activation_cpu_offload": (_as_is, check_bool),
     "compile": (parse_compile, check_compile),
     "tiled_mlp": (parse_tiling, check_tiling),
+    "fp8": (parse_float8, check_float8),
     "cpu_offload": (_parse_offload, _check_offload),
     "communication": (_parse_communication, _check_communication),
     "pretrained_weights": (_as_is, _check_path),

@@ -1,4 +1,4 @@
-"""What the configuration says about the inside of blocks: recomputed, compiled, in tiles."""
+"""What the configuration says about the inside of blocks: recomputed, compiled, in tiles or fp8."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ from composer_fsdp2.core.mistakes import (
 __all__ = [
     "ActivationSpec",
     "CompileSpec",
+    "Float8Spec",
     "TilingSpec",
     "check_activation",
     "check_block_combinations",
     "check_compile",
+    "check_float8",
     "check_tiling",
     "parse_activation",
     "parse_compile",
+    "parse_float8",
     "parse_tiling",
 ]
 
@@ -82,6 +85,22 @@ class TilingSpec:
     """which modules; those called mlp, ffn or feed_forward when both are empty"""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Spec:
+    """Linear layers that multiply in fp8, by torchao."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """torchao's: one scale a tensor is fastest; one a row is closer, and the last one keeps the
+    gradient of the weight out of fp8"""
+    all_gather: bool = False
+    """weights are cast before they are sent: half the bytes of bf16"""
+    names: tuple[str, ...] = ()
+    """globs, or `re:`, of linear layers; without, the trainable ones of the blocks that are large
+    enough to gain by it"""
+    emulate: bool = False
+    """rounds to fp8 and multiplies in the dtype of the run, on any device, to see the loss"""
+
+
 def parse_activation(key: str, raw: Any, errors: list[str]) -> Any:
     """True, false, or a mapping."""
     return _parse(ActivationSpec, key, raw, errors) if isinstance(raw, dict) else raw
@@ -98,6 +117,11 @@ def parse_compile(key: str, raw: Any, errors: list[str]) -> Any:
             f"would be. Write {key}: false, or compile_config of the Trainer for the whole model."
         )
     return _parse(CompileSpec, key, values, errors)
+
+
+def parse_float8(key: str, raw: Any, errors: list[str]) -> Any:
+    """True, false, or a mapping."""
+    return _parse(Float8Spec, key, raw, errors) if isinstance(raw, dict) else raw
 
 
 def parse_tiling(key: str, raw: Any, errors: list[str]) -> Any:
@@ -176,11 +200,14 @@ def _check_budget(key: str, value: ActivationSpec, errors: list[str]) -> None:
 
 def _check_choice(key: str, value: Any, errors: list[str]) -> None:
     for name in ("classes", "names"):
-        patterns = getattr(value, name)
-        if isinstance(patterns, tuple):
-            check_patterns(f"{key}.{name}", patterns, errors)
-        else:
-            errors.append(wrong(f"{key}.{name}", patterns, "a list of patterns"))
+        _check_patterns(f"{key}.{name}", getattr(value, name), errors)
+
+
+def _check_patterns(key: str, patterns: Any, errors: list[str]) -> None:
+    if isinstance(patterns, tuple):
+        check_patterns(key, patterns, errors)
+    else:
+        errors.append(wrong(key, patterns, "a list of patterns"))
 
 
 def check_compile(key: str, value: Any, errors: list[str]) -> None:
@@ -198,6 +225,29 @@ def check_compile(key: str, value: Any, errors: list[str]) -> None:
     check_bool(f"{key}.fullgraph", value.fullgraph, errors)
     if value.dynamic is not None:
         check_bool(f"{key}.dynamic", value.dynamic, errors)
+
+
+def check_float8(key: str, value: Any, errors: list[str]) -> None:
+    """Checks every field."""
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, Float8Spec):
+        keys = ", ".join(f.name for f in dataclasses.fields(Float8Spec))
+        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
+        return
+    if value.recipe not in _RECIPES:
+        errors.append(wrong(f"{key}.recipe", value.recipe, " or ".join(_RECIPES)))
+    _check_patterns(f"{key}.names", value.names, errors)
+    check_bool(f"{key}.all_gather", value.all_gather, errors)
+    check_bool(f"{key}.emulate", value.emulate, errors)
+    if value.all_gather is True and value.recipe != "tensorwise":
+        errors.append(
+            f"'{key}.all_gather' is true with recipe {value.recipe}. Shards can only be cast with "
+            "one scale for the whole weight. Write recipe: tensorwise, or all_gather: false."
+        )
+
+
+_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def check_tiling(key: str, value: Any, errors: list[str]) -> None:
@@ -225,4 +275,14 @@ def check_block_combinations(values: Mapping[str, Any], errors: list[str]) -> No
         errors.append(
             "'tiled_mlp' and 'compile' are both set. A compiled block orders its own computation, "
             "and nothing would keep it from making all tiles at once. Leave one of them out."
+        )
+    if values.get("fp8") and values.get("tiled_mlp") is not None:
+        errors.append(
+            "'fp8' and 'tiled_mlp' are both set. Scales are of the whole input of a layer, so that "
+            "tiles would round otherwise than the whole. Leave one of them out."
+        )
+    if getattr(values.get("fp8"), "all_gather", False) and values.get("cpu_offload"):
+        errors.append(
+            "'fp8.all_gather' and 'cpu_offload' are both set. Shards in CPU memory are sent to the "
+            "GPU before they are cast, where torch loses track of the cast. Leave one of them out."
         )

@@ -1,9 +1,9 @@
 """`prepare_fully_shard`: what FSDP1 users call, done with FSDP2.
 
-[Note: order of transformations] Decide on names, let the ranks agree, cut MLPs, wrap activations,
-compile blocks, shard with children before parents (making each unit's weights real just before, or
-reading the shards just after), move the optimizer. Nothing is changed before every rank has agreed
-that it can be.
+[Note: order of transformations] Decide on names, let the ranks agree, cut MLPs, convert layers to
+fp8, wrap activations, compile blocks, shard with children before parents (making each unit's
+weights real just before, or reading the shards just after), move the optimizer. Nothing is changed
+before every rank has agreed that it can be.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from composer_fsdp2.core.collectives import agree, installation
 from composer_fsdp2.core.communication import apply_communication, check_communication
 from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
 from composer_fsdp2.core.config import CPUOffload, FSDP2Config
-from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec
+from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec, Float8Spec
+from composer_fsdp2.core.fp8 import (
+    Float8Plan,
+    apply_float8,
+    check_float8,
+    gather_in_float8,
+    plan_float8,
+)
 from composer_fsdp2.core.materialize import Origins, check_origins, shared_seed
 from composer_fsdp2.core.mesh import MeshShape, build_mesh, with_cpu_backend
 from composer_fsdp2.core.optim import (
@@ -174,6 +181,7 @@ class _Decided:
     activation: ActivationPlan | None
     compiled: CompilePlan | None
     tiled: TilingPlan | None
+    fp8: Float8Plan | None
     forward_methods: list[tuple[str, str]]
     optimizer: torch.optim.Optimizer | None
     weights: PretrainedWeights | None
@@ -197,6 +205,7 @@ class _Decided:
             "activation plan": str(self.activation),
             "plan of compiled blocks": str(self.compiled),
             "plan of tiles": str(self.tiled),
+            "plan of fp8 layers": str(self.fp8),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
             "~origins": dataclasses.astuple(Origins.read(self.tree, self.weights or ())),
@@ -266,6 +275,7 @@ def _decide(
         activation=_plan_activation(model, settings, plan),
         compiled=_plan_compile(settings, plan),
         tiled=_plan_tiling(model, settings, plan),
+        fp8=_plan_float8(tree, settings, plan, shape, device_type),
         forward_methods=methods,
         optimizer=optimizer,
         weights=_open_weights(settings.pretrained_weights, tree),
@@ -359,6 +369,16 @@ def _plan_tiling(model: nn.Module, settings: FSDP2Config, plan: WrapPlan) -> Til
     return plan_tiling(model, settings.tiled_mlp, units=units)
 
 
+def _plan_float8(
+    tree: ModuleTree, settings: FSDP2Config, plan: WrapPlan, shape: MeshShape, device_type: str
+) -> Float8Plan | None:
+    if settings.fp8 is False:
+        return None
+    spec = Float8Spec() if settings.fp8 is True else settings.fp8
+    check_float8(spec, device_type)
+    return plan_float8(tree, plan, spec, blocks=block_units(plan), shard_ranks=shape.shard)
+
+
 def _single_optimizer(optimizers: Any) -> torch.optim.Optimizer | None:
     given = ensure_tuple(optimizers)
     if len(given) > 1:
@@ -409,7 +429,7 @@ def _carry_out(
     """Changes the model and its optimizer as decided. Collective: yes."""
     if decided.settings.verbose and distributed.get_rank() == 0:
         activation = decided.activation or "activations: kept"
-        inside = (activation, decided.tiled, decided.compiled)
+        inside = (activation, decided.tiled, decided.fp8, decided.compiled)
         _show("\n".join(str(part) for part in (decided.plan, *inside) if part is not None))
     detached = None
     if decided.optimizer is not None:
@@ -418,6 +438,8 @@ def _carry_out(
     decided.tree = ModuleTree()
     if decided.tiled is not None:
         apply_tiling(model, decided.tiled)
+    if decided.fp8 is not None:
+        apply_float8(model, decided.fp8)
     if decided.activation is not None:
         apply_activation(model, decided.activation)
     if decided.compiled is not None:
@@ -437,6 +459,8 @@ def _carry_out(
             source=decided.weights,
             offload=(CPUOffload() if offload is True else offload) or None,
         )
+    if decided.fp8 is not None:
+        gather_in_float8(model, units.values(), decided.fp8)
     _cast_buffers(model, decided)
     tops = [units[u.modules[0]] for u in decided.plan.units if u.top_level]
     apply_communication(tops, units.values(), decided.settings.communication)

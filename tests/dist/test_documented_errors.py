@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,12 @@ def another_order() -> None:
     order = (0, 1, 2) if dist.get_rank() == 0 else (0, 2, 1)
     model.blocks._modules = {str(i): model.blocks[i] for i in order}
     model(batches(1, 2)[0][0])
+
+
+def without_torchao() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "torchao", None)
+        prepare(TinyLM(), {"fp8": True})
 
 
 class Generating(TinyLM):
@@ -240,6 +247,28 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
         TinyLM(), {"ignored_params": ["norm.*"]}
     ),
     "no module was chosen for it": lambda _: nothing_to_checkpoint(),
+    "which torch does not know. The first batch would": lambda _: prepare(
+        TinyLM(), {"compile": {"backend": "inductr"}}
+    ),
+    "the model has no blocks. Nothing would be compiled": lambda _: prepare(
+        nn.Sequential(nn.Linear(2, 2)), {"compile": True}
+    ),
+    "tiled_mlp is on, but no module is called": lambda _: prepare(
+        TinyLM(), {"tiled_mlp": {"shards": 2}}
+    ),
+    "was chosen for tiled_mlp, but": lambda _: prepare(
+        TinyLM(), {"tiled_mlp": {"shards": 2, "names": ["blocks"]}}
+    ),
+    "There are no copies to average over later": lambda _: prepare(
+        TinyLM(), {"gradient_sync": "reduce_scatter_only"}
+    ),
+    "'cpu_offload' is set in a run on the CPU": lambda _: prepare(
+        TinyLM(), {"cpu_offload": True}, device="cpu"
+    ),
+    "'communication.symmetric_memory' is set": lambda _: prepare(
+        TinyLM(), {"communication": {"symmetric_memory": True}}, device="cpu"
+    ),
+    "torchao is not installed": lambda _: without_torchao(),
     "is sharded by FSDP2 already": lambda _: sharded_twice(),
     "hold a different plan": lambda _: prepare(TinyLM(layers=2 + dist.get_rank())),
     "The next collective is": lambda _: another_order(),

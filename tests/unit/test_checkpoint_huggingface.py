@@ -240,6 +240,37 @@ def test_adapters_are_what_peft_writes(case: str, kind: str, tmp_path: Path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(tokenizer())
 
 
+def _resized(tmp_path: Path, name: str, only: bool, kind: str = "sharded") -> tuple[Any, Path]:
+    """Adapters on a model with more tokens than the one they were made for."""
+    peft = pytest.importorskip("peft")
+    tiny(name).save_pretrained(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base.resize_token_embeddings(40, mean_resizing=False)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    adapted = peft.get_peft_model(base, config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The tokenizer was not provided")
+        model = HuggingFaceModel(adapted, tokenizer(), should_save_peft_only=only)
+    return adapted, save(tmp_path / "source", model, kind)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding")
+@pytest.mark.parametrize(("name", "kind"), [("llama", "sharded"), ("llama tied", "full")])
+def test_adapters_of_a_resized_vocabulary_come_with_it(name: str, kind: str, tmp_path: Path):
+    adapted, source = _resized(tmp_path, name, only=False, kind=kind)
+    adapted.save_pretrained(tmp_path / "expected")
+    run(source, tmp_path / "out")
+    for file in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
+    assert len([n for n in names_in(tmp_path / "out") if "lora" not in n]) == 2
+
+
+def test_a_resized_vocabulary_that_was_not_saved(tmp_path: Path):
+    _, source = _resized(tmp_path, "llama", only=True)
+    assert "another number of tokens than its base" in run(source, tmp_path / "out", code=2)
+    assert not (tmp_path / "out").exists()
+
+
 def test_dtype_of_adapters(tmp_path: Path):
     source = save_file(tmp_path / "a.pt", _with_adapters(LORA_A))
     run(source, tmp_path / "out", "--dtype", "bfloat16")

@@ -24,7 +24,7 @@ from composer_fsdp2.core.config import (
     parse_unit_settings,
     plain,
 )
-from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec, TilingSpec
+from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec, Float8Spec, TilingSpec
 from composer_fsdp2.errors import ConfigError
 
 KEYS = [f.name for f in dataclasses.fields(FSDP2Config)]
@@ -54,6 +54,12 @@ GOOD = {
     "activation_cpu_offload": [True, False],
     "compile": [True, False, CompileSpec(), CompileSpec(backend="eager", dynamic=True)],
     "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
+    "fp8": [
+        True,
+        False,
+        Float8Spec(all_gather=True, names=("*.up",)),
+        Float8Spec(recipe="rowwise"),
+    ],
     "cpu_offload": [True, False, CPUOffload(pin_memory=False)],
     "communication": [Communication(), Communication(reduce_scatter_buffers=2)],
     "pretrained_weights": [None, "/a/folder"],
@@ -109,6 +115,15 @@ BAD = {
         True,
         *(TilingSpec(shards=shards) for shards in (1, 0, 2.5, None, True)),
         TilingSpec(shards=2, names=(1,)),
+    ],
+    "fp8": [
+        "tensorwise",
+        1,
+        None,
+        Float8Spec(recipe="blockwise"),  # pyright: ignore
+        Float8Spec(all_gather=1),  # pyright: ignore
+        Float8Spec(names="*.up"),  # pyright: ignore
+        Float8Spec(emulate="yes"),  # pyright: ignore
     ],
     "cpu_offload": ["yes", 1, None, CPUOffload(pin_memory="no")],  # pyright: ignore
     "communication": [
@@ -605,6 +620,10 @@ def test_forms_of_the_settings_of_blocks():
         ({"tiled_mlp": {"shards": 2}, "compile": True}, "'tiled_mlp' and 'compile' are both set"),
         ({"tiled_mlp": {}}, "'tiled_mlp.shards' is None"),
         ({"tiled_mlp": {"shard": 2}}, "Did you mean 'shards'"),
+        ({"fp8": {"allgather": True}}, "Did you mean 'all_gather'"),
+        ({"fp8": {"recipe": "rowwise", "all_gather": True}}, "one scale for the whole weight"),
+        ({"fp8": True, "tiled_mlp": {"shards": 2}}, "'fp8' and 'tiled_mlp' are both set"),
+        ({"fp8": {"all_gather": True}, "cpu_offload": True}, "torch loses track of the cast"),
     ],
 )
 def test_mistakes_in_the_settings_of_blocks(written, said):

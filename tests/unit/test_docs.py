@@ -20,6 +20,9 @@ from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.migration_tables import MARK as TABLE_OF_KEYS
 from tests.migration_tables import TABLES, table
+from tests.settings_mistakes import MARK as TABLE_OF_MISTAKES
+from tests.settings_mistakes import WRITTEN, message, sentences
+from tests.settings_mistakes import table as table_of_mistakes
 
 ROOT = Path(__file__).parents[2]
 MIGRATION = (ROOT / "MIGRATION.md").read_text()
@@ -97,6 +100,16 @@ def test_the_tables_of_keys_are_up_to_date():
 @pytest.mark.parametrize("name", TABLES)
 def test_tests_of_values_say_what_they_test(name: str):
     assert [row.key for row in TABLES[name].rows if callable(row.when) and not row.described] == []
+
+
+def test_the_table_of_mistakes_is_what_the_parser_says():
+    ((_, shown),) = TABLE_OF_MISTAKES.findall(MIGRATION)
+    assert shown == table_of_mistakes()
+
+
+@pytest.mark.parametrize("fixed", list(sentences()), ids=lambda fixed: fixed[0][:30])
+def test_every_error_of_the_parser_is_in_the_table(fixed: tuple[str, ...]):
+    assert any(all(part in message(written) for part in fixed) for written in WRITTEN)
 
 
 def test_links_within_the_page_lead_somewhere():
