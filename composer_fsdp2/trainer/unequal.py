@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from composer.core import DataSpec, Event, State, TrainerMode
 from composer.devices import DeviceCPU
@@ -29,7 +30,14 @@ from composer_fsdp2.core.recovery import Snapshot
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.prepare import sharding_of
 
-__all__ = ["evaluate", "iterate", "train_loop", "train_microbatch", "train_microbatches"]
+__all__ = [
+    "evaluate",
+    "iterate",
+    "standing_in",
+    "train_loop",
+    "train_microbatch",
+    "train_microbatches",
+]
 
 _EVEN = "_fsdp2_even"
 """attribute of a Trainer while it trains"""
@@ -58,18 +66,16 @@ class _Even:
 
     def split(self, batch: Any, size: int | float) -> Sequence[Any]:
         """Stands in for `DataSpec.split_batch` of a whole batch. Collective: yes."""
-        found: Sequence[Any] = ()
-        if self._given.get_num_samples_in_batch(batch):
-            found = self._given.split_batch(batch, size)
-        # The loss of one that weighs nothing may be 0 / 0, and NaN times 0 is NaN.
-        found = [microbatch for microbatch in found if self.weight(microbatch)]
+        found = self.parts(batch, size)
         self._added = _missing(found, self._device)
         self.left = len(self._added)
-        return [*self._added, *found]
+        return [*self._added, *found] if self._added else found
 
-    def weight(self, microbatch: Any) -> int | float:
-        """What it counts in the mean over all."""
-        return self._given.get_num_samples_in_batch(microbatch)
+    def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
+        """The microbatches of this rank that count."""
+        if not self._given.get_num_samples_in_batch(batch):
+            return []
+        return self._given.split_batch(batch, size)
 
     def counted(self, count: Callable[..., Any]) -> Callable[..., Any]:
         """Of added ones, none; a number of the same type."""
@@ -89,10 +95,15 @@ class _EvenTraining(_Even):
         self.spec.get_num_samples_in_batch = self.counted(spec.get_num_samples_in_batch)
         self.spec.get_num_tokens_in_batch = self.counted(spec.get_num_tokens_in_batch)
 
-    def weight(self, microbatch: Any) -> int | float:
-        if self._on_tokens:
-            return self._given.get_num_tokens_in_batch(microbatch, token_type="loss_generating")
-        return super().weight(microbatch)
+    def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
+        found = super().parts(batch, size)
+        if not self._on_tokens:
+            return found
+        # Its loss may be 0 / 0, and NaN times a weight of 0 is NaN.
+        tokens = functools.partial(
+            self._given.get_num_tokens_in_batch, token_type="loss_generating"
+        )
+        return [microbatch for microbatch in found if tokens(microbatch)]
 
     def begin(self) -> None:
         """The microbatches are run, perhaps again: an optimizer may call its closure often."""
@@ -101,7 +112,7 @@ class _EvenTraining(_Even):
     @contextmanager
     def one_added(self, trainer: Any) -> Iterator[None]:
         """Around one that was added."""
-        kept = Snapshot(self._device)
+        kept, of_numpy = Snapshot(self._device), np.random.get_state()
         kept.keep(trainer.state.model.buffers())
         self.left, self.adding = self.left - 1, True
         try:
@@ -109,7 +120,8 @@ class _EvenTraining(_Even):
                 yield
         finally:
             self.adding = False
-        kept.restore()
+            kept.restore()
+            np.random.set_state(of_numpy)
 
 
 class _EvenEvaluation(_Even):
@@ -193,6 +205,9 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         original(trainer)
         return
     _agree_on_length(state)
+    if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
+        size: Any = state.device_train_microbatch_size
+        _, state.device_train_microbatch_size = least_and_most(size, _device_of(state))
     spec = trainer._train_data_spec
     even = _EvenTraining(spec, state, trainer.accumulate_train_batch_on_tokens)
     with standing_in(trainer, "_train_data_spec", even.spec), standing_in(trainer, _EVEN, even):
