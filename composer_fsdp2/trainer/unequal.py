@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,6 +60,8 @@ class _Even:
         self._added: list[Any] = []
         self.left = 0
         """added ones that have not run"""
+        self.only_added = False
+        """whether this rank has none of its own"""
         self.adding = False
         """whether one of them runs"""
         self.spec = copy.copy(spec)
@@ -67,9 +70,14 @@ class _Even:
     def split(self, batch: Any, size: int | float) -> Sequence[Any]:
         """Stands in for `DataSpec.split_batch` of a whole batch. Collective: yes."""
         found = self.parts(batch, size)
-        self._added = _missing(found, self._device)
-        self.left = len(self._added)
-        return [*self._added, *found] if self._added else found
+        least, most = least_and_most(len(found), self._device)
+        self.left, self.only_added = most - len(found), not found and most > 0
+        if least == most:
+            self._added = []
+            return found
+        example = found[-1] if least else _from_another(found, self._device)
+        self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
+        return [*self._added, *found]
 
     def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
         """The microbatches of this rank that count."""
@@ -153,15 +161,6 @@ class _EvenEvaluation(_Even):
 
 def _nothing(*_args: Any, **_kwargs: Any) -> None:
     pass
-
-
-def _missing(found: Sequence[Any], device: torch.device) -> list[Any]:
-    """Copies of a microbatch that has not run yet, as many as another rank has more."""
-    least, most = least_and_most(len(found), device)
-    if least == most:
-        return []
-    example = found[-1] if least else _from_another(found, device)
-    return [copy.deepcopy(example) for _ in range(most - len(found))]
 
 
 def _from_another(found: Sequence[Any], device: torch.device) -> Any:
@@ -275,9 +274,14 @@ def train_microbatches(
     original: Callable[..., torch.Tensor], trainer: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Stands in for `Trainer._train_microbatches`."""
-    if hasattr(trainer, _EVEN):
-        getattr(trainer, _EVEN).begin()
-    return original(trainer, *args, **kwargs)
+    even = getattr(trainer, _EVEN, None)
+    if even is None:
+        return original(trainer, *args, **kwargs)
+    even.begin()
+    loss = original(trainer, *args, **kwargs)
+    # An optimizer that runs the batch itself, as SAM does, takes a loss of 0 for a failure, and
+    # would go on on the other ranks alone.
+    return torch.full_like(loss, math.nan) if even.only_added else loss
 
 
 def train_microbatch(
