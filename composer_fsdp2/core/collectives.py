@@ -30,6 +30,7 @@ __all__ = [
     "broadcast_from_rank0",
     "installation",
     "is_fake",
+    "least_and_most",
     "probe_reduction",
 ]
 
@@ -240,6 +241,16 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     found = torch.tensor([int(flag)], device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
+
+
+def least_and_most(number: int, device: torch.device) -> tuple[int, int]:
+    """Of the ranks' numbers. Collective: yes, over the default group."""
+    if dist.get_world_size() == 1:
+        return number, number
+    found = torch.tensor([-number, number], device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    least, most = found.tolist()
+    return -least, most
 
 
 @torch.no_grad()

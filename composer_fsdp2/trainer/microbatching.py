@@ -24,6 +24,7 @@ from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, param_groups,
 from composer_fsdp2.core.stalls import explained
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import asks_for_fsdp2
+from composer_fsdp2.trainer.unequal import standing_in
 
 __all__ = [
     "clear_attempt",
@@ -169,7 +170,7 @@ def evaluate(
         return
     standing = trainer.state.automicrobatch_fsdp_hook_handles
     guards = [] if standing else [Guard(units.values())]
-    own, forward = vars(model).get("eval_forward"), model.eval_forward
+    forward = model.eval_forward
 
     @functools.wraps(forward)
     def together(*inputs: Any, **settings: Any) -> Any:
@@ -180,13 +181,11 @@ def evaluate(
             reset(units.values())
             raise
 
-    model.eval_forward = together
     try:
-        original(trainer, evaluator, *args, **kwargs)
+        # A model that is a unit itself gathers around an attribute of this name.
+        with standing_in(model, "eval_forward", together):
+            original(trainer, evaluator, *args, **kwargs)
     finally:
-        del model.eval_forward
-        if own is not None:  # a model that is a unit itself gathers around this method
-            model.eval_forward = own
         for guard in guards:
             guard.remove()
 

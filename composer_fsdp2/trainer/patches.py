@@ -105,10 +105,11 @@ def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> Non
 
 def _train_microbatches(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer.prepare import sharding_of
+    from composer_fsdp2.trainer.unequal import train_microbatches
 
     sharding = sharding_of(trainer.state.model)
     with sharding.accumulation.batch() if sharding else contextlib.nullcontext():
-        return original(trainer, *args, **kwargs)
+        return train_microbatches(original, trainer, *args, **kwargs)
 
 
 def _train_microbatch(
@@ -119,13 +120,16 @@ def _train_microbatch(
     is_final_microbatch: bool,
 ) -> Any:
     from composer_fsdp2.trainer.prepare import sharding_of
+    from composer_fsdp2.trainer.unequal import train_microbatch
 
     sharding = sharding_of(trainer.state.model)
     last = contextlib.nullcontext()
     if sharding is not None:
         last = sharding.accumulation.microbatch(last=is_final_microbatch)
     with last:
-        return original(trainer, use_grad_scaling, current_batch_size, is_final_microbatch)
+        return train_microbatch(
+            original, trainer, use_grad_scaling, current_batch_size, is_final_microbatch
+        )
 
 
 def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,9 +141,10 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.microbatching import evaluate
+    from composer_fsdp2.trainer import microbatching, unequal
 
-    return _evaluate(functools.partial(evaluate, original), trainer, *args, **kwargs)
+    even = functools.partial(unequal.evaluate, original)
+    return _evaluate(functools.partial(microbatching.evaluate, even), trainer, *args, **kwargs)
 
 
 def _load_checkpoint(original: Any, path: str, state: Any, *args: Any, **kwargs: Any) -> Any:
@@ -323,6 +328,10 @@ def _microbatching(name: str) -> Callable[..., Any]:
     return _stand_in("microbatching", name)
 
 
+def _unequal(name: str) -> Callable[..., Any]:
+    return _stand_in("unequal", name)
+
+
 def _algorithm(name: str) -> Callable[..., Any]:
     return _stand_in("algorithms", name)
 
@@ -385,6 +394,18 @@ PATCHES: tuple[PatchPoint, ...] = (
         _wrap_model,
         "dc2164ce81ec821e",
         "is the last step before autoresume follows a link that may point to a damaged checkpoint",
+    ),
+    _point(
+        "composer.trainer.trainer:Trainer._train_loop",
+        _unequal("train_loop"),
+        "1dffbf6b9c51bcaa",
+        "lets ranks run different numbers of microbatches, and wait for each other for ever",
+    ),
+    _point(
+        "composer.trainer.trainer:Trainer._iter_dataloader",
+        _unequal("iterate"),
+        "970ae649c7dcbe0a",
+        "says nothing of data left out because that of another rank has ended",
     ),
     PatchPoint(
         target="composer.trainer.trainer:Trainer._train_microbatches",

@@ -154,7 +154,14 @@ POINTS = (
             f"{_D}test_models.py::test_family_trains_like_one_process",
         ),
     ),
-    Point(17, "unequal numbers of microbatches hang until the timeout", later=RELIABILITY),
+    Point(
+        17,
+        "unequal numbers of microbatches hang until the timeout",
+        (
+            f"{_D}test_unequal_work.py::test_trains_like_one_process",
+            f"{_D}test_unequal_work.py::test_evaluation",
+        ),
+    ),
     Point(
         18,
         "a model on meta on every rank needs CUDA",
