@@ -158,12 +158,12 @@ class _Late(Callback):
 @pytest.mark.world_size(2)
 def test_ranks_stop_together_after_a_number_of_seconds():
     """Composer takes rank 0's clock. As `max_duration` of the Trainer it refuses seconds."""
-    late, samples, model = _Late(), samples_of(4000, 8), built(TinyComposer)
+    late, samples = _Late(), samples_of(4000, 8)
+    refused, model = built(TinyComposer), built(TinyComposer)
     sgd = SGD(model.parameters())
     with installed():
         with pytest.raises(ValueError, match="Wall clock time not an allowed time unit"):
-            other = built(TinyComposer)
-            trainer_for(other, SGD(other.parameters()), samples, max_duration="1sec")
+            trainer_for(refused, SGD(refused.parameters()), samples, max_duration="1sec")
         trainer = trainer_for(model, sgd, samples, callbacks=late, max_duration=None)
         trainer.fit(duration="1sec")
     trainer.close()
