@@ -52,7 +52,7 @@ def _ours(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> None:
 
 
 def _drop_in(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> None:
-    shapes.prepare(model, classes)
+    shapes.prepare(model, classes, unused_parameters=False)  # experts stay units
 
 
 def _composer(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> None:

@@ -55,7 +55,8 @@ class _Extending(Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        module.evaluate = _installing(module.evaluate)
+        extended: Any = module
+        extended.evaluate = _installing(extended.evaluate)
 
 
 def _installing(evaluate: Any) -> Any:

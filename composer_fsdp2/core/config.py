@@ -193,6 +193,10 @@ class FSDP2Config:
     keep_fp32: tuple[str, ...] | None = None
     """patterns (as in `wrap_policy.names`) of modules that compute in fp32 in a run of lower
     precision, as units of their own; `None` is what Hugging Face models list for that"""
+    unused_parameters: bool | Literal["auto"] | tuple[str, ...] = "auto"
+    """parameters that get a gradient on some ranks only: `auto` reduces them in units that hold
+    experts or a tower, and in those where the first step finds any; patterns (as in
+    `wrap_policy.names`) add modules that a rank may leave out; `true` is all units, `false` none"""
     tied_weights: Literal["lift", "error"] = "lift"
     """a weight shared between units moves to their lowest common parent, or is an error"""
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
@@ -430,6 +434,13 @@ def _check_patterns(key: str, value: Any, errors: list[str]) -> None:
         errors.append(wrong(key, value, "a list of patterns"))
 
 
+def _check_unused(key: str, value: Any, errors: list[str]) -> None:
+    if isinstance(value, tuple):
+        check_patterns(key, value, errors)
+    elif not isinstance(value, bool) and value != "auto":
+        errors.append(wrong(key, value, "auto, true, false, or a list of patterns"))
+
+
 def _unit_settings(where: str, raw: Any, errors: list[str]) -> Any:
     """Settings of one pattern: nothing, `true`, or a mapping."""
     if raw is None or raw is True:
@@ -539,6 +550,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "order_check": (_as_is, _choice("first", "always", "never")),
     "mixed_precision": (_parse_precision, _check_precision),
     "keep_fp32": (_parse_patterns, _check_patterns),
+    "unused_parameters": (_parse_patterns, _check_unused),
     "tied_weights": (_as_is, _choice("lift", "error")),
     "wrap_policy": (_parse_wrap_policy, _check_wrap_policy),
     "ignored_params": (_parse_names, _check_names),

@@ -13,8 +13,9 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,7 +41,7 @@ from composer_fsdp2.core.tying import (
 )
 from composer_fsdp2.errors import PlanError
 
-__all__ = ["Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
+__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,9 @@ class Decision:
 Role = Literal["embedding", "head", "fp32"]
 """what is special about a unit: its backward reads no weight; its backward follows its forward at
 once; it computes in fp32 whatever is around it"""
+
+LEFT_OUT = "parts may be left out"
+"""reason of units that hold what some rank may leave out of a step, and would not be units else"""
 
 Rule = Callable[[str, nn.Module], Decision | None]
 """Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
@@ -152,6 +156,7 @@ def plan_wrapping(
     tied_weights: Literal["lift", "error"] = "lift",
     ignored_params: Iterable[str] = (),
     sizes: UnitSizes = NO_BOUNDS,
+    optional: Collection[str] = (),
     tree: ModuleTree | None = None,
 ) -> WrapPlan:
     """Decides which modules become FSDP units.
@@ -165,6 +170,8 @@ def plan_wrapping(
         tied_weights: what to do with a weight shared between units.
         ignored_params: globs of parameter names that belong to no unit.
         sizes: bounds of what a unit gathers.
+        optional: names of modules that some rank may leave out of a step; neither they nor what is
+            in them become units (see [Note: modules that may be left out]).
         tree: the model as `ModuleTree.read` gave it, when the caller has it.
 
     Raises:
@@ -175,6 +182,7 @@ def plan_wrapping(
     _refuse_sharded(tree)
     weight_of = alias_representatives(tree.uses)
     chosen, refused, problems = _choose(tree, rules)
+    refused |= _keep_whole(tree, frozenset(optional), chosen, problems)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
     uses = [use for use in tree.uses if weight_of[id(use.param)] not in ignored]
     ties = _ties(uses, weight_of)
@@ -236,6 +244,51 @@ def _choose(
                 refused.add(id(module))
             break
     return chosen, refused, problems
+
+
+def _keep_whole(
+    tree: ModuleTree, optional: Collection[str], chosen: dict[int, Decision], problems: list[str]
+) -> set[int]:
+    """Moves units out of optional modules, to what runs on every rank; returns what is in those."""
+    host_of: dict[int, int] = {}
+    for index in tree.first_visit.values():
+        visit = tree.visits[index]
+        if visit.parent in host_of:
+            host_of[index] = host_of[visit.parent]
+        elif visit.path in optional:
+            host_of[index] = tree.lowest_common_parent([visit.parent])
+    moved: dict[str, str] = {}
+    for index, host in host_of.items():
+        visit, around = tree.visits[index], tree.visits[host]
+        decision = chosen.pop(id(visit.module), None)
+        if decision is None:
+            continue
+        if decision.settings != UnitSettings():
+            problems.append(_own_settings(visit.path, decision))
+        chosen.setdefault(id(around.module), Decision(wrap=True, reason=LEFT_OUT))
+        moved[visit.path] = around.path
+    if moved:
+        _warn_of_moved(moved)
+    return {id(tree.visits[index].module) for index in host_of}
+
+
+def _warn_of_moved(moved: Mapping[str, str]) -> None:
+    warnings.warn(
+        f"{_listed(list(moved))} were chosen as units, and some ranks may leave them out of a "
+        f"step. The others would wait for them, so {_listed(list(dict.fromkeys(moved.values())))} "
+        "gathers them whole, which takes more memory. Write `unused_parameters: false` if every "
+        "rank calls all of them in every step.",
+        stacklevel=3,
+    )
+
+
+def _own_settings(path: str, decision: Decision) -> str:
+    return (
+        f"'{path}' was chosen by {decision.reason} as a unit with settings of its own, and some "
+        "ranks may leave it out of a step. The others would wait for it, so it is gathered with "
+        "the module around it and cannot have its own settings. Take them out, or write "
+        "`unused_parameters: false` if every rank calls it in every step."
+    )
 
 
 def _container(path: str, module: nn.Module, decision: Decision) -> str:

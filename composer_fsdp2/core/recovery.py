@@ -67,13 +67,19 @@ class Guard:
     """
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
-        self._groups = [group for unit in units for group in param_groups(unit)]
-        for group in self._groups:
-            group.unshard = self._agreeing(group, group.unshard, _reserve_gather)
-            group.post_backward = self._agreeing(group, group.post_backward, _reserve_reduction)
+        reserves: dict[str, Callable[[Any], object]] = {
+            "unshard": _reserve_gather,
+            "post_backward": _reserve_reduction,
+            "agree_on_used": bool,  # ours, about parameters without a gradient; it needs no memory
+        }
+        self._before: list[tuple[Any, str, Any]] = []
+        for group in (group for unit in units for group in param_groups(unit)):
+            for name in (name for name in reserves if hasattr(group, name)):
+                self._before.append((group, name, vars(group).get(name)))
+                setattr(group, name, self._agreeing(group, getattr(group, name), reserves[name]))
 
     def _agreeing(
-        self, group: Any, collective: Callable[..., Any], reserve: Callable[[Any], None]
+        self, group: Any, collective: Callable[..., Any], reserve: Callable[[Any], object]
     ) -> Callable[..., Any]:
         def agreed(*args: Any, **kwargs: Any) -> Any:
             reserve(group)
@@ -85,10 +91,11 @@ class Guard:
 
     def remove(self) -> None:
         """Gives the units back their own methods."""
-        for group in self._groups:
-            group.__dict__.pop("unshard", None)
-            group.__dict__.pop("post_backward", None)
-        self._groups = []
+        for group, name, before in self._before:
+            vars(group).pop(name, None)
+            if before is not None:
+                setattr(group, name, before)
+        self._before = []
 
 
 def _reserve_gather(group: Any) -> None:
@@ -173,6 +180,7 @@ def _forget_gradients(group: Any) -> None:
     group._partial_reduce_output = None
     if isinstance(group._all_reduce_hook, AverageOverReplicas):
         group._all_reduce_hook.forget()
+    getattr(group, "forget_unused", int)()
     for param in group.fsdp_params:
         param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):

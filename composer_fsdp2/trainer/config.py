@@ -49,6 +49,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     order_check: str = "first"
     mixed_precision: Any = "DEFAULT"
     keep_fp32: tuple[str, ...] | None = None
+    unused_parameters: Any = "auto"
     tied_weights: str = "lift"
     wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)
     ignored_params: tuple[str, ...] = ()

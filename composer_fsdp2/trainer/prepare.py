@@ -52,6 +52,7 @@ from composer_fsdp2.core.optim import (
     reattach_optimizer,
     reshard_before_steps,
 )
+from composer_fsdp2.core.optional import optional_modules
 from composer_fsdp2.core.order import apply_order_check, check_order_check
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import cast_buffers, compute_dtype, resolve_precision
@@ -68,7 +69,8 @@ from composer_fsdp2.core.shard import (
 from composer_fsdp2.core.sizing import UnitSizes
 from composer_fsdp2.core.stalls import lookout_of
 from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
-from composer_fsdp2.core.tying import ModuleTree
+from composer_fsdp2.core.tying import ModuleTree, has_forward
+from composer_fsdp2.core.unused import pass_gradients, reduce_unused
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.patches import preparing_fast
@@ -178,6 +180,7 @@ class _Decided:
     device_type: str
     compute: torch.dtype
     plan: WrapPlan
+    optional: list[str]
     activation: ActivationPlan | None
     compiled: CompilePlan | None
     tiled: TilingPlan | None
@@ -201,6 +204,7 @@ class _Decided:
             "configuration": _describe_settings(self.settings),
             "precision and device": f"{self.compute} {self.device_type}",
             "plan": str(self.plan),
+            "set of modules that may be left out": "\n".join(self.optional),
             "set of parameters and buffers": _describe_tensors(self.tree),
             "activation plan": str(self.activation),
             "plan of compiled blocks": str(self.compiled),
@@ -258,7 +262,12 @@ def _decide(
     check_hooks(tree)
     shape = MeshShape.resolve(settings, distributed.get_world_size())
     compute = _compute_dtype(precision, place)
-    plan = _plan(model, tree, settings, shape, compute)
+    optional = _optional(tree, settings)
+    plan = _plan(model, tree, settings, shape, compute, optional)
+    blocks = plan
+    if optional and (settings.activation_checkpointing or settings.compile):
+        # A block of a tower is one, whatever unit its parameters are in.
+        blocks = _plan(model, tree, settings, shape, compute, [])
     _check_reshards(shape, settings, plan)
     methods = check_forward_methods(tree, settings.forward_methods, plan)
     methods += _eval_methods(model, plan)
@@ -272,8 +281,9 @@ def _decide(
         device_type=device_type,
         compute=compute,
         plan=plan,
-        activation=_plan_activation(model, settings, plan),
-        compiled=_plan_compile(settings, plan),
+        optional=optional,
+        activation=_plan_activation(model, settings, blocks),
+        compiled=_plan_compile(settings, blocks),
         tiled=_plan_tiling(model, settings, plan),
         fp8=_plan_float8(tree, settings, plan, shape, device_type),
         forward_methods=methods,
@@ -308,12 +318,20 @@ def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | Non
     return weights
 
 
+def _optional(tree: ModuleTree, settings: FSDP2Config) -> list[str]:
+    named = settings.unused_parameters
+    if named is False:
+        return []
+    return optional_modules(tree, named if isinstance(named, tuple) else ())
+
+
 def _plan(
     model: nn.Module,
     tree: ModuleTree,
     settings: FSDP2Config,
     shape: MeshShape,
     compute: torch.dtype,
+    optional: list[str],
 ) -> WrapPlan:
     policy = settings.wrap_policy
     gathered_in = resolve_precision(settings.mixed_precision, compute).param_dtype
@@ -329,6 +347,7 @@ def _plan(
         sizes=UnitSizes(
             least=policy.min_unit_bytes, most=policy.max_unit_bytes, gathered_in=gathered_in
         ),
+        optional=optional,
         tree=tree,
     )
 
@@ -468,6 +487,9 @@ def _carry_out(
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
     _follow(model, decided, units)
+    if decided.settings.unused_parameters is not False:
+        reduce_unused(units, _with_unused(decided.plan, decided.settings, decided.optional))
+    pass_gradients(units[name] for name in _beside_towers(model, decided))
     sharding = Sharding(
         plan=decided.plan,
         shape=decided.shape,
@@ -477,6 +499,26 @@ def _carry_out(
     )
     setattr(model, _SHARDING, sharding)
     return units
+
+
+def _with_unused(plan: WrapPlan, settings: FSDP2Config, optional: list[str]) -> list[str]:
+    """Units in which a parameter may get no gradient on some rank."""
+    everywhere = settings.unused_parameters is True
+    inside = tuple(f"{name}." for name in optional)
+    return [
+        unit.modules[0]
+        for unit in plan.units
+        if everywhere or any(name.startswith(inside) for name in unit.params)
+    ]
+
+
+def _beside_towers(model: nn.Module, decided: _Decided) -> list[str]:
+    """Units that lie in one unit with a tower; a list of experts has no `forward` of its own."""
+    towers = [name for name in decided.optional if has_forward(model.get_submodule(name))]
+    around = _with_unused(decided.plan, FSDP2Config(), towers)
+    beside = tuple(f"{name}." if name else "" for name in around)
+    names = [name for unit in decided.plan.units for name in unit.modules]
+    return [name for name in names if name not in around and name.startswith(beside)]
 
 
 def _follow(model: nn.Module, decided: _Decided, units: dict[str, FSDPModule]) -> None:

@@ -57,8 +57,9 @@ class Counted(TorchDispatchMode):
             )
         elif name == "_reduce_scatter_base_":
             self._count("reduced_bytes", args[1].nbytes)
-        # The Trainer reduces a number or two about the batch; no shard is that small.
-        elif name == "allreduce_" and args[0][0].numel() > 4:
+        # The Trainer reduces a number or two about the batch; no shard is that small. Ranks tell
+        # each other in integers which parameters were used.
+        elif name == "allreduce_" and args[0][0].numel() > 4 and args[0][0].is_floating_point():
             self._count("reduced_bytes", args[0][0].nbytes)
         return func(*args, **(kwargs or {}))
 

@@ -41,7 +41,7 @@ ANYWHERE = ("forward", "backward", "gather", "reduction", "optimizer")
 """where memory may run out; with activation checkpointing, in the recomputation too"""
 RUNS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "tied": {"tie": "two modules"},
+    "tied": {"tie": "two modules", "fsdp2": {"unused_parameters": True}},
     "recomputed": {"fsdp2": {"activation_checkpointing": True}},
     "HSDP": {"fsdp2": {"data_parallel_replicate_degree": 2}},
 }

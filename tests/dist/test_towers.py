@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.core.tying import is_wrapper
 from tests.models import VOCAB, WIDTH, Block, TinyLM, batches, llama_config, lm_loss
 from tests.parity import (
     OPTIMIZERS,
@@ -167,6 +168,14 @@ def test_images_on_one_rank_only(frozen: bool):
     assert_same_values(*models)
 
 
+class Llava(LlavaForConditionalGeneration):
+    """Looks only where there are images."""
+
+    def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor) -> Any:
+        seen = {"pixel_values": pixel_values} if len(pixel_values) else {}
+        return super().forward(input_ids=input_ids, **seen)
+
+
 class LooksAlways(LlavaForConditionalGeneration):
     """Its vision tower cannot take zero images, so it sees a blank one that counts for nothing."""
 
@@ -179,25 +188,41 @@ class LooksAlways(LlavaForConditionalGeneration):
         return super().forward(inputs_embeds=embedded)
 
 
-def llava() -> LooksAlways:
-    """Frozen images, trained projector and language model; four tokens an image."""
+def llava(kind: type[LlavaForConditionalGeneration], frozen: bool) -> nn.Module:
+    """Trained projector and language model; four tokens an image."""
     shape = {"hidden_size": 12, "intermediate_size": 20, "num_hidden_layers": 2}
     vision = CLIPVisionConfig(**shape, num_attention_heads=2, image_size=8, patch_size=4)
-    text = llama_config(vocab_size=IMAGE + 1, pad_token_id=0)
+    text = llama_config(vocab_size=IMAGE + 1, pad_token_id=0, use_cache=False)
     config = LlavaConfig(vision, text, image_token_index=IMAGE, attn_implementation="eager")
     torch.manual_seed(0)
-    model = LooksAlways(config)
-    model.vision_tower.requires_grad_(False)
+    model = kind(config)
+    model.vision_tower.requires_grad_(not frozen)
     return model
+
+
+WHOLE = "ignore:.*were chosen as units, and some ranks may leave them out"
+CASES: dict[str, tuple[type[LlavaForConditionalGeneration], bool, dict[str, Any], int]] = {
+    "frozen": (Llava, True, {}, 0),
+    "trained": (Llava, False, {}, 0),
+    "recomputed": (Llava, False, {"activation_checkpointing": True}, 0),
+    "blank image": (LooksAlways, True, {"unused_parameters": False}, 2),
+}
+"""and how many units are in the tower"""
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-def test_llava_with_images_on_one_rank_only():
-    models = [llava(), llava()]
+@pytest.mark.filterwarnings(WHOLE)
+@pytest.mark.parametrize("case", CASES)
+def test_llava_with_images_on_one_rank_only(case: str):
+    kind, frozen, config, inside = CASES[case]
+    models = [llava(kind, frozen), llava(kind, frozen)]
     optimizers = [OPTIMIZERS["sgd"](trained_of(model)) for model in models]
-    _, units = prepare_fully_shard(models[1], optimizers[1], {})
-    assert sum("vision_tower" in name for name in units) == 2
+    _, units = prepare_fully_shard(models[1], optimizers[1], config)
+    assert sum("vision_tower" in name for name in units) == inside
+    if "activation_checkpointing" in config:
+        wrapped = [name for name, module in models[1].named_modules() if is_wrapper(module)]
+        assert sum("vision_tower" in name for name in wrapped) == 2
     for step, (ids, targets) in enumerate(batches(len(WITH_IMAGE), 8)):
         ids[WITH_IMAGE[step], :4] = IMAGE
         pixels = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step))

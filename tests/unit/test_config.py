@@ -41,6 +41,7 @@ GOOD = {
     "order_check": ["first", "always", "never"],
     "mixed_precision": ["DEFAULT", "PURE", "FULL"],
     "keep_fp32": [None, (), ("*norm", "re:.*gate")],
+    "unused_parameters": ["auto", True, False, ("tower", "re:.*experts")],
     "tied_weights": ["lift", "error"],
     "ignored_params": [(), ("a.*",), ("a.weight", "b.*")],
     "forward_methods": [(), ("model.encode",)],
@@ -85,6 +86,7 @@ BAD = {
     "order_check": ["off", False, None, "First"],
     "mixed_precision": ["PURR", None, 1, True, []],
     "keep_fp32": ["*norm", True, 3, ("",), {"norm": {}}],
+    "unused_parameters": ["reduce", None, 1, ("",), {"tower": {}}],
     "tied_weights": ["untie", None, True, ["lift"]],
     "ignored_params": ["a.*", 1, (1,), ("",)],
     "forward_methods": ["model.encode", {"a": 1}, (None,)],
@@ -525,6 +527,7 @@ valid = st.fixed_dictionaries(
         "order_check": st.sampled_from(["first", "always", "never"]),
         "mixed_precision": precisions,
         "keep_fp32": st.none() | st.lists(patterns, max_size=3),
+        "unused_parameters": st.just("auto") | st.booleans() | st.lists(patterns, max_size=3),
         "tied_weights": st.sampled_from(["lift", "error"]),
         "wrap_policy": st.fixed_dictionaries(
             {},

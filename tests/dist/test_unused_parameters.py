@@ -1,0 +1,285 @@
+"""Experts without a token and towers without an image, on some ranks or on all."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.trainer.prepare import sharding_of
+from tests.experts import FAMILIES, Sparse, choose, force
+from tests.models import WIDTH, Block, TinyLM, batches
+from tests.parity import (
+    OPTIMIZERS,
+    assert_close,
+    assert_same_gradients,
+    assert_same_state,
+    assert_same_values,
+    model_loss,
+)
+
+ROUTES = (
+    (0, 0, 1, 1, 2, 2, 3, 3),  # each of two ranks uses two experts, and others
+    (0, 0, 0, 0, 1, 2, 3, 1),  # one rank uses one, another rank three
+    (0, 0, 0, 0, 1, 1, 1, 1),  # nobody uses the last two
+)
+"""expert of each sample of each step"""
+MOVED = "ignore:.*were chosen as units, and some ranks may leave them out"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.filterwarnings(MOVED),
+]
+
+
+def train_routed(
+    make: Callable[[], nn.Module],
+    config: dict[str, Any],
+    optimizer: str = "sgd",
+    routes: Sequence[Sequence[int]] = ROUTES,
+    microbatches: int = 1,
+) -> nn.Module:
+    """Trains with the routes and asserts that it is as in one process; returns the model."""
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make())
+    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
+    prepare_fully_shard(models[1], optimizers[1], config)
+    for (ids, targets), route in zip(batches(len(routes), 8), routes, strict=True):
+        choose(models[0], list(route))
+        loss = model_loss(models[0], (ids, targets))
+        if loss.requires_grad:
+            loss.backward()
+        backward_here(models[1], (ids, targets), route, microbatches)
+        assert_same_gradients(*models)
+        for stepped in optimizers:
+            stepped.step()
+            stepped.zero_grad()
+    assert_same_values(*models)
+    assert_same_state(*optimizers)
+    evaluate(*models, batches(1, 8)[0], routes[1 % len(routes)])
+    return models[1]
+
+
+@torch.no_grad()
+def evaluate(
+    oracle: nn.Module, model: nn.Module, batch: tuple[torch.Tensor, ...], route: Sequence[int]
+) -> None:
+    """Asserts that the loss of all ranks together is that of one process."""
+    choose(oracle, list(route))
+    expected = model_loss(oracle, batch)
+    mine = torch.arange(8).chunk(dist.get_world_size())[dist.get_rank()]
+    choose(model, [route[row] for row in mine])
+    loss = model_loss(model, tuple(part[mine] for part in batch))
+    dist.all_reduce(loss)
+    assert_close("loss without a backward", expected, loss / dist.get_world_size())
+
+
+def backward_here(
+    model: nn.Module, batch: tuple[torch.Tensor, ...], route: Sequence[int], microbatches: int
+) -> None:
+    """Forward and backward of this rank's samples, in microbatches."""
+    sharding = sharding_of(model)
+    assert sharding is not None
+    mine = torch.arange(8).chunk(dist.get_world_size())[dist.get_rank()].chunk(microbatches)
+    with sharding.accumulation.batch():
+        for number, rows in enumerate(mine, 1):
+            choose(model, [route[row] for row in rows])
+            with sharding.accumulation.microbatch(last=number == microbatches):
+                loss = model_loss(model, tuple(part[rows] for part in batch))
+                (loss / microbatches).backward()
+
+
+def units_of(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+
+
+RANKS = [pytest.param(ranks, marks=pytest.mark.world_size(ranks)) for ranks in (2, 4)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_of_each_rank_are_others(family: str, ranks: int):
+    make, expert = FAMILIES[family]
+    blocks = units_of(train_routed(lambda: force(make()), {}, "sgd"))
+    assert len(blocks) == 3
+    one_by_one = {"wrap_policy": {"classes": [expert]}}
+    units = units_of(train_routed(lambda: force(make()), one_by_one, "adamw"))
+    assert dist.get_world_size() == ranks
+    assert not any(".experts" in name for name in units)
+    assert any(name.endswith(("mlp", "block_sparse_moe")) for name in units)
+
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "blocks": {},
+    "one by one": {"wrap_policy": {"names": [r"re:blocks\.\d", r"re:blocks\.\d\.experts\.\d"]}},
+    "one unit": {"wrap_policy": {"names": ["head"]}},
+    "kept": {"reshard_after_forward": False},
+    "recomputed": {"activation_checkpointing": True},
+    "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1},
+    "all units": {"unused_parameters": True},
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("config", CONFIGS)
+def test_experts_with(config: str):
+    train_routed(Sparse, CONFIGS[config], "adamw")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize("dtype", [None, "fp32"])
+def test_experts_in_microbatches(sync: str, dtype: str | None):
+    config = {"gradient_sync": sync, "mixed_precision": {"reduce_dtype": dtype}}
+    routes = (*ROUTES, (0, 0, 1, 1, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 0, 0), (3, 2, 1, 0, 0, 1, 2, 3))
+    train_routed(Sparse, config, "adamw", routes, microbatches=2)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("sync", ["every", "last", "reduce_scatter_only"])
+def test_experts_with_copies(sync: str):
+    config = {"gradient_sync": sync, "data_parallel_replicate_degree": 2}
+    routes = (*ROUTES, (0, 1, 0, 2, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 0, 0))
+    train_routed(Sparse, config, "sgd", routes, microbatches=2)
+
+
+@pytest.mark.world_size(2)
+def test_without_it_gradients_are_mixed():
+    """As torch does it: what one rank sends as one expert's is added to what is another's there."""
+    torch.manual_seed(0)
+    model = Sparse()
+    prepare_fully_shard(model, None, {"unused_parameters": False})
+    backward_here(model, batches(1, 8)[0], ROUTES[0], microbatches=1)
+    experts = model.blocks[1].experts
+    reduced = [n for n in range(len(experts)) if experts[n].up.weight.grad is not None]
+    assert reduced == ([0, 1], [2, 3])[dist.get_rank()]
+
+
+# --- What no structure shows. ---
+
+
+class Forked(TinyLM):
+    """Each sample goes left or right, and nothing goes to the spare."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Block(), Block()
+        self.spare = nn.Linear(WIDTH, WIDTH)
+        self.chosen: list[int] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x, chosen = self.embed(ids), torch.tensor(self.chosen)
+        for number, side in enumerate((self.left, self.right)):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                x = x.index_add(0, rows, side(x[rows]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return any(module is block for block in self.blocks)
+
+
+SIDES = ((0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 1, 1))
+
+
+@pytest.mark.world_size(2)
+def test_found_in_the_first_step():
+    train_routed(Forked, {"gradient_sync": "last"}, "adamw", SIDES, microbatches=2)
+
+
+@pytest.mark.world_size(2)
+def test_all_units_when_the_first_step_does_not_show_it():
+    config = {"unused_parameters": True}
+    train_routed(Forked, config, "adamw", (SIDES[1], *SIDES[:2]))
+
+
+@pytest.mark.world_size(2)
+def test_a_dense_model_agrees_once():
+    """On what the first step used; then nothing more is sent than without."""
+    counts: list[int] = []
+    for unused in (False, "auto"):
+        model = TinyLM()
+        prepare_fully_shard(model, None, {"unused_parameters": unused})
+        for ids, targets in batches(2, 4):
+            with Collectives() as sent:
+                model_loss(model, (ids, targets)).backward()
+            counts.append(sent.count)
+    assert counts[2] == counts[0] + 1
+    assert counts[3] == counts[1]
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += str(func).startswith("c10d")
+        return func(*args, **(kwargs or {}))
+
+
+# --- Towers. ---
+
+
+class Looking(TinyLM):
+    """A tower that is called where there are images."""
+
+    def __init__(self, trained: str) -> None:
+        super().__init__()
+        self.tower = nn.Sequential(*(Block() for _ in range(3)))
+        self.bridge = nn.Linear(WIDTH, WIDTH)
+        for name, param in self.named_parameters():
+            param.requires_grad_(re.match(trained, name) is not None)
+        self.chosen: list[int] = []
+        """samples with an image have a one"""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        rows = torch.tensor(self.chosen).nonzero().flatten()
+        if len(rows):
+            seen = self.bridge(self.tower(x[rows].detach().cos()))
+            x = x.index_add(0, rows, seen)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+IMAGES = (
+    (0, 0, 0, 0, 1, 0, 0, 1),
+    (0, 0, 0, 0, 0, 0, 0, 0),
+    (0, 1, 1, 0, 0, 0, 0, 0),
+    (1, 0, 0, 0, 0, 1, 0, 0),
+)
+
+
+TRAINED = {
+    "everything": "",
+    "all but the tower": "(?!tower)",
+    "all but the embedding": "(?!embed)",
+    "bridge and last blocks": "bridge|blocks.[12]",
+    "bridge and adapters": "bridge|blocks.*bias",
+    "bridge": "bridge",
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("trained", TRAINED)
+def test_a_tower_that_some_ranks_leave_out(trained: str):
+    for changes in ({}, {"activation_checkpointing": True, "gradient_sync": "last"}):
+        config = {"unused_parameters": ["tower"], **changes}
+        make = functools.partial(Looking, TRAINED[trained])
+        model = train_routed(make, config, "adamw", IMAGES, microbatches=2)
+        assert not any("tower" in name for name in units_of(model))
