@@ -100,7 +100,7 @@ def settle_autoresume(
     if dist.get_global_rank() == 0 and folder.is_dir():
         try:
             found = [tuple(_settle(folder, link, place, trainer.state))]
-        except OSError as failed:
+        except Exception as failed:  # the other ranks wait for what rank 0 finds
             error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
     agree({}, error)
     dist.broadcast_object_list(found, src=0)
@@ -159,7 +159,13 @@ def _keep_time(name: str) -> str:
 def _batch_of(saved: Checkpoint) -> int | None:
     """The batch a checkpoint was saved after; None if it holds weights only."""
     key = next((k for k in saved.under("state", "timestamp") if k.endswith(".batch")), None)
-    return None if key is None else int(saved.object(key))
+    batch = None if key is None else saved.object(key)
+    if batch is not None and type(batch) is not int:
+        raise CheckpointError(
+            f"'{saved.path}' was saved after batch {ascii(batch)[:100]}, which is no number. Its "
+            "timestamp is damaged. Take another checkpoint."
+        )
+    return batch
 
 
 def _set_aside(path: Path, reason: str) -> None:
