@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
 from composer_fsdp2.errors import ConfigError
 
@@ -108,7 +110,7 @@ def read_yaml(path: Path) -> DictConfig:
         ConfigError: there is no such file, or it holds no settings.
     """
     from omegaconf import DictConfig, OmegaConf
-    from yaml import YAMLError
+    from yaml import YAMLError, compose
 
     if not path.is_file():
         raise ConfigError(
@@ -117,17 +119,39 @@ def read_yaml(path: Path) -> DictConfig:
         )
     try:
         cfg = OmegaConf.load(path)
-    except (YAMLError, UnicodeDecodeError) as error:
+        repr(cfg)  # a ValueError for numbers of thousands of digits, which nobody could show
+        twice = next(_duplicates(compose(path.read_text(encoding="utf-8"))), None)
+    except (YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
             "Correct it at that place."
         ) from None
+    if twice is not None:
+        raise ConfigError(
+            f"'{path}' says {twice.value!r} twice, the second time in line "
+            f"{twice.start_mark.line + 1}. Which one counts depends on the reader. Remove one."
+        )
     if not isinstance(cfg, DictConfig) or not cfg:
         raise ConfigError(
             f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
             "Write them, or start from yamls/quickstart.yaml."
         )
     return cfg
+
+
+def _duplicates(node: Any) -> Iterator[Any]:
+    """Keys that stand in a mapping already; OmegaConf refuses those that are text."""
+    if not isinstance(node, MappingNode | SequenceNode):
+        return
+    seen: set[tuple[str, str]] = set()
+    for item in node.value:
+        if isinstance(node, MappingNode) and isinstance(item[0], ScalarNode):
+            same = (item[0].tag, item[0].value)
+            if same in seen:
+                yield item[0]
+            seen.add(same)
+        for part in item if isinstance(item, tuple) else (item,):
+            yield from _duplicates(part)
 
 
 def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:

@@ -13,6 +13,7 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
 - `with pytest.raises(...)` inside the function proves that *every* rank raises: a rank that does
   not raise fails, and one that hangs is reported with its stack. The pool survives it.
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
+- `fault("what happens", "survived")` puts it into the table of faults, see `tests/faults_table.py`.
 
 A module of tests may name in `PRELOAD` what its ranks import, if that takes long.
 
@@ -24,17 +25,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import os
+import tempfile
+from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
 from hypothesis import settings
 
-from tests import shards
+from tests import faults_table, shards
 from tests.pool import TEST_SECONDS, Pools, RankError, start_server
 
 POOLS = pytest.StashKey[Pools]()
 NUMBERS = pytest.StashKey[TextIO]()
+FAULTS = pytest.StashKey[Path]()
+SECONDS = pytest.StashKey[float]()
 
 # The first example of a property pays for lazy imports: a deadline would measure those.
 settings.register_profile("default", deadline=None, derandomize=True)
@@ -44,12 +50,40 @@ settings.load_profile("default")
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[NUMBERS] = shards.claim_numbers()
     config.stash[POOLS] = Pools()
+    handle, path = tempfile.mkstemp(prefix="faults-")
+    os.close(handle)
+    config.stash[FAULTS] = Path(path)
+    os.environ[faults_table.VARIABLE] = path
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[POOLS].close()
     shards.free_numbers()
     config.stash[NUMBERS].close()
+    config.stash[FAULTS].unlink(missing_ok=True)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    found = list(faults_table.lines(terminalreporter.config.stash[FAULTS]))
+    if found:
+        terminalreporter.section("faults")
+        terminalreporter.write("\n".join([*found, ""]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Puts what became of a test marked `fault` into the table."""
+    report = yield
+    mark = item.get_closest_marker("fault")
+    if mark is not None and report.failed:
+        hung = any(text in report.longreprtext for text in faults_table.RAN_OUT)
+        fault = mark.args[0] if mark.args else item.name
+        faults_table.record(fault, "hung" if hung else "lost", call.duration)
+    elif mark is not None and mark.args and report.when == "call" and report.passed:
+        faults_table.record(*mark.args, seconds=item.stash.get(SECONDS, call.duration))
+    return report
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -85,27 +119,30 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     names = inspect.signature(pyfuncitem.obj).parameters
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
-    call = functools.partial(pyfuncitem.obj, **arguments)
-    problem = _run_marked(pyfuncitem.config.stash[POOLS], call, *mark.args, **mark.kwargs)
-    if problem is not None:
-        pytest.fail(problem, pytrace=False)
+    call = faults_table.seconds_of(functools.partial(pyfuncitem.obj, **arguments))
+    found = _run_marked(pyfuncitem.config.stash[POOLS], call, *mark.args, **mark.kwargs)
+    if isinstance(found, str):
+        pytest.fail(found, pytrace=False)
+    pyfuncitem.stash[SECONDS] = found
     return True
 
 
 def _run_marked(
     pools: Pools,
-    call: Callable[[], Any],
+    call: Callable[[], float],
     world_size: int,
     *,
     timeout: float = TEST_SECONDS,
     backend: str = "gloo",
-) -> str | None:
-    """Returns what the ranks reported as wrong; the stack of this process would say nothing."""
+) -> str | float:
+    """How long the slowest rank took, without the start of the pool.
+
+    Or what the ranks reported as wrong; the stack of this process would say nothing.
+    """
     try:
-        pools.get(world_size, backend).run(call, timeout)
+        return max(pools.get(world_size, backend).run(call, timeout))
     except RankError as error:
         return str(error)
-    return None
 
 
 @pytest.fixture

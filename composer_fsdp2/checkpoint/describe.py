@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,7 +141,7 @@ def _describe_state(small: _Small, found: Description) -> None:
         found.world_size = len(ranks) or None
     for unit in _TIMES:
         value = small["state", "timestamp", "Timestamp", unit]
-        if value is not None:
+        with suppress(TypeError, ValueError, OverflowError):  # of a damaged one, or not there
             found.progress[unit] = int(value)
 
 
@@ -162,7 +163,7 @@ def _describe_optimizers(small: _Small) -> dict[str, list[ParamGroup]]:
     groups: dict[str, dict[int, dict[str, Any]]] = {}
     for way in small.source.under(*OPTIMIZERS).values():
         values = groups.setdefault(str(way[0]), {})
-        if len(way) == 4 and way[1] == "param_groups":
+        if len(way) == 4 and way[1] == "param_groups" and str(way[2]).isdecimal():
             values.setdefault(int(way[2]), {})[str(way[3])] = small[(*OPTIMIZERS, *way)]
     return {
         optimizer: [_group(by_number[i]) for i in sorted(by_number)]

@@ -115,8 +115,7 @@ def write_huggingface(
             _write_index(folder, files, entries)
         found.config.update(_about_weights(found, entries))
         (folder / "config.json").write_text(_json(found.config))
-        for name, data in found.files.items():
-            (folder / name).write_bytes(data)
+        _write_beside(folder, found.files)
     return _remarks(found)
 
 
@@ -168,8 +167,7 @@ def _write_peft(
         prove_whole(source)
         keys = {name: keys[inside] for name, inside in names.items()}
         write_adapters(source, folder, settings, keys, dtype)
-        for name, data in found.files.items():
-            (folder / name).write_bytes(data)
+        _write_beside(folder, found.files)
     advance(1, 1)
     base = settings.get("base_model_name_or_path") or "the base model"
     remarks = [f"These are adapters: load {base} first, then them with PeftModel."]
@@ -224,9 +222,10 @@ def _tokenizer_files(stored: Mapping[str, Any], path: Path) -> Iterator[tuple[st
     for name, entry in stored.items():
         suffix, content = entry["file_extension"], entry["content"]
         file_name = name if name.endswith(suffix) else name + suffix
-        if file_name in {"", ".", ".."} or Path(file_name).name != file_name:
+        plain = file_name.isprintable() and Path(file_name).name == file_name
+        if file_name in {"", ".", ".."} or not plain:
             raise CheckpointError(
-                f"'{path}' calls a file of its tokenizer '{file_name}', which is no file name. It "
+                f"'{path}' calls a file of its tokenizer {file_name!r}, which is no file name. It "
                 "could be written anywhere. Do not use this checkpoint."
             )
         if suffix == ".json":
@@ -236,6 +235,16 @@ def _tokenizer_files(stored: Mapping[str, Any], path: Path) -> Iterator[tuple[st
         else:
             text = content if isinstance(content, str) else "\n".join(content)
             yield file_name, text.encode()
+
+
+def _write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"The checkpoint calls a file of its tokenizer '{name}', as one of the model is "
+                "called. It would take its place. Do not use this checkpoint."
+            )
+        (folder / name).write_bytes(data)
 
 
 def _given(path: Path) -> _Pretrained:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
@@ -328,8 +329,11 @@ class FolderCheckpoint(Checkpoint):
             stored = {index.offset for index in self.indices(key)}
             pieces = [chunk for chunk in self.chunks(key) if chunk.offsets in stored]
             found, size = sum(math.prod(c.sizes) for c in pieces), math.prod(entry.shape)
+            stored_bytes = sum(self.metadata.storage_data[i].length for i in self.indices(key))
             if found != size or len(pieces) != len(stored):
                 yield key, f"pieces of '{key}' hold {found} of {size} elements"
+            elif entry.size_bytes > stored_bytes:
+                yield key, f"'{key}' has {stored_bytes} of {entry.size_bytes} bytes"
         for key in self.objects:
             if not self.indices(key):
                 yield key, f"'{key}' is in no file"
@@ -367,6 +371,8 @@ def _read_checksums(folder: Path) -> Mapping[str, Any]:
     try:
         found = json.loads((folder / CHECKSUMS).read_text())
         assert isinstance(found["files"], dict)
+        assert all(_is_inside(name) for name in found["files"])
+        _check_counts(CHECKSUMS, found["files"].values())
         assert isinstance(found["metadata_sha256"], str)
     except FileNotFoundError:
         return {}  # written by somebody else
@@ -417,14 +423,30 @@ def _senseless(folder: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _check_places(metadata: Metadata, folder: Path) -> None:
+def _check_numbers(metadata: Metadata) -> None:
+    for key, entry in metadata.state_dict_metadata.items():
+        key.encode()  # what cannot be written cannot be the name of anything
+        if isinstance(entry, TensorStorageMetadata):
+            parts = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
+            _check_counts(key, itertools.chain(entry.size, *parts))
     for index, info in metadata.storage_data.items():
-        place = PurePosixPath(info.relative_path)
-        if place.is_absolute() or ".." in place.parts or not place.parts:
+        info.relative_path.encode()
+        _check_counts(index.fqn, (info.offset, info.length))
+
+
+def _check_counts(key: str, numbers: Iterable[Any]) -> None:
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"{key!a} has a place or a size that is no number")
+
+
+def _check_places(metadata: Metadata, folder: Path) -> None:
+    _check_numbers(metadata)
+    for index, info in metadata.storage_data.items():
+        if not _is_inside(info.relative_path):
             raise CheckpointError(
-                f"'{folder / METADATA}' looks for '{index.fqn}' in '{place}', outside of its own "
-                "folder. No save writes such a path, and following it could read any file. Do not "
-                "use this checkpoint."
+                f"'{folder / METADATA}' looks for '{index.fqn}' in '{info.relative_path}', outside "
+                "of its own folder. No save writes such a path, and following it could read any "
+                "file. Do not use this checkpoint."
             )
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(
@@ -432,8 +454,11 @@ def _check_places(metadata: Metadata, folder: Path) -> None:
                 f"({', '.join(info.transform_descriptors)}), which cannot be read here. Its values "
                 "would be garbage. Save it again without extensions."
             )
-        if info.offset < 0 or info.length < 0:
-            raise ValueError(f"'{index.fqn}' is at a negative place")
+
+
+def _is_inside(name: str) -> bool:
+    place = PurePosixPath(name)
+    return bool(place.parts) and not place.is_absolute() and ".." not in place.parts
 
 
 class FileCheckpoint(Checkpoint):

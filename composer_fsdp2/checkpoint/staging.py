@@ -107,7 +107,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         # It may not be there, or not even the folder; why it failed is what counts.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any, Literal
 
 import torch
@@ -28,8 +29,10 @@ from composer_fsdp2.core.mistakes import (
     check_bool,
     check_patterns,
     is_count,
+    is_string,
     nearest,
     parse_spec,
+    shown,
     unknown_key,
     wrong,
 )
@@ -305,14 +308,25 @@ def _check_bool_or_none(key: str, value: Any, errors: list[str]) -> None:
         check_bool(key, value, errors)
 
 
-def _check_str(key: str, value: Any, errors: list[str]) -> None:
-    if not isinstance(value, str) or not value:
-        errors.append(wrong(key, value, "a string"))
+def _check_name_inside(key: str, value: Any, errors: list[str]) -> None:
+    if not _is_path(value):
+        errors.append(wrong(key, value, "the name of a folder"))
+    elif PurePath(value).is_absolute() or ".." in PurePath(value).parts:
+        errors.append(
+            f"'{key}' is {shown(value)}, which leads out of save_folder. Checkpoints would be "
+            "where nobody looks for them. Write a name, such as ep{epoch}-ba{batch}."
+        )
 
 
 def _check_path(key: str, value: Any, errors: list[str]) -> None:
-    if value is not None and (not isinstance(value, str) or not value):
+    if value is not None and not _is_path(value):
         errors.append(wrong(key, value, "the path of a folder"))
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a system could have such a path."""
+    encodable = is_string(value) and not any("\ud800" <= char <= "\udfff" for char in value)
+    return encodable and "\0" not in value
 
 
 def _check_anything(_key: str, _value: Any, _errors: list[str]) -> None:
@@ -320,7 +334,7 @@ def _check_anything(_key: str, _value: Any, _errors: list[str]) -> None:
 
 
 def _check_shard_degree(key: str, value: Any, errors: list[str]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or (value < 1 and value != -1):
+    if not is_count(value) and not (type(value) is int and value == -1):
         errors.append(wrong(key, value, "a positive number of ranks, or -1 for all that are left"))
 
 
@@ -332,12 +346,12 @@ def _check_replicate_degree(key: str, value: Any, errors: list[str]) -> None:
 def _check_reshard(key: str, value: Any, errors: list[str]) -> None:
     if isinstance(value, bool) or value == "auto":
         return
-    if not isinstance(value, int) or value < 1:
+    if not is_count(value):
         errors.append(wrong(key, value, "true, false, auto, or a number of ranks >= 1"))
 
 
 def _check_units_ahead(key: str, value: Any, errors: list[str]) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    if not is_count(value) and not (type(value) is int and value == 0):
         errors.append(wrong(key, value, "a number of units ahead, or 0 for torch's own prefetch"))
 
 
@@ -376,7 +390,7 @@ def _check_precision(key: str, value: Any, errors: list[str]) -> None:
                 errors.append(wrong(f"{key}.{name}", dtype, " or ".join(_DTYPE_CHOICES)))
         check_bool(f"{key}.cast_forward_inputs", value.cast_forward_inputs, errors)
     elif value not in _PRESETS:
-        hint = nearest(str(value).upper(), _PRESETS)
+        hint = nearest(shown(value).strip("'").upper(), _PRESETS)
         expected = f"{', '.join(_PRESETS)} or a mapping with param_dtype and reduce_dtype"
         errors.append(wrong(key, value, expected) + hint)
 
@@ -567,7 +581,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "load_monolith_rank0_only": (_as_is, check_bool),
     "load_planner": (_as_is, _check_anything),
     "save_planner": (_as_is, _check_anything),
-    "sharded_ckpt_prefix_dir": (_as_is, _check_str),
+    "sharded_ckpt_prefix_dir": (_as_is, _check_name_inside),
     "async_save": (_as_is, check_bool),
     "verbose": (_as_is, check_bool),
 }

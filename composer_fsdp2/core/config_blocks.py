@@ -14,6 +14,7 @@ from composer_fsdp2.core.mistakes import (
     is_count,
     is_string,
     parse_spec,
+    shown,
     wrong,
 )
 
@@ -35,7 +36,7 @@ __all__ = [
 
 Target = int | str | tuple[int | str, ...]
 
-_RANGE = re.compile(r"(first|middle|last)-\d+|(range-)?\d+-\d+")
+_RANGE = re.compile(r"(first|middle|last)-[0-9]{1,9}|(range-)?[0-9]{1,9}-[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,8 +114,9 @@ def parse_compile(key: str, raw: Any, errors: list[str]) -> Any:
     values = dict(raw)
     if values.pop("blocks", True) is not True:
         errors.append(
-            f"'{key}.blocks' is {raw['blocks']!r}, but blocks are what is compiled here. Nothing "
-            f"would be. Write {key}: false, or compile_config of the Trainer for the whole model."
+            f"'{key}.blocks' is {shown(raw['blocks'])}, but blocks are what is compiled here. "
+            f"Nothing would be. Write {key}: false, "
+            "or compile_config of the Trainer for the whole model."
         )
     return _parse(CompileSpec, key, values, errors)
 

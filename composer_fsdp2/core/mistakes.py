@@ -18,9 +18,23 @@ __all__ = [
     "is_string",
     "nearest",
     "parse_spec",
+    "shown",
     "unknown_key",
     "wrong",
 ]
+
+
+_MOST = 2**63
+"""No count of anything is larger, and Python does not write numbers of thousands of digits."""
+
+
+def shown(value: Any) -> str:
+    """A value in ASCII, where letters that look alike and characters nobody sees differ."""
+    try:
+        text = ascii(value)
+    except ValueError:
+        text = f"a {type(value).__name__} with thousands of digits"
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
@@ -31,8 +45,9 @@ def nearest(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
 
 def unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
     """A key that does not exist."""
-    hint = nearest(key, known) or f" Valid keys: {', '.join(sorted(known))}."
-    return f"'{key}' is not a key of {where}. It would have no effect.{hint}"
+    name = shown(key).strip("'")
+    hint = nearest(name, known) or f" Valid keys: {', '.join(sorted(known))}."
+    return f"'{name}' is not a key of {where}. It would have no effect.{hint}"
 
 
 def parse_spec(spec: Callable[..., Any], key: str, raw: Any, errors: list[str]) -> Any:
@@ -46,7 +61,7 @@ def parse_spec(spec: Callable[..., Any], key: str, raw: Any, errors: list[str]) 
 
 def wrong(key: str, value: Any, expected: str) -> str:
     """A value a key cannot have."""
-    return f"'{key}' is {value!r}, but it takes {expected}. Write {key}: <{expected}>."
+    return f"'{key}' is {shown(value)}, but it takes {expected}. Write {key}: <{expected}>."
 
 
 def check_bool(key: str, value: Any, errors: list[str]) -> None:
@@ -56,8 +71,8 @@ def check_bool(key: str, value: Any, errors: list[str]) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Whether it is a whole number of at least one."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    """Whether it is a whole number of at least one, and not an absurd one."""
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < _MOST
 
 
 def is_string(value: Any) -> bool:
@@ -73,8 +88,8 @@ def check_patterns(where: str, patterns: Sequence[Any], errors: list[str]) -> No
         elif pattern.startswith("re:"):
             try:
                 re.compile(pattern[3:])
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError) as error:
                 errors.append(
-                    f"'{where}' holds {pattern!r}, which is no regular expression ({error}). "
+                    f"'{where}' holds {shown(pattern)}, which is no regular expression ({error}). "
                     "It could match nothing. Correct it, or write a glob without 're:'."
                 )

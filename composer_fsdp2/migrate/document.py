@@ -15,7 +15,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
-from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.report import SAME, Entry, Path, Site
@@ -41,7 +41,7 @@ class Document:
         try:
             self.root: Any = YAML().compose(self.text)
             data = _texts(_loader(duplicates=True).load(self.text))
-        except YAMLError as error:
+        except (YAMLError, ValueError) as error:  # the second for dates and numbers out of range
             raise ConfigError(
                 f"'{name}' is not valid YAML: {' '.join(str(error).split())}. None of it can be "
                 "migrated. Correct it at that place."
@@ -227,7 +227,7 @@ def parse_value(text: str) -> Any:
     """One value as YAML reads it; text that is no YAML is a string."""
     try:
         return _texts(_loader(duplicates=False).load(text))
-    except (YAMLError, RecursionError):
+    except (YAMLError, ValueError, RecursionError):
         return text
 
 
@@ -248,10 +248,18 @@ def check_result(text: str) -> None:
 
 def _json_as_yaml(text: str) -> str:
     try:
-        data = json.loads(text)
-    except ValueError:
+        data = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError):
         return text
     return dump(data) if isinstance(data, dict) else text
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON in which a key is written twice is read as the YAML it is too, where that shows."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
 
 
 def _loader(*, duplicates: bool) -> YAML:
@@ -267,10 +275,15 @@ def _texts(data: Any, left: Iterator[int] | None = None) -> Any:
         raise RecursionError
     if isinstance(data, Mapping):
         return {str(key): _texts(value, left) for key, value in data.items()}
+    if isinstance(data, int):
+        str(data)  # a ValueError for thousands of digits, which nobody could show
     return [_texts(item, left) for item in data] if isinstance(data, list) else data
 
 
 def _mappings(node: Any, path: Path) -> Iterator[tuple[Path, MappingNode]]:
+    if isinstance(node, SequenceNode):
+        for number, item in enumerate(node.value):
+            yield from _mappings(item, (*path, str(number)))
     if not isinstance(node, MappingNode):
         return
     yield path, node

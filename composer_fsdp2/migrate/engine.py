@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from composer_fsdp2.core.config import nearest, parse_config
@@ -77,10 +77,21 @@ def migrate(
         check_result(replaced)
         output = Document(replaced, name)
         entries = found + entries
+    _check_duplicates(work.duplicates.keys() - {entry.path for entry in entries}, name)
     entries += work.outside(sites)
     _check_used(work.decisions, work.used, entries)
     new = output.text if sites else text
     return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
+
+
+def _check_duplicates(paths: Iterable[Path], name: str) -> None:
+    """Of a setting that is replaced the user decides which one counts; the others stay."""
+    twice = sorted(".".join(path) for path in paths)
+    if twice:
+        raise ConfigError(
+            f"'{name}' says {', '.join(map(repr, twice[:5]))} more than once. Which one counts "
+            "depends on the reader. Remove all but one."
+        )
 
 
 class _Work:

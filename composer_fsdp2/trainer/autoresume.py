@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from composer_fsdp2.trainer.compiling import note_compiled_whole
 from composer_fsdp2.trainer.extensions import note_extensions
 from composer_fsdp2.trainer.loading import load_checkpoint, set_node_rank
 
-__all__ = ["load_newest_good", "note_autoresume", "settle_autoresume"]
+__all__ = ["load_newest_good", "note_autoresume", "settle_autoresume", "warn_of_shared_store"]
 
 _ASKED = "_fsdp2_autoresume"
 _CANDIDATES = "_fsdp2_candidates"
@@ -50,6 +51,7 @@ class _Candidates:
 def note_autoresume(original: Callable[..., None], trainer: Trainer, *args: Any, **kw: Any) -> None:
     """Stands in for `Trainer.__init__`: remembers what only its arguments say."""
     set_node_rank()
+    warn_of_shared_store()
     bound = inspect.signature(original).bind(trainer, *args, **kw)
     bound.apply_defaults()
     given = bound.arguments
@@ -60,6 +62,23 @@ def note_autoresume(original: Callable[..., None], trainer: Trainer, *args: Any,
     note_extensions(trainer, given["algorithms"], given["callbacks"])
     note_compiled_whole(trainer, given["model"], given["compile_config"])
     original(trainer, *args, **kw)
+
+
+def warn_of_shared_store() -> None:
+    """Tells what keeps ranks that torchrun starts again from meeting. Collective: no.
+
+    Source: torch.distributed.elastic.rendezvous, whose handlers keep the store of the first attempt
+    for all others; the ranks find the addresses of the dead in it (pytorch issue 135712).
+    """
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if shared and restarts != "0" and os.environ.get("RANK") == "0":
+        warnings.warn(
+            f"torchrun may start the ranks again {restarts} times, but lets all attempts share one "
+            "store. Ranks then look for each other where those of the last attempt were, and hang "
+            "or fail. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started.",
+            stacklevel=2,
+        )
 
 
 def settle_autoresume(
@@ -81,7 +100,7 @@ def settle_autoresume(
     if dist.get_global_rank() == 0 and folder.is_dir():
         try:
             found = [tuple(_settle(folder, link, place, trainer.state))]
-        except OSError as failed:
+        except Exception as failed:  # the other ranks wait for what rank 0 finds
             error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
     agree({}, error)
     dist.broadcast_object_list(found, src=0)
@@ -140,7 +159,13 @@ def _keep_time(name: str) -> str:
 def _batch_of(saved: Checkpoint) -> int | None:
     """The batch a checkpoint was saved after; None if it holds weights only."""
     key = next((k for k in saved.under("state", "timestamp") if k.endswith(".batch")), None)
-    return None if key is None else int(saved.object(key))
+    batch = None if key is None else saved.object(key)
+    if batch is not None and type(batch) is not int:
+        raise CheckpointError(
+            f"'{saved.path}' was saved after batch {ascii(batch)[:100]}, which is no number. Its "
+            "timestamp is damaged. Take another checkpoint."
+        )
+    return batch
 
 
 def _set_aside(path: Path, reason: str) -> None:

@@ -22,6 +22,7 @@ from composer_fsdp2.core.config import (
     parse_config,
 )
 from composer_fsdp2.core.mesh import MeshShape
+from composer_fsdp2.core.mistakes import shown
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
 
@@ -203,8 +204,8 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 def _check_mapping(key: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"'{key}' of parallelism_config is {value!r}. No setting can be read from it. Write a "
-            f"mapping, or take '{key}' out."
+            f"'{key}' of parallelism_config is {shown(value)}. No setting can be read from it. "
+            f"Write a mapping, or take '{key}' out."
         )
 
 
@@ -223,11 +224,12 @@ def _switched_to_fsdp2() -> bool:
 
 def _version(config: Mapping[str, Any], key: str) -> str:
     """The version a mapping says it is written for; only `fsdp` may be either."""
-    version, possible = str(config["version"]), ("1", "2") if key == "fsdp" else ("2",)
+    version, possible = shown(config["version"]).strip("'"), ("1", "2") if key == "fsdp" else ("2",)
     if version not in possible:
         raise ConfigError(
-            f"'version' of parallelism_config.{key} is {config['version']!r}. The run would use "
-            f"another FSDP than it says. Write version: {' or '.join(possible)}, or take it out."
+            f"'version' of parallelism_config.{key} is {shown(config['version'])}. The run would "
+            f"use another FSDP than it says. Write version: {' or '.join(possible)}, or take it "
+            "out."
         )
     return version
 

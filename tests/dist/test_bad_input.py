@@ -19,6 +19,10 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import ConfigError, FSDP2Config, PlanError, prepare_fully_shard
 from tests.models import TinyComposer, TinyLM
 
+pytestmark = pytest.mark.fault("settings that cannot work", "reported")
+DIFFERENT = pytest.mark.fault("ranks that hold different things", "reported")
+ONE_RANK = pytest.mark.fault("one rank's own mistake", "reported")
+
 WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
     "unknown key": (
         {"sharding_stratgy": "FULL_SHARD", "reshard_after_foward": True},
@@ -99,6 +103,7 @@ def test_unsupported_precision():
         sharded(TinyLM(), precision="amp_fp32")
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 def test_another_environment():
     if dist.get_rank() == 1:
@@ -108,6 +113,7 @@ def test_another_environment():
         sharded(TinyLM())
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 def test_another_version(tmp_path: Path):
     """A newer peft lies first on the path of one rank."""
@@ -177,12 +183,14 @@ def test_a_part_that_is_sharded_already():
 # --- Ranks that do not agree. ---
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 def test_ranks_with_different_depth():
     with _every_rank_raises(PlanError, r"(?s)Ranks 0 and 1 hold a different plan.*\+.*blocks\.3"):
         sharded(TinyLM(layers=3 + dist.get_rank()))
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("part", ["dtype", "requires_grad", "shape", "name"])
 def test_ranks_with_different_parameters(part: str):
@@ -206,12 +214,14 @@ def _change(block: nn.Module, part: str) -> None:
         del block.down
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 def test_ranks_with_different_ties():
     with _every_rank_raises(PlanError, r"(?s)different plan.*tied: embed\.weight = head\.weight"):
         sharded(TinyLM("two modules" if dist.get_rank() else "none"))
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "config",
@@ -230,6 +240,7 @@ def test_ranks_with_different_settings(config: dict[str, Any]):
         sharded(TinyLM(), config if dist.get_rank() else {})
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 def test_ranks_with_different_precision():
     """The CPU computes in fp32 only, so rank 1 has an error of its own."""
@@ -237,6 +248,7 @@ def test_ranks_with_different_precision():
         sharded(TinyLM(), FSDP2Config(), precision=["fp32", "amp_bf16"][dist.get_rank()])
 
 
+@DIFFERENT
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("on_rank_1", ["none", "another kind", "a group more", "state"])
 def test_ranks_with_different_optimizers(on_rank_1: str):
@@ -261,6 +273,7 @@ def _other_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer | Non
     return optimizer
 
 
+@ONE_RANK
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("failing", [0, 3])
 def test_wrong_settings_on_one_rank(failing: int):
@@ -269,6 +282,7 @@ def test_wrong_settings_on_one_rank(failing: int):
         sharded(TinyLM(), wrong if dist.get_rank() == failing else {})
 
 
+@ONE_RANK
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("failing", [0, 3])
 def test_exception_in_user_code_on_one_rank(failing: int):

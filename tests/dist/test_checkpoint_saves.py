@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import resource
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from composer.optim import LinearScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from composer_fsdp2 import installed
+from composer_fsdp2.checkpoint.convert import write_sharded
 from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import resume
@@ -264,9 +266,21 @@ def no_metadata(path: Path) -> None:
     dist.barrier()
 
 
+def no_batch(path: Path) -> None:
+    """Its timestamp says nothing that could be counted."""
+    if dist.get_rank() == 0:
+        file = path.with_name("file") if path.is_dir() else path
+        torch.save({"state": {"timestamp": {"Timestamp": {"batch": "ten"}}}}, file)
+        if path.is_dir():
+            shutil.rmtree(path)
+            write_sharded(open_checkpoint(file), path, 1_000, lambda *_: None)
+            file.unlink()
+    dist.barrier()
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("harm", [damage, cut_off, no_metadata])
+@pytest.mark.parametrize("harm", [damage, cut_off, no_metadata, no_batch])
 def test_autoresume_passes_over_a_bad_checkpoint(harm: Any, kind: str, tmp_path: Path):
     fsdp2 = {"state_dict_type": kind}
     again = {"autoresume": True, "run_name": "again"}

@@ -30,6 +30,7 @@ from torch import nn
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.source import detect_kind, open_checkpoint
+from tests.faults_table import record
 from tests.models import lm_loss
 from tests.pool import RankError, WorkerPool
 from tests.training import built, samples_of, trainer_for
@@ -173,6 +174,7 @@ def look(folder: Path) -> str:
     return f"killed with {visible[-1].name.removesuffix('-rank0.pt') if visible else 'nothing'}"
 
 
+@pytest.mark.fault
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_killed_in_a_save(
     kind: str, pool: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -191,6 +193,7 @@ def test_all_ranks_killed_in_a_save(
         assert weights == wanted
         found[f"resumed at batch {at}"] += 1
         assert not [path for path in folder.iterdir() if path.name.startswith(".incomplete")]
+    record("all ranks killed in a save", "survived", times=MOMENTS)
     with capsys.disabled():
         told = ", ".join(f"{n}x {what}" for what, n in sorted(found.items()))
         print(
@@ -198,6 +201,7 @@ def test_all_ranks_killed_in_a_save(
         )
 
 
+@pytest.mark.fault("one rank killed in training", "survived")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_killed_in_training(kind: str, pool: WorkerPool, tmp_path: Path):
     _, wanted, _ = run(pool, tmp_path / "whole", kind)

@@ -29,6 +29,7 @@ from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.core import recovery
 from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, reset
 from composer_fsdp2.errors import ConfigError
+from tests.faults_table import record
 from tests.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.parity import assert_same_values
 from tests.training import built, loader_of, samples_of, trainer_for, weights
@@ -160,6 +161,7 @@ def expected(run: str) -> dict[str, torch.Tensor]:
     return fit(trainer_of(FITS, run))
 
 
+@pytest.mark.fault("out of memory in a step of the Trainer", "survived")
 @pytest.mark.parametrize(
     ("point", "run"),
     [
@@ -233,6 +235,9 @@ def expected_of_loop(run: str) -> dict[str, torch.Tensor]:
     return Loop(run, FITS).train()
 
 
+OUT_OF_MEMORY = pytest.mark.fault("out of memory in a step", "survived")
+
+
 def matrix() -> list[Any]:
     return [
         pytest.param(point, ranks, run, marks=pytest.mark.world_size(size))
@@ -243,6 +248,7 @@ def matrix() -> list[Any]:
     ]
 
 
+@OUT_OF_MEMORY
 @pytest.mark.parametrize(("point", "ranks", "run"), matrix())
 def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: set[int], run: str):
     wanted = expected_of_loop(run)
@@ -301,6 +307,7 @@ class Smaller(Callback):
             state.device_train_microbatch_size = FITS
 
 
+@pytest.mark.fault("out of memory where ranks do not agree any more", "survived")
 @pytest.mark.world_size(2)
 def test_without_guards_a_forward_is_tried_again():
     """When memory runs out on all ranks at once, as it does for a longer batch."""
@@ -314,6 +321,7 @@ def test_without_guards_a_forward_is_tried_again():
     assert_equal(found, wanted)
 
 
+@pytest.mark.fault("out of memory where nothing can be tried again", "reported")
 @pytest.mark.world_size(2)
 def test_without_guards_a_step_is_not_tried_again():
     with installed():
@@ -326,6 +334,7 @@ def test_without_guards_a_step_is_not_tried_again():
             fit(trainer)
 
 
+@pytest.mark.fault("out of memory where nothing can be tried again", "reported")
 @pytest.mark.world_size(2)
 def test_one_sample_does_not_fit():
     with installed():
@@ -337,6 +346,7 @@ def test_one_sample_does_not_fit():
             fit(trainer)
 
 
+@pytest.mark.fault("out of memory in evaluation", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
 @pytest.mark.filterwarnings("ignore:CUDA out of memory detected")
@@ -421,6 +431,7 @@ def test_auto_without_fsdp2_is_composers():
         trainer_of("auto", "plain", parallelism_config=None)
 
 
+@pytest.mark.fault
 @pytest.mark.world_size(2)
 def test_200_times_in_a_row():
     """Anywhere, on any rank: nothing hangs, nothing stays gathered, nothing is lost."""
@@ -452,6 +463,7 @@ def test_200_times_in_a_row():
     guard.remove()
     assert guarded_groups(model) == []
     assert_same_values(oracle, model)
+    record("out of memory anywhere, one after the other", "survived", times=survived)
 
 
 class Failing:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults_table import record
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +58,7 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["MA
     assert logs == ["rank 1 of 2 127.0.0.1\n"]
 
 
+@pytest.mark.fault("a rank of the launcher dies", "reported")
 @pytest.mark.parametrize(
     ("end", "reason"),
     [
@@ -133,6 +136,7 @@ EXIT_CODES = {
 }
 
 
+@pytest.mark.fault
 def test_no_rank_outlives_the_launcher(tmp_path):
     """Three launchers at the same time: each of them would mostly be waited for."""
     folders = {number: tmp_path / number.name for number in EXIT_CODES}
@@ -141,12 +145,14 @@ def test_no_rank_outlives_the_launcher(tmp_path):
         folder.mkdir()
         processes[number] = launch(f"FOLDER = {str(folder)!r}\n{STUCK}", folder)
     pids = {number: wait_for_pids(folder) for number, folder in folders.items()}
+    sent = time.monotonic()
     for number, process in processes.items():
         process.send_signal(number)
     for number, process in processes.items():
         process.communicate(timeout=60)
         assert process.returncode == EXIT_CODES[number]
         assert gone_within(30, pids[number]), number.name
+        record(f"{number.name} to the launcher", "reported", time.monotonic() - sent)
 
 
 def test_a_rank_that_is_told_to_stop_ends_all(tmp_path):

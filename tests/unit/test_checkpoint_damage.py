@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import shutil
 import signal
@@ -220,6 +221,76 @@ def test_path_that_climbs_out(place: str, folder: Path):
     _rewrite(folder, move)
     found_by(folder, f"in '{place}', outside of its own folder", "Do not use this checkpoint")
     assert run("inspect", folder)[0] == 1
+
+
+@pytest.mark.parametrize("place", ["", ".", "a\0b", "\ud800", "\u202e__0_0.distcp"])
+def test_path_that_is_no_file_here(place: str, folder: Path):
+    def move(metadata: Any) -> None:
+        metadata.storage_data[MetadataIndex("state.run_name")].relative_path = place
+
+    _rewrite(folder, move)
+    found_by(folder)
+
+
+def test_keys_that_cannot_be_written(folder: Path):
+    def rename(metadata: Any) -> None:
+        metadata.state_dict_metadata["\ud800"] = metadata.state_dict_metadata.pop(EMBED)
+
+    _rewrite(folder, rename)
+    found_by(folder, "does not describe a checkpoint")
+
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -0.0, 1.5, True, "1", None, -1, 10**30])
+@pytest.mark.parametrize("where", ["offset", "length", "size", "chunk size", "chunk offset"])
+def test_numbers_that_count_nothing(where: str, number: Any, folder: Path):
+    def change(metadata: Any) -> None:
+        index = next(index for index in metadata.storage_data if index.fqn == EMBED)
+        entry = metadata.state_dict_metadata[EMBED]
+        if where in ("offset", "length"):
+            setattr(metadata.storage_data[index], where, number)
+        elif where == "size":
+            entry.size = (number, 8)
+        else:
+            chunk = entry.chunks[0]
+            setattr(chunk, f"{where.removeprefix('chunk ')}s", (number, 8))
+
+    _rewrite(folder, change)
+    with pytest.raises(CheckpointError, match=r"no number|no attribute|incomplete"):
+        open_checkpoint(folder)
+
+
+def test_more_elements_than_bytes(folder: Path):
+    """Nobody allocates what a file of a few bytes promises."""
+    many = 10**15
+
+    def enlarge(metadata: Any) -> None:
+        entry = metadata.state_dict_metadata[EMBED]
+        entry.size = torch.Size((many, 8))
+        entry.chunks[0].sizes = torch.Size((many - 40 + entry.chunks[0].sizes[0], 8))
+
+    _rewrite(folder, enlarge)
+    found_by(folder, f"of {many * 32} bytes")
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("../outside", 1), ("/etc/passwd", 1), (METADATA, math.nan), ("x", "1")]
+)
+def test_checksums_that_make_no_sense(name: str, size: Any, folder: Path):
+    found = json.loads((folder / CHECKSUMS).read_text())
+    found["files"][name] = size
+    (folder / CHECKSUMS).write_text(json.dumps(found))
+    found_by(folder, f"{CHECKSUMS}' is damaged")
+
+
+def test_link_where_a_conversion_is_written(folder: Path, tmp_path: Path):
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").touch()
+    for to in ("sharded", "full"):
+        (tmp_path / f".incomplete.{to}").symlink_to(precious)
+        assert run("convert", folder, tmp_path / to, "--to", to)[0] == 0
+    assert [item.name for item in precious.iterdir()] == ["file"]
+    assert not (tmp_path / "sharded").is_symlink()
 
 
 @pytest.mark.parametrize("where", ["tensor", "object"])

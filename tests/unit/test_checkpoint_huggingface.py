@@ -343,6 +343,14 @@ def test_tokenizer_file_that_climbs_out(name: str, tmp_path: Path):
     assert [item.name for item in tmp_path.iterdir()] == ["a.pt"]
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "a\0b.json", "\ud800.json"])
+def test_tokenizer_file_that_takes_a_place_or_has_none(name: str, tmp_path: Path):
+    entry = {"file_extension": Path(name).suffix, "content": "{}"}
+    source = save_file(tmp_path / "a.pt", _stored(tokenizer={name: entry}))
+    assert "Do not use this checkpoint" in run(source, tmp_path / "out", code=2)
+    assert [item.name for item in tmp_path.iterdir()] == ["a.pt"]
+
+
 def test_every_kind_of_tokenizer_file(tmp_path: Path):
     files = {
         "vocab.txt": {"file_extension": ".txt", "content": ["a", "b"]},

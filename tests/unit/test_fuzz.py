@@ -23,6 +23,7 @@ from composer_fsdp2.core import config
 from composer_fsdp2.core.config import FSDP2Config, parse_config
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.migrate.engine import migrate
+from composer_fsdp2.run_file import read_parallelism, read_yaml
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.saved import save_file, save_folder, small_state
 
@@ -39,7 +40,17 @@ SCALARS: list[Any] = [
     *("DEFAULT", "pure", "bf16", "fp8", "lift", "full", "sharded", "selective", "every", "last"),
     *("model.layers.*", "re:(", "re:.*", "re:(a+)+$", "../../etc/passwd", "/", "~", "{epoch}", "{"),
     *("\x00", "\ud800", "\u202e", "ключ", "数", "e\u0301", "'", '"', "\n", "%s", "${env:HOME}"),
-    *(b"bytes", object, 1j, ...),
+    *(
+        b"bytes",
+        object,
+        1j,
+        ...,
+        16**5000,
+        [math.nan],
+        "re:" + "(" * 2000,
+        "re:a{99999999999999999999}",
+    ),
+    *("\u0430uto", "\uff11", "first-" + "9" * 5000, "a\0b", "\u200btrue", -(2**63), 2**63),
 ]
 
 
@@ -68,7 +79,8 @@ def value(choose: random.Random, depth: int = 0) -> Any:
 
 def misspelt(choose: random.Random, word: str) -> str:
     at = choose.randrange(len(word))
-    return word[:at] + choose.choice(["", "x", "_", "é"]) + word[at + 1 :]
+    odd = ["", "x", "_", "é", "\u0435", "\0", "\ud800", "\u202e", "\u200b"]
+    return word[:at] + choose.choice(odd) + word[at + 1 :]
 
 
 RIGHT: dict[str, list[Any]] = {
@@ -100,6 +112,14 @@ def count(what: Counter[str], limit: int, name: str) -> None:
     assert "refused in silence" not in what
 
 
+def told(error: Exception) -> str:
+    """A refusal is a sentence that can be printed anywhere."""
+    str(error).encode()
+    assert "\0" not in str(error)
+    assert "\u202e" not in str(error)
+    return "refused" if str(error) else "refused in silence"
+
+
 def test_configurations():
     choose, met = random.Random(1), Counter[str]()
     defaults = FSDP2Config()
@@ -108,7 +128,7 @@ def test_configurations():
         try:
             parsed = parse_config(given)
         except ConfigError as error:
-            met["refused" if str(error) else "refused in silence"] += 1
+            met[told(error)] += 1
             continue
         met["understood"] += 1
         for key, raw in given.items():
@@ -142,7 +162,8 @@ def sources() -> list[str]:
     return [text for text in texts if len(text) < 1_500]  # which take milliseconds each
 
 
-TAGS = ["!!python/object/apply:os.system ['true']", "!!binary x", "&a [*a]", "{[]: 1}", "<<: *b"]
+TAGS = ["9" * 5000, "0x" + "f" * 5000, "2024-13-45", ".nan", "1e400", '"\\ud800"', "!!int x"]
+TAGS += ["!!python/object/apply:os.system ['true']", "!!binary x", "&a [*a]", "{[]: 1}", "<<: *b"]
 
 
 def mutated(choose: random.Random, text: str) -> str:
@@ -179,7 +200,7 @@ def test_files_given_to_migrate():
             migrate(text, world_size=8, gpus_per_node=8)
             met["migrated"] += 1
         except ConfigError as error:
-            met["refused" if str(error) else "refused in silence"] += 1
+            met[told(error)] += 1
     count(met, YAMLS, "files")
     assert min(met.values()) > YAMLS / 50
 
@@ -187,6 +208,38 @@ def test_files_given_to_migrate():
 @pytest.mark.parametrize("text", ["a: &a [*a]\n", BOMB, "a: " + "[" * 500 + "]" * 500])
 def test_values_without_end(text: str):
     with pytest.raises(ConfigError, match=r"without end|valid YAML"):
+        migrate(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "model: {a: 1}\nmodel: {a: 2}\n",
+        "model:\n  a: 1\n  a: 1\n",
+        "model: [{a: 1, a: 2}]\n",
+        "model: {1: a, 1: b}\n",
+        '{"model": {"a": 1, "a": 2}}',
+        '{"model": 1, "model": 2}',
+    ],
+)
+def test_keys_that_stand_there_twice(text: str, tmp_path: Path):
+    text = text if text.startswith("{") else f"fsdp_config:\n  verbose: true\n{text}"
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"twice|found duplicate key"):
+        read_yaml(tmp_path / "run.yaml")
+    with pytest.raises(ConfigError, match="more than once"):
+        migrate(text)
+
+
+@pytest.mark.parametrize(
+    "value", ["2024-13-45", "9" * 5000, "0x" + "f" * 5000, "2001-12-14T99:99:99Z", '"\\ud800"']
+)
+def test_values_nobody_can_read_or_show(value: str, tmp_path: Path):
+    text = f"fsdp_config:\n  data_parallel_shard_degree: {value}\n"
+    (tmp_path / "run.yaml").write_text(text)
+    with contextlib.suppress(ConfigError):
+        read_parallelism(read_yaml(tmp_path / "run.yaml"))
+    with contextlib.suppress(ConfigError):
         migrate(text)
 
 
@@ -230,7 +283,7 @@ def test_damaged_checkpoints(tmp_path: Path, kind: str):
                 opened.tensor(name)
             met["read"] += 1
         except CheckpointError as error:
-            met["refused" if str(error) else "refused in silence"] += 1
+            met[told(error)] += 1
         shutil.rmtree(copy) if copy.is_dir() else copy.unlink(missing_ok=True)
     count(met, CHECKPOINTS // 2, f"checkpoints in a {kind}")
     # What the damage did not reach may be read; a file without checksums shows less of it.
