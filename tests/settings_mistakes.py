@@ -40,6 +40,7 @@ WRITTEN = (
     "fp8: true, tiled_mlp: {shards: 4}",
     "fp8: {all_gather: true}, cpu_offload: true",
     "load_monolith_rank0_only: true",
+    "sharded_ckpt_prefix_dir: ../elsewhere",
     "data_parallel_shard_degree: -1, data_parallel_replicate_degree: -1",
 )
 
