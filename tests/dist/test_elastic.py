@@ -143,6 +143,7 @@ def told(folder: Path, happens: Callable[[State], object]) -> None:
 
     notes: list[str] = []
     try:
+        torch.set_num_threads(1)  # not before the fork: the pool of threads would not come along
         train(folder, noting)
     except RuntimeError:
         folder.with_suffix(f".failed{dist.get_rank()}").touch()
@@ -177,7 +178,6 @@ def run_agent(
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # Or torch's agents give the ranks of each attempt the addresses of the one before.
     os.environ.update(OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
-    torch.set_num_threads(1)
     parsed = torchrun.get_args_parser().parse_args(
         ["--rdzv-backend=c10d", "--rdzv-id=1", "--start-method=fork", *arguments, "none.py"]
     )
