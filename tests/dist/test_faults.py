@@ -213,6 +213,7 @@ def test_one_rank_killed_in_training(kind: str, pool: WorkerPool, tmp_path: Path
     assert weights == wanted
 
 
+@pytest.mark.fault("told to stop in a save", "survived")
 @pytest.mark.parametrize(
     ("kind", "number", "rank"),
     [

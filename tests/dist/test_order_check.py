@@ -69,6 +69,7 @@ def check_another_order(odd: int) -> str:
     return said_by_all(lambda: step(model))
 
 
+@pytest.mark.fault("collectives in another order on a rank", "reported")
 @pytest.mark.world_size(2)
 def test_another_order_is_shown_on_both_ranks():
     said = check_another_order(odd=1)
@@ -79,12 +80,14 @@ def test_another_order_is_shown_on_both_ranks():
     )
 
 
+@pytest.mark.fault("collectives in another order on a rank", "reported")
 @pytest.mark.world_size(4)
 def test_one_of_four_ranks_runs_in_another_order():
     said = check_another_order(odd=2)
     assert "gather '0' on ranks 0-1, 3 and gather '1' on rank 2." in said
 
 
+@pytest.mark.fault("collectives in another order on a rank", "reported")
 @pytest.mark.world_size(2)
 def test_another_number_of_forwards_before_the_first_backward():
     model = turned()
@@ -98,6 +101,7 @@ def test_another_number_of_forwards_before_the_first_backward():
     assert "gather '0', gather '1', the next forward of training" in said
 
 
+@pytest.mark.fault("collectives in another order on a rank", "reported")
 @pytest.mark.world_size(2)
 def test_another_number_of_microbatches_in_the_first_batch():
     model = turned()
@@ -198,6 +202,7 @@ def one_rank_is_late_in_the_first_step(folder: Path) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.fault("a rank that does not come to a collective", "reported")
 def test_a_rank_that_does_not_come_is_missed_before_the_timeout(pool: WorkerPool, tmp_path: Path):
     seconds, _ = pool.run(functools.partial(one_rank_is_late_in_the_first_step, tmp_path))
     assert seconds < TIMEOUT_SECONDS
@@ -229,6 +234,7 @@ def one_rank_is_late_in_training(folder: Path) -> tuple[str, str]:
     return str(caught.value), heard.getvalue()
 
 
+@pytest.mark.fault("a rank that does not come to a collective", "reported")
 def test_a_timeout_names_the_last_unit_of_every_rank(pool: WorkerPool, tmp_path: Path):
     (said, heard), _ = pool.run(functools.partial(one_rank_is_late_in_training, tmp_path))
     places = (

@@ -89,6 +89,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.fault("ranks with other numbers of microbatches, or none", "survived")
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=pytest.mark.world_size(RUNS[run][0])) for run in RUNS]
 )
@@ -137,6 +138,7 @@ def without_some_tokens() -> tuple[list[Batch], list[Batch]]:
     return whole, own
 
 
+@pytest.mark.fault("no token to learn on a rank or in a microbatch", "survived")
 @pytest.mark.world_size(2)
 def test_weights_of_tokens():
     whole, own = without_some_tokens()
@@ -245,6 +247,7 @@ class Limited:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
+@pytest.mark.fault("ranks with other numbers of microbatches, or none", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:SAM has known issues")
 def test_an_optimizer_that_runs_a_batch_twice():
@@ -273,6 +276,7 @@ class Sized(list[Batch]):
         """what `auto` starts with, on each rank with its own"""
 
 
+@pytest.mark.fault("out of memory in an added microbatch", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
@@ -315,6 +319,7 @@ class Unsized:
         return iter(self.batches)
 
 
+@pytest.mark.fault("data that ends early on a rank", "survived")
 @pytest.mark.world_size(2)
 def test_epochs_are_as_long_as_the_shortest():
     """Schedules count in the batches of an epoch, and are the same on both ranks."""
@@ -350,6 +355,7 @@ def warned(text: str) -> Iterator[None]:
     assert all(text in one for one in ours)
 
 
+@pytest.mark.fault("data that ends early on a rank", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("short", [0, 1])
 def test_data_of_unknown_length(short: int):
@@ -362,6 +368,7 @@ def test_data_of_unknown_length(short: int):
     assert largest_difference(model, oracle) <= 1e-6
 
 
+@pytest.mark.fault("a rank without any data", "reported")
 @pytest.mark.world_size(2)
 def test_no_data_on_one_rank():
     _, own = dealt([(2, 2)])
@@ -373,6 +380,7 @@ def test_no_data_on_one_rank():
 # --- Evaluation. ---
 
 
+@pytest.mark.fault("other evaluation data on every rank", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("auto", [False, True])
 @pytest.mark.filterwarnings("ignore:CUDA out of memory detected")

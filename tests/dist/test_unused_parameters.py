@@ -107,6 +107,7 @@ def units_of(model: nn.Module) -> list[str]:
 RANKS = [pytest.param(ranks, marks=pytest.mark.world_size(ranks)) for ranks in (2, 4)]
 
 
+@pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of_each_rank_are_others(family: str, ranks: int):
@@ -137,6 +138,7 @@ def test_experts_with(config: str):
     train_routed(Sparse, CONFIGS[config], "adamw")
 
 
+@pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sync", ["every", "last"])
 @pytest.mark.parametrize("dtype", [None, "fp32"])
@@ -146,6 +148,7 @@ def test_experts_in_microbatches(sync: str, dtype: str | None):
     train_routed(Sparse, config, "adamw", routes, microbatches=2)
 
 
+@pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last", "reduce_scatter_only"])
 def test_experts_with_copies(sync: str):
@@ -195,6 +198,7 @@ class Forked(TinyLM):
 SIDES = ((0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 1, 1))
 
 
+@pytest.mark.fault("ranks run other branches of a model", "survived")
 @pytest.mark.world_size(2)
 def test_found_in_the_first_step():
     train_routed(Forked, {"gradient_sync": "last"}, "adamw", SIDES, microbatches=2)
@@ -275,6 +279,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.fault("ranks leave out a tower", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("trained", TRAINED)
 def test_a_tower_that_some_ranks_leave_out(trained: str):

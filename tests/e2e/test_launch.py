@@ -104,6 +104,7 @@ with rank_guard():
 """
 
 
+@pytest.mark.fault("an exception on one rank", "reported")
 def test_an_exception_on_one_rank_is_shown_once_and_ends_all(tmp_path):
     raised = tmp_path / "raised"
     process = launch(f"FILE = {str(raised)!r}\n{RAISES}", tmp_path)
@@ -155,6 +156,7 @@ def test_no_rank_outlives_the_launcher(tmp_path):
         record(f"{number.name} to the launcher", "reported", time.monotonic() - sent)
 
 
+@pytest.mark.fault("a rank of the launcher is told to stop", "reported")
 def test_a_rank_that_is_told_to_stop_ends_all(tmp_path):
     process = launch(f"FOLDER = {str(tmp_path)!r}\n{STUCK}", tmp_path)
     pids = wait_for_pids(tmp_path)
