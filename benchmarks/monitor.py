@@ -53,7 +53,7 @@ class Trainee:
     def plain(self) -> float:
         """One optimizer step; returns its CPU seconds."""
         start = time.process_time()
-        self._step(lambda: None)
+        self.step()
         return time.process_time() - start
 
     def monitored(self) -> float:
@@ -62,23 +62,23 @@ class Trainee:
         self.monitor.fit_start(*given)
         start = time.process_time()
         self.monitor.batch_start(*given)
-        self._step(lambda: self.monitor.after_backward(*given))
+        self.step(lambda: self.monitor.after_backward(*given))
         self.monitor.batch_end(*given)
         elapsed = time.process_time() - start
         self.monitor.fit_end(*given)
         return elapsed
 
-    def _step(self, after_backward: Callable[[], None]) -> None:
+    def step(self, after_backward: Callable[[], None] = lambda: None) -> None:
         self.model(self.tokens).backward()
         after_backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
-def measure(peer: str, pairs: int, warmup: int) -> None:
-    """Prints the line."""
-    trainee = Trainee()
-    ours = trainee.monitored if peer == "on" else trainee.plain
+def emit_cost(
+    figure: str, peer: str, ours: Callable[[], float], trainee: Trainee, pairs: int, warmup: int
+) -> None:
+    """Prints the line: what a step of ours costs more than a plain one of a trainee."""
     shapes.paired(ours, trainee.plain, warmup)
     gc.collect()
     gc.disable()
@@ -94,7 +94,14 @@ def measure(peer: str, pairs: int, warmup: int) -> None:
         "short_step_seconds": statistics.median(without),
         "step_seconds": step,
     }
-    shapes.emit("monitor", {"peer": peer, "pairs": pairs, **value}, GOAL)
+    shapes.emit(figure, {"peer": peer, "pairs": pairs, **value}, GOAL)
+
+
+def measure(peer: str, pairs: int, warmup: int) -> None:
+    """Prints the line."""
+    trainee = Trainee()
+    ours = trainee.monitored if peer == "on" else trainee.plain
+    emit_cost("monitor", peer, ours, trainee, pairs, warmup)
 
 
 def main() -> None:
