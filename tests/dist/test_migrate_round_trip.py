@@ -105,7 +105,8 @@ CASES = {
 class Traffic(TorchDispatchMode):
     """Counts the collectives of this rank by phase of training, operation and ranks in the group.
 
-    One over a single rank sends nothing and is not counted.
+    One over a single rank sends nothing and is not counted, nor are the integers in which ranks
+    compare what comes next, in the first step.
     """
 
     phase: str = ""
@@ -119,7 +120,8 @@ class Traffic(TorchDispatchMode):
         place = {"_allgather_base_": 2, "_reduce_scatter_base_": 2, "allreduce_": 1}.get(name)
         if func.namespace == "c10d" and self.phase and place is not None:
             ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[place]))
-            if len(ranks) > 1:
+            sent = args[0][0] if name == "allreduce_" else args[1]
+            if len(ranks) > 1 and sent.is_floating_point():
                 self.calls[self.phase, name, frozenset(ranks)] += 1
         return func(*args, **(kwargs or {}))
 
