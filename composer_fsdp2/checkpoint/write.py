@@ -5,11 +5,14 @@ See [Note: visible at once] in `staging`.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ __all__ = [
     "Savers",
     "Staging",
     "point_to",
+    "_signals_after",
     "together",
     "write_checksums",
     "write_sharded",
@@ -61,6 +65,30 @@ class Savers:
     first_on_node: bool
 
 
+@contextlib.contextmanager
+def _signals_after() -> Iterator[None]:
+    """Puts SIGTERM and SIGINT off to the end of a block; in the main thread, nothing elsewhere.
+
+    What their handlers raise would come out of torch's writers as a file that could not be written.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {
+        number: signal.signal(number, lambda number, _frame: came.append(number))
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for number in came:
+            signal.raise_signal(number)
+
+
+@_signals_after()
 def write_sharded(
     state_dict: dict[str, Any],
     folder: Path,
@@ -102,6 +130,7 @@ def write_sharded(
         publish()
 
 
+@_signals_after()
 def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: Path) -> None:
     """Acts, and raises on every rank of the group when any could not write.
 
