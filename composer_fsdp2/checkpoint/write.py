@@ -37,7 +37,6 @@ __all__ = [
     "Savers",
     "Staging",
     "point_to",
-    "_signals_after",
     "together",
     "write_checksums",
     "write_sharded",
