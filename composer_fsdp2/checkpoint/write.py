@@ -162,7 +162,10 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
 
 def _clear(temporary: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    # On a shared disk each node does this, and whoever is the last to remove it makes it again.
+    # `exist_ok` looks a second time, and raises when another has removed it by then.
+    with contextlib.suppress(FileExistsError):
+        temporary.mkdir(parents=True)
 
 
 def _write_shards(
@@ -180,7 +183,9 @@ def _write_shards(
 
 def write_checksums(folder: Path) -> None:
     """Records what is in a folder; the values in it carry their own checksums."""
-    sizes = {item.name: item.stat().st_size for item in folder.iterdir() if item.is_file()}
+    files = [item for item in folder.iterdir() if item.is_file()]
+    # Another node of a shared disk may be writing its own, which will be the same.
+    sizes = {item.name: item.stat().st_size for item in files if item.name != CHECKSUMS}
     found: dict[str, Any] = {"files": dict(sorted(sizes.items()))}
     if (folder / METADATA).is_file():
         found["metadata_sha256"] = digest_of(folder / METADATA)

@@ -1,0 +1,31 @@
+"""Writing by several nodes at once."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from composer_fsdp2.checkpoint import write
+from composer_fsdp2.checkpoint.source import CHECKSUMS
+
+
+def test_nodes_of_one_disk_clear_the_same_folder(tmp_path: Path):
+    """Each of them does, because a disk of its own has to be cleared as well."""
+    folder = tmp_path / "saved" / ".incomplete.ep0-ba2"
+    with ThreadPoolExecutor(4) as nodes:
+        for _ in range(100):
+            list(nodes.map(write._clear, [folder] * 4))
+            assert folder.is_dir()
+            (folder / "left").touch()
+    assert [file.name for file in folder.iterdir()] == ["left"]
+
+
+def test_nodes_of_one_disk_write_the_same_checksums(tmp_path: Path):
+    (tmp_path / "__0_0.distcp").write_bytes(b"values")
+    found = []
+    for _ in range(2):
+        write.write_checksums(tmp_path)
+        found.append((tmp_path / CHECKSUMS).read_text())
+    assert found[0] == found[1]
+    assert json.loads(found[0])["files"] == {"__0_0.distcp": 6}
