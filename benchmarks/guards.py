@@ -10,14 +10,12 @@ Goal: ratio <= 1.01.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import shapes
 import torch
-from monitor import Trainee, emit_cost
+from monitor import Trainee, emit_cost, run
 
 from composer_fsdp2.trainer.microbatching import train_batch
 
@@ -47,19 +45,5 @@ def measure(peer: str, pairs: int, warmup: int) -> None:
     emit_cost("guards", peer, step, theirs, pairs, warmup)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--peer", choices=["on", "off"], default="on")
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--warmup", type=int, default=4)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.set_flush_denormal(True)
-    with shapes.fake_group(2):
-        measure(options.peer, options.pairs, options.warmup)
-
-
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

@@ -104,9 +104,10 @@ def measure(peer: str, pairs: int, warmup: int) -> None:
     emit_cost("monitor", peer, ours, trainee, pairs, warmup)
 
 
-def main() -> None:
+def run(measure: Callable[[str, int, int], None], description: str | None) -> None:
+    """The command of a figure of this kind."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peer", choices=["on", "off"], default="on")
     parser.add_argument("--pairs", type=int, default=300)
@@ -119,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, __doc__)

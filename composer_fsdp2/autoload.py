@@ -9,14 +9,12 @@ imported. A config without `parallelism_config` goes the way it always did.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
 
 __all__ = ["watch_for_evaluation"]
 
@@ -52,20 +50,9 @@ class _Extending(Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        from composer_fsdp2.trainer import patches
+
         if module.__spec__ is not None:
             module.__spec__.loader = module.__loader__ = self._loader
         self._loader.exec_module(module)
-        extended: Any = module
-        extended.evaluate = _installing(extended.evaluate)
-
-
-def _installing(evaluate: Any) -> Any:
-    @functools.wraps(evaluate)
-    def call(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        if "parallelism_config" in cfg:
-            from composer_fsdp2.trainer.patches import install
-
-            install()
-        return evaluate(cfg, *args, **kwargs)
-
-    return call
+        patches.ask_for_install(module)

@@ -10,7 +10,8 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from tests.models import VOCAB, WIDTH, Block, TinyLM
+from tests import models
+from tests.models import WIDTH, Block, TinyLM
 
 EXPERTS = 4
 
@@ -55,15 +56,7 @@ def choose(model: nn.Module, chosen: list[int]) -> None:
             module.chosen = chosen  # pyright: ignore[reportAttributeAccessIssue]
 
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 12,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "num_experts_per_tok": 1,
-}
+SIZES = {**models.SIZES, "num_experts_per_tok": 1}
 
 
 def _mixtral() -> nn.Module:

@@ -61,14 +61,14 @@ TIES = (
 class TinyLM(nn.Module):
     """Embedding, blocks, norm, head; `tie` chooses what is shared."""
 
-    def __init__(self, tie: str = "none", layers: int = 3) -> None:
+    def __init__(self, tie: str = "none", layers: int = 3, width: int = WIDTH) -> None:
         super().__init__()
         kind = SharedBlock if tie == "all layers" else Block
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(kind() for _ in range(layers))
-        self.extra = TwoNames() if tie == "inside one module" else nn.Identity()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.embed = nn.Embedding(VOCAB, width)
+        self.blocks = nn.ModuleList(kind(width) for _ in range(layers))
+        self.extra = TwoNames(width) if tie == "inside one module" else nn.Identity()
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
         self.last = self.blocks[0] if tie == "module registered twice" else nn.Identity()
         if tie == "two modules":
             self.head.weight = self.embed.weight
@@ -140,16 +140,18 @@ def batches(
     return [(step[0], step[1]) for step in data]
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 12,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+"""of a Hugging Face language model, by their names there"""
+
+
 def llama_config(tied: bool = True, **changes: Any) -> LlamaConfig:
     """Two layers; `changes` are other arguments of the configuration."""
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 12,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 16,
-        "tie_word_embeddings": tied,
-    }
-    return LlamaConfig(**{**shape, **changes})
+    own = {"max_position_embeddings": 16, "tie_word_embeddings": tied}
+    return LlamaConfig(**{**SIZES, **own, **changes})

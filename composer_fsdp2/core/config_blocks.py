@@ -145,13 +145,19 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def _has_fields(spec: type[Any], key: str, value: Any, errors: list[str]) -> bool:
+    """Whether there are fields to check, and not `true` or `false`, or something wrong."""
+    if isinstance(value, spec):
+        return True
+    if not isinstance(value, bool):
+        keys = ", ".join(field.name for field in dataclasses.fields(spec))
+        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
+    return False
+
+
 def check_activation(key: str, value: Any, errors: list[str]) -> None:
     """Checks every field, and that they can hold together."""
-    if isinstance(value, bool):
-        return
-    if not isinstance(value, ActivationSpec):
-        keys = ", ".join(f.name for f in dataclasses.fields(ActivationSpec))
-        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
+    if not _has_fields(ActivationSpec, key, value, errors):
         return
     _check_choice(key, value, errors)
     if value.every is not None and not is_count(value.every):
@@ -214,11 +220,7 @@ def _check_patterns(key: str, patterns: Any, errors: list[str]) -> None:
 
 def check_compile(key: str, value: Any, errors: list[str]) -> None:
     """Checks every field; torch knows which backends and modes there are."""
-    if isinstance(value, bool):
-        return
-    if not isinstance(value, CompileSpec):
-        keys = ", ".join(f.name for f in dataclasses.fields(CompileSpec))
-        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
+    if not _has_fields(CompileSpec, key, value, errors):
         return
     if not is_string(value.backend):
         errors.append(wrong(f"{key}.backend", value.backend, "the name of a backend"))
@@ -231,11 +233,7 @@ def check_compile(key: str, value: Any, errors: list[str]) -> None:
 
 def check_float8(key: str, value: Any, errors: list[str]) -> None:
     """Checks every field."""
-    if isinstance(value, bool):
-        return
-    if not isinstance(value, Float8Spec):
-        keys = ", ".join(f.name for f in dataclasses.fields(Float8Spec))
-        errors.append(f"{wrong(key, value, 'true, false or a mapping')} Its keys are {keys}.")
+    if not _has_fields(Float8Spec, key, value, errors):
         return
     if value.recipe not in _RECIPES:
         errors.append(wrong(f"{key}.recipe", value.recipe, " or ".join(_RECIPES)))

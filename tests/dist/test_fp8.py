@@ -11,56 +11,27 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from composer_fsdp2 import ConfigError, PlanError, prepare_fully_shard, summon_full_params
-from tests.models import batches, lm_loss
+from tests.models import TinyLM, batches, lm_loss
 from tests.parity import assert_same_values
 from tests.traffic import Bytes
 
 float8 = pytest.importorskip("torchao.float8")
 PRELOAD = ("torchao.float8",)
 
-WIDTH = 32
 LAYERS = [f"blocks.{block}.{part}" for block in range(2) for part in ("up", "down")]
+MODEL = partial(TinyLM, layers=2, width=32)
 EMULATED = {"emulate": True, "names": ["blocks.*.up", "blocks.*.down"]}
 GATHERED = {**EMULATED, "all_gather": True}
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(17, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
-        self.head = nn.Linear(width, 17, bias=False)
-
-    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return isinstance(module, Block)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def _model() -> Model:
+def _model() -> TinyLM:
     torch.manual_seed(0)
-    return Model()
+    return MODEL()
 
 
-def _alone(recipe: str = "tensorwise") -> Model:
+def _alone(recipe: str = "tensorwise") -> TinyLM:
     """Unsharded, converted by torchao itself."""
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
     object.__setattr__(config, "emulate", True)
@@ -161,23 +132,24 @@ def test_what_is_written_into_the_weights_is_computed_with():
 KEEPS_FP32 = {"keep_fp32": ["blocks.0.up"], "mixed_precision": {"param_dtype": "bf16"}}
 
 
-class _Tied(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[1].up.weight = self.blocks[0].up.weight
+def _tied() -> TinyLM:
+    model = MODEL()
+    first, second = model.blocks
+    second.up.weight = first.up.weight
+    return model
 
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("make", "fp8", "config", "said"),
     [
-        (Model, {"emulate": True}, {}, "no linear layer was chosen"),
-        (Model, {"emulate": True, "names": ["block.*"]}, {}, "matches no module name"),
-        (Model, {"emulate": True, "names": ["head"]}, {}, r"\(17, 32\), where both have to be"),
-        (partial(Model, 24), EMULATED, {}, "multiples of 16"),
-        (_Tied, EMULATED, {}, "its weight is also used elsewhere"),
-        (Model, EMULATED, KEEPS_FP32, r"of its own kind \(fp32\)"),
-        (Model, GATHERED, {"reshard_after_forward": 2}, "no second, smaller gather"),
+        (MODEL, {"emulate": True}, {}, "no linear layer was chosen"),
+        (MODEL, {"emulate": True, "names": ["block.*"]}, {}, "matches no module name"),
+        (MODEL, {"emulate": True, "names": ["head"]}, {}, r"\(17, 32\), where both have to be"),
+        (partial(MODEL, width=24), EMULATED, {}, "multiples of 16"),
+        (_tied, EMULATED, {}, "its weight is also used elsewhere"),
+        (MODEL, EMULATED, KEEPS_FP32, r"of its own kind \(fp32\)"),
+        (MODEL, GATHERED, {"reshard_after_forward": 2}, "no second, smaller gather"),
     ],
 )
 def test_layers_that_cannot_are_refused(
