@@ -27,6 +27,7 @@ WRITTEN = (
     "wrap_policy: {max_unit_bytes: 1GB}",
     "cpu_offload: {pin_memory: 1}",
     "tiled_mlp: {shards: 1}",
+    "chunked_loss: {chunks: 1}",
     "compile: inductor",
     "compile: {blocks: false}",
     "compile: true, tiled_mlp: {shards: 4}",

@@ -12,15 +12,18 @@ import torch
 
 from composer_fsdp2.core.config_blocks import (
     ActivationSpec,
+    ChunkingSpec,
     CompileSpec,
     Float8Spec,
     TilingSpec,
     check_activation,
     check_block_combinations,
+    check_chunking,
     check_compile,
     check_float8,
     check_tiling,
     parse_activation,
+    parse_chunking,
     parse_compile,
     parse_float8,
     parse_tiling,
@@ -215,6 +218,8 @@ class FSDP2Config:
     """`torch.compile` of each FSDP block"""
     tiled_mlp: TilingSpec | None = None
     """runs MLPs on one part of the sequence after the other"""
+    chunked_loss: ChunkingSpec | None = None
+    """runs head and loss on one part of the tokens after the other"""
     fp8: bool | Float8Spec = False
     """linear layers of blocks multiply in fp8, by torchao"""
     cpu_offload: bool | CPUOffload = False
@@ -573,6 +578,7 @@ _FIELDS: Mapping[str, tuple[_Parse, _Check]] = {
     "activation_cpu_offload": (_as_is, check_bool),
     "compile": (parse_compile, check_compile),
     "tiled_mlp": (parse_tiling, check_tiling),
+    "chunked_loss": (parse_chunking, check_chunking),
     "fp8": (parse_float8, check_float8),
     "cpu_offload": (_parse_offload, _check_offload),
     "communication": (_parse_communication, _check_communication),

@@ -20,15 +20,18 @@ from composer_fsdp2.core.mistakes import (
 
 __all__ = [
     "ActivationSpec",
+    "ChunkingSpec",
     "CompileSpec",
     "Float8Spec",
     "TilingSpec",
     "check_activation",
     "check_block_combinations",
+    "check_chunking",
     "check_compile",
     "check_float8",
     "check_tiling",
     "parse_activation",
+    "parse_chunking",
     "parse_compile",
     "parse_float8",
     "parse_tiling",
@@ -87,6 +90,16 @@ class TilingSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingSpec:
+    """A head and its loss on one part of the tokens after the other."""
+
+    chunks: int
+    """number of parts"""
+    names: tuple[str, ...] = ()
+    """which heads; those the model names, and modules called lm_head, when empty"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Float8Spec:
     """Linear layers that multiply in fp8, by torchao."""
 
@@ -130,6 +143,13 @@ def parse_tiling(key: str, raw: Any, errors: list[str]) -> Any:
     """Null, or a mapping."""
     return (
         _parse(TilingSpec, key, {"shards": None, **raw}, errors) if isinstance(raw, dict) else raw
+    )
+
+
+def parse_chunking(key: str, raw: Any, errors: list[str]) -> Any:
+    """Null, or a mapping."""
+    return (
+        _parse(ChunkingSpec, key, {"chunks": None, **raw}, errors) if isinstance(raw, dict) else raw
     )
 
 
@@ -260,6 +280,18 @@ def check_tiling(key: str, value: Any, errors: list[str]) -> None:
     _check_choice(key, value, errors)
     if not is_count(value.shards) or value.shards < 2:
         errors.append(wrong(f"{key}.shards", value.shards, "a number of parts >= 2"))
+
+
+def check_chunking(key: str, value: Any, errors: list[str]) -> None:
+    """Checks every field."""
+    if value is None:
+        return
+    if not isinstance(value, ChunkingSpec):
+        errors.append(wrong(key, value, "a mapping with chunks, names"))
+        return
+    _check_patterns(f"{key}.names", value.names, errors)
+    if not is_count(value.chunks) or value.chunks < 2:
+        errors.append(wrong(f"{key}.chunks", value.chunks, "a number of parts >= 2"))
 
 
 def check_block_combinations(values: Mapping[str, Any], errors: list[str]) -> None:

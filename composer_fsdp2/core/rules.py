@@ -26,6 +26,7 @@ __all__ = [
     "by_hf_blocks",
     "by_name",
     "ends_of_models",
+    "output_heads",
     "policy_rules",
     "root_rule",
     "with_fp32_islands",
@@ -121,7 +122,7 @@ def policy_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
         found = [module for _, module in tree.modules() if isinstance(module, nn.Embedding)]
         rules += _members(found, "embeddings", policy.embeddings, problems)
     if policy.lm_head:
-        heads = _output_heads(tree)
+        heads = output_heads(tree)
         rules += _members(heads, "lm_head", policy.lm_head, problems, role="head")
     if policy.min_num_params is not None:
         large = _large_modules(tree, policy.min_num_params, rules)
@@ -279,7 +280,7 @@ def _members(
     return [rule]
 
 
-def _output_heads(tree: ModuleTree) -> list[nn.Module]:
+def output_heads(tree: ModuleTree) -> list[nn.Module]:
     """What Hugging Face models name as their head, and modules called `lm_head`."""
     heads: dict[int, nn.Module] = {}
     for name, module in tree.modules():

@@ -120,7 +120,13 @@ _ROWS = (
     Row("ep_size", _NOT, "no expert parallelism", (1, None)),
     Row("ep_size", _UN, "experts are not spread over ranks", options=("ep_size=1",)),
     Row("apply_tiled_mlp", _NOT, "off is what is done here", _OFF),
-    Row("apply_tiled_mlp", _UN, "the MLP is not tiled", options=("apply_tiled_mlp=false",)),
+    Row(
+        "apply_tiled_mlp",
+        _R,
+        "`tiled_mlp`, with `tiled_num_shards` or ROLL's 4 as `shards`",
+        (True,),
+        {"tiled_mlp": {"shards": 4}},
+    ),
     Row("tiled_num_shards", _NOT, "speaks of the tiled MLP alone"),
     Row("model_type", _NOT, "speaks of the tiled MLP alone"),
     Row("ulysses_size", _NOT, "no sequence is split", (1, None)),
@@ -140,6 +146,9 @@ def _finish(context: Context) -> None:
     size = context.entries.get("fsdp_size")
     if size is not None and size.becomes and size.value == context.world_size:
         size.become(_C, "all ranks share one copy", **{_SHARD: size.value})
+    tiled, shards = context.entries.get("apply_tiled_mlp"), context.entries.get("tiled_num_shards")
+    if tiled is not None and tiled.becomes and shards is not None:
+        tiled.become(_R, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards.value})
     missing = {name: dtype for name, dtype in _DEFAULTS.items() if name not in context.entries}
     if missing:
         context.add("the default of ROLL, written out", mixed_precision=missing)

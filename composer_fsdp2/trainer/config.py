@@ -58,6 +58,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     activation_checkpointing: Any = False
     compile: Any = False
     tiled_mlp: Any = None
+    chunked_loss: Any = None
     fp8: Any = False
     cpu_offload: bool | CPUOffload = False
     communication: Communication = dataclasses.field(default_factory=Communication)

@@ -31,6 +31,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
 from composer_fsdp2.core.accumulate import Accumulation
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
+from composer_fsdp2.core.chunking import ChunkingPlan, apply_chunking, kept_for_loss, plan_chunking
 from composer_fsdp2.core.collectives import agree, installation
 from composer_fsdp2.core.communication import apply_communication, check_communication
 from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
@@ -184,6 +185,7 @@ class _Decided:
     activation: ActivationPlan | None
     compiled: CompilePlan | None
     tiled: TilingPlan | None
+    chunked: ChunkingPlan | None
     fp8: Float8Plan | None
     forward_methods: list[tuple[str, str]]
     optimizer: torch.optim.Optimizer | None
@@ -209,6 +211,7 @@ class _Decided:
             "activation plan": str(self.activation),
             "plan of compiled blocks": str(self.compiled),
             "plan of tiles": str(self.tiled),
+            "plan of the loss in chunks": str(self.chunked),
             "plan of fp8 layers": str(self.fp8),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
@@ -264,6 +267,9 @@ def _decide(
     compute = _compute_dtype(precision, place)
     optional = _optional(tree, settings)
     plan = _plan(model, tree, settings, shape, compute, optional)
+    chunked = _plan_chunking(model, settings)
+    if chunked is not None:
+        plan = kept_for_loss(plan, chunked)
     blocks = plan
     if optional and (settings.activation_checkpointing or settings.compile):
         # A block of a tower is one, whatever unit its parameters are in.
@@ -285,6 +291,7 @@ def _decide(
         activation=_plan_activation(model, settings, blocks),
         compiled=_plan_compile(settings, blocks),
         tiled=_plan_tiling(model, settings, plan),
+        chunked=chunked,
         fp8=_plan_float8(tree, settings, plan, shape, device_type),
         forward_methods=methods,
         optimizer=optimizer,
@@ -388,6 +395,10 @@ def _plan_tiling(model: nn.Module, settings: FSDP2Config, plan: WrapPlan) -> Til
     return plan_tiling(model, settings.tiled_mlp, units=units)
 
 
+def _plan_chunking(model: nn.Module, settings: FSDP2Config) -> ChunkingPlan | None:
+    return settings.chunked_loss and plan_chunking(model, settings.chunked_loss)
+
+
 def _plan_float8(
     tree: ModuleTree, settings: FSDP2Config, plan: WrapPlan, shape: MeshShape, device_type: str
 ) -> Float8Plan | None:
@@ -448,21 +459,14 @@ def _carry_out(
     """Changes the model and its optimizer as decided. Collective: yes."""
     if decided.settings.verbose and distributed.get_rank() == 0:
         activation = decided.activation or "activations: kept"
-        inside = (activation, decided.tiled, decided.fp8, decided.compiled)
+        inside = (activation, decided.tiled, decided.chunked, decided.fp8, decided.compiled)
         _show("\n".join(str(part) for part in (decided.plan, *inside) if part is not None))
     detached = None
     if decided.optimizer is not None:
         detached = detach_optimizer(decided.optimizer, decided.tree)
     # Nothing may hold the full parameters while the units are sharded one after another.
     decided.tree = ModuleTree()
-    if decided.tiled is not None:
-        apply_tiling(model, decided.tiled)
-    if decided.fp8 is not None:
-        apply_float8(model, decided.fp8)
-    if decided.activation is not None:
-        apply_activation(model, decided.activation)
-    if decided.compiled is not None:
-        apply_compile(model, decided.compiled)
+    _change_modules(model, decided)
     mesh = decided.mesh or build_mesh(decided.shape, decided.device_type)
     offload = decided.settings.cpu_offload
     with preparing_fast():
@@ -499,6 +503,20 @@ def _carry_out(
     )
     setattr(model, _SHARDING, sharding)
     return units
+
+
+def _change_modules(model: nn.Module, decided: _Decided) -> None:
+    """What comes before sharding, in the order in which it must be."""
+    if decided.tiled is not None:
+        apply_tiling(model, decided.tiled)
+    if decided.chunked is not None:
+        apply_chunking(model, decided.chunked)
+    if decided.fp8 is not None:
+        apply_float8(model, decided.fp8)
+    if decided.activation is not None:
+        apply_activation(model, decided.activation)
+    if decided.compiled is not None:
+        apply_compile(model, decided.compiled)
 
 
 def _with_unused(plan: WrapPlan, settings: FSDP2Config, optional: list[str]) -> list[str]:

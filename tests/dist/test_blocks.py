@@ -371,3 +371,41 @@ def test_what_cannot_be_cut(config: dict[str, Any], said: str):
     settings = {"tiled_mlp": {"shards": 2, **config}, "wrap_policy": policy}
     with pytest.raises(PlanError, match=said):
         prepare_fully_shard(TinyLM(), None, settings)
+
+
+# --- Head and loss in chunks. ---
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"reshard_after_forward": True},
+        {"activation_checkpointing": True, "backward_prefetch": 1},
+    ],
+)
+@pytest.mark.world_size(2)
+def test_chunks_train_like_the_whole_and_gather_nothing_more(config: dict[str, Any], tied: bool):
+    def make() -> nn.Module:
+        return LlamaForCausalLM(llama_config(tied, use_cache=False))
+
+    counted = []
+    if not tied:
+        config = {**config, "wrap_policy": {"names": ["lm_head", "model.layers.*"]}}
+    for chunks in ({}, {"chunked_loss": {"chunks": 3}}):
+        model = check_parity(make, {**config, **chunks}, "adamw", Recipe(steps=5))
+        with Bytes() as traffic:
+            model_loss(model, batches(1, 4)[0]).backward()
+        counted.append(traffic)
+    whole, cut = counted
+    assert cut.reduced == whole.reduced
+    assert cut.gathered.total() <= whole.gathered.total()
+
+
+@pytest.mark.world_size(2)
+def test_what_reads_logits_is_an_error_in_the_first_step():
+    model = sharded({"chunked_loss": {"chunks": 2}}, llama)
+    ids, _ = batches(1, 4)[0]
+    with pytest.raises(PlanError, match=r"log_softmax was asked of the logits of 'lm_head'"):
+        model(ids).logits.log_softmax(-1)

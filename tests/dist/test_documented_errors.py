@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from composer.models import ComposerModel
 from composer.utils.parallelism import FSDPConfig
 from torch import distributed as dist
@@ -26,7 +27,7 @@ from composer_fsdp2.migrate.engine import migrate
 from composer_fsdp2.trainer import exporting, patches
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
-from tests.models import TinyComposer, TinyLM, batches, llama_config
+from tests.models import WIDTH, TinyComposer, TinyLM, batches, llama_config
 from tests.training import built, samples_of, trainer_for
 
 PAGE = Path(__file__).parents[2] / "MIGRATION.md"
@@ -58,6 +59,22 @@ def one_memory_in_two_groups() -> None:
     rest = [param for name, param in model.named_parameters() if name != "head.weight"]
     groups = [{"params": rest}, {"params": [model.head.weight]}]
     prepare(model, optimizer=torch.optim.SGD(groups, lr=0.1))
+
+
+def chunked() -> TinyLM:
+    model = TinyLM()
+    prepare_fully_shard(model, None, {"chunked_loss": {"chunks": 2, "names": ["head"]}})
+    return model
+
+
+def chunked_logits() -> torch.Tensor:
+    return chunked()(batches(1, 2)[0][0])
+
+
+def two_losses(logits: torch.Tensor) -> torch.Tensor:
+    targets = torch.zeros(len(logits), dtype=torch.long)
+    F.cross_entropy(logits, targets).backward()
+    return F.cross_entropy(logits, targets + 1)
 
 
 def tensor_hook() -> None:
@@ -255,6 +272,17 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     ),
     "tiled_mlp is on, but no module is called": lambda _: prepare(
         TinyLM(), {"tiled_mlp": {"shards": 2}}
+    ),
+    "chunked_loss is on, but the model names no output head": lambda _: prepare(
+        TinyLM(), {"chunked_loss": {"chunks": 2}}
+    ),
+    "inside the head": lambda _: prepare(
+        TinyLM(), {"chunked_loss": {"chunks": 2, "names": ["blocks"]}}
+    ),
+    "was asked of the logits of": lambda _: chunked_logits().softmax(-1),
+    "Another loss of the logits of": lambda _: two_losses(chunked_logits().flatten(0, 1)),
+    "is not called with the hidden states as its first argument": lambda _: chunked().head(
+        input=torch.ones(1, 2, WIDTH)
     ),
     "was chosen for tiled_mlp, but": lambda _: prepare(
         TinyLM(), {"tiled_mlp": {"shards": 2, "names": ["blocks"]}}

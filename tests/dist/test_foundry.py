@@ -113,6 +113,20 @@ def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
     same(found, plain)
 
 
+@pytest.mark.parametrize("model", ["mpt", "llama", "llama-tied"])
+def test_the_loss_in_chunks(model: str, ranks, assets):
+    """With the metrics of training, which read logits, and an evaluation."""
+    kind = {} if model == "mpt" else llama(assets, model)
+    evaluated = {"eval_interval": "2ba", "eval_loader": loader_of(assets, "val")}
+    chunks = {"parallelism_config": {"fsdp2": {"chunked_loss": {"chunks": 3}}}}
+    (alone,) = ranks(1, tell, run_of(assets, kind, evaluated))
+    found, _ = ranks(2, tell, run_of(assets, kind, evaluated, chunks))
+    same(found, alone)
+    for name in ("LanguageCrossEntropy", "LanguagePerplexity", "TokenAccuracy"):
+        reported = alone.logged[f"metrics/train/{name}"]
+        assert found.logged[f"metrics/train/{name}"] == pytest.approx(reported, rel=TOLERANCE)
+
+
 # --- How long. ---
 
 

@@ -24,7 +24,13 @@ from composer_fsdp2.core.config import (
     parse_unit_settings,
     plain,
 )
-from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec, Float8Spec, TilingSpec
+from composer_fsdp2.core.config_blocks import (
+    ActivationSpec,
+    ChunkingSpec,
+    CompileSpec,
+    Float8Spec,
+    TilingSpec,
+)
 from composer_fsdp2.errors import ConfigError
 
 KEYS = [f.name for f in dataclasses.fields(FSDP2Config)]
@@ -55,6 +61,7 @@ GOOD = {
     "activation_cpu_offload": [True, False],
     "compile": [True, False, CompileSpec(), CompileSpec(backend="eager", dynamic=True)],
     "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
+    "chunked_loss": [None, ChunkingSpec(chunks=2), ChunkingSpec(chunks=8, names=("head",))],
     "fp8": [
         True,
         False,
@@ -117,6 +124,12 @@ BAD = {
         True,
         *(TilingSpec(shards=shards) for shards in (1, 0, 2.5, None, True)),
         TilingSpec(shards=2, names=(1,)),
+    ],
+    "chunked_loss": [
+        8,
+        True,
+        *(ChunkingSpec(chunks=chunks) for chunks in (1, 0, 2.5, None, True)),
+        ChunkingSpec(chunks=2, names=(1,)),
     ],
     "fp8": [
         "tensorwise",
@@ -623,6 +636,8 @@ def test_forms_of_the_settings_of_blocks():
         ({"tiled_mlp": {"shards": 2}, "compile": True}, "'tiled_mlp' and 'compile' are both set"),
         ({"tiled_mlp": {}}, "'tiled_mlp.shards' is None"),
         ({"tiled_mlp": {"shard": 2}}, "Did you mean 'shards'"),
+        ({"chunked_loss": {}}, "'chunked_loss.chunks' is None"),
+        ({"chunked_loss": {"chunk": 2}}, "Did you mean 'chunks'"),
         ({"fp8": {"allgather": True}}, "Did you mean 'all_gather'"),
         ({"fp8": {"recipe": "rowwise", "all_gather": True}}, "one scale for the whole weight"),
         ({"fp8": True, "tiled_mlp": {"shards": 2}}, "'fp8' and 'tiled_mlp' are both set"),

@@ -158,7 +158,7 @@ STRATEGY = [
     ("ep_size", 1, NOT, {}),
     ("ep_size", 4, UN, {}),
     ("apply_tiled_mlp", False, NOT, {}),
-    ("apply_tiled_mlp", True, UN, {}),
+    ("apply_tiled_mlp", True, R, {"tiled_mlp": {"shards": 4}}),
     ("tiled_num_shards", 4, NOT, {}),
     ("model_type", "qwen3", NOT, {}),
     ("ulysses_size", 1, NOT, {}),
@@ -308,6 +308,13 @@ def test_roll(key, value, status, becomes):
         becomes = entry.settings
     both = {"mixed_precision": default | given}
     check(report, ROLL, entry.key, status, becomes, both)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_roll_says_in_two_keys_how_many_tiles(on):
+    report = migrate_data({"strategy_config": {"apply_tiled_mlp": on, "tiled_num_shards": 8}})
+    settings = entry_of(report, "strategy_config.apply_tiled_mlp").settings
+    assert settings == ({"tiled_mlp": {"shards": 8}} if on else {})
 
 
 @pytest.mark.parametrize(("key", "value", "status"), MODEL_ARGS)
