@@ -12,7 +12,8 @@ replicas their shards are all-reduced once. All of that happens in each of `micr
 what `gradient_sync` puts off to the last one: with `last` the reductions, and gathers of units that
 keep their parameters anyway; with `reduce_scatter_only` the all-reduce.
 
-Goal: ratio <= 1.005 in every case.
+Goal: ratio <= 1.005 in every case. `--over composer` prints instead what a case sends over what
+Composer's own `prepare_fully_shard` sends for the same microbatches, all of which it reduces.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -250,19 +251,35 @@ def _step_hand(model: nn.Module, tokens: torch.Tensor, case: Case) -> None:
     shapes.accumulate_by_hand(model, [tokens] * case.microbatches, case.sync, kept=kept)
 
 
-PEERS = {"ours": _shard_ours, "hand": _shard_hand}
-STEPS = {"ours": _step_ours, "hand": _step_hand}
+def _shard_composer(model: nn.Module, case: Case, world: int) -> Sequence[Any]:
+    units = _units_by_hand(model, case.classes, True)
+    shapes.shard_by_composer(model, case.classes, _mesh_by_hand(case, world))
+    return units
 
 
-def measure_all(names: Sequence[str], peer: str, backend: str) -> None:
+PEERS = {"ours": _shard_ours, "hand": _shard_hand, "composer": _shard_composer}
+STEPS = {"ours": _step_ours, "hand": _step_hand, "composer": _step_hand}
+
+
+def measure_all(names: Sequence[str], peer: str, backend: str, over: str | None) -> None:
     """Counts several cases in one process group: starting ranks costs more than the steps."""
     for name in names:
-        measure(name, peer, backend)
+        seen, least = _counted(CASES[name], peer)
+        if over is not None:
+            other, _ = _counted(CASES[name], over)
+        if dist.get_rank() > 0:
+            continue
+        if over is None:
+            _report(name, peer, backend, seen, least)
+        else:
+            _report_over(name, peer, backend, seen, over, other)
 
 
-def measure(name: str, peer: str, backend: str) -> None:
-    """Counts one case in a process group that exists and prints its line."""
-    case, world = CASES[name], dist.get_world_size()
+def _counted(case: Case, peer: str) -> tuple[Traffic, Traffic]:
+    """What one step sends, and the least that it could, in a process group that exists."""
+    world = dist.get_world_size()
+    if peer == "composer":
+        case = replace(case, sync="every")  # it knows no other
     torch.manual_seed(0)
     model = case.build()
     twin = case.build()
@@ -275,11 +292,28 @@ def measure(name: str, peer: str, backend: str) -> None:
         with CountTraffic() as counter:
             STEPS[peer](model, tokens, case)
         model.zero_grad()
-    if dist.get_rank() == 0:
-        _report(name, peer, backend, world, counter.traffic, least)
+    return counter.traffic, least
 
 
-def _report(name: str, peer: str, backend: str, world: int, seen: Traffic, least: Traffic) -> None:
+def _report_over(
+    name: str, peer: str, backend: str, seen: Traffic, over: str, other: Traffic
+) -> None:
+    value = {
+        "case": name,
+        "peer": peer,
+        "over": over,
+        "backend": backend,
+        "ranks": dist.get_world_size(),
+        "wire_ratio": seen.wire / other.wire,
+        "reduced_ratio": seen.reduced / other.reduced,
+        "wire_bytes": [round(seen.wire), round(other.wire)],
+        "reduced_bytes": [seen.reduced, other.reduced],
+        "calls": [dict(seen.calls), dict(other.calls)],
+    }
+    shapes.emit("comm_over", value)
+
+
+def _report(name: str, peer: str, backend: str, seen: Traffic, least: Traffic) -> None:
     pairs = {
         "wire": (seen.wire, least.wire),
         "gathered": (seen.gathered, least.gathered),
@@ -290,7 +324,7 @@ def _report(name: str, peer: str, backend: str, world: int, seen: Traffic, least
         "case": name,
         "peer": peer,
         "backend": backend,
-        "ranks": world,
+        "ranks": dist.get_world_size(),
         # The worst kind counts: a gather too many must not hide behind a reduction too few.
         "ratio": max(actual / best for actual, best in pairs.values() if best or actual),
         **{f"{kind}_bytes": [round(a), round(b)] for kind, (a, b) in pairs.items()},
@@ -307,15 +341,16 @@ def main() -> None:
     parser.add_argument("--case", choices=["all", *CASES], default="all")
     parser.add_argument("--backend", choices=["fake", "gloo"], default="fake")
     parser.add_argument("--peer", choices=list(PEERS), default="ours")
+    parser.add_argument("--over", choices=list(PEERS))
     options = parser.parse_args()
     names = list(CASES) if options.case == "all" else [options.case]
     if options.backend == "fake":
         with shapes.fake_group(8):
-            measure_all(names, options.peer, "fake")
+            measure_all(names, options.peer, "fake", options.over)
         return
     for ranks in sorted({CASES[name].gloo_ranks for name in names}):
         together = [name for name in names if CASES[name].gloo_ranks == ranks]
-        shapes.run_ranks(measure_all, ranks, together, options.peer, "gloo")
+        shapes.run_ranks(measure_all, ranks, together, options.peer, "gloo", options.over)
 
 
 if __name__ == "__main__":

@@ -55,22 +55,10 @@ def _drop_in(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> No
     shapes.prepare(model, classes, unused_parameters=False)  # experts stay units
 
 
-def _composer(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> None:
-    """Composer's own function; it asks the modules themselves which of them to wrap."""
-    from composer.core import Precision
-    from composer.distributed.fsdp2 import prepare_fully_shard
-    from composer.utils.parallelism import FSDP2Config
-
-    for module in model.modules():
-        module._fsdp_wrap = type(module).__name__ in classes
-    config = FSDP2Config(device_mesh=mesh, reshard_after_forward=True)
-    prepare_fully_shard(model, config, Precision.FP32)
-
-
 PEERS: dict[str, Prepare] = {
     "ours": _ours,
     "drop_in": _drop_in,
-    "composer": _composer,
+    "composer": shapes.shard_by_composer,
     "hand": shapes.shard_by_hand,
 }
 

@@ -316,6 +316,23 @@ def accumulate(model: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tens
     return loss
 
 
+def shard_by_composer(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> None:
+    """Composer's own function; it asks the modules themselves which of them to wrap.
+
+    The model is the child of a holder, as of a ComposerModel: nothing would own the rest otherwise.
+    """
+    from composer.core import Precision
+    from composer.distributed.fsdp2 import prepare_fully_shard
+    from composer.utils.parallelism import FSDP2Config
+
+    for module in model.modules():
+        module._fsdp_wrap = module is model or type(module).__name__ in classes
+    holder = nn.Module()
+    holder.model = model
+    config = FSDP2Config(device_mesh=mesh, reshard_after_forward=True)
+    prepare_fully_shard(holder, config, Precision.FP32)
+
+
 def accumulate_by_hand(
     model: nn.Module, microbatches: list[torch.Tensor], sync: str = "every", *, kept: bool = False
 ) -> torch.Tensor:

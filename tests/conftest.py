@@ -58,10 +58,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _let_threads_finish() -> None:
-    """A thread that is woken waits until another one pauses. All processes of the session inherit it.
+    """A thread that is woken waits until another pauses; every process started here inherits it.
 
-    Gloo's threads wake each other while they hold a lock; where ranks outnumber cores, the woken one
-    would take the core only to wait for that lock, and a collective cost five times as much.
+    Gloo's threads wake each other while they hold a lock. Where ranks outnumber cores, the woken
+    one takes the core only to wait for that lock, and a collective costs five times as much.
     """
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -130,7 +130,8 @@ class _Deferring:
             return self.whole(*args, **kwargs)
         if not args or args[0] is not hidden:
             raise PlanError(_called_otherwise(self.name))
-        return ChunkedLogits(_Call.of(self, hidden, args[1:], kwargs), hidden)
+        # In one piece, so that rows are found again by where they are.
+        return ChunkedLogits(_Call.of(self, hidden, args[1:], kwargs), hidden.contiguous())
 
 
 def _called_otherwise(head: str) -> str:

@@ -324,8 +324,9 @@ def test_tiles_train_like_the_whole_and_gather_nothing_more(recompute: bool):
 
 
 @pytest.mark.world_size(2)
-def test_tiles_of_low_precision():
-    config = {"mixed_precision": BF16, "tiled_mlp": {"shards": 2}}
+@pytest.mark.parametrize("cut", [{"tiled_mlp": {"shards": 2}}, {"chunked_loss": {"chunks": 3}}])
+def test_parts_of_low_precision(cut: dict[str, Any]):
+    config = {"mixed_precision": BF16, **cut}
     found, expected = (trained(c, llama) for c in (config, {"mixed_precision": BF16}))
     difference = max((found[name] - expected[name]).abs().max().item() for name in expected)
     # Three steps of 3e-3: where a gradient's sign is rounding, Adam's step is as large as any.
@@ -383,6 +384,7 @@ def test_what_cannot_be_cut(config: dict[str, Any], said: str):
         {},
         {"reshard_after_forward": True},
         {"activation_checkpointing": True, "backward_prefetch": 1},
+        {"compile": {"backend": "eager"}, "data_parallel_replicate_degree": 2},
     ],
 )
 @pytest.mark.world_size(2)

@@ -163,9 +163,12 @@ def test_evaluation_and_generation_get_logits():
     assert type(cut.eval().logits(some_tokens())) is Tensor
 
 
-def test_metrics_of_training_read_what_the_loss_computed():
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_metrics_of_training_read_what_the_loss_computed(in_one_piece):
     torch.manual_seed(0)
     model = Model()
+    if not in_one_piece:
+        model.embedding.register_forward_hook(lambda _m, _i, out: out.mT.contiguous().mT)
     expected = model.logits(some_tokens())
     labels = torch.roll(some_tokens(), -1)
     logits = chunked(model).logits(some_tokens())
