@@ -24,6 +24,7 @@ takes the `ranks` fixture instead of the mark; `ranks(n, func, *args)` returns o
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
 import tempfile
@@ -101,6 +102,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the ranks' imports overlap with the tests that need no ranks."""
     if session.config.option.collectonly:
         return
+    gc.freeze()  # thousands of tests live to the end, and no collection need look at them
     items = [item for item in session.items if _needs_ranks(item)]
     if items:
         modules = {getattr(item, "module", None) for item in items}

@@ -92,7 +92,7 @@ def start_server(extra: tuple[str, ...] = ()) -> ForkServerContext:
     The first call decides what `extra` modules it imports.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *extra])
+    context.set_forkserver_preload([*PRELOAD, *extra, "tests.frozen"])
     # The libraries read these when they are loaded, which for a forked rank is in the server.
     with mock.patch.dict(os.environ, SINGLE_THREADED):
         forkserver.ensure_running()

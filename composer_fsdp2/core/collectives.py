@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib.metadata
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -226,12 +228,21 @@ _VARIABLES = (
 
 def installation(packages: Iterable[str]) -> dict[str, str]:
     """What the ranks of a run must have in common besides the model, as facts for `agree`."""
+    found = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
+    return {
+        "set of packages": _versions(tuple(packages), tuple(sys.path)),
+        "environment": "\n".join(found),
+    }
+
+
+@functools.cache
+def _versions(packages: tuple[str, ...], path: tuple[str, ...]) -> str:
+    """As found along `path`, which is Python's: reading them takes milliseconds each."""
     versions = [f"Python {platform.python_version()}"]
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append(f"{name} {importlib.metadata.version(name)}")
-    found = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
-    return {"set of packages": "\n".join(versions), "environment": "\n".join(found)}
+    return "\n".join(versions)
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

@@ -1,0 +1,12 @@
+"""Imported last by the server that ranks are forked from: what it holds is nobody's garbage.
+
+Python's collector writes to every object that it looks at, and so copies the memory that a forked
+rank shares with the server: the first collection of a rank cost 1.4 s of CPU.
+"""
+
+from __future__ import annotations
+
+import gc
+
+gc.collect()
+gc.freeze()
