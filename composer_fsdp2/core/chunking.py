@@ -319,7 +319,9 @@ def _head_in(cls: type[ChunkedLogits], given: Any) -> str:
 
 
 def _not_there(head: str, func: Any) -> str:
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+    name = getattr(func, "__qualname__", None) or str(func)
+    if name.endswith("__get__"):
+        name = f"Tensor.{func.__self__.__name__}"
     return (
         f"{name} was asked of the logits of '{head}'. With chunked_loss they are only there a few "
         "tokens at a time, inside torch.nn.functional.cross_entropy, and whatever else reads them "
@@ -437,6 +439,8 @@ def _watched(logits: ChunkedLogits, hook: Any) -> Any:
     return logits._call.token.register_hook(hook)
 
 
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "_base")
+
 _FACTS = {
     Tensor.size,
     Tensor.dim,
@@ -445,10 +449,7 @@ _FACTS = {
     Tensor._is_view,
     torch.is_floating_point,
     Tensor.__len__,
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
-    ),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
 }
 """what is known without the values"""
 

@@ -223,6 +223,12 @@ def test_whatever_else_reads_them_is_an_error(read):
         read(logits, -1)
 
 
+def test_the_error_names_an_attribute():
+    logits = chunked(Model()).logits(some_tokens())
+    with pytest.raises(PlanError, match=r"Tensor\.data was asked of the logits of 'lm_head'"):
+        logits.data.sum()
+
+
 def test_what_watches_for_gradients_hears_before_the_first_chunk():
     """So FSDP has the weights of the head, and fetches those before it, while chunks compute."""
     model, order = chunked(Model()), []
