@@ -122,6 +122,7 @@ class _Deferring:
     whole: Callable[..., Any]
     chunks: int
 
+    @torch.compiler.disable  # a compiler could not see when the loss comes
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
         if hidden is None or not (
