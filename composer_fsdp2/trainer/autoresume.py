@@ -76,7 +76,8 @@ def warn_of_shared_store() -> None:
         warnings.warn(
             f"torchrun may start the ranks again {restarts} times, but lets all attempts share one "
             "store. Ranks then look for each other where those of the last attempt were, and hang "
-            "or fail. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started.",
+            "or fail. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started, and "
+            "start it with --rdzv-backend=c10d or --standalone: its default does not look at that.",
             stacklevel=2,
         )
 
