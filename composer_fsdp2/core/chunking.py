@@ -11,6 +11,7 @@ gradients of the chunks before FSDP sees them. A gradient is a sum of sums, whic
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -106,11 +107,28 @@ def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:
     """Lets the heads of the plan leave their logits to the loss, in place.
 
     Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation gets
-    the logits themselves. An embedding that is the head as well goes on looking up tokens.
+    the logits themselves. An embedding that is the head as well goes on looking up tokens. A model
+    whose first forward in training calls no head is told of in a warning.
     """
+    heads: list[_Deferring] = []
     for name in plan.heads:
         module = model.get_submodule(name)
-        module.forward = _Deferring(name, module, module.forward, plan.chunks)
+        heads.append(_Deferring(name, module, module.forward, plan.chunks))
+        module.forward = heads[-1]
+
+    def look(module: nn.Module, _inputs: object, _output: object) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        handle.remove()
+        if not any(head.called for head in heads):
+            warnings.warn(
+                f"chunked_loss has no effect: the model computes its loss without calling "
+                f"{' or '.join(repr(name) for name in plan.heads)}. A loss that reads the weight "
+                "of the head itself is in parts already. Take chunked_loss out, or that loss.",
+                stacklevel=2,
+            )
+
+    handle = model.register_forward_hook(look)
 
 
 @dataclass(slots=True, eq=False)
@@ -121,6 +139,8 @@ class _Deferring:
     module: nn.Module
     whole: Callable[..., Any]
     chunks: int
+    called: bool = False
+    """in training"""
 
     @torch.compiler.disable  # a compiler could not see when the loss comes
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +151,7 @@ class _Deferring:
             return self.whole(*args, **kwargs)
         if not args or args[0] is not hidden:
             raise PlanError(_called_otherwise(self.name))
+        self.called = True
         # In one piece, so that rows are found again by where they are.
         return ChunkedLogits(_Call.of(self, hidden, args[1:], kwargs), hidden.contiguous())
 
@@ -138,7 +159,8 @@ class _Deferring:
 def _called_otherwise(head: str) -> str:
     return (
         f"The head '{head}' (chunked_loss) is not called with the hidden states as its first "
-        "argument. It is not known where the tokens are. Leave chunked_loss out."
+        "argument. It is not known where the tokens are. Write the name of the output head in "
+        "chunked_loss.names, or leave chunked_loss out."
     )
 
 

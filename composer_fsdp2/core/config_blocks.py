@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -139,18 +140,15 @@ def parse_float8(key: str, raw: Any, errors: list[str]) -> Any:
     return _parse(Float8Spec, key, raw, errors) if isinstance(raw, dict) else raw
 
 
-def parse_tiling(key: str, raw: Any, errors: list[str]) -> Any:
-    """Null, or a mapping."""
-    return (
-        _parse(TilingSpec, key, {"shards": None, **raw}, errors) if isinstance(raw, dict) else raw
-    )
+def _parse_parts(
+    spec: Callable[..., Any], number: str, key: str, raw: Any, errors: list[str]
+) -> Any:
+    """Null, or a mapping that says into how many parts."""
+    return _parse(spec, key, {number: None, **raw}, errors) if isinstance(raw, dict) else raw
 
 
-def parse_chunking(key: str, raw: Any, errors: list[str]) -> Any:
-    """Null, or a mapping."""
-    return (
-        _parse(ChunkingSpec, key, {"chunks": None, **raw}, errors) if isinstance(raw, dict) else raw
-    )
+parse_tiling = functools.partial(_parse_parts, TilingSpec, "shards")
+parse_chunking = functools.partial(_parse_parts, ChunkingSpec, "chunks")
 
 
 def _parse(spec: Callable[..., Any], key: str, raw: Mapping[str, Any], errors: list[str]) -> Any:
@@ -270,28 +268,24 @@ def check_float8(key: str, value: Any, errors: list[str]) -> None:
 _RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
-def check_tiling(key: str, value: Any, errors: list[str]) -> None:
-    """Checks every field."""
+def _check_parts(spec: type[Any], number: str, key: str, value: Any, errors: list[str]) -> None:
+    """Checks every field of what `_parse_parts` made."""
     if value is None:
         return
-    if not isinstance(value, TilingSpec):
-        errors.append(wrong(key, value, "a mapping with shards, names, classes"))
+    fields = [field.name for field in dataclasses.fields(spec)]
+    if not isinstance(value, spec):
+        errors.append(wrong(key, value, f"a mapping with {', '.join(fields)}"))
         return
-    _check_choice(key, value, errors)
-    if not is_count(value.shards) or value.shards < 2:
-        errors.append(wrong(f"{key}.shards", value.shards, "a number of parts >= 2"))
+    for name in fields:
+        if name != number:
+            _check_patterns(f"{key}.{name}", getattr(value, name), errors)
+    count: Any = getattr(value, number)
+    if not is_count(count) or count < 2:
+        errors.append(wrong(f"{key}.{number}", count, "a number of parts >= 2"))
 
 
-def check_chunking(key: str, value: Any, errors: list[str]) -> None:
-    """Checks every field."""
-    if value is None:
-        return
-    if not isinstance(value, ChunkingSpec):
-        errors.append(wrong(key, value, "a mapping with chunks, names"))
-        return
-    _check_patterns(f"{key}.names", value.names, errors)
-    if not is_count(value.chunks) or value.chunks < 2:
-        errors.append(wrong(f"{key}.chunks", value.chunks, "a number of parts >= 2"))
+check_tiling = functools.partial(_check_parts, TilingSpec, "shards")
+check_chunking = functools.partial(_check_parts, ChunkingSpec, "chunks")
 
 
 def check_block_combinations(values: Mapping[str, Any], errors: list[str]) -> None:

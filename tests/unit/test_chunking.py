@@ -229,6 +229,21 @@ def test_the_error_names_an_attribute():
         logits.data.sum()
 
 
+class Fused(Model):
+    """Reads the weight of its head, as a fused loss does."""
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        return F.linear(self.embedding(tokens).tanh(), self.lm_head.weight)
+
+
+def test_a_model_that_calls_no_head_is_told_of_once():
+    model = chunked(Fused())
+    model.eval()(some_tokens())
+    with pytest.warns(UserWarning, match=r"chunked_loss has no effect.*'lm_head'.*Take"):
+        model.train()(some_tokens())
+    model(some_tokens())  # warnings are errors
+
+
 def test_what_watches_for_gradients_hears_before_the_first_chunk():
     """So FSDP has the weights of the head, and fetches those before it, while chunks compute."""
     model, order = chunked(Model()), []
