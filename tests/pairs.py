@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["covering", "pairs_of"]
+import pytest
+
+__all__ = ["covering", "pairs_of", "parametrize_pairs"]
 
 Case = dict[str, Any]
 
 
-def covering(settings: Mapping[str, Sequence[Any]], allowed: Callable[[Case], bool]) -> list[Case]:
+def parametrize_pairs(**settings: Iterable[Any]) -> pytest.MarkDecorator:
+    """As `pytest.mark.parametrize` of each would, but for `covering` cases instead of all."""
+    cases = covering(settings)
+    return pytest.mark.parametrize(tuple(settings), [tuple(case.values()) for case in cases])
+
+
+def covering(
+    settings: Mapping[str, Iterable[Any]], allowed: Callable[[Case], bool] = lambda _case: True
+) -> list[Case]:
     """Allowed cases that hold every pair of values some allowed case holds.
 
     Greedy: each case is the one with most pairs that are new, so the same input gives the same.

@@ -35,7 +35,7 @@ from tests.models import lm_loss
 from tests.pool import RankError, WorkerPool
 from tests.training import built, samples_of, trainer_for
 
-STEPS, EVERY, KILLED_AT = 8, 2, 4
+STEPS, EVERY, KILLED_AT = 6, 2, 4
 MOMENTS = 10
 KINDS: dict[str, dict[str, Any]] = {
     "sharded": {"state_dict_type": "sharded"},

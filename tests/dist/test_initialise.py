@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
 from tests.models import WIDTH, TinyLM, batches, llama_config
+from tests.pairs import parametrize_pairs
 from tests.parity import (
     OPTIMIZERS,
     check_parity_from_here,
@@ -104,15 +105,10 @@ MODELS: dict[str, Make] = {
     "llama": llama,
     "llama, untied": functools.partial(llama, tied=False),
 }
-every_model = pytest.mark.parametrize("name", MODELS)
-
-both_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
 @pytest.mark.world_size(2)
-@every_model
-@both_optimizers
-@pytest.mark.parametrize("others", ["cpu", "meta"])
+@parametrize_pairs(name=MODELS, others=("cpu", "meta"), optimizer=OPTIMIZERS)
 def test_rank_0_wins(name: str, others: str, optimizer: str):
     rank = dist.get_rank()
     make = MODELS[name]
@@ -125,9 +121,7 @@ def test_rank_0_wins(name: str, others: str, optimizer: str):
 
 
 @pytest.mark.world_size(2)
-@every_model
-@both_optimizers
-@pytest.mark.parametrize("make_meta", [on_meta, parameters_on_meta])
+@parametrize_pairs(name=MODELS, make_meta=(on_meta, parameters_on_meta), optimizer=OPTIMIZERS)
 def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: str):
     make = MODELS[name]
     model = sharded(make_meta(make, seed=dist.get_rank()))

@@ -24,6 +24,7 @@ from tests.models import (
     TwoNames,
     batches,
 )
+from tests.pairs import parametrize_pairs
 from tests.parity import OPTIMIZERS, Recipe, check_parity, gathered, model_loss
 
 # Newer torch says so of every `nn.Linear` that is a unit by itself; nothing here adds in place.
@@ -70,17 +71,15 @@ def test_reshard(reshard: Any, optimizer: str):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("tie", TIES)
-@pytest.mark.parametrize("cut", [False, True], ids=["blocks", "cut"])
-@both_optimizers
+@parametrize_pairs(tie=TIES, cut=(False, True), optimizer=OPTIMIZERS)
 def test_ties(tie: str, cut: bool, optimizer: str):
     _check_tie(tie, _cut(tie) if cut else {}, optimizer)
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("kind", [TinyComposer, AcrossChildren, Grandchild])
-@pytest.mark.parametrize("cut", [False, True], ids=["children", "cut"])
-@both_optimizers
+@parametrize_pairs(
+    kind=(TinyComposer, AcrossChildren, Grandchild), cut=(False, True), optimizer=OPTIMIZERS
+)
 def test_composer_models(kind: type[nn.Module], cut: bool, optimizer: str):
     check_parity(kind, CUT if cut else {}, optimizer)
 
@@ -196,19 +195,19 @@ def test_a_checkpointed_module_may_hold_a_tie_itself():
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("recompute", [False, True])
-@both_optimizers
+@pytest.mark.parametrize(("recompute", "optimizer"), [(False, "sgd"), (True, "adamw")])
 def test_offloaded_activations(recompute: bool, optimizer: str):
     config = {"activation_cpu_offload": True, "activation_checkpointing": recompute}
     check_parity(TinyLM, config, optimizer)
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("recipe", ["plain", "accumulation", "norm clipping"])
-@pytest.mark.parametrize("replicate", [1, 2, 4])
-def test_hsdp(replicate: int, recipe: str):
+@parametrize_pairs(
+    replicate=(2, 4), recipe=("plain", "accumulation", "norm clipping"), optimizer=OPTIMIZERS
+)
+def test_hsdp(replicate: int, recipe: str, optimizer: str):
     config = {"data_parallel_replicate_degree": replicate}
-    check_parity(Short, config, "sgd", RECIPES[recipe])
+    check_parity(Short, config, optimizer, RECIPES[recipe])
 
 
 @pytest.mark.world_size(4)
