@@ -124,6 +124,8 @@ class InitialWeights:
     _rank0_has_values: bool = True
     _some_on_meta: bool = True
     _sourced: SourcedWeights | None = None
+    _pretends: bool = False
+    """meta tensors only show the structure, and nothing is filled"""
 
     @classmethod
     def prepare(
@@ -143,8 +145,9 @@ class InitialWeights:
         """
         weights = cls(tree, device, seed)
         weights._rank0_has_values, weights._some_on_meta = rank0_has_values, some_on_meta
-        if is_fake():
-            return weights  # nothing will be filled
+        weights._pretends = is_fake()
+        if weights._pretends:
+            return weights
         if source is not None:
             weights._sourced = SourcedWeights.take_over(tree, source, device, shards_on or device)
         for use in tree.uses:
@@ -163,18 +166,20 @@ class InitialWeights:
             torch.manual_seed(self.seed)
             yield
 
-    @torch.no_grad()
     def fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Makes the modules' own parameters and buffers real and equal on every rank.
 
         Collective: yes (broadcasts), in the order given. Modules already filled are skipped. Under
-        the `fake` backend nothing happens: there meta tensors only show the structure.
+        the `fake` backend nothing happens.
 
         Raises:
             PlanError: for tensors that nothing initialises.
         """
-        if is_fake():
-            return
+        if not self._pretends:
+            self._fill(modules)
+
+    @torch.no_grad()
+    def _fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         todo: list[tuple[str, nn.Module]] = []
         for path, module in modules:
             if id(module) not in self._ready:  # one registered twice comes under both names

@@ -400,15 +400,15 @@ def _divided(
     """Modules that become units because the one they are in is mixed, else because it is large."""
     added: dict[int, Decision] = {}
     for unit, uses in owned.items():
-        settings = _inner(chosen[id(tree.visits[unit].module)].settings)
         for module, dtype in divide_by_dtype(tree, unit, uses, taken):
+            settings = _inner(chosen[id(tree.visits[unit].module)].settings)
             reason = f"dtype {str(dtype).removeprefix('torch.')}"
             added[id(module)] = Decision(wrap=True, reason=reason, settings=settings)
     if added:
         return added
     for unit, uses in owned.items():
-        settings = _inner(chosen[id(tree.visits[unit].module)].settings)
         for module in divide_by_size(tree, unit, uses, taken, sizes):
+            settings = _inner(chosen[id(tree.visits[unit].module)].settings)
             decision = Decision(wrap=True, reason="max_unit_bytes", settings=settings)
             added[id(module)] = decision
     return added

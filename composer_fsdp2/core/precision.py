@@ -92,8 +92,9 @@ class InputCast:
     @classmethod
     def taken_from(cls, policy: MixedPrecisionPolicy) -> tuple[InputCast, MixedPrecisionPolicy]:
         """The cast a policy asks for, and the policy without it."""
-        dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        return cls(dtype), dataclasses.replace(policy, cast_forward_inputs=False)
+        if policy.param_dtype is None or not policy.cast_forward_inputs:
+            return cls(None), policy
+        return cls(policy.param_dtype), dataclasses.replace(policy, cast_forward_inputs=False)
 
     def __call__(self, value: Any) -> Any:
         """Casts the tensors in a value; other containers than tuple, list and dict stay whole."""

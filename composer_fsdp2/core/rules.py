@@ -140,9 +140,8 @@ def ends_of_models(model: nn.Module, policy: WrapPolicy) -> dict[int, Decision]:
     Each is gathered once a step, as in the root. Only ends of models that name both (by Hugging
     Face's getters, which MPT has too), whose weights nothing else holds, and of some size.
     """
-    tree = ModuleTree.read(model)
     found: dict[int, tuple[nn.Module, Decision]] = {}
-    for _, owner in tree.modules():
+    for owner in model.modules():
         embedding, head = _asked(owner, "get_input_embeddings"), _asked(owner, _HEAD)
         if head is None or head is embedding:
             continue  # without a head of its own, logits may come from the embedding
@@ -153,6 +152,7 @@ def ends_of_models(model: nn.Module, policy: WrapPolicy) -> dict[int, Decision]:
             found[id(head)] = head, Decision(wrap=True, reason="lm_head", role="head")
     if not found:
         return {}
+    tree = ModuleTree.read(model)
     weight_of = alias_representatives(tree.uses)
     names = Counter(weight_of[id(use.param)] for use in tree.uses)
     return {
@@ -168,8 +168,10 @@ _HEAD = "get_output_embeddings"
 
 def _asked(owner: nn.Module, getter: str) -> object:
     """What a model names as its embedding or head; not every model with a getter has one."""
+    if not hasattr(type(owner), getter):  # asking the module itself is slow where there is none
+        return None
     with contextlib.suppress(NotImplementedError):
-        return getattr(owner, getter, lambda: None)()
+        return getattr(owner, getter)()
     return None
 
 

@@ -232,13 +232,14 @@ def apply_plan(
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory)
     tree.uses.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
+    full = MixedPrecisionPolicy()
     with weights.seeded():
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
             weights.fill(tree.modules())
         for unit in layout.order:
             weights.fill(layout.modules_of(unit))
-            policy = precision_of(unit) if precision_of else MixedPrecisionPolicy()
+            policy = precision_of(unit) if precision_of else full
             module = layout.modules[unit.modules[0]]
             # Before it is sharded, which gives the module another class.
             is_embedding = unit.role == "embedding" or type(module) is nn.Embedding

@@ -120,6 +120,8 @@ def divide_by_dtype(
 
     What cannot leave stays, else the dtype of which there is most.
     """
+    if len({use.param.dtype for use in uses}) < 2:
+        return []
     bound = [use for use in uses if use.param.requires_grad or not FROZEN_MAY_DIFFER]
     elements: Counter[torch.dtype] = Counter()
     for param in {id(use.param): use.param for use in bound}.values():

@@ -31,7 +31,8 @@ _WRAPPED = "_checkpoint_wrapped_module"
 """what torch's activation wrappers call the module they run"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: setting the fields of a frozen one takes most of the time of reading a large model.
+@dataclass(slots=True, eq=False)
 class Visit:
     """One path to a module; a module registered twice has two visits."""
 
@@ -41,7 +42,7 @@ class Visit:
     """index of the parent's visit, -1 for the root"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class ParamUse:
     """One name of a parameter."""
 
@@ -73,14 +74,18 @@ class ModuleTree:
         stack: list[tuple[str, nn.Module, int, bool]] = [("", model, -1, True)]
         while stack:
             path, module, parent, entering = stack.pop()
+            key = id(module)
             if not entering:
-                on_path.discard(id(module))
-                finished.setdefault(id(module))
+                on_path.discard(key)
+                finished.setdefault(key)
                 continue
-            if id(module) in on_path:
+            if key in on_path:
                 continue
-            on_path.add(id(module))
             index = tree._enter(path, module, parent)
+            if not module._modules:
+                finished.setdefault(key)
+                continue
+            on_path.add(key)
             stack.append((path, module, index, False))
             stack.extend(
                 (_child_path(path, name), child, index, True)
@@ -94,12 +99,9 @@ class ModuleTree:
         index = len(self.visits)
         self.visits.append(Visit(path, module, parent))
         self.first_visit.setdefault(id(module), index)
-        prefix = f"{path}." if path else ""
-        self.uses.extend(
-            ParamUse(prefix + name, param, index)
-            for name, param in module._parameters.items()
-            if param is not None
-        )
+        for name, param in module._parameters.items():
+            if param is not None:
+                self.uses.append(ParamUse(f"{path}.{name}" if path else name, param, index))
         return index
 
     def path_of(self, module: nn.Module) -> str:
@@ -179,7 +181,8 @@ def alias_representatives(uses: Iterable[ParamUse]) -> dict[int, int]:
     by_storage: dict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, param in params.values():
         # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.
-        if param.numel() and type(param.data) is torch.Tensor:
+        plain = type(param) is nn.Parameter or type(param.data) is torch.Tensor
+        if plain and param.numel():
             by_storage[param.untyped_storage()._cdata].append((name, param))
     representative = {key: key for key in params}
     for group in by_storage.values():
