@@ -35,7 +35,7 @@ from composer_fsdp2.core.chunking import ChunkingPlan, apply_chunking, kept_for_
 from composer_fsdp2.core.collectives import agree, installation
 from composer_fsdp2.core.communication import apply_communication, check_communication
 from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
-from composer_fsdp2.core.config import CPUOffload, FSDP2Config
+from composer_fsdp2.core.config import CPUOffload, FSDP2Config, PrecisionSpec
 from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec, Float8Spec
 from composer_fsdp2.core.fp8 import (
     Float8Plan,
@@ -560,6 +560,9 @@ def _accumulation(decided: _Decided, units: dict[str, FSDPModule]) -> Accumulati
 
 def _cast_buffers(model: nn.Module, decided: _Decided) -> None:
     """Gives every buffer the dtype that its unit, else the run asks for. Collective: no."""
+    asked = {decided.settings.mixed_precision, *(u.mixed_precision for u in decided.plan.units)}
+    if not any(isinstance(one, PrecisionSpec) and one.buffer_dtype for one in asked):
+        return
     unit_of = {name: unit for unit in decided.plan.units for name in unit.modules}
     for path, module in ModuleTree.read(model).modules():
         parts = path.split(".") if path else []
