@@ -379,14 +379,14 @@ def test_what_cannot_be_cut(config: dict[str, Any], said: str):
 
 # The compiler of torch 2.13 looks at the gradients of inputs that are no leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(
-    "config",
+    ("config", "tied"),
     [
-        {},
-        {"reshard_after_forward": True},
-        {"activation_checkpointing": True, "backward_prefetch": 1},
-        {"compile": {"backend": "eager"}, "data_parallel_replicate_degree": 2},
+        ({}, False),
+        ({}, True),
+        ({"reshard_after_forward": True}, True),
+        ({"activation_checkpointing": True, "backward_prefetch": 1}, False),
+        ({"compile": {"backend": "eager"}, "data_parallel_replicate_degree": 2}, False),
     ],
 )
 @pytest.mark.world_size(2)

@@ -45,12 +45,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Wide(ComposerModel):
-    """Enough weights for a save to take a while: 1.6 million, and two moments of each."""
+    """Enough weights for a save to take a while: 0.8 million, and two moments of each."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(17, 512)
-        self.blocks = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
+        self.blocks = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3)))
         self.head = nn.Linear(512, 17, bias=False)
 
     def forward(self, batch: Any) -> torch.Tensor:
@@ -72,7 +72,13 @@ class Killer(Callback):
         del logger
         if int(state.timestamp.batch) == self.batch:
             kill = functools.partial(os.kill, os.getpid(), self.number)
-            threading.Timer(self.delay_seconds, kill).start()
+            self.timer = threading.Timer(self.delay_seconds, kill)
+            self.timer.start()
+
+    def fit_end(self, state: Any, logger: Any) -> None:
+        """A fast machine may be done by then."""
+        del state, logger
+        self.timer.join()
 
 
 def train(
@@ -109,7 +115,8 @@ def train(
         at = int(trainer.state.timestamp.batch)
         with timed_saves() as seconds:
             try:
-                trainer.fit()
+                if at < STEPS:  # one killed after its last save has nothing left to do
+                    trainer.fit()
             except SystemExit as told:  # by Composer, which closes when the interpreter ends
                 trainer.engine.close()
                 os._exit(told.code)  # type: ignore[arg-type]

@@ -59,8 +59,9 @@ def test_built_before_or_after(name: str):
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("steps", [0, 3])
-@every_optimizer
+@pytest.mark.parametrize(
+    ("name", "steps"), [("adagrad", 0), *((name, 3) for name in MORE_OPTIMIZERS)]
+)
 def test_state_goes_on(name: str, steps: int):
     """The same unsharded history, then 20 steps with and without shards."""
     pair = [tied_lm(), tied_lm()]
