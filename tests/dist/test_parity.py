@@ -211,8 +211,9 @@ def test_hsdp(replicate: int, recipe: str, optimizer: str):
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("tie", TIES)
+@pytest.mark.parametrize("tie", TIES[1:])
 def test_hsdp_with_ties(tie: str):
+    """Without one: `test_hsdp`."""
     _check_tie(tie, {**_cut(tie), "data_parallel_replicate_degree": 2}, "adamw")
 
 
@@ -223,7 +224,7 @@ def test_reshard_to_two_of_four_ranks(tie: str, optimizer: str):
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", ["accumulation", "norm clipping", "evaluation"])
 def test_recipe_on_four_ranks(recipe: str):
     check_parity(Short, {"activation_checkpointing": True}, "adamw", RECIPES[recipe])
 
