@@ -225,8 +225,9 @@ def test_reshard_to_two_of_four_ranks(tie: str, optimizer: str):
 
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("recipe", ["accumulation", "norm clipping", "evaluation"])
-def test_recipe_on_four_ranks(recipe: str):
-    check_parity(Short, {"activation_checkpointing": True}, "adamw", RECIPES[recipe])
+@both_optimizers
+def test_recipe_on_four_ranks(recipe: str, optimizer: str):
+    check_parity(Short, {"activation_checkpointing": True}, optimizer, RECIPES[recipe])
 
 
 @pytest.mark.world_size(4)
