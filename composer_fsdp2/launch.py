@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ __all__ = [
     "default_ranks",
     "launch_ranks",
     "own_program",
+    "rank_error",
     "rank_guard",
     "under_launcher",
 ]
@@ -106,8 +107,7 @@ def launch_ranks(command: list[str], ranks: int, log_dir: Path, *, on_console: b
     try:
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        raise _rank_error(rank, failure, log_dir, config.run_id) from None
+        raise rank_error(error.failures, log_dir, config.run_id) from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
 
@@ -143,8 +143,13 @@ def _set_rank_environment() -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
-def _rank_error(rank: int, failure: ProcessFailure, log_dir: Path, run_id: str) -> RankError:
-    """Prefers the traceback of the exception to the end of the log, which may be mostly bars."""
+def rank_error(failures: Mapping[int, ProcessFailure], log_dir: Path, run_id: str) -> RankError:
+    """What is said of ranks that failed: the first of them, and why.
+
+    Prefers the traceback of the exception to the end of the log, which may be mostly bars.
+    """
+    rank = min(failures, key=lambda rank: _failed_at(failures[rank]))
+    failure = failures[rank]
     # One node: global and local ranks are the same. torch makes up the first folder's last part.
     log = next(log_dir.glob(f"{run_id}_*/attempt_0/{rank}/stderr.log"), None)
     message: Any = failure.message
@@ -152,6 +157,12 @@ def _rank_error(rank: int, failure: ProcessFailure, log_dir: Path, run_id: str) 
         return RankError(rank, message["message"], message["extraInfo"]["py_callstack"], log)
     tail = log.read_text(errors="replace") if log else ""
     return RankError(rank, _ending(failure), tail, log)
+
+
+def _failed_at(failure: ProcessFailure) -> float:
+    """When a rank failed; torch counts seconds, and the others often fail within the same one."""
+    error_file = Path(failure.error_file)
+    return error_file.stat().st_mtime if error_file.is_file() else failure.timestamp
 
 
 def _ending(failure: ProcessFailure) -> str:

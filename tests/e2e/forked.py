@@ -4,8 +4,8 @@
 
 The command runs in this process, and its ranks are what it would start: processes that run
 `composer-fsdp2 train ...`. Only the import of LLM Foundry, which takes longer than such a run, is
-not done again by every rank. The launcher of the users is that of `test_quickstart`,
-`test_pretrained` and `test_launch`.
+not done again by every rank. The launcher of the users is that of `test_quickstart` and
+`test_launch`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import os
 import signal
 import subprocess
 import sys
+import uuid
 from multiprocessing import connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
 from torch import distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
 from composer_fsdp2 import cli, launch
@@ -46,30 +48,38 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def launch_ranks(command: list[str], ranks: int, log_dir: Path, *, on_console: bool = True) -> None:
-    """Does what `launch.launch_ranks` does, with the same files of logs."""
-    logs = [log_dir / "forked" / "attempt_0" / str(rank) for rank in range(ranks)]
+    """Does what `launch.launch_ranks` does, with the same files of logs and the same report."""
+    run_id = uuid.uuid4().hex[:8]
+    folder = log_dir / f"{run_id}_0" / "attempt_0"
     # They meet at this process, as under the launcher: no port is chosen that others could take.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def error_file(rank: int) -> str:
+        return str(folder / str(rank) / "error.json")
+
     processes = []
-    for rank, folder in enumerate(logs):
-        folder.mkdir(parents=True, exist_ok=True)
-        arguments = (command[2:], _environment(rank, ranks, store.port), folder)
-        process = start_server().Process(target=_be_rank, args=arguments)
+    for rank in range(ranks):
+        logs = folder / str(rank)
+        logs.mkdir(parents=True)
+        environment = _environment(rank, ranks, store.port)
+        environment["TORCHELASTIC_ERROR_FILE"] = error_file(rank)
+        process = start_server().Process(target=_be_rank, args=(command[2:], environment, logs))
         process.start()
         processes.append(process)
     try:
-        failed = _first_failure(processes)
+        _wait_for_failure(processes)
+        failures = {
+            rank: ProcessFailure(rank, process.pid or 0, process.exitcode, error_file(rank))
+            for rank, process in enumerate(processes)
+            if process.exitcode
+        }
     finally:
         _end(processes)
         if on_console:
-            sys.stdout.write((logs[0] / "stdout.log").read_text())
-            sys.stderr.write((logs[0] / "stderr.log").read_text())
-    if failed is not None:
-        code = processes[failed].exitcode
-        killed = code is not None and code < 0
-        how = f"it was ended by {signal.Signals(-code).name}" if killed else f"exit code {code}"
-        log = logs[failed] / "stderr.log"
-        raise launch.RankError(failed, how, log.read_text(), log)
+            sys.stdout.write((folder / "0" / "stdout.log").read_text())
+            sys.stderr.write((folder / "0" / "stderr.log").read_text())
+    if failures:
+        raise launch.rank_error(failures, log_dir, run_id)
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
@@ -99,18 +109,14 @@ def _be_rank(arguments: list[str], environment: dict[str, str], logs: Path) -> N
     cli.app(arguments)
 
 
-def _first_failure(processes: list[ForkServerProcess]) -> int | None:
+def _wait_for_failure(processes: list[ForkServerProcess]) -> None:
     """Waits until all have ended well, or one has not."""
-    waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
-    while waiting:
+    waiting = {process.sentinel: process for process in processes}
+    while waiting and not any(process.exitcode for process in processes):
         ended = connection.wait(list(waiting), SECONDS)
-        assert ended, f"ranks {sorted(waiting.values())} are busy after {SECONDS:g} s"
+        assert ended, f"{len(waiting)} ranks are busy after {SECONDS:g} s"
         for sentinel in ended:
-            rank = waiting.pop(sentinel)
-            processes[rank].join()
-            if processes[rank].exitcode != 0:
-                return rank
-    return None
+            waiting.pop(sentinel).join()
 
 
 def _end(processes: list[ForkServerProcess]) -> None:

@@ -2,37 +2,47 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from composer_fsdp2.launch import launch_ranks, rank_error
 from tests.faults_table import record
+from tests.pool import start_server
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 
-LAUNCH = """
-import sys
-from pathlib import Path
-from composer_fsdp2.launch import launch_ranks
-launch_ranks(["-c", sys.argv[1]], 2, Path(sys.argv[2]))
-"""
+
+class Launcher:
+    """A process that starts two ranks, forked from the server: importing torch takes seconds."""
+
+    def __init__(self, rank_program: str, log_dir: Path) -> None:
+        self._files = [log_dir / f"launcher.{name}" for name in ("out", "err")]
+        arguments = (rank_program, log_dir, self._files)
+        self.process = start_server().Process(target=_launch, args=arguments)
+        self.process.start()
+
+    def wait(self, seconds: float) -> tuple[int, str, str]:
+        """Its exit code, and what it and rank 0 have written."""
+        self.process.join(seconds)
+        code = self.process.exitcode
+        assert code is not None, f"the launcher is busy after {seconds:g} s"
+        out, err = (file.read_text() for file in self._files)
+        return code, out, err
 
 
-def launch(rank_program: str, log_dir: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCH, rank_program, str(log_dir)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-    )
+def _launch(rank_program: str, log_dir: Path, files: list[Path]) -> None:
+    os.chdir(ROOT)
+    for stream, file in zip((1, 2), files, strict=True):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), stream)
+    launch_ranks(["-c", rank_program], 2, log_dir)
 
 
 def alive(pid: int) -> bool:
@@ -52,8 +62,8 @@ def test_ranks_know_each_other_and_rank_0_is_heard(tmp_path):
 import os
 print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"])
 """
-    out, err = (process := launch(program, tmp_path)).communicate(timeout=120)
-    assert (process.returncode, out) == (0, "rank 0 of 2 127.0.0.1\n"), err
+    code, out, err = Launcher(program, tmp_path).wait(120)
+    assert (code, out) == (0, "rank 0 of 2 127.0.0.1\n"), err
     logs = [file.read_text() for file in tmp_path.rglob("stdout.log")]
     assert logs == ["rank 1 of 2 127.0.0.1\n"]
 
@@ -76,8 +86,8 @@ print(os.getpid(), flush=True)
 time.sleep(600)
 """
     started = time.monotonic()
-    out, err = (process := launch(program, tmp_path)).communicate(timeout=120)
-    assert process.returncode != 0
+    code, out, err = Launcher(program, tmp_path).wait(120)
+    assert code == 1
     assert f"Rank 1 failed: {reason}" in err
     assert "last words" in err
     assert "All it wrote: " in err
@@ -107,12 +117,23 @@ with rank_guard():
 @pytest.mark.fault("an exception on one rank", "reported")
 def test_an_exception_on_one_rank_is_shown_once_and_ends_all(tmp_path):
     raised = tmp_path / "raised"
-    process = launch(f"FILE = {str(raised)!r}\n{RAISES}", tmp_path)
-    _, err = process.communicate(timeout=120)
+    code, _, err = Launcher(f"FILE = {str(raised)!r}\n{RAISES}", tmp_path).wait(120)
     assert time.time() - float(raised.read_text()) < 30
-    assert process.returncode == 1
+    assert code == 1
     assert "Rank 1 failed: ValueError: broken on purpose" in err
     assert err.count("\n  ValueError: broken on purpose") == 1
+
+
+def test_the_first_to_fail_is_reported(tmp_path):
+    """The others lose a peer and fail within the second that torch counts in."""
+    failures = {}
+    for rank, nanoseconds in enumerate((900, 200, 900)):
+        file = tmp_path / f"{rank}.json"
+        told = {"message": f"of {rank}", "extraInfo": {"py_callstack": "", "timestamp": "5"}}
+        file.write_text(json.dumps({"message": told}))
+        os.utime(file, ns=(0, 5 * 10**9 + nanoseconds))
+        failures[rank] = ProcessFailure(rank, 0, 1, str(file))
+    assert str(rank_error(failures, tmp_path, "run")) == "Rank 1 failed: of 1"
 
 
 # As Composer does: leave in an orderly way. The second lock is a collective that never ends.
@@ -138,33 +159,26 @@ EXIT_CODES = {
 
 
 @pytest.mark.fault
-def test_no_rank_outlives_the_launcher(tmp_path):
-    """Three launchers at the same time: each of them would mostly be waited for."""
-    folders = {number: tmp_path / number.name for number in EXIT_CODES}
-    processes = {}
-    for number, folder in folders.items():
+def test_no_rank_outlives_the_launcher_or_another_rank(tmp_path):
+    """Four launchers at the same time: each of them would mostly be waited for."""
+    folders = [tmp_path / name for name in (*(number.name for number in EXIT_CODES), "rank")]
+    for folder in folders:
         folder.mkdir()
-        processes[number] = launch(f"FOLDER = {str(folder)!r}\n{STUCK}", folder)
-    pids = {number: wait_for_pids(folder) for number, folder in folders.items()}
+    launchers = [Launcher(f"FOLDER = {str(folder)!r}\n{STUCK}", folder) for folder in folders]
+    pids = [wait_for_pids(folder) for folder in folders]
     sent = time.monotonic()
-    for number, process in processes.items():
-        process.send_signal(number)
-    for number, process in processes.items():
-        process.communicate(timeout=60)
-        assert process.returncode == EXIT_CODES[number]
-        assert gone_within(30, pids[number]), number.name
+    for number, launcher in zip(EXIT_CODES, launchers, strict=False):
+        os.kill(launcher.process.pid, number)
+    os.kill(int((folders[-1] / "1.pid").read_text()), signal.SIGTERM)
+    for number, launcher, ranks in zip(EXIT_CODES, launchers, pids, strict=False):
+        assert launcher.wait(60)[0] == EXIT_CODES[number]
+        assert gone_within(30, ranks), number.name
         record(f"{number.name} to the launcher", "reported", time.monotonic() - sent)
-
-
-@pytest.mark.fault("a rank of the launcher is told to stop", "reported")
-def test_a_rank_that_is_told_to_stop_ends_all(tmp_path):
-    process = launch(f"FOLDER = {str(tmp_path)!r}\n{STUCK}", tmp_path)
-    pids = wait_for_pids(tmp_path)
-    os.kill(int((tmp_path / "1.pid").read_text()), signal.SIGTERM)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 1
+    code, _, err = launchers[-1].wait(60)
+    assert code == 1
     assert f"Rank 1 failed: it ended with exit code {128 + signal.SIGTERM}" in err
-    assert gone_within(30, pids)
+    assert gone_within(30, pids[-1])
+    record("a rank of the launcher is told to stop", "reported", time.monotonic() - sent)
 
 
 def wait_for_pids(folder: Path) -> list[int]:

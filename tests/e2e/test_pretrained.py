@@ -1,13 +1,8 @@
-"""A pretrained model through LLM Foundry, in real processes, until one rank fails.
-
-One run for both: most of its time goes into starting it.
-"""
+"""A pretrained model through LLM Foundry, until one rank fails: one run for both."""
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,12 +10,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from tests.e2e.forked import PRELOAD, command
 from tests.models import llama_config
 
 pytest.importorskip("llmfoundry")
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
+__all__ = ["PRELOAD"]
 
 CHECK = """
 import time
@@ -110,13 +105,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def done(folder) -> tuple[subprocess.CompletedProcess[str], float]:
     """The run, and when it was over."""
-    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
-    env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "composer_fsdp2.cli", "train", f"{folder}/run.yaml"]
-    command += ["-n", "2", f"--log-dir={folder}/logs"]
-    run = subprocess.run(
-        command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=400
-    )
+    run = command("train", f"{folder}/run.yaml", "--ranks=2", f"--log-dir={folder}/logs")
     return run, time.time()
 
 
