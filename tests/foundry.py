@@ -37,7 +37,7 @@ __all__ = [
     "write_assets",
 ]
 
-PRELOAD = ("llmfoundry.command_utils", "tests.causal_models")
+PRELOAD = ("llmfoundry.command_utils", "tests.foundry_asked_once")
 """for the server that ranks are forked from: importing it takes longer than all tests here"""
 LENGTH = 24
 VOCAB = 300

@@ -19,6 +19,8 @@ from typing import Any
 from unittest.mock import patch
 
 from composer.models import ComposerModel
+from transformers import PreTrainedModel
+from transformers.modeling_utils import no_init_weights
 
 from composer_fsdp2.core.shard import collector_paused
 
@@ -182,9 +184,11 @@ def _build(settings: str) -> ComposerModel:
 
     model = json.loads(settings)
     context = process_init_device(model, fsdp_config={})
+    # Weights on meta have no values: neither torch nor Transformers need set them.
+    unset = no_init_weights()
     # On the first rank of a node LLM Foundry builds a model twice, to fill a cache.
     second_rank = patch.dict(os.environ, LOCAL_RANK="1")
-    with tempfile.TemporaryDirectory() as folder, second_rank:
+    with tempfile.TemporaryDirectory() as folder, second_rank, unset:
         if "pretrained_model_name_or_path" in model:
             shape = SHAPES[model["pretrained_model_name_or_path"]]
             Path(folder, "config.json").write_text(json.dumps(shape))
@@ -194,5 +198,7 @@ def _build(settings: str) -> ComposerModel:
             warnings.filterwarnings("ignore", "The `use_auth_token` argument", FutureWarning)
             name = model.pop("name")
             built = build_composer_model(name, model, tokenizer=None, init_context=context)
+    if isinstance(built.model, PreTrainedModel):
+        built.model.tie_weights()  # which it does after it has set the values
     assert all(param.is_meta for param in built.parameters())
     return built
