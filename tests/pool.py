@@ -369,8 +369,7 @@ def _tidy() -> None:
     torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
     gc.collect()
-    # What is left is caches, which every later collection would look through in vain: of a session
-    # that grew to a quarter of all its time.
+    # What is left is caches, which every later collection would look through in vain.
     gc.freeze()
 
 

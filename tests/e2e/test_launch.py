@@ -26,7 +26,8 @@ class Launcher:
     def __init__(self, rank_program: str, log_dir: Path) -> None:
         self._files = [log_dir / f"launcher.{name}" for name in ("out", "err")]
         arguments = (rank_program, log_dir, self._files)
-        self.process = start_server().Process(target=_launch, args=arguments)
+        # A test that fails leaves it; a daemon is told to stop at the end, and not waited for.
+        self.process = start_server().Process(target=_launch, args=arguments, daemon=True)
         self.process.start()
 
     def wait(self, seconds: float) -> tuple[int, str, str]:
