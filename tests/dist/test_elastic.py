@@ -95,8 +95,10 @@ def difference(folder: Path, whole: Path) -> float:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
-    """Of a run on two ranks that nobody disturbs."""
+def whole(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest, nodes: object
+) -> Path:
+    """Of a run on two ranks that nobody disturbs; asks for `nodes` only to have them started."""
     from tests.conftest import POOLS
 
     folder = tmp_path_factory.mktemp("elastic") / "whole"
@@ -222,20 +224,28 @@ def test_another_number_of_ranks(before: int, after: int, ranks: Any, tmp_path: 
 # --- A node without a network. ---
 
 
-@pytest.mark.fault
-def test_a_node_is_cut_off_and_comes_back(tmp_path: Path, whole: Path):
-    folder = tmp_path / "run"
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Connection]]:
+    """Two of them, trained beside the other tests: they spend most of their time waiting."""
+    folder = tmp_path_factory.mktemp("nodes") / "run"
     ours, theirs = start_server().Pipe()
     process = start_server().Process(target=two_nodes, args=(folder, theirs))
     process.start()
+    theirs.close()
     try:
-        theirs.close()
-        assert ours.poll(200), "the nodes were still busy after 200 s"
-        found = ours.recv()
+        yield folder, ours
     finally:
+        process.kill()
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
+
+
+@pytest.mark.fault
+def test_a_node_is_cut_off_and_comes_back(nodes: tuple[Path, Connection], whole: Path):
+    folder, told = nodes
+    assert told.poll(200), "the nodes were still busy after 200 s"
+    found = told.recv()
     if isinstance(found, str):
         pytest.skip(found)
     # With both nodes, with the first alone, and with both again.
