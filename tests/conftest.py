@@ -98,6 +98,11 @@ def pytest_runtest_makereport(
     return report
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What was just imported here is in the system's cache of files, which may soon forget it."""
+    items.sort(key=lambda item: item.get_closest_marker("new_python") is None)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets the ranks' imports overlap with the tests that need no ranks."""
     if session.config.option.collectonly:

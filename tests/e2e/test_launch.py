@@ -15,7 +15,7 @@ from composer_fsdp2.launch import launch_ranks, rank_error
 from tests.faults_table import record
 from tests.pool import start_server
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.new_python]
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from tests.e2e import forked
 from tests.e2e.forked import PRELOAD, ROOT
 
 pytest.importorskip("llmfoundry")
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.new_python]
 __all__ = ["PRELOAD"]
 
 SMALL = [
