@@ -13,6 +13,7 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
 - `with pytest.raises(...)` inside the function proves that *every* rank raises: a rank that does
   not raise fails, and one that hangs is reported with its stack. The pool survives it.
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
+- `new_python` for a test whose new processes import large libraries; such tests run first.
 - `fault("what happens", "survived")` puts it into the table of faults, see `tests/faults_table.py`.
 
 A module of tests may name in `PRELOAD` what its ranks import, if that takes long.
@@ -99,7 +100,7 @@ def pytest_runtest_makereport(
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What was just imported here is in the system's cache of files, which may soon forget it."""
+    """Puts `new_python` first: the system may soon drop the files just imported from its cache."""
     items.sort(key=lambda item: item.get_closest_marker("new_python") is None)
 
 

@@ -243,9 +243,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Conn
 
 @pytest.mark.fault
 def test_a_node_is_cut_off_and_comes_back(nodes: tuple[Path, Connection], whole: Path):
-    folder, told = nodes
-    assert told.poll(200), "the nodes were still busy after 200 s"
-    found = told.recv()
+    folder, report = nodes
+    assert report.poll(200), "the nodes were still busy after 200 s"
+    found = report.recv()
     if isinstance(found, str):
         pytest.skip(found)
     # With both nodes, with the first alone, and with both again.
