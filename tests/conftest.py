@@ -15,6 +15,7 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
 - `new_python` for a test whose new processes import large libraries; such tests run first.
 - `fault("what happens", "survived")` puts it into the table of faults, see `tests/faults_table.py`.
+- A skip names what is missing in the words of `tests/skips.py`, or it is a failure.
 
 A module of tests may name in `PRELOAD` what its ranks import, if that takes long.
 
@@ -36,7 +37,7 @@ from typing import Any, TextIO
 import pytest
 from hypothesis import settings
 
-from tests import faults_table, shards
+from tests import faults_table, shards, skips
 from tests.pool import TEST_SECONDS, Pools, RankError, start_server
 
 POOLS = pytest.StashKey[Pools]()
@@ -50,6 +51,7 @@ settings.load_profile("default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(skips)
     _let_threads_finish()
     config.stash[NUMBERS] = shards.claim_numbers()
     config.stash[POOLS] = Pools()

@@ -1,4 +1,4 @@
-"""The real checkpoints that Composer's FSDP1 wrote, which are kept beside the repository."""
+"""The real checkpoints that Composer's FSDP1 wrote, in `tests/data/fsdp1_checkpoints`."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from composer.optim import CosineAnnealingWithWarmupScheduler
 from composer.utils import dist as composer_dist
 from torch.utils.data import DataLoader
 
+from tests.data_folder import FSDP1_CHECKPOINTS as FOLDER
+
 SAVED_AT, NEXT = 3, 5
 """batches before the save and after it"""
-
-FOLDER = Path(__file__).parents[2] / "shared" / "fixtures" / "fsdp1_checkpoints"
 
 NAMES = (
     "ddp_2r",
@@ -45,10 +45,6 @@ NAMES = (
     "sharded_shardedtensor_2r",
     "sharded_shardedtensor_hsdp_2x2",
     "single_process",
-)
-
-needs_fixtures = pytest.mark.skipif(
-    not FOLDER.is_dir(), reason=f"the FSDP1 checkpoints are not at {FOLDER}"
 )
 
 

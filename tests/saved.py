@@ -14,11 +14,10 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from composer_fsdp2.checkpoint.source import Checkpoint
-from tests.fsdp1_fixtures import FOLDER as FIXTURES
-from tests.fsdp1_fixtures import NAMES, expected, needs_fixtures
+from tests.fsdp1_fixtures import NAMES, expected
 from tests.fsdp1_fixtures import path_of as fixture
 
-__all__ = ["FIXTURES", "NAMES", "expected", "fixture", "needs_fixtures"]
+__all__ = ["NAMES", "expected", "fixture"]
 
 
 def expected_digests(name: str) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,8 +28,7 @@ from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
 from tests.traffic import Bytes
 from tests.training import Tokens, largest_difference, trainer_for
 
-peft = pytest.importorskip("peft")
-hf_fsdp = pytest.importorskip("llmfoundry.models.hf.hf_fsdp")
+hf_fsdp = pytest.importorskip("llmfoundry.models.hf.hf_fsdp", reason="needs the extra foundry")
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.utils.checkpoint")
 FULL = {"mixed_precision": "FULL"}

@@ -26,7 +26,7 @@ from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
-from tests.fsdp1_fixtures import expected, fsdp1_losses, needs_fixtures
+from tests.fsdp1_fixtures import expected, fsdp1_losses
 from tests.models import TinyComposer
 from tests.saved import limit_files, no_space
 from tests.training import built, largest_difference, samples_of, trainer_for
@@ -371,7 +371,6 @@ def test_ranks_may_come_and_go(kind: str, before: int, after: int, tmp_path: Pat
 # --- back to FSDP1 ---
 
 
-@needs_fixtures
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_fsdp1_goes_on_from_what_fsdp2_saved(kind: str, tmp_path: Path):

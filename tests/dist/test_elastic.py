@@ -265,7 +265,7 @@ def two_nodes(folder: Path, report: Connection) -> None:
     try:
         far = make_network()
     except (OSError, subprocess.CalledProcessError) as error:
-        report.send(f"no network of its own can be made here: {error}")
+        report.send(f"needs network devices of its own: {error}")
         return
     here = node(folder, FIRST, "near", None)
     there = node(folder, SECOND, "far", far)

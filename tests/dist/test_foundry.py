@@ -41,7 +41,7 @@ from tests.foundry import (
     write_assets,
 )
 
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 __all__ = ["PRELOAD"]
 
 TOLERANCE = 1e-6

@@ -17,7 +17,7 @@ from tests.models import TinyLM, batches, lm_loss
 from tests.parity import assert_same_values
 from tests.traffic import Bytes
 
-float8 = pytest.importorskip("torchao.float8")
+float8 = pytest.importorskip("torchao.float8", reason="needs the extra fp8")
 PRELOAD = ("torchao.float8",)
 
 LAYERS = [f"blocks.{block}.{part}" for block in range(2) for part in ("up", "down")]

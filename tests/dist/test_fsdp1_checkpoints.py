@@ -34,7 +34,6 @@ from tests.fsdp1_fixtures import (
     digest,
     expected,
     fsdp1_losses,
-    needs_fixtures,
     path_of,
     settings_of,
     tiny_model,
@@ -129,7 +128,6 @@ def matrix() -> list[Any]:
     ]
 
 
-@needs_fixtures
 @pytest.mark.parametrize(("name", "into", "kind"), matrix())
 def test_every_fixture_into_every_run(name: str, into: str, kind: str):
     facts = expected(name)
@@ -201,7 +199,6 @@ def record(name: str, into: str, kind: str, difference: float | None) -> None:
 PLAIN = ["sharded_dtensor_2r", "full_2r", "full_flatparam_2r"]
 
 
-@needs_fixtures
 @pytest.mark.world_size(1)
 @pytest.mark.parametrize("name", PLAIN)
 def test_without_any_fsdp(name: str):
@@ -209,7 +206,6 @@ def test_without_any_fsdp(name: str):
     check_plain(name)
 
 
-@needs_fixtures
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", PLAIN)
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters")
@@ -217,7 +213,6 @@ def test_data_parallel(name: str):
     check_plain(name)
 
 
-@needs_fixtures
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["sharded_dtensor_4r", "full_2r"])
 def test_from_an_object_store(name: str, tmp_path: Path):
@@ -233,7 +228,6 @@ def test_from_an_object_store(name: str, tmp_path: Path):
     check_state(trainer, name)
 
 
-@needs_fixtures
 @pytest.mark.world_size(2)
 def test_nothing_in_the_object_store(tmp_path: Path):
     store = FolderStore(tmp_path)
@@ -270,7 +264,6 @@ def check_plain(name: str) -> None:
     check_losses(name, losses)
 
 
-@needs_fixtures
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["full_2r", "ddp_2r", "full_flatparam_2r", "sharded_dtensor_2r"])
 def test_read_by_rank_0_alone(name: str):
@@ -284,7 +277,6 @@ def test_read_by_rank_0_alone(name: str):
     check_losses(name, losses, exact=True)
 
 
-@needs_fixtures
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["sharded_dtensor_2r", "sharded_dtensor_actckpt_2r", "full_2r"])
 def test_with_activation_checkpointing(name: str):

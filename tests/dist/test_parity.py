@@ -126,7 +126,7 @@ class Unboxing(Block):
 @pytest.mark.world_size(2)
 def test_a_frozen_block_may_hide_its_output():
     if not hasattr(FSDPModule, "set_reshard_after_forward"):
-        pytest.skip("older torch loses the gradient of such a unit itself, by hand too")
+        pytest.skip("torch has no set_reshard_after_forward: it loses such a gradient by hand too")
 
     def make() -> TinyLM:
         model = TinyLM()

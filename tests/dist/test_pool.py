@@ -81,9 +81,9 @@ def test_marks_about_warnings_reach_ranks():
     warnings.warn("expected", UserWarning, stacklevel=1)
 
 
-@pytest.mark.world_size(2)
-def test_skip_on_every_rank_skips():
-    pytest.skip("shows as skipped, with this reason")
+def test_skip_on_every_rank_skips(ranks):
+    with pytest.raises(pytest.skip.Exception, match="with this reason"):
+        ranks(2, pytest.skip, "shows as skipped, with this reason")
 
 
 @pytest.mark.gpu

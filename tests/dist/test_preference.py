@@ -14,7 +14,7 @@ from composer_fsdp2 import installed
 from tests.parity import OPTIMIZERS, TOLERANCE
 from tests.training import largest_difference, trainer_for
 
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
 from llmfoundry.data.dataloader import build_dataloader
 from llmfoundry.utils.builders import build_composer_model, build_tokenizer

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.e2e.complete_runs import IDS, PRELOAD, killed, logits, losses, run
 
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = pytest.mark.slow
 __all__ = ["PRELOAD"]
 

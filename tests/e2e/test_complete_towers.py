@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests.e2e.complete_runs import IDS, PRELOAD, killed, logits, losses, run
 
-pytest.importorskip("llmfoundry")
-peft = pytest.importorskip("peft")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = pytest.mark.slow
 __all__ = ["PRELOAD"]
 

@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 from tests.e2e.forked import PRELOAD, command
 from tests.models import llama_config
 
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = pytest.mark.slow
 __all__ = ["PRELOAD"]
 

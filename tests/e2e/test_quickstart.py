@@ -13,7 +13,7 @@ import pytest
 from tests.e2e import forked
 from tests.e2e.forked import PRELOAD, ROOT
 
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
 __all__ = ["PRELOAD"]
 

@@ -255,7 +255,9 @@ def llama() -> tuple[nn.Module, str]:
 
 
 def mpt() -> tuple[nn.Module, str]:
-    modeling = pytest.importorskip("llmfoundry.models.mpt.modeling_mpt")
+    modeling = pytest.importorskip(
+        "llmfoundry.models.mpt.modeling_mpt", reason="needs the extra foundry"
+    )
     sizes = {"d_model": 16, "n_heads": 2, "n_layers": 2, "expansion_ratio": 2, "vocab_size": 17}
     config = modeling.MPTConfig(max_seq_len=8, **sizes, attn_config={"attn_impl": "torch"})
     return modeling.MPTForCausalLM(config), "MPTBlock"

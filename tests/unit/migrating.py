@@ -6,19 +6,26 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from composer_fsdp2.migrate.engine import migrate
 from composer_fsdp2.migrate.report import Dialect, Entry, Report
-
-CONFIGS = Path(__file__).parents[2].parent / "shared" / "fixtures" / "configs"
-needs_configs = pytest.mark.skipif(
-    not CONFIGS.is_dir(), reason="the collection of configurations is not here"
-)
+from tests.data_folder import CONFIGS
 
 
 def files(pattern: str) -> list[Path]:
-    return sorted(CONFIGS.glob(pattern)) if CONFIGS.is_dir() else []
+    """Configurations of `tests/data/configs`; without one there is nothing to test.
+
+    Raises:
+        FileNotFoundError: if no file is of this pattern.
+    """
+    found = sorted(CONFIGS.glob(pattern))
+    if not found:
+        raise FileNotFoundError(f"no file {pattern} in {CONFIGS}")
+    return found
+
+
+def text_of(file: Path) -> str:
+    """What is written there, with the file's own ends of lines."""
+    return file.read_bytes().decode()
 
 
 def entry_of(report: Report, key: str) -> Entry:

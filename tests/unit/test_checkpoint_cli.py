@@ -26,7 +26,6 @@ from tests.saved import (
     expected,
     expected_digests,
     fixture,
-    needs_fixtures,
     save_file,
     save_folder,
     small_state,
@@ -57,13 +56,11 @@ def small(request, tmp_path) -> Path:
 # --- All fixtures: real checkpoints of FSDP1, DDP and one process. ---
 
 
-@needs_fixtures
 def test_every_fixture_is_tested():
     found = {item.name for item in fixture("full_2r").parents[1].iterdir() if item.is_dir()}
     assert found - {"__pycache__"} == set(NAMES)
 
 
-@needs_fixtures
 @pytest.mark.parametrize("name", NAMES)
 def test_inspect_fixture(name: str):
     truth, found = expected(name), run_json("inspect", fixture(name))
@@ -91,7 +88,6 @@ def _elements(value: dict[str, Any]) -> int:
     return torch.Size(value["shape"]).numel()
 
 
-@needs_fixtures
 @pytest.mark.parametrize("name", NAMES)
 def test_verify_fixture(name: str):
     found = run_json("verify", fixture(name))
@@ -99,7 +95,6 @@ def test_verify_fixture(name: str):
     assert found["parts"] == len(open_checkpoint(fixture(name)).paths)
 
 
-@needs_fixtures
 @pytest.mark.parametrize("name", NAMES)
 def test_convert_fixture_there_and_back(name: str, tmp_path: Path):
     truth, source = expected_digests(name), fixture(name)
@@ -135,7 +130,6 @@ def _check_composers_layout(values: dict[str, Any], name: str) -> None:
     assert len({value.data_ptr() for value in tensors}) == len(tensors)
 
 
-@needs_fixtures
 @pytest.mark.parametrize("name", ["full_flatparam_2r", "sharded_legacy_optimizer_root_2r"])
 def test_torch_loads_what_was_converted(name: str, tmp_path: Path):
     """torch's own reader, told nothing of this package; the optimizer is where it is today."""
@@ -379,7 +373,6 @@ def test_help_of_the_command_is_quick():
     assert done.stdout.endswith("False\n")
 
 
-@needs_fixtures
 def test_nothing_is_written_beside_the_source(tmp_path: Path):
     source = tmp_path / "source"
     shutil.copytree(fixture("sharded_dtensor_2r"), source)

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from composer.models import HuggingFaceModel
@@ -221,7 +222,6 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     ("case", "kind"), [("lora", "full"), *((case, "sharded") for case in ADAPTERS)]
 )
 def test_adapters_are_what_peft_writes(case: str, kind: str, tmp_path: Path):
-    peft = pytest.importorskip("peft")
     name, settings = ADAPTERS[case]
     config = peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **settings)
     adapted = peft.get_peft_model(tiny(name), config)
@@ -242,7 +242,6 @@ def test_adapters_are_what_peft_writes(case: str, kind: str, tmp_path: Path):
 
 def _resized(tmp_path: Path, name: str, only: bool, kind: str = "sharded") -> tuple[Any, Path]:
     """Adapters on a model with more tokens than the one they were made for."""
-    peft = pytest.importorskip("peft")
     tiny(name).save_pretrained(tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     base.resize_token_embeddings(40, mean_resizing=False)
@@ -371,7 +370,7 @@ def test_every_kind_of_tokenizer_file(tmp_path: Path):
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 def test_mpt(tmp_path: Path):
     """Its class is LLM Foundry's; transformers has another one for the same `model_type`."""
-    mpt = pytest.importorskip("llmfoundry.models.mpt")
+    mpt = pytest.importorskip("llmfoundry.models.mpt", reason="needs the extra foundry")
     model = mpt.ComposerMPTCausalLM(
         tokenizer=tokenizer(),
         d_model=16,

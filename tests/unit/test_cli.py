@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from composer_fsdp2 import cli
 
 ROOT = Path(__file__).parents[2]
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
 
 @pytest.fixture

@@ -310,7 +310,9 @@ def test_what_does_not_work_out_is_still_described():
 
 
 def test_defaults_are_those_of_llm_foundry():
-    config_utils = pytest.importorskip("llmfoundry.utils.config_utils")
+    config_utils = pytest.importorskip(
+        "llmfoundry.utils.config_utils", reason="needs the extra foundry"
+    )
     default = config_utils.TrainConfig.__dataclass_fields__["precision"].default
     assert RUN.value("precision") == default
 
@@ -391,7 +393,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_config_is_what_it_is_for_train(doctor, write, case: str):
-    pytest.importorskip("llmfoundry")
+    pytest.importorskip("llmfoundry", reason="needs the extra foundry")
     text, overrides = BAD[case]
     path = write(text)
     result = doctor(path, *overrides)

@@ -25,9 +25,10 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.migrate.engine import migrate
 from composer_fsdp2.run_file import read_parallelism, read_yaml
 from composer_fsdp2.trainer.config import parse_parallelism_config
+from tests.data_folder import CONFIGS as COLLECTION
+from tests.data_folder import ROOT
 from tests.saved import save_file, save_folder, small_state
 
-ROOT = Path(__file__).parents[2]
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
     for before, name in zip("abcdef", "bcdefg", strict=True)
@@ -157,7 +158,7 @@ def test_parallelism_configs():
 
 def sources() -> list[str]:
     files = [*(ROOT / "yamls").rglob("*.yaml")]
-    files += (ROOT.parent / "shared" / "fixtures" / "configs").rglob("*.yaml")
+    files += COLLECTION.rglob("*.yaml")
     texts = [file.read_text() for file in sorted(files)]
     return [text for text in texts if len(text) < 1_500]  # which take milliseconds each
 

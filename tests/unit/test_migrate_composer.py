@@ -25,7 +25,6 @@ from tests.unit.migrating import (
     entry_of,
     files,
     missing,
-    needs_configs,
     rows_without_a_case,
     settings_of,
 )
@@ -176,7 +175,6 @@ def test_every_row_and_every_key_of_composer_has_a_case():
     assert fields <= {row.key for row in FSDP1.rows}
 
 
-@needs_configs
 @pytest.mark.parametrize("file", files("foundry/*.yaml"), ids=lambda file: file.stem)
 def test_yamls_of_llm_foundry_need_no_decision(file):
     text = file.read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,9 +21,9 @@ from tests.unit.migrating import (
     entry_of,
     files,
     missing,
-    needs_configs,
     rows_without_a_case,
     settings_of,
+    text_of,
 )
 
 K, R, C, NOT, CH = (
@@ -438,13 +440,27 @@ def test_every_row_has_a_case(dialect: Dialect):
     assert rows_without_a_case(dialect, reports_of(dialect)) == []
 
 
-@needs_configs
 @pytest.mark.parametrize("file", files("*.yaml"), ids=lambda file: file.stem)
 def test_every_key_of_the_collection_is_in_the_report(file):
-    report = migrate(file.read_text())
-    assert missing(Document(file.read_text(), file.name).data, report) == []
+    report = migrate(text_of(file))
+    assert missing(Document(text_of(file), file.name).data, report) == []
     parse_config(settings_of(report))
     check_stable(report)
+
+
+def test_the_collection_has_what_its_tests_are_about():
+    """Each dialect several times, and what a reader of YAML may trip over."""
+    texts = [text_of(file) for file in files("**/*.yaml")]
+    found = Counter(migrate(text).dialect for text in texts)
+    assert found["composer"] > 10
+    assert min(found[name] for name in ("accelerate", "huggingface", "roll")) >= 4
+    assert found["none"] > 0
+    whole = "\n".join(texts)
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
+    for part in (*strategies, "\r\n", "<<: *", "${variables.", "\nparameters:", "'8'", "é"):
+        assert part in whole, part
+    statuses = {entry.status for text in texts for entry in migrate(text).entries}
+    assert statuses == set(Status)
 
 
 ROLES = """\

@@ -1,4 +1,4 @@
-"""The published YAMLs of LLM Foundry, migrated, give a plan for the model they train."""
+"""YAMLs of LLM Foundry, migrated, give a plan for the model they train."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from composer_fsdp2.migrate.engine import migrate
 from tests import yaml_models
-from tests.unit.migrating import files, needs_configs
+from tests.unit.migrating import files
 from tests.yaml_memory import blocks, plain, plan_values
 
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2"},
-    "meta-llama/Meta-Llama-3.1-8B": yaml_models.SHAPES["meta-llama/Llama-3.1-8B"],
     "databricks/dbrx-instruct": {
         "model_type": "dbrx",
         "d_model": 6144,
@@ -47,16 +46,17 @@ def without_flash(model: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-@needs_configs
-@pytest.mark.parametrize("file", files("foundry/*.yaml"), ids=lambda file: file.stem)
+# MegaBlocks' experts are CUDA kernels, and such a model cannot be built without it.
+BUILT = [file for file in files("foundry/*.yaml") if "mb_dmoe" not in file.read_text()]
+
+
+@pytest.mark.parametrize("file", BUILT, ids=lambda file: file.stem)
 def test_migrated_yamls_plan(file: Path, monkeypatch: pytest.MonkeyPatch):
     for name, shape in SHAPES.items():
         monkeypatch.setitem(yaml_models.SHAPES, name, shape)
     config = OmegaConf.create(migrate(file.read_text()).text)
     assert isinstance(config, DictConfig)
     values = plain(config)
-    if "mb_dmoe" in file.read_text():
-        pytest.importorskip("megablocks", reason="its experts are CUDA kernels")
     model, _, plan = plan_values({**values, "model": without_flash(values["model"])})
     owned = [name for unit in plan.units for name in unit.params]
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]

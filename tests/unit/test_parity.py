@@ -194,7 +194,7 @@ def test_csv_keeps_every_digit(tmp_path):
 @pytest.mark.parametrize("tolerance", [1e-5, 0.0])
 @pytest.mark.parametrize("new", [[(1.0, 1.0), (1.0, INF)], [(1.0, 2.0), (NAN, 1.0)]])
 def test_the_picture_is_a_png_also_of_values_that_are_not_finite(tmp_path, new, tolerance):
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="needs the extra foundry")
     file = tmp_path / "parity.png"
     found = compared([(1.0, 2.0), (NAN, 1.0)], new, tolerance)
     assert write_picture(found, file, ("old: DDP", "new: FSDP2"))
@@ -392,7 +392,7 @@ def test_a_run_without_callbacks_and_algorithms_is_shortened_too():
 
 
 def test_the_callbacks_left_out_and_the_settings_are_llm_foundrys():
-    registry = pytest.importorskip("llmfoundry").registry
+    registry = pytest.importorskip("llmfoundry", reason="needs the extra foundry").registry
     from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
 
     known = set(registry.callbacks.get_all()) | set(registry.callbacks_with_config.get_all())
@@ -406,7 +406,7 @@ def test_the_callbacks_left_out_and_the_settings_are_llm_foundrys():
 @pytest.fixture
 def parity(monkeypatch, tmp_path):
     """Runs `composer-fsdp2 parity` on two texts; starting ranks would be a failure."""
-    pytest.importorskip("llmfoundry")
+    pytest.importorskip("llmfoundry", reason="needs the extra foundry")
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -23,7 +23,7 @@ from composer_fsdp2.trainer.patches import (
     uninstall,
 )
 
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
 
 def current(target: str) -> object:

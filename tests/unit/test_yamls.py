@@ -18,7 +18,7 @@ from composer_fsdp2.core.config import FSDP2Config, parse_config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.foundry import parse_run_config, requests_fsdp2
 
-pytest.importorskip("llmfoundry")
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
 from llmfoundry import registry
 from llmfoundry.data.finetuning.dataloader import _validate_config
