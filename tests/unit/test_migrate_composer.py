@@ -183,9 +183,10 @@ def test_yamls_of_llm_foundry_need_no_decision(file):
     assert report.having(Status.DECISION) == []
     old = OmegaConf.to_container(OmegaConf.create(text))
     assert missing(old, report) == []
-    new = OmegaConf.to_container(OmegaConf.create(report.text))
-    parsed = parse_run_config(new)
+    migrated = OmegaConf.create(report.text)
+    parsed = parse_run_config(OmegaConf.to_container(migrated, resolve=True))
     assert parsed["fsdp_config"]["version"] == 2
+    new = OmegaConf.to_container(migrated)
     block = new.pop("parallelism_config")["fsdp2"]
     assert block["state_dict_type"] == old["fsdp_config"].get("state_dict_type", "full")
     del old["fsdp_config"]
