@@ -104,7 +104,10 @@ def units_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-RANKS = [pytest.param(ranks, marks=pytest.mark.world_size(ranks)) for ranks in (2, 4)]
+RANKS = [
+    pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.smoke]),
+    pytest.param(4, marks=pytest.mark.world_size(4)),
+]
 
 
 @pytest.mark.fault("ranks use other experts, or none", "survived")
@@ -132,6 +135,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_experts_with(config: str):
@@ -198,6 +202,7 @@ class Forked(TinyLM):
 SIDES = ((0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 1, 1))
 
 
+@pytest.mark.smoke
 @pytest.mark.fault("ranks run other branches of a model", "survived")
 @pytest.mark.world_size(2)
 def test_found_in_the_first_step():
