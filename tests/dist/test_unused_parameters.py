@@ -115,11 +115,13 @@ RANKS = [
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of_each_rank_are_others(family: str, ranks: int):
     make, expert = FAMILIES[family]
-    blocks = units_of(train_routed(lambda: force(make()), {}, "sgd"))
-    assert len(blocks) == 3
+    trained = train_routed(lambda: force(make()), {}, "sgd")
+    assert len(units_of(trained)) == 3
+    assert dist.get_world_size() == ranks
+    if any(param.ndim == 3 for param in trained.parameters()):
+        return  # transformers 5 has all experts of a block in one parameter
     one_by_one = {"wrap_policy": {"classes": [expert]}}
     units = units_of(train_routed(lambda: force(make()), one_by_one, "adamw"))
-    assert dist.get_world_size() == ranks
     assert not any(".experts" in name for name in units)
     assert any(name.endswith(("mlp", "block_sparse_moe")) for name in units)
 
