@@ -19,7 +19,7 @@ def _doctor() -> dict[str, Any]:
 
 
 def test_nothing_here_is_unknown(monkeypatch: pytest.MonkeyPatch):
-    """A patch point that does not fit may turn off its feature alone, so no other test would fail."""
+    """A patch point that does not fit may turn off its feature alone: no other test would fail."""
     for name in ("FSDP_VERSION", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     found = _doctor()
