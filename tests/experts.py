@@ -109,6 +109,9 @@ def force(model: nn.Module) -> nn.Module:
 
 
 def _rerouted(gate: Any, _args: object, output: Any) -> Any:
+    if isinstance(output, tuple) and len(output) == 3:  # logits, weights, indices: transformers 5
+        logits, weights, indices = output
+        return logits, weights, _by_token(gate.chosen, len(indices))[:, None]
     if isinstance(output, tuple):  # indices and weights of DeepSeek
         indices, weights = output
         return _by_token(gate.chosen, len(indices))[:, None], weights

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.core.summon import holds_shards, is_summoned, summon_full_params
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.trainer.unequal import standing_in
 
 __all__ = ["save_pretrained"]
 
@@ -61,7 +62,8 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     with summon_full_params(model, writeback=False, rank0_only=first, offload_to_cpu=first):
         if dist.get_global_rank() == writer:
             try:
-                save(is_main_process)
+                with _wherever_it_is(model):
+                    save(is_main_process)
             except Exception as caught:  # the other ranks must hear of it
                 folder = given.arguments["save_directory"]
                 error = CheckpointError(f"save_pretrained could not write '{folder}': {caught}")
@@ -78,6 +80,14 @@ def _as_its_own_class(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.__class__ = sharded
+
+
+def _wherever_it_is(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Lets any rank write: transformers 5 writes on rank 0, or nothing where another is main."""
+    decides = "should_save_on_this_rank"
+    if not hasattr(model, decides):
+        return contextlib.nullcontext()
+    return standing_in(model, decides, bool)
 
 
 def _await_everyone() -> None:

@@ -40,6 +40,7 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
 # --- in the background ---
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_five_and_five_steps_are_ten(kind: str, tmp_path: Path):

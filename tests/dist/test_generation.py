@@ -76,6 +76,7 @@ def _settings(plain: Any, cache: bool) -> dict[str, Any]:
     return {**settings, "eos_token_id": first[0]}
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("way", "cache"),
@@ -255,6 +256,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 WAYS = ["every rank", "a main rank", "summoned on rank 0", "summoned"]
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("way", "tied"), [*((way, True) for way in WAYS), ("gathered", False)])
 def test_saves_what_one_process_saves(way: str, tied: bool, tmp_path: Path):

@@ -161,6 +161,7 @@ def expected(run: str) -> dict[str, torch.Tensor]:
     return fit(trainer_of(FITS, run))
 
 
+@pytest.mark.smoke
 @pytest.mark.fault("out of memory in a step of the Trainer", "survived")
 @pytest.mark.parametrize(
     ("point", "run"),

@@ -49,6 +49,7 @@ WAYS_IN = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("way", WAYS_IN)
 def test_every_way_in_gives_fsdp2(way: str):
@@ -124,6 +125,7 @@ def _settings(case: str) -> dict[str, Any]:
     return {key: value() if callable(value) else value for key, value in CASES[case].items()}
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("case", "name"),
@@ -298,6 +300,7 @@ def _llama(tied: bool) -> Any:
         return HuggingFaceModel(LlamaForCausalLM(config), use_logits=True)
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tied", [True, False])
 def test_hugging_face_model(tied: bool):

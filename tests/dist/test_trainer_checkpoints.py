@@ -87,6 +87,7 @@ def _check_resume(tmp_path: Path, fsdp2: dict[str, Any], saved: str, **kwargs: A
 FORMATS = {"sharded": "ep0-ba5", "full": "ep0-ba5-rank0.pt"}
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("tie", ["none", "two modules"])

@@ -104,7 +104,10 @@ def units_of(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-RANKS = [pytest.param(ranks, marks=pytest.mark.world_size(ranks)) for ranks in (2, 4)]
+RANKS = [
+    pytest.param(2, marks=[pytest.mark.world_size(2), pytest.mark.smoke]),
+    pytest.param(4, marks=pytest.mark.world_size(4)),
+]
 
 
 @pytest.mark.fault("ranks use other experts, or none", "survived")
@@ -112,11 +115,13 @@ RANKS = [pytest.param(ranks, marks=pytest.mark.world_size(ranks)) for ranks in (
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_of_each_rank_are_others(family: str, ranks: int):
     make, expert = FAMILIES[family]
-    blocks = units_of(train_routed(lambda: force(make()), {}, "sgd"))
-    assert len(blocks) == 3
+    trained = train_routed(lambda: force(make()), {}, "sgd")
+    assert len(units_of(trained)) == 3
+    assert dist.get_world_size() == ranks
+    if any(param.ndim == 3 for param in trained.parameters()):
+        return  # transformers 5 has all experts of a block in one parameter
     one_by_one = {"wrap_policy": {"classes": [expert]}}
     units = units_of(train_routed(lambda: force(make()), one_by_one, "adamw"))
-    assert dist.get_world_size() == ranks
     assert not any(".experts" in name for name in units)
     assert any(name.endswith(("mlp", "block_sparse_moe")) for name in units)
 
@@ -132,6 +137,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("config", CONFIGS)
 def test_experts_with(config: str):
@@ -198,6 +204,7 @@ class Forked(TinyLM):
 SIDES = ((0, 0, 0, 0, 1, 1, 1, 1), (0, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 1, 0, 1, 1))
 
 
+@pytest.mark.smoke
 @pytest.mark.fault("ranks run other branches of a model", "survived")
 @pytest.mark.world_size(2)
 def test_found_in_the_first_step():

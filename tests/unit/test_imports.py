@@ -152,6 +152,7 @@ def test_only_patches_assigns_to_other_packages(file: Path):
     assert not [f"line {line}" for name, line in _attributes_assigned(tree) if name in foreign]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("module", [PACKAGE, f"{PACKAGE}.cli", f"{PACKAGE}.foundry"])
 def test_importing_has_no_side_effect(module: str):
     heavy = ", ".join(repr(name) for name in sorted(PLUGGED_INTO))
