@@ -220,8 +220,8 @@ def point_to(link: Path, target: Path) -> None:
 class Staging:
     """Copies of a state dict in CPU memory, which stay as they are while training goes on.
 
-    The memory is kept for the next copy: touching new memory costs more than the copy itself. On the
-    CPU 256 MB take 0.12 s into new memory and 0.044 s into memory that is kept.
+    The memory is kept for the next copy: touching new memory costs more than the copy itself. On
+    the CPU 256 MB take 0.12 s into new memory and 0.044 s into memory that is kept.
 
     [Note: not BlockingAsyncStager] torch's own stager keeps memory with `cache_staged_state_dict`
     only, and that pins it, which fails without a GPU (torch 2.7 and 2.15, `RuntimeError`). On any
