@@ -30,11 +30,9 @@ It stays as it is; everything else in it, comments included, is in the new file 
 - `composer-fsdp2 migrate old.yaml --set fsdp_config.auto_wrap=true --set fsdp2.async_save=true`
 
 With `--code PATH` instead of CONFIG it lists every use of FSDP1 in a Python file or folder, with
-its place and what to write instead. Nothing in PATH is imported or executed.
+its place and what to write instead. Nothing in PATH is imported, executed or changed.
 
-- `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be done by hand
-
-- `composer-fsdp2 migrate --code src --write`: changes calls that change in one word
+- `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be changed
 """
 
 
@@ -55,10 +53,6 @@ def migrate(
     code: Annotated[
         Path | None, typer.Option(help="Python file or folder to look through instead.")
     ] = None,
-    write: Annotated[
-        bool,
-        typer.Option("--write", help="With --code: change calls that change in one word."),
-    ] = False,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="The new file; default prints it.")
     ] = None,
@@ -94,9 +88,9 @@ def migrate(
                 "--strict": strict,
             }
             _refuse_beside_code([name for name, value in others.items() if value])
-            raise typer.Exit(_migrate_code(code, write=write, check=check, as_json=as_json))
+            raise typer.Exit(_migrate_code(code, check=check, as_json=as_json))
         report = _migrate_config(
-            _checked(config, write=write),
+            _checked(config),
             None if check else output,
             dialect=dialect,
             world_size=world_size,
@@ -124,12 +118,7 @@ def _refuse_beside_code(names: list[str]) -> None:
         )
 
 
-def _checked(config: Path | None, *, write: bool) -> Path:
-    if write:
-        raise ConfigError(
-            "--write is given without --code. It changes Python files; a configuration stays as "
-            "it is. Write --code and a path, or --output and the path of the new configuration."
-        )
+def _checked(config: Path | None) -> Path:
     if config is None:
         raise ConfigError(
             "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path of a "
@@ -138,19 +127,13 @@ def _checked(config: Path | None, *, write: bool) -> Path:
     return config
 
 
-def _migrate_code(code: Path, *, write: bool, check: bool, as_json: bool) -> int:
+def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
     from composer_fsdp2.migrate.code_files import migrate_code
     from composer_fsdp2.migrate.code_report import code_as_dict, describe_code
 
-    if write and check:
-        raise ConfigError(
-            "--write and --check are given together. One changes files, the other only looks. "
-            "Run the command with --write, and then with --check."
-        )
-    files = migrate_code(code, write=write)
+    files = migrate_code(code)
     typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
-    unwritten = any(file.unwritten for file in files)
-    return 1 if unwritten or (check and any(file.needs_hands for file in files)) else 0
+    return 1 if check and any(file.needs_work for file in files) else 0
 
 
 def _read(config: Path) -> str:

@@ -220,7 +220,14 @@ def point_to(link: Path, target: Path) -> None:
 class Staging:
     """Copies of a state dict in CPU memory, which stay as they are while training goes on.
 
-    The memory is kept for the next copy: touching new memory costs more than the copy itself.
+    The memory is kept for the next copy: touching new memory costs more than the copy itself. On
+    the CPU 256 MB take 0.12 s into new memory and 0.044 s into memory that is kept.
+
+    [Note: not BlockingAsyncStager] torch's own stager keeps memory with `cache_staged_state_dict`
+    only, and that pins it, which fails without a GPU (torch 2.7 and 2.15, `RuntimeError`). On any
+    device it then raises `CompanionMismatch` when a key comes or goes and `RuntimeError` when a
+    tensor has another shape: state that an optimizer makes later, a metric, an unfrozen layer.
+    Without that option every save pays for new memory while training waits.
     """
 
     def __init__(self) -> None:

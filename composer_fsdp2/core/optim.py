@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.core.collectives import broadcast_from_rank0
 from composer_fsdp2.core.tying import ModuleTree, alias_representatives
@@ -231,25 +231,12 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, as a copy divided like another one. Collective: no."""
-    full = full.to(like.device)
     if not isinstance(like, DTensor):
-        return full
-    local = full
-    for axis, placement in enumerate(like.placements):
-        if isinstance(placement, Shard):
-            local = _chunk(local, placement.dim, like.device_mesh, axis)
-    return DTensor.from_local(
-        local.clone(),
-        like.device_mesh,
-        like.placements,
-        run_check=False,
-        shape=like.shape,
-        stride=like.stride(),
+        return full.to(like.device)
+    # Every rank has the whole tensor, so nothing is sent: `src_data_rank=None`.
+    part = distribute_tensor(
+        full.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None
     )
-
-
-def _chunk(tensor: torch.Tensor, dim: int, mesh: Any, axis: int) -> torch.Tensor:
-    """This rank's rows, cut as FSDP2 cuts parameters: ceil(rows / ranks), the last may be empty."""
-    chunks = torch.chunk(tensor, mesh.size(axis), dim=dim)
-    rank = mesh.get_local_rank(axis)
-    return chunks[rank] if rank < len(chunks) else tensor.narrow(dim, 0, 0)
+    # torch 2.7 returns a view, which would keep the whole tensor. The mesh may be on the GPU and
+    # the shards offloaded to the CPU.
+    return part.to(like.device, copy=True)

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.core.optim import shard_like
 from composer_fsdp2.core.shard import is_sharded
 from composer_fsdp2.errors import ConfigError, PlanError
 
@@ -240,7 +241,7 @@ class _Whole:
     def lend(self) -> None:
         """Gives the shard the values of the whole tensor while a forward runs."""
         assert self.full is not None
-        local, part = _local(self.shard), _local(_as_shards(self.full, self.shard))
+        local, part = _local(self.shard), _local(shard_like(self.full, self.shard))
         if not torch.equal(local, part):
             self.own = local.clone() if self.own is None else self.own
             local.copy_(part)
@@ -254,24 +255,15 @@ class _Whole:
     def write(self, with_grads: bool) -> None:
         """Copies this rank's part of the whole tensor to the shard. Collective: no."""
         assert self.full is not None
-        _local(self.shard).copy_(_local(_as_shards(self.full, self.shard)))
+        _local(self.shard).copy_(_local(shard_like(self.full, self.shard)))
         if with_grads:
             grad = self.full.grad
-            self.shard.grad = None if grad is None else _as_shards(grad, self.shard).clone()
+            self.shard.grad = None if grad is None else shard_like(grad, self.shard)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _as_shards(full: torch.Tensor, like: torch.Tensor) -> DTensor:
-    """A whole tensor that every rank has, divided as another one is. Collective: no."""
-    assert isinstance(like, DTensor)
-    mesh = like.device_mesh
-    placements = [Replicate()] * mesh.ndim
-    whole = DTensor.from_local(full.detach().to(like.device), mesh, placements, run_check=False)
-    return whole.redistribute(placements=like.placements)
 
 
 @dataclass(slots=True, eq=False)

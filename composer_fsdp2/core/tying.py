@@ -104,10 +104,6 @@ class ModuleTree:
                 self.uses.append(ParamUse(f"{path}.{name}" if path else name, param, index))
         return index
 
-    def path_of(self, module: nn.Module) -> str:
-        """The name of a module: its first path."""
-        return self.visits[self.first_visit[id(module)]].path
-
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         """Every module once, under its first path, parents before children."""
         return ((self.visits[i].path, self.visits[i].module) for i in self.first_visit.values())

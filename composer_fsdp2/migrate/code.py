@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from composer_fsdp2.migrate.code_known import (
     CONFIG_CALLEES,
@@ -15,10 +15,12 @@ from composer_fsdp2.migrate.code_known import (
     learn,
 )
 from composer_fsdp2.migrate.code_names import Scope, ScopedVisitor, dotted, read_scopes
+from composer_fsdp2.migrate.code_replacement import replaced_line
+from composer_fsdp2.migrate.code_row import CodeRow, Found
 from composer_fsdp2.migrate.code_source import Source, Unreadable
-from composer_fsdp2.migrate.code_table import CODE_ROWS, CodeRow, Found
+from composer_fsdp2.migrate.code_table import CODE_ROWS
 
-__all__ = ["CODE_ROWS", "CodeRow", "Use", "find_uses"]
+__all__ = ["Use", "find_uses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +35,8 @@ class Use:
     """false where imports do not tell whose name it is"""
     code: str
     """the line it is in"""
-    node: ast.AST = field(repr=False, compare=False)
-    within: ast.AST | None = field(default=None, repr=False, compare=False)
-    """the import or the call that a name is in; None in any other place"""
+    replacement: str | None = None
+    """what to write for that line, where it only has to name another function"""
 
 
 def find_uses(source: Source) -> list[Use]:
@@ -121,10 +122,10 @@ class _Finder(ScopedVisitor):
             utf8 = (place.end_col_offset or 0) - len(place.attr.encode())
         column = self.source.column(line, utf8) + 1
         code = self.source.lines[line - 1].strip()
-        within = None if self._format else within
-        self.uses.setdefault(
-            (line, column, row.title), Use(row, line, column, certain, code, node, within)
-        )
+        known = certain and self._format is None
+        replacement = replaced_line(self.source, row, node, within) if known else None
+        use = Use(row, line, column, certain, code, replacement)
+        self.uses.setdefault((line, column, row.title), use)
 
     # --- Names. ---
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 
 from composer_fsdp2.migrate.code_names import Scope, ScopedVisitor, arguments, dotted
-from composer_fsdp2.migrate.code_table import CODE_ROWS, Found
+from composer_fsdp2.migrate.code_row import Found
+from composer_fsdp2.migrate.code_table import CODE_ROWS
 
 __all__ = ["CONFIG_CALLEES", "CONFIG_NAMES", "checked_objects", "last_name", "learn"]
 

@@ -1,4 +1,13 @@
-"""What the names of a Python file stand for, without importing anything."""
+"""What the names of a Python file stand for, without importing anything.
+
+[Note: not libcst] libcst's `QualifiedNameProvider` answers the same question and was tried in the
+place of this file (1.9.0). It does not follow `fsdp = torch.distributed.fsdp`, resolves nothing
+after `from ... import *`, takes a name bound by a `case` pattern for the import of that name, and
+gives `FSDP(m).module` the name of an attribute of the class. Its time grows with the square of the
+number of places of a name: 36 s against 0.2 s for a file that assigns and reads one name 8,000
+times, and 1.9 s against 0.06 s for Composer's `trainer.py`. The code to make up for that would be
+longer than this.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from composer_fsdp2.migrate.code import Use
 from composer_fsdp2.migrate.code_files import CodeFile
-from composer_fsdp2.migrate.code_table import Kind
+from composer_fsdp2.migrate.code_row import Kind
 
 __all__ = ["code_as_dict", "describe_code"]
 
@@ -30,10 +30,7 @@ def code_as_dict(files: Sequence[CodeFile]) -> dict[str, Any]:
             {
                 "path": str(file.path),
                 "problem": file.problem,
-                "not_written": file.unwritten,
-                "not_rewritten": file.refusal,
-                "rewritten": [_use_as_dict(use, "rewritten") for use in file.rewritten],
-                "uses": [_use_as_dict(use, file.kind(use).value) for use in file.uses],
+                "uses": [_use_as_dict(use) for use in file.uses],
             }
             for file in files
             if _has_news(file)
@@ -43,30 +40,30 @@ def code_as_dict(files: Sequence[CodeFile]) -> dict[str, Any]:
     }
 
 
-def _use_as_dict(use: Use, kind: str) -> dict[str, Any]:
+def _use_as_dict(use: Use) -> dict[str, Any]:
     return {
         "line": use.line,
         "column": use.column,
         "found": use.row.title,
-        "kind": kind,
+        "kind": use.row.kind.value,
         "certain": use.certain,
         "use": use.row.use,
         "reason": use.row.reason,
         "code": use.code,
+        "replacement": use.replacement,
     }
 
 
 def _has_news(file: CodeFile) -> bool:
-    return bool(file.uses or file.rewritten or file.problem)
+    return bool(file.uses or file.problem)
 
 
 def _counts(files: Sequence[CodeFile]) -> dict[str, int]:
     """Every use is counted once: a use that is not certain, whatever it needs, as 'perhaps'."""
     found = Counter(
-        file.kind(use).value if use.certain else _PERHAPS for file in files for use in file.uses
+        use.row.kind.value if use.certain else _PERHAPS for file in files for use in file.uses
     )
     counts = {name: found[name] for name in (*(kind.value for kind in Kind), _PERHAPS)}
-    counts["rewritten"] = sum(len(file.rewritten) for file in files)
     counts["not read"] = sum(file.problem is not None for file in files)
     return counts
 
@@ -83,16 +80,8 @@ def _describe_counts(files: Sequence[CodeFile]) -> str:
 
 def _describe_file(file: CodeFile) -> list[str]:
     lines = [_printable(str(file.path))]
-    for label, problem in (
-        ("not read", file.problem),
-        ("not written", file.unwritten),
-        ("not rewritten", file.refusal),
-    ):
-        if problem is not None:
-            lines += _wrapped(f"  {label}: {problem}", "      ")
-    for use in file.rewritten:
-        assert use.row.rewrite is not None
-        lines += [f"  rewritten: {use.row.title} -> {use.row.rewrite.name}", _place(file, use)]
+    if file.problem is not None:
+        lines += _wrapped(f"  not read: {file.problem}", "      ")
     groups: dict[tuple[str, bool], list[Use]] = {}
     for use in file.uses:
         groups.setdefault((use.row.title, use.certain), []).append(use)
@@ -103,12 +92,12 @@ def _describe_file(file: CodeFile) -> list[str]:
 
 def _describe_group(file: CodeFile, uses: Sequence[Use]) -> Iterable[str]:
     first = uses[0]
-    kind = file.kind(first)
-    label = kind.value if first.certain else f"{_PERHAPS} {kind.value}"
-    if kind is Kind.REWRITE and first.certain:
-        label += " (--write does it)"
-    yield f"  {label}: {first.row.title}"
-    yield from (_place(file, use) for use in uses)
+    kind = first.row.kind.value
+    yield f"  {kind if first.certain else f'{_PERHAPS} {kind}'}: {first.row.title}"
+    for use in uses:
+        yield _place(file, use)
+        if use.replacement is not None:
+            yield from _wrapped(f"        write: {use.replacement}", " " * 15)
     yield from _wrapped(f"      use: {first.row.use}", " " * 11)
     yield from _wrapped(f"      why: {first.row.reason}", " " * 11)
 

@@ -20,11 +20,9 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A Python file, with what is needed to write it again byte for byte."""
+    """A Python file."""
 
-    raw: bytes
     text: str
-    encoding: str
     tree: ast.Module
     lines: tuple[str, ...]
     """with their ends"""
@@ -49,7 +47,7 @@ class Source:
             raise Unreadable(str(error)) from None
         except (RecursionError, MemoryError):
             raise Unreadable("it is nested too deeply for Python's parser") from None
-        return Source(raw, text, encoding, tree, tuple(_LINE.findall(text)))
+        return Source(text, tree, tuple(_LINE.findall(text)))
 
     def column(self, line: int, utf8: int) -> int:
         """Characters before a place that `ast` counts in bytes of UTF-8."""

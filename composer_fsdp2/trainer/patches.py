@@ -1,8 +1,9 @@
 """What of Composer and LLM Foundry is replaced while the plugin is installed: one table.
 
 It is the only such place. Rows of LLM Foundry count once it has been imported: a run without it
-does not need them, and `transform`, which every run with it calls, installs them. An evaluation
-calls no `transform`; what `ask_for_install` wraps is the one thing replaced before.
+does not need them, and `transform`, which every run with it calls, installs them. Nothing of ours
+is called in a plain `llmfoundry eval` before it refuses `parallelism_config`: there the user calls
+`install()` in a file of `code_paths`, and `composer-fsdp2 eval` does it by itself.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ __all__ = [
     "PatchPoint",
     "PatchState",
     "Watcher",
-    "ask_for_install",
     "describe_patches",
     "install",
     "installed",
@@ -745,23 +745,6 @@ def install() -> None:
         original = inspect.getattr_static(owner, name)
         _originals[point.target] = original
         setattr(owner, name, _replaced(point, original))
-
-
-def ask_for_install(evaluation: Any) -> None:
-    """Has LLM Foundry's evaluation install the table for a config with `parallelism_config`.
-
-    Args:
-        evaluation: its module, just imported. Any other config goes the way it always did.
-    """
-    evaluate = evaluation.evaluate
-
-    @functools.wraps(evaluate)
-    def call(cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        if "parallelism_config" in cfg:
-            install()
-        return evaluate(cfg, *args, **kwargs)
-
-    evaluation.evaluate = call
 
 
 def _is_wanted(point: PatchPoint) -> bool:

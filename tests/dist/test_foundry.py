@@ -607,6 +607,8 @@ def test_overlapping_targets_are_an_error_on_every_rank(ranks):
 def evaluated(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]]:
     """Whether the model was sharded, and its metrics, as `llmfoundry eval` has them.
 
+    The configuration names in `code_paths` what calls `install()`, if anything does.
+
     Collective: yes.
     """
     from llmfoundry import registry
@@ -636,13 +638,16 @@ def evaluated(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]
 
 @pytest.fixture
 def evaluation(assets, tmp_path) -> dict[str, Any]:
-    """Settings of an evaluation."""
+    """Settings of an evaluation, with the file that the README says to write."""
+    (call,) = re.findall(r"`(composer_fsdp2.install\(\))` in a file of `code_paths`", README)
+    (tmp_path / "fsdp2.py").write_text(f"import composer_fsdp2\n\n{call}\n")
     settings = run_of(assets, FSDP2, {"eval_loader": loader_of(assets, "val"), **icl(assets)})
     shared = ("tokenizer", "max_seq_len", "device_eval_batch_size", "precision", "dist_timeout")
     shared += ("python_log_level", "eval_loader", "icl_tasks", "parallelism_config")
     return {
         "model": MODEL,
         "model_name": "test",
+        "code_paths": ["fsdp2.py"],
         **{key: settings[key] for key in shared},
     }
 
@@ -660,7 +665,8 @@ def test_evaluation_of_a_checkpoint(ranks, assets, tmp_path, evaluation):
 
 def test_evaluation_of_a_folder_is_that_without_sharding(ranks, assets, tmp_path, evaluation):
     evaluation |= llama(assets, "llama-tied", init_device="mixed")
-    alone = {k: v for k, v in evaluation.items() if k != "parallelism_config"}
+    ours = ("parallelism_config", "code_paths")
+    alone = {k: v for k, v in evaluation.items() if k not in ours}
     ((sharded, expected),) = ranks(1, evaluated, alone | llama(assets, "llama-tied"), tmp_path)
     assert not sharded
     for sharded, metrics in ranks(2, evaluated, evaluation, tmp_path):
@@ -668,29 +674,19 @@ def test_evaluation_of_a_folder_is_that_without_sharding(ranks, assets, tmp_path
         assert metrics == pytest.approx(expected, rel=TOLERANCE)
 
 
-def unasked(cfg: dict[str, Any], folder: Path) -> tuple[bool, dict[str, float]] | str:
-    """The same in a process whose torch asks nobody; or what LLM Foundry refused."""
-    from llmfoundry.command_utils import eval as evaluation
-
-    asking = evaluation.evaluate
-    evaluation.evaluate = asking.__wrapped__
-    try:
-        return evaluated(cfg, folder)
-    except ValueError as error:
-        return str(error)
-    finally:
-        evaluation.evaluate = asking
+def refused_evaluation(cfg: dict[str, Any], folder: Path) -> str:
+    with pytest.raises(ValueError, match="Unused parameters") as caught:
+        evaluated(cfg, folder)
+    return str(caught.value)
 
 
-def test_an_evaluation_that_asks_nobody_needs_a_file(ranks, assets, tmp_path, evaluation):
+def test_an_evaluation_that_installs_nothing_is_refused(ranks, assets, tmp_path, evaluation):
+    """Installing the package alone changes nothing in a process that imports torch."""
     evaluation |= llama(assets, "llama-tied", init_device="mixed")
+    del evaluation["code_paths"]
     (said,) = re.findall(r"`(Unused parameters .*?)`", README, re.DOTALL)
-    for message in ranks(2, unasked, evaluation, tmp_path):
+    for message in ranks(2, refused_evaluation, evaluation, tmp_path):
         assert message.startswith(" ".join(said.split()))
-    (call,) = re.findall(r"call `(composer_fsdp2.install\(\))` in a file of `code_paths`", README)
-    (tmp_path / "fsdp2.py").write_text(f"import composer_fsdp2\n\n{call}\n")
-    for sharded, _ in ranks(2, unasked, evaluation | {"code_paths": ["fsdp2.py"]}, tmp_path):
-        assert sharded
 
 
 def asynchronous(cfg: dict[str, Any]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from composer.optim import DecoupledAdamW, DecoupledSGDW
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
+from composer_fsdp2.core.optim import shard_like
 from tests.models import TinyLM, batches
 from tests.parity import (
     OPTIMIZERS,
@@ -335,3 +339,43 @@ def test_a_forward_between_backward_and_step_keeps_no_old_weights():
             optimizer.step()
             optimizer.zero_grad()
     assert_same_values(oracle, model)
+
+
+# --- Whole tensors, divided as a parameter is ---
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("shape", [(8, 3), (7, 3), (5,), (3, 5), (1, 4), (0, 3)])
+@pytest.mark.parametrize("axes", [(4,), (2, 2), (1, 4)])
+def test_each_rank_takes_its_part_and_sends_nothing(shape: tuple[int, ...], axes: tuple[int, ...]):
+    """With HSDP, ranks without rows, and placements that divide nothing."""
+    mesh = init_device_mesh("cpu", axes)
+    full = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
+    whole = DTensor.from_local(full, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    for placement in (Shard(0), Replicate()):
+        like = whole.redistribute(placements=[*[Replicate()] * (mesh.ndim - 1), placement])
+        with CommDebugMode() as communication:
+            part = shard_like(full, like)
+        assert isinstance(part, DTensor)
+        assert communication.get_total_counts() == 0
+        assert (part.placements, part.shape, part.stride()) == (
+            like.placements,
+            like.shape,
+            like.stride(),
+        )
+        assert torch.equal(part.to_local(), like.to_local())
+        # A view would keep the whole tensor in memory, and change with it.
+        assert part.to_local().untyped_storage().nbytes() == part.to_local().nbytes
+        assert not part.numel() or part.to_local().data_ptr() != full.data_ptr()
+
+
+@pytest.mark.world_size(2)
+def test_a_part_has_the_layout_of_the_parameter():
+    mesh = init_device_mesh("cpu", (2,))
+    like = distribute_tensor(torch.zeros(5, 7), mesh, [Shard(0)])
+    full = torch.randn(7, 5, generator=torch.Generator().manual_seed(1)).t()
+    part = shard_like(full, like)
+    assert part.stride() == like.stride()
+    assert torch.equal(part.full_tensor(), full)  # pyright: ignore[reportAttributeAccessIssue]
+    plain = torch.zeros(5, 7)
+    assert torch.equal(shard_like(full, plain), full)

@@ -26,7 +26,6 @@ ARROWS = {
     "migrate": {"core", "errors"},
     "parity": {"errors"},
     "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
-    "autoload": {"trainer"},
     "foundry": {"core", "errors", "trainer"},
     "console": {"errors", "launch"},
     "run_file": {"core", "errors", "foundry"},

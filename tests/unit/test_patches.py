@@ -168,8 +168,6 @@ composer_fsdp2.install()
 from composer import Trainer
 assert hasattr(Trainer._parse_parallelism_config, "__wrapped__")
 assert "llmfoundry" not in sys.modules
-# What torch started for LLM Foundry's evaluation waits for it and imports nothing of ours.
-assert [type(finder).__module__ for finder in sys.meta_path].count("composer_fsdp2.autoload") == 1
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
