@@ -12,7 +12,6 @@ import contextlib
 import functools
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +23,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2.core.shard import is_sharded
+from composer_fsdp2.core.torch_private.tensors import without_fsdp_hooks_after_load
+from composer_fsdp2.core.torch_private.units import (
+    CHANGES_PARAMETERS,
+    is_busy,
+    is_inside_unit,
+    is_root,
+)
 from composer_fsdp2.errors import ConfigError, PlanError
 
 __all__ = ["holds_shards", "is_summoned", "summon_full_params"]
@@ -138,14 +144,13 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
     suspects: list[tuple[str, nn.Module]] = []
     if not isinstance(module, FSDPModule):
         suspects += _region(module)
-    roots = [unit._get_fsdp_state()._is_root for unit in units]
+    roots = [is_root(unit) for unit in units]
     if False in roots and True not in roots:
         # A weight shared by several units belongs to one around them.
         suspects += [named for named in module.named_modules() if _has_plain_parameters(named[1])]
     for name, inner in suspects:
         known = [param for param in inner._parameters.values() if param is not None]
-        inside_a_unit = getattr(inner, "_is_fsdp_managed_module", False)
-        if inside_a_unit and not all(hasattr(param, _MARK) for param in known):
+        if is_inside_unit(inner) and not all(hasattr(param, _MARK) for param in known):
             raise PlanError(
                 f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
                 "module that was given. Only that unit knows where they are now. Give the whole "
@@ -159,9 +164,7 @@ def _has_plain_parameters(module: nn.Module) -> bool:
 
 
 def _is_busy(module: nn.Module | FSDPModule) -> bool:
-    if not isinstance(module, FSDPModule):
-        return False
-    return module._get_fsdp_state()._training_state.name != "IDLE"
+    return isinstance(module, FSDPModule) and is_busy(module)
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -339,7 +342,7 @@ class _Summoned:
         for unit in self.units if self.wholes else []:
             self._make_way(unit)
         for holder in dict.fromkeys(m for whole in self.wholes for m, _ in whole.places):
-            self._load_as_plain(holder)
+            self.undo.enter_context(without_fsdp_hooks_after_load(holder))
 
     def _make_way(self, unit: FSDPModule) -> None:
         """Has the shards in place for a forward, and for methods registered as one."""
@@ -351,7 +354,7 @@ class _Summoned:
         for name, value in list(vars(unit).items()):
             if isinstance(value, types.MethodType) and value.__self__ is unit:
                 self._set(unit, name, self._around(value))
-        for name in ("_apply", "unshard"):
+        for name in CHANGES_PARAMETERS:
             self._set(unit, name, _refuse)
 
     def _set(self, unit: FSDPModule, name: str, value: Callable[..., Any]) -> None:
@@ -372,16 +375,6 @@ class _Summoned:
                 self._after_forward()
 
         return call
-
-    def _load_as_plain(self, module: nn.Module) -> None:
-        """Keeps FSDP2 from looking for shards after `load_state_dict` into whole tensors."""
-        hooks = module._load_state_dict_post_hooks
-        self.undo.callback(setattr, module, "_load_state_dict_post_hooks", hooks)
-        module._load_state_dict_post_hooks = OrderedDict(
-            (key, hook)
-            for key, hook in hooks.items()
-            if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
-        )
 
     def _before_forward(self, *_: Any) -> None:
         if self.forwards == 0:

@@ -70,11 +70,11 @@ from composer_fsdp2.core.shard import (
 from composer_fsdp2.core.sizing import UnitSizes
 from composer_fsdp2.core.stalls import lookout_of
 from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
+from composer_fsdp2.core.torch_private.tensors import preparing_fast
 from composer_fsdp2.core.tying import ModuleTree, has_forward
 from composer_fsdp2.core.unused import pass_gradients, reduce_unused
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.patches import preparing_fast
 from composer_fsdp2.trainer.rules import activation_choice, block_units, trainer_rules
 
 __all__ = ["Sharding", "prepare_fully_shard", "sharding_of"]

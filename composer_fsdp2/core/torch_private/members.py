@@ -131,7 +131,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             f"{_SHARD}._fully_shard:fully_shard": "_is_fsdp_managed_module",
         },
     ),
-    *_rows("summon_full_params", "wrapped", {_MODULE: "_load_state_dict_post_hooks"}),
+    *_rows("summon_full_params", "wrapped", {_MODULE: "_apply _load_state_dict_post_hooks"}),
     *_rows("fp8", "read", {_PARAM: "_sharded_local_tensor"}),
     *_rows("fp8", "reset", {_PARAM: "_init_extensions"}),
     *_rows(
@@ -147,6 +147,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "read",
         {
             _WRAPPER: "checkpoint_wrapper OffloadWrapper",
+            f"{_WRAPPER}:ActivationWrapper": "_checkpoint_wrapped_module",
             "torch.ops.profiler": "_record_function_enter_new _record_function_exit",
             _TENSOR: "_base",
         },

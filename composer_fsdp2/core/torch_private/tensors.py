@@ -55,6 +55,7 @@ __all__ = [
     "tree_map_only",
     "unsafe_view",
     "without_fsdp_hooks_after_load",
+    "wrapped_module",
 ]
 
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
@@ -72,6 +73,11 @@ TENSOR_FACTS = (torch.Tensor._is_view, torch.Tensor._base.__get__)  # pyright: i
 
 TORCH_FUNCTION_OFF = torch._C.DisableTorchFunctionSubclass
 """a context in which subclasses of tensors are taken for tensors"""
+
+
+def wrapped_module(wrapper: OffloadWrapper) -> nn.Module:
+    """Returns the module inside."""
+    return wrapper._checkpoint_wrapped_module
 
 
 def make_wrapper_subclass(kind: type, shape: Sequence[int], **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
+    "CHANGES_PARAMETERS",
     "GATHER",
     "REDUCE",
     "add_zero_gradients",
@@ -49,6 +50,10 @@ __all__ = [
 
 GATHER, REDUCE = "unshard", "post_backward"
 """methods in which a group gathers its parameters, and reduces its gradients"""
+
+
+CHANGES_PARAMETERS = ("_apply", GATHER)
+"""methods of a unit after which its parameters are other tensors"""
 
 
 def _state(unit: FSDPModule) -> Any:
