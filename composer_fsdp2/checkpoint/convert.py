@@ -40,6 +40,7 @@ from composer_fsdp2.checkpoint.source import (
     digest_of,
 )
 from composer_fsdp2.checkpoint.staging import staged
+from composer_fsdp2.core.torch_private.members import check_private_members
 from composer_fsdp2.core.torch_private.tensors import storage_info
 from composer_fsdp2.errors import CheckpointError
 
@@ -106,6 +107,7 @@ class _Shards(AbstractContextManager["_Shards"]):
     """The files of a sharded checkpoint that is being written."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        check_private_members(["checkpoints"])
         self.entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._folder = folder
         self._limit = max_file_bytes

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.checkpoint.archive import Archive, map_file
 from composer_fsdp2.checkpoint.pickles import load_file, load_object, read_metadata, trusts
+from composer_fsdp2.core.torch_private.members import check_private_members
 from composer_fsdp2.core.torch_private.tensors import flatten_state_dict
 from composer_fsdp2.errors import CheckpointError
 
@@ -534,6 +535,7 @@ class FileCheckpoint(Checkpoint):
 
 def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
     """Values and ways by key, with the keys torch.distributed.checkpoint would give them."""
+    check_private_members(["checkpoints"])
     try:
         flat, ways = flatten_state_dict(dict(values))
     except ValueError as error:

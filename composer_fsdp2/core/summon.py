@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 
 from composer_fsdp2.core.shard import is_sharded
+from composer_fsdp2.core.torch_private.members import check_private_members
 from composer_fsdp2.core.torch_private.tensors import without_fsdp_hooks_after_load
 from composer_fsdp2.core.torch_private.units import (
     CHANGES_PARAMETERS,
@@ -87,6 +88,7 @@ def summon_full_params(
         PlanError: inside a forward or backward; for a module inside a unit; and at the end, when
             what stood in a module was replaced, or the shards stepped, inside the block.
     """
+    check_private_members(["summon_full_params"])
     _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
     _check_idle(module)
     units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]

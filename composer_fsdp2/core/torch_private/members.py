@@ -212,7 +212,7 @@ def _missing_text(missing: Sequence[PrivateMember]) -> str:
     text = (
         f"torch {torch.__version__} has no {members}, or does not let it be set. "
         f"{' and '.join(features)} cannot work without it, and would fail in the middle of a run. "
-        "Install a torch from 2.7 to 2.15"
+        "Install a torch this package was tested with (2.7 to 2.15)"
     )
     if len(optional) < len(features):
         return f"{text}."
