@@ -2,12 +2,14 @@
 
 [Note: what is offloaded] Autograd saves weights as well as activations. Weights stay where they
 are: FSDP frees and gathers them itself, and a copy of each would cost more than is saved. On CUDA
-the copies run on streams of their own, so that neither direction stops the computation.
+the copies run on streams of their own, so that neither direction stops the computation. What
+`selective` keeps stays on the device where torch (before 2.15) has no way to see it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from composer_fsdp2.core.blocks import BlockPosition, block_ids, block_positions, position_of
 from composer_fsdp2.core.config_blocks import ActivationSpec
@@ -173,6 +179,8 @@ def _wrap(module: nn.Module, plan: ActivationPlan) -> nn.Module:
             kwargs["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, _expensive_operators()
             )
+            if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+                kwargs["respect_saved_tensors_hooks"] = plan.offload
         module = checkpoint_wrapper(module, **kwargs)
     return _Offload(module) if plan.offload else module
 
