@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer_fsdp2.core.config import FSDP2Config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
+from composer_fsdp2.core.torch_private.members import EVERY_RUN
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
+    from composer_fsdp2.core.torch_private.members import MemberState
     from composer_fsdp2.trainer.patches import PatchState
 
 __all__ = ["KEYS", "Finding", "Gpu", "Machine", "Run", "describe_run", "examine", "mesh_of"]
@@ -73,6 +75,8 @@ class Machine:
     """of packages; `None` is not installed"""
     gpus: tuple[Gpu, ...] = ()
     patches: tuple[PatchState, ...] = ()
+    members: tuple[MemberState, ...] = ()
+    """private ones of torch"""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_pkg_resources: bool = True
 
@@ -154,6 +158,7 @@ def mesh_of(run: Run) -> MeshShape | None:
 
 def _installation(machine: Machine, run: Run | None) -> Findings:
     yield from _patches(machine)
+    yield from _members(machine)
     foundry = machine.versions.get("llm-foundry")
     if run is not None and foundry is None:
         yield Finding(
@@ -190,6 +195,21 @@ def _patches(machine: Machine) -> Findings:
             f"mosaicml {installed} is not a version this package was tested with "
             f"({', '.join(known)}). All that it replaces is unchanged there; the rest may not be.",
             f"Install {' or '.join(known)} if something goes wrong.",
+        )
+
+
+def _members(machine: Machine) -> Findings:
+    missing = [state.member for state in machine.members if not state.found]
+    for feature in dict.fromkeys(member.feature for member in missing):
+        names = ", ".join(member.title for member in missing if member.feature == feature)
+        needed = feature == EVERY_RUN
+        what = "Runs with FSDP2 stop" if needed else f"Runs with {feature} stop"
+        yield Finding(
+            "problem" if needed else "warning",
+            f"torch {machine.versions.get('torch')} has no {names}. {what} at the start with a "
+            "PatchError.",
+            "Install a torch this package was tested with (2.7 to 2.15)"
+            + ("." if needed else f", or leave {feature} out."),
         )
 
 

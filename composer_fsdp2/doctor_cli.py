@@ -92,6 +92,7 @@ def _read_machine() -> Machine:
     """Looks at the installation. Imports Composer, whose sources are compared."""
     import torch
 
+    from composer_fsdp2.core.torch_private.members import member_states
     from composer_fsdp2.doctor import Gpu, Machine
     from composer_fsdp2.trainer.patches import patch_states
 
@@ -101,6 +102,7 @@ def _read_machine() -> Machine:
         versions={"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         gpus=tuple(Gpu(device.name, device.total_memory) for device in devices),
         patches=patch_states(),
+        members=member_states(),
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         has_pkg_resources=importlib.util.find_spec("pkg_resources") is not None,
     )
@@ -175,6 +177,20 @@ def _print_machine(machine: Machine, *, whole: bool) -> None:
         typer.echo(describe_patches(machine.patches if whole else misfits))
     else:
         _print_line("patches", f"all {count} fit ('composer-fsdp2 doctor' alone lists them)")
+    _print_members(machine, whole=whole)
+
+
+def _print_members(machine: Machine, *, whole: bool) -> None:
+    """The private members of torch by feature, `whole`, or only those that are missing."""
+    rows = [state for state in machine.members if whole or not state.found]
+    if not rows:
+        _print_line("torch internals", f"all {len(machine.members)} found")
+        return
+    typer.echo("\nPrivate members of torch, by what needs them:")
+    for feature in dict.fromkeys(state.member.feature for state in rows):
+        mine = [state for state in rows if state.member.feature == feature]
+        names = (s.member.title if s.found else f"{s.member.title} (MISSING)" for s in mine)
+        _print_line(feature, ", ".join(dict.fromkeys(names)))
 
 
 def _describe_gpus(machine: Machine) -> str:

@@ -19,9 +19,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-
-# DCP's reader wants exactly this class in `.metadata`.
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -43,6 +40,8 @@ from composer_fsdp2.checkpoint.source import (
     digest_of,
 )
 from composer_fsdp2.checkpoint.staging import staged
+from composer_fsdp2.core.torch_private.members import check_private_members
+from composer_fsdp2.core.torch_private.tensors import storage_info
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["Advance", "alone", "nest", "prove_whole", "write_full", "write_sharded"]
@@ -108,10 +107,11 @@ class _Shards(AbstractContextManager["_Shards"]):
     """The files of a sharded checkpoint that is being written."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
+        check_private_members(["checkpoints"])
         self.entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         self._folder = folder
         self._limit = max_file_bytes
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._places: dict[MetadataIndex, Any] = {}
         self._files: list[str] = []
         self._stack = ExitStack()
         self._file: BinaryIO | None = None
@@ -127,7 +127,7 @@ class _Shards(AbstractContextManager["_Shards"]):
             torch.save(value, file)
         else:
             file.write(value)
-        self._places[index] = _StorageInfo(self._files[-1], start, file.tell() - start)
+        self._places[index] = storage_info(self._files[-1], start, file.tell() - start)
 
     def _room_for(self, size_bytes: int) -> BinaryIO:
         file = self._file

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from composer_fsdp2.core.torch_private.tensors import non_persistent_buffers
 from composer_fsdp2.core.tying import ModuleTree, alias_representatives
 from composer_fsdp2.errors import CheckpointError
 
@@ -202,7 +203,7 @@ class ModelTensors:
         for visit in tree.visits:
             module, prefix = visit.module, f"{visit.path}." if visit.path else ""
             for name, buffer in module._buffers.items():
-                if name in module._non_persistent_buffers_set:
+                if name in non_persistent_buffers(module):
                     recomputed.add(prefix + name)
                 elif buffer is not None:
                     tensors[prefix + name] = (tuple(buffer.shape), buffer.dtype)

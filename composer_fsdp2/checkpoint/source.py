@@ -20,9 +20,6 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
-
-# Not public, but it alone decides what keys are in the files.
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -32,6 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.checkpoint.archive import Archive, map_file
 from composer_fsdp2.checkpoint.pickles import load_file, load_object, read_metadata, trusts
+from composer_fsdp2.core.torch_private.members import check_private_members
+from composer_fsdp2.core.torch_private.tensors import flatten_state_dict
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
@@ -536,6 +535,7 @@ class FileCheckpoint(Checkpoint):
 
 def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
     """Values and ways by key, with the keys torch.distributed.checkpoint would give them."""
+    check_private_members(["checkpoints"])
     try:
         flat, ways = flatten_state_dict(dict(values))
     except ValueError as error:

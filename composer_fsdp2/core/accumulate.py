@@ -18,7 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.core.collectives import AverageOverReplicas
 from composer_fsdp2.core.config import GradientSync
-from composer_fsdp2.core.recovery import param_groups, reset
+from composer_fsdp2.core.recovery import reset
+from composer_fsdp2.core.torch_private.units import (
+    all_reduce_hook,
+    has_run,
+    param_groups,
+    params_of,
+    partial_reduction,
+)
 from composer_fsdp2.errors import PlanError
 
 __all__ = ["Accumulation"]
@@ -133,20 +140,20 @@ class Accumulation:
 
 
 def _has_run(unit: FSDPModule) -> bool:
-    params = (param for group in param_groups(unit) for param in group.fsdp_params)
-    return all(hasattr(param, "_unsharded_param") for param in params)
+    return all(has_run(param) for group in param_groups(unit) for param in params_of(group))
 
 
 def _set_all_reduce_due(unit: FSDPModule, due: bool) -> None:
     unit.set_requires_all_reduce(due, recurse=False)
     for group in param_groups(unit):
-        if isinstance(group._all_reduce_hook, AverageOverReplicas):
-            group._all_reduce_hook.due = due
+        hook = all_reduce_hook(group)
+        if isinstance(hook, AverageOverReplicas):
+            hook.due = due
 
 
 def _waits(unit: FSDPModule) -> bool:
     return any(
-        group._partial_reduce_output is not None
-        or getattr(group._all_reduce_hook, "waiting", None) is not None
+        partial_reduction(group) is not None
+        or getattr(all_reduce_hook(group), "waiting", None) is not None
         for group in param_groups(unit)
     )

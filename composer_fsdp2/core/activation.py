@@ -2,12 +2,14 @@
 
 [Note: what is offloaded] Autograd saves weights as well as activations. Weights stay where they
 are: FSDP frees and gathers them itself, and a copy of each would cost more than is saved. On CUDA
-the copies run on streams of their own, so that neither direction stops the computation.
+the copies run on streams of their own, so that neither direction stops the computation. What
+`selective` keeps stays on the device where torch (before 2.15) has no way to see it.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +17,22 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    OffloadWrapper,
-    checkpoint_wrapper,
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    checkpoint,
+    create_selective_checkpoint_contexts,
 )
-from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 from composer_fsdp2.core.blocks import BlockPosition, block_ids, block_positions, position_of
 from composer_fsdp2.core.config_blocks import ActivationSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.core.torch_private.tensors import (
+    PROFILER_MARKS,
+    OffloadWrapper,
+    base_of,
+    checkpoint_wrapper,
+    wrapped_module,
+)
 from composer_fsdp2.core.tying import ModuleTree, has_forward, is_wrapper
 from composer_fsdp2.errors import PlanError
 
@@ -164,10 +173,14 @@ def _wrap(module: nn.Module, plan: ActivationPlan) -> nn.Module:
     if plan.recompute:
         kwargs: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
         if plan.selective:
-            SAC_IGNORED_OPS.update(_BOOKKEEPING)
+            # Units inside the module mark what they gather in a profile, which they do in another
+            # order when they are run again; newer torch would take that for another computation.
+            SAC_IGNORED_OPS.update(PROFILER_MARKS)
             kwargs["context_fn"] = functools.partial(
                 create_selective_checkpoint_contexts, _expensive_operators()
             )
+            if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+                kwargs["respect_saved_tensors_hooks"] = plan.offload
         module = checkpoint_wrapper(module, **kwargs)
     return _Offload(module) if plan.offload else module
 
@@ -190,16 +203,7 @@ _EXPENSIVE = (
 """operators whose results `selective` keeps; flash_attn's are there once it is imported"""
 
 
-_PROFILER: Any = torch.ops.profiler
-_BOOKKEEPING = (
-    _PROFILER._record_function_enter_new.default,
-    _PROFILER._record_function_exit._RecordFunction,
-)
-"""Units inside the module mark what they gather in a profile, which they do in another order when
-they are run again; newer torch would take that for another computation."""
-
-
-def _expensive_operators() -> list[torch._ops.OpOverload]:
+def _expensive_operators() -> list[Any]:
     found = []
     for name in _EXPENSIVE:
         namespace, _, operator = name.partition("::")
@@ -215,14 +219,14 @@ class _Offload(OffloadWrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
         with saved_tensors_hooks(_to_cpu, _from_cpu):
-            return self._checkpoint_wrapped_module(*args, **kwargs)
+            return wrapped_module(self)(*args, **kwargs)
 
 
 _Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
 def _to_cpu(tensor: torch.Tensor) -> _Packed:
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+    if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
         return tensor
     if tensor.device.type == "cpu":
         return tensor.device, tensor.detach().clone()

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2.core.blocks import outer_names
@@ -27,6 +26,12 @@ from composer_fsdp2.core.config_blocks import ChunkingSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_names
 from composer_fsdp2.core.plan import WrapPlan
 from composer_fsdp2.core.rules import output_heads
+from composer_fsdp2.core.torch_private.tensors import (
+    TENSOR_FACTS,
+    TORCH_FUNCTION_OFF,
+    make_wrapper_subclass,
+    tree_leaves,
+)
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import PlanError
 
@@ -292,7 +297,7 @@ class ChunkedLogits(Tensor):
         changes: tuple[Change, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> ChunkedLogits:
-        logits = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        logits = make_wrapper_subclass(
             cls,
             (*hidden.shape[:-1], call.vocabulary),
             dtype=dtype or call.dtype,
@@ -313,7 +318,7 @@ class ChunkedLogits(Tensor):
     ) -> Any:
         given = kwargs or {}
         if func in _FACTS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with TORCH_FUNCTION_OFF():
                 return func(*args, **given)
         found = _KNOWN[func](*args, **given) if func in _KNOWN else NotImplemented
         if found is NotImplemented:
@@ -462,14 +467,14 @@ def _watched(logits: ChunkedLogits, hook: Any) -> Any:
     return logits._call.token.register_hook(hook)
 
 
-_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad", "_base")
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
 
 _FACTS = {
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
     Tensor.is_floating_point,
-    Tensor._is_view,
+    *TENSOR_FACTS,
     torch.is_floating_point,
     Tensor.__len__,
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),

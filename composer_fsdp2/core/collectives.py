@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
+from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
 __all__ = [
     "AverageOverReplicas",
@@ -170,6 +170,7 @@ def agree(
     Raises:
         ConfigError: `error` of the first rank that had one, of its own type.
         CheckpointError: likewise.
+        PatchError: likewise.
         PlanError: likewise, for an error of any other type, and for a difference.
     """
     failed = None if error is None else (type(error).__name__, str(error))
@@ -194,7 +195,7 @@ def _raise_first(
         return
     rank, (kind, text) = failures[0]
     where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
-    own = {kind.__name__: kind for kind in (CheckpointError, ConfigError, PlanError)}
+    own = {kind.__name__: kind for kind in (CheckpointError, ConfigError, PatchError, PlanError)}
     if kind not in own:
         where += f"{kind}: "
     raise own.get(kind, PlanError)(where + text) from error

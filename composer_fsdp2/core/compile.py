@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import list_backends, lookup_backend
-from torch._functorch import config as partitioning
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
 
 from composer_fsdp2.core.config_blocks import CompileSpec
 from composer_fsdp2.core.mistakes import nearest
+from composer_fsdp2.core.torch_private.tensors import (
+    OffloadWrapper,
+    compile_within,
+    compiler_backends,
+    compiler_modes,
+)
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError, PlanError
 
@@ -55,9 +58,9 @@ def plan_compile(
         ConfigError: for a backend or mode that torch does not have.
         PlanError: when there are no blocks.
     """
-    _check_known("backend", settings.backend, list_backends(exclude_tags=()))
+    _check_known("backend", settings.backend, compiler_backends())
     if settings.mode is not None:
-        _check_known("mode", settings.mode, list(torch._inductor.list_mode_options()))
+        _check_known("mode", settings.mode, compiler_modes())
     for key, value, able in (
         ("compile.mode", settings.mode, ("inductor",)),
         ("activation_checkpointing.memory_budget", memory_budget, _KEEPS_BUDGETS),
@@ -120,8 +123,4 @@ class _Budgeted:
     budget: float
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
-        options: dict[str, Any] = {}
-        if self.mode is not None and self.backend == "inductor":
-            options["config_patches"] = torch._inductor.list_mode_options(self.mode)
-        with partitioning.patch(activation_memory_budget=self.budget):
-            return lookup_backend(self.backend)(graph, inputs, **options)
+        return compile_within(self.budget, self.backend, self.mode, graph, inputs)

@@ -27,7 +27,13 @@ from composer_fsdp2.core.blocks import outer_names
 from composer_fsdp2.core.config_blocks import Float8Spec
 from composer_fsdp2.core.patterns import matcher, unmatched_names
 from composer_fsdp2.core.plan import WrapPlan
-from composer_fsdp2.core.recovery import param_groups
+from composer_fsdp2.core.torch_private.units import (
+    init_all_gather_extensions,
+    local_shard,
+    param_groups,
+    params_of,
+    sharded_param,
+)
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError, PlanError
 
@@ -198,13 +204,13 @@ def gather_in_float8(model: nn.Module, units: Iterable[FSDPModule], plan: Float8
     """Has weights of the plan cast before they are sent. Collective: no; after sharding."""
     layers = {model.get_submodule(name).weight: name for name in plan.gathered}
     for group in (group for unit in units for group in param_groups(unit)):
-        held = [param for param in group.fsdp_params if param.sharded_param in layers]
-        shards = [param._sharded_local_tensor for param in held]
+        held = [param for param in params_of(group) if sharded_param(param) in layers]
+        shards = [local_shard(param) for param in held]
         scales = _Scales(shards)
         for index, (param, shard) in enumerate(zip(held, shards, strict=True)):
-            layer = model.get_submodule(layers[param.sharded_param])
+            layer = model.get_submodule(layers[sharded_param(param)])
             _CastForGather(layer, shard, scales, index).take_place()
-            param._init_extensions()
+            init_all_gather_extensions(param)
 
 
 class _Scales:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.core.collectives import agree, any_rank, broadcast_from_rank0, is_fake
 from composer_fsdp2.core.source import SourcedWeights, WeightSource
+from composer_fsdp2.core.torch_private.tensors import copy_hooks
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import PlanError
 
@@ -98,9 +99,7 @@ def replace_parameter(
     """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
-    new._backward_hooks = old._backward_hooks
-    for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
-        new.register_post_accumulate_grad_hook(hook)
+    copy_hooks(old, new)
     for module, attribute in places:
         module._parameters[attribute] = new
     return new

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_map
 
 from composer_fsdp2.core.config import DTYPES, PrecisionSpec
+from composer_fsdp2.core.torch_private.tensors import tree_map
 from composer_fsdp2.errors import ConfigError
 
 __all__ = ["InputCast", "cast_buffers", "compute_dtype", "resolve_precision", "without_autocast"]

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.core.recovery import param_groups
 from composer_fsdp2.core.stalls import Lookout
+from composer_fsdp2.core.torch_private.units import label_hook, param_groups
 
 __all__ = ["Event", "Progress"]
 
@@ -55,7 +55,7 @@ class Progress:
         model.register_forward_pre_hook(self._begin, prepend=True)
         for name, unit in units.items():
             for group in param_groups(unit):
-                group._with_fqn = partial(self._hear, name, group._with_fqn)
+                label_hook(group, partial(self._hear, name))
 
     def _begin(self, _module: nn.Module, _args: object) -> None:
         if not torch.is_grad_enabled():

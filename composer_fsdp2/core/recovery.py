@@ -20,8 +20,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.core.collectives import AverageOverReplicas
+from composer_fsdp2.core.torch_private.members import check_private_members
+from composer_fsdp2.core.torch_private.units import (
+    GATHER,
+    REDUCE,
+    all_reduce_hook,
+    device_of,
+    drop_unreduced,
+    is_root,
+    param_groups,
+    reserve_gather,
+    reserve_reduction,
+    reset_iteration,
+)
 
-__all__ = ["ELSEWHERE", "Guard", "Snapshot", "attempt", "exchange", "param_groups", "reset"]
+__all__ = ["ELSEWHERE", "Guard", "Snapshot", "attempt", "exchange", "reset"]
 
 ELSEWHERE = "CUDA out of memory encountered on a different rank"
 """what Composer's trainer looks for in the text of an error"""
@@ -64,12 +77,16 @@ class Guard:
 
     Costs two small reductions and a wait for the device each time: `remove()` it when the size of
     a microbatch has proved to fit.
+
+    Raises:
+        PatchError: when this torch lacks what is needed to leave a step and start it again.
     """
 
     def __init__(self, units: Iterable[FSDPModule]) -> None:
+        check_private_members(["device_train_microbatch_size: auto"])
         reserves: dict[str, Callable[[Any], object]] = {
-            "unshard": _reserve_gather,
-            "post_backward": _reserve_reduction,
+            GATHER: reserve_gather,
+            REDUCE: reserve_reduction,
             "agree_on_used": bool,  # ours, about parameters without a gradient; it needs no memory
         }
         self._before: list[tuple[Any, str, Any]] = []
@@ -83,7 +100,7 @@ class Guard:
     ) -> Callable[..., Any]:
         def agreed(*args: Any, **kwargs: Any) -> Any:
             reserve(group)
-            if exchange(False, False, group.device)[0]:
+            if exchange(False, False, device_of(group))[0]:
                 raise torch.OutOfMemoryError(ELSEWHERE)
             return collective(*args, **kwargs)
 
@@ -98,98 +115,27 @@ class Guard:
         self._before = []
 
 
-def _reserve_gather(group: Any) -> None:
-    """Fails here, before the ranks agree, if a gather's buffers do not fit.
-
-    The caching allocator keeps what is freed, so that the gather finds it.
-    """
-    if group.device.type == "cpu" or group.is_unsharded or group._all_gather_result is not None:
-        return
-    size = group.mesh_info.shard_mesh_size
-    wanted = [p._sharded_param_data.numel() * size for p in group.fsdp_params]
-    dtype = group.fsdp_params[0].param_dtype or group.fsdp_params[0].orig_dtype
-    stream, _ = group.comm_ctx.get_all_gather_streams(False, group._training_state)
-    with group.device_handle.stream(stream):
-        gathered = torch.empty(sum(wanted), dtype=dtype, device=group.device)
-    whole = [torch.empty(numel, dtype=dtype, device=group.device) for numel in wanted]
-    del gathered, whole
-
-
-def _reserve_reduction(group: Any) -> None:
-    if group.device.type == "cpu" or not group.reduce_grads:
-        return
-    grads = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if not grads:
-        return
-    size = group.mesh_info.shard_mesh_size
-    shard = sum(p._sharded_param_data.numel() for p in grads)
-    dtype = grads[0].reduce_dtype or grads[0].orig_dtype
-    whole = torch.empty(shard * size, dtype=dtype, device=group.device)
-    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
-        part = torch.empty(shard, dtype=dtype, device=group.device)
-    del whole, part
-
-
 # --- Back to a clean state. ---
-
-
-def param_groups(unit: FSDPModule) -> list[Any]:
-    """What torch gathers and reduces together in this unit: one group, or none without parameters.
-
-    Torch has no public way to what a unit has summed up; newer torch may have several groups.
-    """
-    state: Any = unit._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in groups or [state._fsdp_param_group] if group is not None]
 
 
 def reset(units: Iterable[FSDPModule]) -> None:
     """Makes the next forward start as if the aborted one had not been.
 
     Collective: no. All parameters are shards again. Gradients that were not reduced yet are
-    dropped; those of the shards stay for `zero_grad`.
+    dropped; those of the shards are worth nothing any more, and newer torch drops them too.
     """
-    held = [unit for unit in units if unit._get_fsdp_state()._is_root is not None]  # has run
-    for unit in held:
-        # Newer torch does most of it, older torch has no such method.
-        if unit._get_fsdp_state()._is_root and hasattr(unit, "reset_iter_state"):
-            unit.reset_iter_state()  # pyright: ignore
-    for unit in held:
-        _forget_iteration(unit._get_fsdp_state())
+    units = list(units)
+    reset_iteration(units)
+    for unit in units:
+        if is_root(unit) is None:
+            continue  # has not run
         for group in param_groups(unit):
-            _forget_gradients(group)
+            drop_unreduced(group)
+            hook = all_reduce_hook(group)
+            if isinstance(hook, AverageOverReplicas):
+                hook.forget()
+            getattr(group, "forget_unused", int)()
         unit.reshard()
-
-
-def _forget_iteration(state: Any) -> None:
-    state._training_state = _idle(state)
-    state._modules_to_run_forward.clear()
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-    state._comm_ctx.post_forward_order.clear()
-    for name in ("all_gather_state", "reduce_scatter_state"):
-        under_way = getattr(state._comm_ctx, name, None)
-        if under_way is not None:
-            state._device_handle.current_stream().wait_event(under_way.event)
-            setattr(state._comm_ctx, name, None)
-
-
-def _forget_gradients(group: Any) -> None:
-    group.finalize_backward()  # waits, on the stream, for what has been sent
-    group._training_state = _idle(group)
-    group._partial_reduce_output = None
-    if isinstance(group._all_reduce_hook, AverageOverReplicas):
-        group._all_reduce_hook.forget()
-    getattr(group, "forget_unused", int)()
-    for param in group.fsdp_params:
-        param.unsharded_accumulated_grad = None
-        if hasattr(param, "_unsharded_param"):
-            param._unsharded_param.grad = None
-
-
-def _idle(busy: Any) -> Any:
-    states: Any = type(busy._training_state)
-    return states["IDLE"]
 
 
 class Snapshot:

@@ -7,7 +7,12 @@ from collections.abc import Generator, Mapping
 
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.core.recovery import param_groups
+from composer_fsdp2.core.torch_private.units import (
+    free_after_forward,
+    frees_after_forward,
+    lazy_init,
+    param_groups,
+)
 
 __all__ = ["kept_for_now", "resharding"]
 
@@ -29,19 +34,19 @@ def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> G
         return
     for unit in reversed(list(units.values())):
         # Or the first forward would change the outermost unit again. It does nothing the next time.
-        unit._get_fsdp_state()._lazy_init()
+        lazy_init(unit)
     groups = [group for unit in units.values() for group in param_groups(unit)]
     # Newer torch has a public setter, which could not bring back a number of ranks.
-    told = [group.post_forward_mesh_info for group in groups]
+    told = [frees_after_forward(group) for group in groups]
     try:
         for group in groups:
-            group.post_forward_mesh_info = group.mesh_info if after_forward else None
+            free_after_forward(group, after_forward)
         for unit in units.values():
             vars(unit)[_KEPT] = not after_forward
         yield
     finally:
         for group, before in zip(groups, told, strict=True):
-            group.post_forward_mesh_info = before
+            free_after_forward(group, before)
         for unit in units.values():
             vars(unit)[_KEPT] = False
             unit.reshard()

@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
 from composer_fsdp2.core.config import CPUOffload
@@ -31,6 +30,14 @@ from composer_fsdp2.core.plan import ShardUnit, WrapPlan
 from composer_fsdp2.core.precision import InputCast, without_autocast
 from composer_fsdp2.core.resharding import kept_for_now
 from composer_fsdp2.core.source import WeightSource
+from composer_fsdp2.core.torch_private.members import check_private_members
+from composer_fsdp2.core.torch_private.tensors import (
+    is_view,
+    post_accumulate_hooks,
+    tensor_hooks,
+    tree_leaves,
+    unsafe_view,
+)
 from composer_fsdp2.core.tying import ModuleTree, ParamUse, alias_representatives
 from composer_fsdp2.errors import PlanError
 
@@ -88,7 +95,7 @@ def check_hooks(tree: ModuleTree) -> None:
     Raises:
         PlanError: naming the parameters.
     """
-    hooked = [use.name for use in tree.uses if use.param._backward_hooks]
+    hooked = [use.name for use in tree.uses if tensor_hooks(use.param)]
     if hooked:
         raise PlanError(
             f"{', '.join(repr(name) for name in hooked[:10])} have tensor hooks "
@@ -211,7 +218,9 @@ def apply_plan(
     Raises:
         PlanError: for weights nothing initialises.
         CheckpointError: when a source cannot be read.
+        PatchError: when this torch lacks a private member of FSDP2, before anything is changed.
     """
+    check_private_members()
     if merge_aliases(tree := ModuleTree.read(model)):
         tree = ModuleTree.read(model)
     reduction = probe_reduction(mesh)
@@ -433,10 +442,9 @@ def _own_output(_module: nn.Module, _args: object, output: object) -> object:
     It may be a view, and an operation in place on a view drops the hook by which FSDP2 learns that
     backward has come. Nothing else holds the tensor behind it.
     """
-    if not isinstance(output, torch.Tensor) or not output._is_view():
+    if not isinstance(output, torch.Tensor) or not is_view(output):
         return output
-    aten: Any = torch.ops.aten
-    return aten._unsafe_view(output, output.shape)
+    return unsafe_view(output)
 
 
 def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool) -> None:
@@ -499,10 +507,10 @@ def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Call
     """What users hung on parameters: attributes and post-accumulate hooks."""
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
     for use in tree.uses:
-        hooks = use.param._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+        hooks = post_accumulate_hooks(use.param)
         if use.param.__dict__ or hooks:
             place = _place(tree, use)
-            carried.append((place, dict(use.param.__dict__), list((hooks or {}).values())))
+            carried.append((place, dict(use.param.__dict__), hooks))
     return carried
 
 
@@ -514,7 +522,7 @@ def _carry_over(carried: list[tuple[Place, dict[str, Any], list[Callable[..., No
             continue
         done.add(id(param))
         vars(param).update(attributes)
-        if not getattr(param, "_post_accumulate_grad_hooks", None):
+        if not post_accumulate_hooks(param):
             for hook in hooks:
                 param.register_post_accumulate_grad_hook(hook)
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.core.collectives import is_fake
+from composer_fsdp2.core.torch_private.tensors import default_store, flight_recorder, timeout_of
 
 __all__ = ["Lookout", "explained", "lookout_of", "rank_text", "timed_out", "unit_text"]
 
@@ -118,7 +119,7 @@ class Lookout:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
+    return default_store()
 
 
 def _key(rank: int) -> str:
@@ -160,9 +161,7 @@ def _flight_record() -> str | None:
     """Writes what torch's flight recorder holds, if it is on; a pattern of all ranks' files."""
     if not any(os.environ.get(name, "0") != "0" for name in _RECORDER_SIZES):
         return None
-    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-    native: Any = torch._C
-    dump = getattr(native._distributed_c10d, name, None)
+    dump = flight_recorder()
     if dump is None:
         return None
     given = (os.environ[name] for name in _RECORDER_FILES if name in os.environ)
@@ -185,8 +184,7 @@ def lookout_of(device: torch.device) -> Lookout | None:
     if world.size() == 1 or is_fake(world):
         return None
     if world not in _lookouts:
-        options = getattr(world._get_backend(device), "options", None)
-        timeout = getattr(options, "_timeout", None) or default_pg_timeout
+        timeout = timeout_of(world, device) or default_pg_timeout
         _lookouts[world] = Lookout(timeout.total_seconds())
         _lookouts[world].watch()
     return _lookouts[world]

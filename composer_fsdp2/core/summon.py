@@ -12,7 +12,6 @@ import contextlib
 import functools
 import types
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +24,14 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.core.optim import shard_like
 from composer_fsdp2.core.shard import is_sharded
+from composer_fsdp2.core.torch_private.members import check_private_members
+from composer_fsdp2.core.torch_private.tensors import without_fsdp_hooks_after_load
+from composer_fsdp2.core.torch_private.units import (
+    CHANGES_PARAMETERS,
+    is_busy,
+    is_inside_unit,
+    is_root,
+)
 from composer_fsdp2.errors import ConfigError, PlanError
 
 __all__ = ["holds_shards", "is_summoned", "summon_full_params"]
@@ -82,6 +89,7 @@ def summon_full_params(
         PlanError: inside a forward or backward; for a module inside a unit; and at the end, when
             what stood in a module was replaced, or the shards stepped, inside the block.
     """
+    check_private_members(["summon_full_params"])
     _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
     _check_idle(module)
     units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
@@ -139,14 +147,13 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
     suspects: list[tuple[str, nn.Module]] = []
     if not isinstance(module, FSDPModule):
         suspects += _region(module)
-    roots = [unit._get_fsdp_state()._is_root for unit in units]
+    roots = [is_root(unit) for unit in units]
     if False in roots and True not in roots:
         # A weight shared by several units belongs to one around them.
         suspects += [named for named in module.named_modules() if _has_plain_parameters(named[1])]
     for name, inner in suspects:
         known = [param for param in inner._parameters.values() if param is not None]
-        inside_a_unit = getattr(inner, "_is_fsdp_managed_module", False)
-        if inside_a_unit and not all(hasattr(param, _MARK) for param in known):
+        if is_inside_unit(inner) and not all(hasattr(param, _MARK) for param in known):
             raise PlanError(
                 f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
                 "module that was given. Only that unit knows where they are now. Give the whole "
@@ -160,9 +167,7 @@ def _has_plain_parameters(module: nn.Module) -> bool:
 
 
 def _is_busy(module: nn.Module | FSDPModule) -> bool:
-    if not isinstance(module, FSDPModule):
-        return False
-    return module._get_fsdp_state()._training_state.name != "IDLE"
+    return isinstance(module, FSDPModule) and is_busy(module)
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -331,7 +336,7 @@ class _Summoned:
         for unit in self.units if self.wholes else []:
             self._make_way(unit)
         for holder in dict.fromkeys(m for whole in self.wholes for m, _ in whole.places):
-            self._load_as_plain(holder)
+            self.undo.enter_context(without_fsdp_hooks_after_load(holder))
 
     def _make_way(self, unit: FSDPModule) -> None:
         """Has the shards in place for a forward, and for methods registered as one."""
@@ -343,7 +348,7 @@ class _Summoned:
         for name, value in list(vars(unit).items()):
             if isinstance(value, types.MethodType) and value.__self__ is unit:
                 self._set(unit, name, self._around(value))
-        for name in ("_apply", "unshard"):
+        for name in CHANGES_PARAMETERS:
             self._set(unit, name, _refuse)
 
     def _set(self, unit: FSDPModule, name: str, value: Callable[..., Any]) -> None:
@@ -364,16 +369,6 @@ class _Summoned:
                 self._after_forward()
 
         return call
-
-    def _load_as_plain(self, module: nn.Module) -> None:
-        """Keeps FSDP2 from looking for shards after `load_state_dict` into whole tensors."""
-        hooks = module._load_state_dict_post_hooks
-        self.undo.callback(setattr, module, "_load_state_dict_post_hooks", hooks)
-        module._load_state_dict_post_hooks = OrderedDict(
-            (key, hook)
-            for key, hook in hooks.items()
-            if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
-        )
 
     def _before_forward(self, *_: Any) -> None:
         if self.forwards == 0:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2.core.blocks import outer_names
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.core.config_blocks import TilingSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.core.torch_private.tensors import BatchNorm
 from composer_fsdp2.core.tying import ModuleTree, has_forward
 from composer_fsdp2.errors import PlanError
 
@@ -96,7 +96,7 @@ def _check(name: str, module: nn.Module, chosen: Collection[str], units: Collect
         reason = "it has no forward"
     elif inside := [unit for unit in units if name in outer_names(unit)]:
         reason = f"'{inside[0]}' is an FSDP unit, and would be gathered once for each tile"
-    elif any(isinstance(part, _BatchNorm) for part in module.modules()):
+    elif any(isinstance(part, BatchNorm) for part in module.modules()):
         reason = "it holds a batch norm, which computes with all positions"
     else:
         return

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from composer_fsdp2.core.torch_private.tensors import storage_id
 from composer_fsdp2.errors import PlanError
 
 __all__ = [
@@ -179,7 +180,7 @@ def alias_representatives(uses: Iterable[ParamUse]) -> dict[int, int]:
         # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.
         plain = type(param) is nn.Parameter or type(param.data) is torch.Tensor
         if plain and param.numel():
-            by_storage[param.untyped_storage()._cdata].append((name, param))
+            by_storage[storage_id(param)].append((name, param))
     representative = {key: key for key in params}
     for group in by_storage.values():
         if len(group) > 1:

@@ -16,12 +16,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2.core.collectives import is_fake
-from composer_fsdp2.core.recovery import param_groups
+from composer_fsdp2.core.torch_private.tensors import tree_leaves
+from composer_fsdp2.core.torch_private.units import (
+    add_zero_gradients,
+    after_backward,
+    all_reduce_hook,
+    all_reduces,
+    backward_number,
+    device_of,
+    has_gradient,
+    has_run,
+    param_groups,
+    params_of,
+    reduces,
+    runs_backward,
+    sharded_param,
+    trained_params,
+    wrap_post_backward,
+)
 
 __all__ = ["pass_gradients", "reduce_unused"]
 
@@ -52,7 +67,7 @@ class _Unused:
         """had no gradient before the reductions that are still to be agreed on"""
         self._backward = -1
         for group in self._groups:
-            group.post_backward = partial(self._post_backward, group, group.post_backward)
+            wrap_post_backward(group, partial(self._post_backward, group))
             group.forget_unused = self._forget
         for group in self._groups[:1]:
             group.agree_on_used = self._agree_on_used
@@ -65,55 +80,48 @@ class _Unused:
 
     def _note(self, group: Any) -> None:
         """Fills gradients in where the group is about to reduce. Collective: no."""
-        if group._training_state.name == "PRE_BACKWARD":
+        if runs_backward(group):
             self._ran.add(group)
-        params = [param for param in _trained(group) if hasattr(param, "_unsharded_param")]
-        missing = [param for param in params if not _has_gradient(param)]
+        params = [param for param in trained_params(group) if has_run(param)]
+        missing = [param for param in params if not has_gradient(param)]
         self._used.update(set(params).difference(missing))
-        if not group.reduce_grads or group not in self._ran:
+        if not reduces(group) or group not in self._ran:
             return
         self._ran.discard(group)
-        self._fresh.update(param for param in params if param.sharded_param.grad is None)
-        for param in missing:
-            param._unsharded_param.grad = torch.zeros_like(param._unsharded_param)
-        if any(param.unsharded_accumulated_grad is not None for param in params):
-            # What came with an earlier microbatch has the dtype of the reduction already.
-            for param in params:
-                param.accumulate_unsharded_grad_if_needed()
-                param.to_accumulated_grad_if_needed()
+        self._fresh.update(param for param in params if sharded_param(param).grad is None)
+        add_zero_gradients(params, missing)
 
     def _end_with_this_backward(self) -> None:
-        number = torch._C._current_graph_task_id()
+        number = backward_number()
         if number == self._backward:
             return
         self._backward = number
         # One that is put in later comes after those of all units, of several roots too.
-        queue = Variable._execution_engine.queue_callback  # pyright: ignore
-        queue(lambda: queue(self._settle))
+        after_backward(lambda: after_backward(self._settle))
 
     @torch.no_grad()
     def _settle(self) -> None:
         """Takes back the gradients that nobody computed. Collective: yes."""
         groups = [g for g in self._groups if self._watching or g in self._always]
         groups = [group for group in groups if _is_complete(group)]
-        params = [param for group in groups for param in _trained(group)]
+        params = [param for group in groups for param in trained_params(group)]
         if not params:
             return
         counts = self._groups[0].agree_on_used(params)
         for param, count in zip(params, counts, strict=True):
             if count == 0 and param in self._fresh:
-                param.sharded_param.grad = None
+                sharded_param(param).grad = None
         if self._watching:
             self._watching = False
             partly = {p for p, c in zip(params, counts, strict=True) if 0 < c < self._size}
-            self._always.update(g for g in groups if partly.intersection(g.fsdp_params))
+            self._always.update(g for g in groups if partly.intersection(params_of(g)))
         self._used.difference_update(params)
         self._fresh.difference_update(params)
 
     def _agree_on_used(self, params: list[Any]) -> list[int]:
         """By how many ranks each was used. Collective: yes."""
         flags = [int(param in self._used) for param in params]
-        counts = torch.tensor(flags, dtype=torch.int32, device=self._groups[0].device)
+        counts = torch.tensor(flags, dtype=torch.int32, device=device_of(self._groups[0]))
         dist.all_reduce(counts)
         return counts.tolist()
 
@@ -124,20 +132,9 @@ class _Unused:
         self._ran.clear()
 
 
-def _trained(group: Any) -> list[Any]:
-    """What autograd may give a gradient; it sees the gathered copies, once there are any."""
-    params = group.fsdp_params
-    return [p for p in params if getattr(p, "_unsharded_param", p.sharded_param).requires_grad]
-
-
-def _has_gradient(param: Any) -> bool:
-    return param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
-
-
 def _is_complete(group: Any) -> bool:
     """Whether what it reduces is the gradient of the step, and not a part of it."""
-    averaging = getattr(group._all_reduce_hook, "due", True)
-    return group.reduce_grads and group.all_reduce_grads and averaging
+    return all_reduces(group) and getattr(all_reduce_hook(group), "due", True)
 
 
 def pass_gradients(units: Iterable[FSDPModule]) -> None:

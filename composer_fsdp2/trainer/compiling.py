@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from composer import Trainer
-from torch._dynamo import OptimizedModule
 
+from composer_fsdp2.core.torch_private.tensors import is_compiled
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
 
@@ -17,7 +17,7 @@ _WHOLE = "_fsdp2_compiled_whole"
 
 def note_compiled_whole(trainer: Trainer, model: Any, compile_config: Any) -> None:
     """Remembers how the Trainer was asked to compile, until it is known what FSDP2 was asked."""
-    how = "the model is compiled already" if isinstance(model, OptimizedModule) else None
+    how = "the model is compiled already" if is_compiled(model) else None
     setattr(trainer, _WHOLE, "compile_config is set" if compile_config is not None else how)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 from composer.utils import dist
 from torch import nn
-from torch.distributed.distributed_c10d import Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.core.summon import holds_shards, is_summoned, summon_full_params
+from composer_fsdp2.core.torch_private.tensors import default_store
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.trainer.unequal import standing_in
 
@@ -96,7 +97,7 @@ def _await_everyone() -> None:
     Raises:
         CheckpointError: on the ranks that are here.
     """
-    store, ranks = _get_default_store(), dist.get_world_size()
+    store, ranks = default_store(), dist.get_world_size()
     key = f"{_KEY}/{store.add(f'{_KEY}/turn', 0)}"
     here = f"{key}/here"
     if store.add(here, 1) == ranks:

@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.core.collectives import any_rank
-from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, param_groups, reset
+from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, reset
 from composer_fsdp2.core.stalls import explained
+from composer_fsdp2.core.torch_private.units import device_of, param_groups
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 from composer_fsdp2.trainer.unequal import standing_in
@@ -196,4 +197,4 @@ def _units(model: nn.Module) -> dict[str, FSDPModule]:
 
 def _device_of(units: Mapping[str, FSDPModule]) -> torch.device:
     """Where they compute, which is not where offloaded shards are."""
-    return next(group.device for unit in units.values() for group in param_groups(unit))
+    return next(device_of(group) for unit in units.values() for group in param_groups(unit))

@@ -32,7 +32,6 @@ __all__ = [
     "install",
     "installed",
     "patch_states",
-    "preparing_fast",
     "uninstall",
     "watching",
 ]
@@ -886,75 +885,6 @@ def _advice(target: str) -> str:
 def _fingerprint(original: Any) -> str:
     """Of the source; finding the sources takes most of the time of an installation."""
     return hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
-
-
-# --- Sharding for many ranks. ---
-
-_CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty"
-_CHUNKS_READ = "62bed30ba222d50d"
-"""fingerprint of torch 2.7.0's and 2.13.0's"""
-
-
-class _Chunks(Sequence[Any]):
-    """The pieces of a tensor, each made when it is asked for."""
-
-    def __init__(self, tensor: Any, num_chunks: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, num_chunks, dim
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(self)[index]
-        rows = self._tensor.size(self._dim)
-        size = -(-rows // self._count)
-        start = range(self._count)[index] * size
-        if start >= rows:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, start, min(size, rows - start))
-
-
-def _chunk_lazily(original: Any, tensor: Any, num_chunks: int, dim: int) -> Any:
-    rows = tensor.size(dim)
-    return _Chunks(tensor, num_chunks, dim) if rows else original(tensor, num_chunks, dim)
-
-
-@contextlib.contextmanager
-def preparing_fast() -> Iterator[None]:
-    """Makes `fully_shard` cost the same for any number of ranks, for the duration of a block.
-
-    Collective: no. For each parameter torch cuts out the piece of every rank and takes one, and for
-    each unit older torch compares every rank with every other to find a process group it was given
-    before. Thousands of parameters on a thousand ranks are minutes of that. It is left as it is
-    where its source is not the one that was read: private, so it may change.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    groups: dict[Any, Any] = {}
-    get_group = DeviceMesh.get_group
-
-    @functools.wraps(get_group)
-    def known_group(mesh: Any, mesh_dim: Any = None) -> Any:
-        # With the mesh itself in it, so that no other takes its address meanwhile.
-        if (id(mesh), mesh_dim) not in groups:
-            groups[id(mesh), mesh_dim] = mesh, get_group(mesh, mesh_dim)
-        return groups[id(mesh), mesh_dim][1]
-
-    replaced: list[tuple[Any, str, Any]] = [(DeviceMesh, "get_group", known_group)]
-    with contextlib.suppress(ImportError, PatchError):
-        owner, name = _locate(_CHUNKS)
-        chunks = getattr(owner, name)
-        if _fingerprint(chunks) == _CHUNKS_READ:
-            replaced.append((owner, name, functools.partial(_chunk_lazily, chunks)))
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for place in replaced:
-            setattr(*place)
-        yield
-    finally:
-        for place in originals:
-            setattr(*place)
 
 
 # --- Watching FSDP, which replaces nothing it does. ---

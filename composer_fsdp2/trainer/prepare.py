@@ -70,11 +70,12 @@ from composer_fsdp2.core.shard import (
 from composer_fsdp2.core.sizing import UnitSizes
 from composer_fsdp2.core.stalls import lookout_of
 from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
+from composer_fsdp2.core.torch_private.members import check_private_members
+from composer_fsdp2.core.torch_private.tensors import preparing_fast
 from composer_fsdp2.core.tying import ModuleTree, has_forward
 from composer_fsdp2.core.unused import pass_gradients, reduce_unused
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.patches import preparing_fast
 from composer_fsdp2.trainer.rules import activation_choice, block_units, trainer_rules
 
 __all__ = ["Sharding", "prepare_fully_shard", "sharding_of"]
@@ -128,6 +129,7 @@ def prepare_fully_shard(
         PlanError: when the model or optimizer cannot be sharded as asked, or ranks differ; on
             every rank.
         CheckpointError: when `pretrained_weights` cannot be read or does not fit; on every rank.
+        PatchError: when a private member of torch is missing that the settings need; on every rank.
     """
     if not distributed.is_initialized():
         raise ConfigError(
@@ -138,7 +140,9 @@ def prepare_fully_shard(
     facts: dict[str, Any] = {}
     try:
         _check_arguments(te_rng_seed)
-        decided = _decide(model, optimizers, fsdp2_config, precision, device)
+        settings = resolve_settings(fsdp2_config)
+        check_private_members(_features(settings, auto_microbatching))
+        decided = _decide(model, optimizers, settings, fsdp2_config, precision, device)
         facts = decided.facts()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
@@ -247,11 +251,31 @@ def _check_arguments(te_rng_seed: int) -> None:
         )
 
 
+def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
+    """Features of the run for which private members of torch are needed."""
+    asked = {
+        "activation_checkpointing": settings.activation_checkpointing
+        or settings.activation_cpu_offload,
+        "chunked_loss": settings.chunked_loss,
+        "compile": settings.compile,
+        "device_train_microbatch_size: auto": auto_microbatching,
+        "eval_reshard_after_forward": settings.eval_reshard_after_forward is not None,
+        "fp8": settings.fp8,
+        "gradient_sync": settings.gradient_sync != "every",
+        "unused_parameters": settings.unused_parameters is not False,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
 def _decide(
-    model: nn.Module, optimizers: Any, fsdp2_config: Any, precision: Any, device: Any
+    model: nn.Module,
+    optimizers: Any,
+    settings: FSDP2Config,
+    fsdp2_config: Any,
+    precision: Any,
+    device: Any,
 ) -> _Decided:
     """Settles everything that can be settled without touching the model. Collective: no."""
-    settings = resolve_settings(fsdp2_config)
     mesh = _given_mesh(fsdp2_config)
     if device is None and mesh is not None:
         device = "gpu" if mesh.device_type == "cuda" else mesh.device_type

@@ -14,9 +14,14 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import ConfigError, FSDP2Config, PlanError, prepare_fully_shard
+from composer_fsdp2 import ConfigError, FSDP2Config, PatchError, PlanError, prepare_fully_shard
+from composer_fsdp2.core.plan import plan_wrapping
+from composer_fsdp2.core.shard import apply_plan
+from composer_fsdp2.core.torch_private import members
 from tests.models import TinyComposer, TinyLM
 
 pytestmark = pytest.mark.fault("settings that cannot work", "reported")
@@ -319,3 +324,37 @@ def _every_rank_raises(kind: type[Exception], message: str) -> Iterator[None]:
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, str(caught.value))
     assert len(set(texts)) == 1, texts
+
+
+def applied(model: nn.Module) -> None:
+    apply_plan(model, plan_wrapping(model, []), init_device_mesh("cpu", (2,)))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("own_loop", [False, True])
+def test_a_torch_without_a_private_member(own_loop: bool):
+    """Its sentence comes before anything is changed, so that the same model trains without it."""
+    members._is_there.cache_clear()
+    model = TinyLM()
+    before = {name: id(param) for name, param in model.named_parameters()}
+    with pytest.MonkeyPatch.context() as patch:
+        # Through prepare_fully_shard ranks tell each other: one whose torch lacks it is enough.
+        if own_loop or dist.get_rank() == 1:
+            patch.delattr(FSDPModule, "_get_fsdp_state")
+        with pytest.raises(PatchError, match=r"has no 'FSDPModule\._get_fsdp_state'.*Install"):
+            applied(model) if own_loop else sharded(model)
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+    assert type(model) is TinyLM
+    members._is_there.cache_clear()
+    sharded(model)
+
+
+@pytest.mark.world_size(2)
+def test_a_feature_whose_private_member_is_gone_is_refused_by_name():
+    members._is_there.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch._C, "_current_graph_task_id")
+        with pytest.raises(PatchError, match="or leave unused_parameters out"):
+            sharded(TinyLM())
+        sharded(TinyLM(), {"unused_parameters": False})
+    members._is_there.cache_clear()

@@ -28,6 +28,7 @@ from torchmetrics import Metric
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.core import recovery
 from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, reset
+from composer_fsdp2.core.torch_private.units import param_groups
 from composer_fsdp2.errors import ConfigError
 from tests.faults_table import record
 from tests.models import TinyComposer, TinyLM, batches, lm_loss
@@ -111,7 +112,7 @@ class Memory:
             elif self.point == "optimizer":
                 self.optimizer.register_step_post_hook(self.allocate)
             else:
-                patch.setattr(recovery, f"_reserve_{self.point}", self.reserve)
+                patch.setattr(recovery, f"reserve_{self.point}", self.reserve)
             yield
 
     def forward(self, _module: nn.Module, _inputs: Any, _output: torch.Tensor) -> None:
@@ -128,7 +129,7 @@ class Memory:
 
     def reserve(self, group: Any) -> None:
         assert isinstance(self.block, FSDPModule)
-        if group in recovery.param_groups(self.block):
+        if group in param_groups(self.block):
             self.allocate()
 
 
@@ -296,7 +297,7 @@ def test_guards_go_when_the_size_is_stable_and_come_back_after_evaluation():
 
 def guarded_groups(model: nn.Module) -> list[Any]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units for group in recovery.param_groups(unit)]
+    groups = [group for unit in units for group in param_groups(unit)]
     return [group for group in groups if "unshard" in vars(group)]
 
 
@@ -491,6 +492,6 @@ class Failing:
 
 
 def gathered_bytes(units: dict[str, FSDPModule]) -> int:
-    groups = [group for unit in units.values() for group in recovery.param_groups(unit)]
+    groups = [group for unit in units.values() for group in param_groups(unit)]
     params = [param for group in groups for param in group.fsdp_params]
     return sum(tensor.untyped_storage().size() for p in params for tensor in p.all_gather_outputs)

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
-from composer_fsdp2.trainer.patches import preparing_fast
+from composer_fsdp2.core.torch_private.tensors import preparing_fast
 from tests.models import TinyLM, batches, llama_config
 
 WIDTH = 96

@@ -15,6 +15,13 @@ from typer.testing import CliRunner
 from composer_fsdp2 import cli
 from composer_fsdp2.core.config import parse_config
 from composer_fsdp2.core.mesh import MeshShape
+from composer_fsdp2.core.torch_private import members
+from composer_fsdp2.core.torch_private.members import (
+    EVERY_RUN,
+    PRIVATE_MEMBERS,
+    MemberState,
+    PrivateMember,
+)
 from composer_fsdp2.doctor import Finding, Machine, Run, describe_run, examine, mesh_of
 from composer_fsdp2.trainer import patches
 from composer_fsdp2.trainer.patches import PATCHES, PatchState
@@ -58,6 +65,8 @@ def fsdp1(**changes: Any) -> Run:
 CPU = {"on_gpus": False, "precision": "fp32", "ranks": 2, "ranks_per_node": 2}
 TWO_NODES = {"ranks": 16}
 MISFIT = dataclasses.replace(FITS, state="does not fit", problem="The source differs.")
+GONE = MemberState(PrivateMember("torch.a:Unit", "_gone", EVERY_RUN, "read"), found=False)
+FP8_GONE = MemberState(PrivateMember("torch.a:Unit", "_cast", "fp8", "reset"), found=False)
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2"}
 SWITCHED = {"FSDP_VERSION": "2"}
 
@@ -70,6 +79,20 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "warning",
         "mosaicml 0.33.0 is not a version",
         "Install mosaicml 0.32.1",
+    ),
+    "private member": (
+        machine(members=(GONE,)),
+        None,
+        "problem",
+        "torch 2.7.0 has no Unit._gone. Runs with FSDP2 stop",
+        "Install a torch",
+    ),
+    "private member of a feature": (
+        machine(members=(FP8_GONE,)),
+        None,
+        "warning",
+        "Runs with fp8 stop",
+        "leave fp8 out",
     ),
     "no foundry": (
         machine(versions=without("llm-foundry")),
@@ -334,6 +357,19 @@ def test_shows_versions_and_patches(doctor):
         assert any(line.startswith(f"{name} ") for line in result.stdout.splitlines())
     for point in PATCHES:
         assert f"{point.target}\n  fits, not installed\n  because it {point.why}" in result.stdout
+    text = " ".join(result.stdout.split())
+    for member in PRIVATE_MEMBERS:
+        assert member.title in text
+    assert "MISSING" not in text
+
+
+def test_a_private_member_that_is_gone(doctor, monkeypatch):
+    monkeypatch.setattr(members, "PRIVATE_MEMBERS", (GONE.member, PRIVATE_MEMBERS[0]))
+    result = doctor(QUICKSTART, "--gpus-per-node", 8)
+    assert result.exit_code == 1
+    assert "Unit._gone (MISSING)" in result.stdout
+    assert PRIVATE_MEMBERS[0].title not in result.stdout
+    assert "problem: torch" in result.stdout
 
 
 def test_shows_what_a_run_does(doctor):
@@ -341,6 +377,7 @@ def test_shows_what_a_run_does(doctor):
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
     assert f"all {len(PATCHES)} fit" in text
+    assert f"all {len(PRIVATE_MEMBERS)} found" in text
     assert "asks for FSDP2 ranks 4 on 2 nodes, on GPUs mesh data_parallel_shard 4" in text
     assert "init_device cpu" in text
     assert "warning: The 4 ranks of one copy are on more than one node" in text
@@ -432,6 +469,7 @@ def test_json(doctor):
     assert document["error"] is None
     assert document["machine"]["versions"]["mosaicml"]
     assert len(document["machine"]["patches"]) == len(PATCHES)
+    assert len(document["machine"]["members"]) == len(PRIVATE_MEMBERS)
     assert document["run"]["mesh"] == {"shard": 16, "replicate": None}
     assert document["run"]["settings"]["state_dict_type"] == "sharded"
     assert (document["run"]["nodes"], document["run"]["backend"]) == (2, "nccl")

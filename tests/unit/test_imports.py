@@ -30,7 +30,16 @@ ARROWS = {
     "console": {"errors", "launch"},
     "run_file": {"core", "errors", "foundry"},
     "doctor": {"core", "errors", "trainer"},
-    "doctor_cli": {"console", "doctor", "errors", "foundry", "launch", "run_file", "trainer"},
+    "doctor_cli": {
+        "console",
+        "core",
+        "doctor",
+        "errors",
+        "foundry",
+        "launch",
+        "run_file",
+        "trainer",
+    },
     "checkpoint_cli": {"checkpoint", "console", "errors"},
     "migrate_cli": {"console", "errors", "migrate"},
     "parity_cli": {

@@ -1,0 +1,274 @@
+"""The table of private members of torch, and whether the installed torch has them."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import importlib
+import inspect
+import types
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from composer_fsdp2.errors import PatchError
+
+__all__ = [
+    "EVERY_RUN",
+    "PRIVATE_MEMBERS",
+    "MemberState",
+    "PrivateMember",
+    "check_private_members",
+    "member_states",
+]
+
+# --- What is used, and whether this torch has it. ---
+
+Use = Literal["read", "wrapped", "reset"]
+
+_SHARD = "torch.distributed.fsdp._fully_shard"
+_UNIT = "torch.distributed.fsdp:FSDPModule"
+_STATE = f"{_SHARD}._fsdp_state:FSDPState"
+_CONTEXT = f"{_SHARD}._fsdp_state:FSDPStateContext"
+_GROUP = f"{_SHARD}._fsdp_param_group:FSDPParamGroup"
+_STREAMS = f"{_SHARD}._fsdp_param_group:FSDPCommContext"
+_PARAM = f"{_SHARD}._fsdp_param:FSDPParam"
+_TENSOR = "torch:Tensor"
+_MODULE = "torch.nn:Module"
+_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+
+EVERY_RUN = "fully_shard"
+"""feature of the rows without which nothing can be sharded"""
+
+
+@dataclass(frozen=True, slots=True)
+class PrivateMember:
+    """One member of torch that is not public, and what becomes of it here."""
+
+    owner: str
+    """`module:Class`, or a module"""
+    name: str
+    """`a|b` where either will do, because torch has renamed it"""
+    feature: str
+    """the setting that needs it"""
+    use: Use
+
+    @property
+    def title(self) -> str:
+        """Owner and name, short."""
+        return f"{self.owner.rpartition(':')[2]}.{self.name.replace('|', ' or ')}"
+
+
+def _rows(feature: str, use: Use, members: Mapping[str, str]) -> list[PrivateMember]:
+    named = [(owner, name) for owner, names in members.items() for name in names.split()]
+    return [PrivateMember(owner, name, feature, use) for owner, name in named]
+
+
+PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
+    *_rows(
+        EVERY_RUN,
+        "read",
+        {
+            _UNIT: "_get_fsdp_state",
+            _STATE: "_fsdp_param_groups|_fsdp_param_group",
+            _GROUP: "fsdp_params device",
+            _PARAM: "sharded_param",
+            _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
+            "torch.ops.aten": "_unsafe_view",
+            "torch:UntypedStorage": "_cdata",
+            "torch.distributed:ProcessGroup": "_get_backend",
+            "torch.distributed.distributed_c10d": "_get_default_store",
+        },
+    ),
+    *_rows(EVERY_RUN, "wrapped", {_GROUP: "_with_fqn"}),
+    *_rows(
+        "gradient_sync",
+        "read",
+        {_GROUP: "_all_reduce_hook _partial_reduce_output", _PARAM: "_unsharded_param"},
+    ),
+    *_rows("unused_parameters", "wrapped", {_GROUP: "post_backward"}),
+    *_rows(
+        "unused_parameters",
+        "read",
+        {
+            _GROUP: "_training_state _all_reduce_hook reduce_grads all_reduce_grads",
+            _PARAM: "_unsharded_param",
+            "torch._C": "_current_graph_task_id",
+            "torch.autograd:Variable": "_execution_engine",
+        },
+    ),
+    *_rows("device_train_microbatch_size: auto", "wrapped", {_GROUP: "unshard post_backward"}),
+    *_rows(
+        "device_train_microbatch_size: auto",
+        "read",
+        {
+            _GROUP: "is_unsharded reduce_grads mesh_info comm_ctx device_handle _all_gather_result",
+            _PARAM: "_unsharded_param _sharded_param_data param_dtype reduce_dtype orig_dtype",
+            _STATE: "_is_root _device_handle",
+            _STREAMS: "get_all_gather_streams reduce_scatter_stream",
+            f"{_SHARD}._fsdp_common:FSDPMeshInfo": "shard_mesh_size",
+        },
+    ),
+    *_rows(
+        "device_train_microbatch_size: auto",
+        "reset",
+        {
+            _STATE: "_training_state _modules_to_run_forward _state_ctx _comm_ctx",
+            _CONTEXT: "iter_forward_root post_backward_final_callback_queued",
+            _STREAMS: "post_forward_order",
+            _GROUP: "_training_state _partial_reduce_output finalize_backward",
+        },
+    ),
+    *_rows("eval_reshard_after_forward", "read", {_STATE: "_lazy_init", _GROUP: "mesh_info"}),
+    *_rows("eval_reshard_after_forward", "reset", {_GROUP: "post_forward_mesh_info"}),
+    *_rows(
+        "summon_full_params",
+        "read",
+        {
+            _STATE: "_is_root _training_state",
+            f"{_SHARD}._fully_shard:fully_shard": "_is_fsdp_managed_module",
+        },
+    ),
+    *_rows("summon_full_params", "wrapped", {_MODULE: "_apply _load_state_dict_post_hooks"}),
+    *_rows("fp8", "read", {_PARAM: "_sharded_local_tensor"}),
+    *_rows("fp8", "reset", {_PARAM: "_init_extensions"}),
+    *_rows(
+        "chunked_loss",
+        "read",
+        {
+            _TENSOR: "_make_wrapper_subclass _base _is_view",
+            "torch._C": "DisableTorchFunctionSubclass",
+        },
+    ),
+    *_rows(
+        "activation_checkpointing",
+        "read",
+        {
+            _WRAPPER: "checkpoint_wrapper OffloadWrapper",
+            f"{_WRAPPER}:ActivationWrapper": "_checkpoint_wrapped_module",
+            "torch.ops.profiler": "_record_function_enter_new _record_function_exit",
+            _TENSOR: "_base",
+        },
+    ),
+    *_rows(
+        "compile",
+        "read",
+        {
+            "torch._dynamo": "list_backends lookup_backend",
+            "torch._inductor": "list_mode_options",
+            "torch._functorch.config": "patch",
+        },
+    ),
+    *_rows(
+        "checkpoints",
+        "read",
+        {
+            "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+            "torch.distributed.checkpoint._nested_dict": "flatten_state_dict",
+            _MODULE: "_non_persistent_buffers_set",
+        },
+    ),
+)
+"""What may be missing in another torch. Members that only speed something up are not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberState:
+    """One row, and whether the installed torch has it."""
+
+    member: PrivateMember
+    found: bool
+
+
+def member_states() -> tuple[MemberState, ...]:
+    """All rows. Collective: no."""
+    return tuple(MemberState(member, _is_there(member)) for member in PRIVATE_MEMBERS)
+
+
+def check_private_members(features: Iterable[str] = ()) -> None:
+    """Refuses a torch without what the features need; see [Note: private members].
+
+    Collective: no. To be called before anything is changed. Costs milliseconds, once per process.
+
+    Args:
+        features: as in `PRIVATE_MEMBERS`; those of every run are looked up in any case.
+
+    Raises:
+        PatchError: naming the members.
+    """
+    wanted = {EVERY_RUN, *features}
+    rows = [member for member in PRIVATE_MEMBERS if member.feature in wanted]
+    missing = [member for member in rows if not _is_there(member)]
+    if missing:
+        raise PatchError(_missing_text(missing))
+
+
+def _missing_text(missing: Sequence[PrivateMember]) -> str:
+    members = ", ".join(dict.fromkeys(f"'{m.title}' (of {m.owner})" for m in missing))
+    features = dict.fromkeys(member.feature for member in missing)
+    optional = [name for name in features if name != EVERY_RUN]
+    text = (
+        f"torch {torch.__version__} has no {members}, or does not let it be set. "
+        f"{' and '.join(features)} cannot work without it, and would fail in the middle of a run. "
+        "Install a torch this package was tested with (2.7 to 2.15)"
+    )
+    if len(optional) < len(features):
+        return f"{text}."
+    return f"{text}, or leave {' and '.join(optional)} out."
+
+
+@functools.cache
+def _is_there(member: PrivateMember) -> bool:
+    module, _, path = member.owner.partition(":")
+    try:
+        owner = importlib.import_module(module)
+    except ImportError:
+        owner = _attribute(module)
+    owner = getattr(owner, path, None) if path else owner
+    return owner is not None and any(_has(owner, n, member.use) for n in member.name.split("|"))
+
+
+def _attribute(path: str) -> Any:
+    """What a dotted name such as `torch.ops.aten`, which is no module, leads to."""
+    found: Any = torch
+    for part in path.split(".")[1:]:
+        found = getattr(found, part, None)
+    return found
+
+
+def _has(owner: Any, name: str, use: Use) -> bool:
+    if isinstance(owner, types.FunctionType):
+        # Newer torch does the same work in a module beside it.
+        beside = [importlib.import_module(f"{_SHARD}._fsdp_init"), inspect.getmodule(owner)]
+        return any(name in code.co_names for place in beside for code in _functions_of(place))
+    if isinstance(owner, type):
+        in_class = inspect.getattr_static(owner, name, None)
+        if use == "reset" and isinstance(in_class, property) and in_class.fset is None:
+            return False
+        return hasattr(owner, name) or name in _set_by_methods(owner)
+    return hasattr(owner, name)
+
+
+@functools.cache
+def _set_by_methods(owner: type) -> frozenset[str]:
+    """Attributes that methods of a class set on `self`: there is no instance to ask yet."""
+    found: set[str] = set()
+    for one in owner.__mro__:
+        for code in _functions_of(one):
+            previous: Any = None
+            for step in dis.get_instructions(code):
+                # Newer Python loads two variables in one step.
+                loaded = previous[-1] if isinstance(previous, tuple) and previous else previous
+                if step.opname == "STORE_ATTR" and loaded == next(iter(code.co_varnames), ""):
+                    found.add(step.argval)
+                if step.opname != "CACHE":
+                    previous = step.argval
+    return frozenset(found)
+
+
+def _functions_of(place: Any) -> list[types.CodeType]:
+    """Code of the functions of a class or module, behind decorators."""
+    functions = (inspect.unwrap(value) for value in vars(place).values() if callable(value))
+    return [code for code in (getattr(f, "__code__", None) for f in functions) if code is not None]

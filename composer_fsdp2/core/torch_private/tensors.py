@@ -1,0 +1,265 @@
+"""Tensors, modules, compilers, checkpoints and process groups: what of them is private."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import hashlib
+import importlib
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    OffloadWrapper,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "PROFILER_MARKS",
+    "TENSOR_FACTS",
+    "TORCH_FUNCTION_OFF",
+    "BatchNorm",
+    "OffloadWrapper",
+    "base_of",
+    "checkpoint_wrapper",
+    "compile_within",
+    "compiler_backends",
+    "compiler_modes",
+    "copy_hooks",
+    "default_store",
+    "flatten_state_dict",
+    "flight_recorder",
+    "is_compiled",
+    "is_view",
+    "make_wrapper_subclass",
+    "non_persistent_buffers",
+    "post_accumulate_hooks",
+    "preparing_fast",
+    "storage_id",
+    "storage_info",
+    "tensor_hooks",
+    "timeout_of",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "unsafe_view",
+    "without_fsdp_hooks_after_load",
+    "wrapped_module",
+]
+
+_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
+
+# --- Modules and tensors. ---
+
+PROFILER_MARKS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""operators by which torch marks a span in a profile"""
+
+TENSOR_FACTS = (torch.Tensor._is_view, torch.Tensor._base.__get__)  # pyright: ignore
+"""whether a tensor is a view, and of what, as `__torch_function__` is told of it"""
+
+TORCH_FUNCTION_OFF = torch._C.DisableTorchFunctionSubclass
+"""a context in which subclasses of tensors are taken for tensors"""
+
+
+def wrapped_module(wrapper: OffloadWrapper) -> nn.Module:
+    """Returns the module inside."""
+    return wrapper._checkpoint_wrapped_module
+
+
+def make_wrapper_subclass(kind: type, shape: Sequence[int], **kwargs: Any) -> Any:
+    """Returns a tensor of a class of one's own that has a shape and no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, shape, **kwargs)  # pyright: ignore
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the tensor this one is a view of."""
+    return tensor._base
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a view of another one."""
+    return tensor._is_view()
+
+
+def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the same values in the same memory, and no view for autograd."""
+    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Returns a number that tensors over the same memory share, on meta as well."""
+    return tensor.untyped_storage()._cdata
+
+
+def tensor_hooks(tensor: torch.Tensor) -> Any:
+    """Returns what `register_hook` was given."""
+    return tensor._backward_hooks
+
+
+def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[..., None]]:
+    """Returns what `register_post_accumulate_grad_hook` was given."""
+    hooks = param._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    return list((hooks or {}).values())
+
+
+def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Gives a new parameter the hooks of the one whose place it takes."""
+    new._backward_hooks = old._backward_hooks
+    for hook in post_accumulate_hooks(old):
+        new.register_post_accumulate_grad_hook(hook)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Returns names of buffers that a state dict leaves out."""
+    return module._non_persistent_buffers_set
+
+
+@contextlib.contextmanager
+def without_fsdp_hooks_after_load(module: nn.Module) -> Generator[None]:
+    """Keeps FSDP2 from looking for shards after `load_state_dict`, for the duration of a block."""
+    hooks = module._load_state_dict_post_hooks
+    module._load_state_dict_post_hooks = OrderedDict(
+        (key, hook)
+        for key, hook in hooks.items()
+        if not getattr(hook, "__module__", "").startswith("torch.distributed.fsdp")
+    )
+    try:
+        yield
+    finally:
+        module._load_state_dict_post_hooks = hooks
+
+
+# --- Compiler, checkpoints and process groups, imported when they are needed. ---
+
+
+def compiler_backends() -> list[str]:
+    """Returns what `torch.compile` takes as `backend`."""
+    return importlib.import_module("torch._dynamo").list_backends(exclude_tags=())
+
+
+def compiler_modes() -> list[str]:
+    """Returns what `torch.compile` takes as `mode`."""
+    return list(importlib.import_module("torch._inductor").list_mode_options())
+
+
+def compile_within(budget: float, backend: str, mode: str | None, graph: Any, inputs: Any) -> Any:
+    """Compiles a graph that may keep a share `budget` of its activations."""
+    options: dict[str, Any] = {}
+    if mode is not None and backend == "inductor":
+        modes = importlib.import_module("torch._inductor")
+        options["config_patches"] = modes.list_mode_options(mode)
+    partitioning = importlib.import_module("torch._functorch.config")
+    with partitioning.patch(activation_memory_budget=budget):
+        compiler = importlib.import_module("torch._dynamo").lookup_backend(backend)
+        return compiler(graph, inputs, **options)
+
+
+def is_compiled(model: object) -> bool:
+    """Whether it is what `torch.compile` returned for a module."""
+    return isinstance(model, importlib.import_module("torch._dynamo").OptimizedModule)
+
+
+def storage_info(path: str, offset: int, length: int) -> Any:
+    """Returns where a checkpoint keeps an item, as its metadata has it."""
+    module = importlib.import_module("torch.distributed.checkpoint.filesystem")
+    return module._StorageInfo(path, offset, length)
+
+
+def flatten_state_dict(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a state dict by flat names as checkpoints have them, and the way to each."""
+    module = importlib.import_module("torch.distributed.checkpoint._nested_dict")
+    return module.flatten_state_dict(state)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """Returns after how long its collectives give up; `None` where the backend does not say."""
+    options = getattr(group._get_backend(device), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def flight_recorder() -> Callable[[], bytes] | None:
+    """Returns what writes down torch's record of collectives, if this torch has it."""
+    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
+    native: Any = torch._C
+    return getattr(native._distributed_c10d, name, None)
+
+
+# --- Sharding for many ranks. ---
+
+_CHUNKS_READ = "62bed30ba222d50d"
+"""fingerprint of the source of torch 2.7.0 to 2.15.0"""
+
+
+class _Chunks(Sequence[Any]):
+    """The pieces of a tensor, each made when it is asked for."""
+
+    def __init__(self, tensor: Any, num_chunks: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, num_chunks, dim
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(self)[index]
+        rows = self._tensor.size(self._dim)
+        size = -(-rows // self._count)
+        start = range(self._count)[index] * size
+        if start >= rows:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(size, rows - start))
+
+
+def _chunk_lazily(original: Any, tensor: Any, num_chunks: int, dim: int) -> Any:
+    rows = tensor.size(dim)
+    return _Chunks(tensor, num_chunks, dim) if rows else original(tensor, num_chunks, dim)
+
+
+@contextlib.contextmanager
+def preparing_fast() -> Generator[None]:
+    """Makes `fully_shard` cost the same for any number of ranks, for the duration of a block.
+
+    Collective: no. For each parameter torch cuts out the piece of every rank and takes one, and for
+    each unit older torch compares every rank with every other to find a process group it was given
+    before. Thousands of parameters on a thousand ranks are minutes of that. It is left as it is
+    where its source is not the one that was read: private, so it may change.
+    """
+    groups: dict[Any, Any] = {}
+    get_group = DeviceMesh.get_group
+
+    @functools.wraps(get_group)
+    def known_group(mesh: Any, mesh_dim: Any = None) -> Any:
+        # With the mesh itself in it, so that no other takes its address meanwhile.
+        if (id(mesh), mesh_dim) not in groups:
+            groups[id(mesh), mesh_dim] = mesh, get_group(mesh, mesh_dim)
+        return groups[id(mesh), mesh_dim][1]
+
+    replaced: list[tuple[Any, str, Any]] = [(DeviceMesh, "get_group", known_group)]
+    with contextlib.suppress(ImportError, AttributeError, OSError):
+        owner = importlib.import_module(_PARAM)
+        chunks = owner._chunk_with_empty
+        source = inspect.getsource(chunks)
+        if hashlib.sha256(source.encode()).hexdigest()[:16] == _CHUNKS_READ:
+            replaced.append((owner, "_chunk_with_empty", partial(_chunk_lazily, chunks)))
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
+    try:
+        for place in replaced:
+            setattr(*place)
+        yield
+    finally:
+        for place in originals:
+            setattr(*place)

@@ -1,0 +1,287 @@
+"""FSDP2's groups of parameters: what the public methods of a unit do not reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed.fsdp import FSDPModule
+
+__all__ = [
+    "CHANGES_PARAMETERS",
+    "GATHER",
+    "REDUCE",
+    "add_zero_gradients",
+    "after_backward",
+    "all_reduce_hook",
+    "all_reduces",
+    "backward_number",
+    "device_of",
+    "drop_unreduced",
+    "free_after_forward",
+    "frees_after_forward",
+    "has_gradient",
+    "has_run",
+    "init_all_gather_extensions",
+    "is_busy",
+    "is_inside_unit",
+    "is_root",
+    "label_hook",
+    "lazy_init",
+    "local_shard",
+    "param_groups",
+    "params_of",
+    "partial_reduction",
+    "reduces",
+    "reserve_gather",
+    "reserve_reduction",
+    "reset_iteration",
+    "runs_backward",
+    "sharded_param",
+    "trained_params",
+    "wrap_post_backward",
+]
+
+# --- Units. ---
+
+GATHER, REDUCE = "unshard", "post_backward"
+"""methods in which a group gathers its parameters, and reduces its gradients"""
+
+
+CHANGES_PARAMETERS = ("_apply", GATHER)
+"""methods of a unit after which its parameters are other tensors"""
+
+
+def _state(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()
+
+
+def param_groups(unit: FSDPModule) -> list[Any]:
+    """Returns what torch gathers and reduces together in this unit.
+
+    One group, or none without parameters; newer torch may have several.
+    """
+    state = _state(unit)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in groups or [state._fsdp_param_group] if group is not None]
+
+
+def params_of(group: Any) -> list[Any]:
+    """Returns torch's records of the group's parameters."""
+    return group.fsdp_params
+
+
+def device_of(group: Any) -> torch.device:
+    """Returns where the group gathers."""
+    return group.device
+
+
+def is_root(unit: FSDPModule) -> bool | None:
+    """Whether it is the outermost unit; `None` before the first forward."""
+    return _state(unit)._is_root
+
+
+def is_busy(unit: FSDPModule) -> bool:
+    """Whether it is in the middle of a forward or backward."""
+    return _state(unit)._training_state.name != "IDLE"
+
+
+def is_inside_unit(module: nn.Module) -> bool:
+    """Whether a unit shards the module's parameters."""
+    return getattr(module, "_is_fsdp_managed_module", False)
+
+
+def lazy_init(unit: FSDPModule) -> None:
+    """Does now what the first forward would do; nothing the next time."""
+    _state(unit)._lazy_init()
+
+
+def label_hook(group: Any, hear: Callable[[Callable[[str], str], str], str]) -> None:
+    """Has `hear` called with torch's function and the label, where torch asks for a label."""
+    group._with_fqn = partial(hear, group._with_fqn)
+
+
+def wrap_post_backward(group: Any, around: Callable[..., Any]) -> None:
+    """Has `around` called in place of the reduction, with torch's method and its arguments."""
+    group.post_backward = partial(around, group.post_backward)
+
+
+def runs_backward(group: Any) -> bool:
+    """Whether backward has come to the group and not left it."""
+    return group._training_state.name == "PRE_BACKWARD"
+
+
+def reduces(group: Any) -> bool:
+    """Whether the group reduces gradients after this backward."""
+    return group.reduce_grads
+
+
+def all_reduce_hook(group: Any) -> Any:
+    """Returns what `set_all_reduce_hook` was given."""
+    return group._all_reduce_hook
+
+
+def all_reduces(group: Any) -> bool:
+    """Whether the group's gradients are reduced over replicas too, after this backward."""
+    return group.reduce_grads and group.all_reduce_grads
+
+
+def partial_reduction(group: Any) -> torch.Tensor | None:
+    """Returns gradients that wait for the all-reduce of HSDP."""
+    return group._partial_reduce_output
+
+
+def frees_after_forward(group: Any) -> Any:
+    """Returns what torch keeps of `reshard_after_forward`."""
+    return group.post_forward_mesh_info
+
+
+def free_after_forward(group: Any, how: Any) -> None:
+    """Sets it: `True`, `False`, or what `frees_after_forward` returned."""
+    if isinstance(how, bool):
+        how = group.mesh_info if how else None
+    group.post_forward_mesh_info = how
+
+
+# --- Parameters of units. ---
+
+
+def sharded_param(param: Any) -> nn.Parameter:
+    """Returns the parameter that the optimizer steps."""
+    return param.sharded_param
+
+
+def has_run(param: Any) -> bool:
+    """Whether it was gathered before."""
+    return hasattr(param, "_unsharded_param")
+
+
+def trained_params(group: Any) -> list[Any]:
+    """Returns what autograd may give a gradient; it sees gathered copies, once there are any."""
+    params = group.fsdp_params
+    return [p for p in params if getattr(p, "_unsharded_param", p.sharded_param).requires_grad]
+
+
+def has_gradient(param: Any) -> bool:
+    """Whether there is a gradient that is not reduced yet."""
+    return param._unsharded_param.grad is not None or _accumulated(param) is not None
+
+
+def _accumulated(param: Any) -> torch.Tensor | None:
+    """What torch before 2.15 keeps apart from the gradient of the latest backward."""
+    return vars(param).get("unsharded_accumulated_grad")
+
+
+def add_zero_gradients(params: Sequence[Any], missing: Sequence[Any]) -> None:
+    """Gives zeros to those of a group's parameters that are `missing` a gradient."""
+    for param in missing:
+        whole = param._unsharded_param
+        # Newer torch insists on the dtype in which it accumulates.
+        dtype = getattr(whole, "grad_dtype", None)
+        whole.grad = torch.zeros_like(whole, dtype=dtype)
+    if any(_accumulated(param) is not None for param in params):
+        # What came with an earlier microbatch has the dtype of the reduction already.
+        for param in params:
+            param.accumulate_unsharded_grad_if_needed()
+            param.to_accumulated_grad_if_needed()
+
+
+def backward_number() -> int:
+    """Returns the number of the backward that runs in this thread."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Has `call` called at the end of this backward, after what others put in so far."""
+    Variable._execution_engine.queue_callback(call)  # pyright: ignore
+
+
+def local_shard(param: Any) -> torch.Tensor:
+    """Returns the tensor that torch gathers, which may have methods of its own for it."""
+    return param._sharded_local_tensor
+
+
+def init_all_gather_extensions(param: Any) -> None:
+    """Has torch look again for such methods."""
+    param._init_extensions()
+
+
+# --- Out of memory. ---
+
+
+def reserve_gather(group: Any) -> None:
+    """Fails here, before the ranks agree, if a gather's buffers do not fit.
+
+    The caching allocator keeps what is freed, so that the gather finds it.
+    """
+    if group.device.type == "cpu" or group.is_unsharded or group._all_gather_result is not None:
+        return
+    size = group.mesh_info.shard_mesh_size
+    wanted = [p._sharded_param_data.numel() * size for p in group.fsdp_params]
+    dtype = group.fsdp_params[0].param_dtype or group.fsdp_params[0].orig_dtype
+    stream, _ = group.comm_ctx.get_all_gather_streams(False, group._training_state)
+    with group.device_handle.stream(stream):
+        gathered = torch.empty(sum(wanted), dtype=dtype, device=group.device)
+    whole = [torch.empty(numel, dtype=dtype, device=group.device) for numel in wanted]
+    del gathered, whole
+
+
+def reserve_reduction(group: Any) -> None:
+    """Fails here, before the ranks agree, if a reduction's buffers do not fit."""
+    if group.device.type == "cpu" or not group.reduce_grads:
+        return
+    grads = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    if not grads:
+        return
+    size = group.mesh_info.shard_mesh_size
+    shard = sum(p._sharded_param_data.numel() for p in grads)
+    dtype = grads[0].reduce_dtype or grads[0].orig_dtype
+    whole = torch.empty(shard * size, dtype=dtype, device=group.device)
+    with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
+        part = torch.empty(shard, dtype=dtype, device=group.device)
+    del whole, part
+
+
+def reset_iteration(units: Iterable[FSDPModule]) -> None:
+    """Has all units forget a forward or backward that was aborted; those that never ran are left.
+
+    Newer torch has a method for it, which waits for what is on its way; older torch has not.
+    """
+    held = [unit for unit in units if is_root(unit) is not None]
+    for unit in held:
+        if is_root(unit) and hasattr(unit, "reset_iter_state"):
+            unit.reset_iter_state()  # pyright: ignore
+    for unit in held:
+        state = _state(unit)
+        state._training_state = _idle(state)
+        state._modules_to_run_forward.clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        streams = state._comm_ctx
+        streams.post_forward_order.clear()
+        for name in ("all_gather_state", "reduce_scatter_state"):
+            under_way = getattr(streams, name, None)
+            if under_way is not None:
+                state._device_handle.current_stream().wait_event(under_way.event)
+                setattr(streams, name, None)
+
+
+def drop_unreduced(group: Any) -> None:
+    """Drops the group's gradients that are not reduced yet, after `reset_iteration`."""
+    group.finalize_backward()  # waits, on the stream, for what has been sent
+    group._training_state = _idle(group)
+    group._partial_reduce_output = None
+    for param in group.fsdp_params:
+        if _accumulated(param) is not None:
+            param.unsharded_accumulated_grad = None
+        if has_run(param):
+            param._unsharded_param.grad = None
+
+
+def _idle(busy: Any) -> Any:
+    states: Any = type(busy._training_state)
+    return states["IDLE"]
