@@ -21,8 +21,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.utils.checkpoint import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
+from composer_fsdp2.config.blocks import ActivationSpec
 from composer_fsdp2.core.blocks import BlockPosition, block_ids, block_positions, position_of
-from composer_fsdp2.core.config_blocks import ActivationSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
 from composer_fsdp2.core.tying import ModuleTree, has_forward, is_wrapper
 from composer_fsdp2.errors import PlanError

@@ -18,8 +18,8 @@ from torch._dynamo import list_backends, lookup_backend
 from torch._functorch import config as partitioning
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import OffloadWrapper
 
-from composer_fsdp2.core.config_blocks import CompileSpec
-from composer_fsdp2.core.mistakes import nearest
+from composer_fsdp2.config.blocks import CompileSpec
+from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.core.tying import ModuleTree
 from composer_fsdp2.errors import ConfigError, PlanError
 

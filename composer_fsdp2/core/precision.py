@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_map
 
-from composer_fsdp2.core.config import DTYPES, PrecisionSpec
+from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.errors import ConfigError
 
 __all__ = ["InputCast", "cast_buffers", "compute_dtype", "resolve_precision", "without_autocast"]

@@ -18,9 +18,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2.config.blocks import TilingSpec
 from composer_fsdp2.core.blocks import outer_names
 from composer_fsdp2.core.collectives import agree
-from composer_fsdp2.core.config_blocks import TilingSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
 from composer_fsdp2.core.tying import ModuleTree, has_forward
 from composer_fsdp2.errors import PlanError

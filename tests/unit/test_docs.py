@@ -14,9 +14,9 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import app
-from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
+from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.migrate.engine import migrate
-from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.migration_tables import MARK as TABLE_OF_KEYS
 from tests.migration_tables import TABLES, table

@@ -19,18 +19,19 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 ARROWS = {
     "errors": set(),
-    "core": {"errors"},
+    "config": {"errors"},
+    "core": {"config", "errors"},
     "checkpoint": {"core", "errors"},
-    "parallel": {"core", "errors"},
-    "estimate": {"core", "errors"},
-    "migrate": {"core", "errors"},
+    "parallel": {"config", "core", "errors"},
+    "estimate": {"config", "core", "errors"},
+    "migrate": {"config", "core", "errors"},
     "parity": {"errors"},
-    "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
+    "trainer": {"checkpoint", "config", "core", "errors", "estimate", "migrate", "parallel"},
     "autoload": {"trainer"},
-    "foundry": {"core", "errors", "trainer"},
+    "foundry": {"config", "core", "errors", "trainer"},
     "console": {"errors", "launch"},
     "run_file": {"core", "errors", "foundry"},
-    "doctor": {"core", "errors", "trainer"},
+    "doctor": {"config", "core", "errors", "trainer"},
     "doctor_cli": {"console", "doctor", "errors", "foundry", "launch", "run_file", "trainer"},
     "checkpoint_cli": {"checkpoint", "console", "errors"},
     "migrate_cli": {"console", "errors", "migrate"},
@@ -97,8 +98,8 @@ def test_only_glue_knows_what_we_plug_into(file: Path):
     assert libraries & PLUGGED_INTO <= GLUE.get(_part(file), set())
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if _part(f) == "core"], ids=_name)
-def test_core_needs_torch_alone(file: Path):
+@pytest.mark.parametrize("file", [f for f in FILES if _part(f) in ("config", "core")], ids=_name)
+def test_config_and_core_need_torch_alone(file: Path):
     libraries = {name.split(".")[0] for name in _imports(file)}
     assert libraries - sys.stdlib_module_names <= {"torch", PACKAGE}
 
