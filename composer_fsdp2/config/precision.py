@@ -9,7 +9,7 @@ import torch
 
 from composer_fsdp2.config.messages import one_of
 from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import BOOLEAN, mapping
+from composer_fsdp2.config.value_types import BOOLEAN, mapping, null_or
 
 __all__ = ["DTYPES", "PRECISION", "PrecisionSpec"]
 
@@ -35,11 +35,14 @@ def _dtype_name(_key: str, raw: Any, _errors: list[str]) -> Any:
     return str(raw) if isinstance(raw, torch.dtype) else raw
 
 
-_DTYPE = ValueType(
-    expected=one_of(("fp32", "bf16", "fp16")),
-    accepts=lambda value: value is None or (isinstance(value, str) and value in DTYPES),
-    parse=_dtype_name,
-    choices=("fp32", "bf16", "fp16"),
+_DTYPE_CHOICES = ("fp32", "bf16", "fp16")
+_DTYPE = null_or(
+    ValueType(
+        expected=one_of(_DTYPE_CHOICES),
+        accepts=lambda value: isinstance(value, str) and value in DTYPES,
+        parse=_dtype_name,
+        choices=_DTYPE_CHOICES,
+    )
 )
 
 
