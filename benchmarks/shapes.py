@@ -275,7 +275,7 @@ def shard_by_hand(
 
 def plan(model: nn.Module, classes: tuple[str, ...], **options: Any) -> WrapPlan:
     """The plan of the same units as `shard_by_hand`, but for untied ends."""
-    from composer_fsdp2.core.config import WrapPolicy
+    from composer_fsdp2.config.wrapping import WrapPolicy
     from composer_fsdp2.core.plan import plan_wrapping
     from composer_fsdp2.core.rules import by_class, ends_of_models, root_rule
 

@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composer_fsdp2.config.schema import FSDP2Config, parse_config
     from composer_fsdp2.core.activation import (
         ActivationPlan,
         ActivationSpec,
         apply_activation,
         plan_activation,
     )
-    from composer_fsdp2.core.config import FSDP2Config, parse_config
     from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
     from composer_fsdp2.core.shard import apply_plan
     from composer_fsdp2.core.summon import summon_full_params
@@ -27,10 +27,10 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ActivationPlan": "core.activation",
-    "ActivationSpec": "core.config_blocks",
+    "ActivationSpec": "config.blocks",
     "CheckpointError": "errors",
     "ConfigError": "errors",
-    "FSDP2Config": "core.config",
+    "FSDP2Config": "config.schema",
     "FSDP2Monitor": "trainer.monitor",
     "PatchError": "errors",
     "PlanError": "errors",
@@ -41,7 +41,7 @@ _HOMES = {
     "apply_plan": "core.shard",
     "install": "trainer.patches",
     "installed": "trainer.patches",
-    "parse_config": "core.config",
+    "parse_config": "config.schema",
     "plan_activation": "core.activation",
     "plan_wrapping": "core.plan",
     "prepare_fully_shard": "trainer.prepare",

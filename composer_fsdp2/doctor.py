@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.config.schema import FSDP2Config, known_settings, values_of
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
 from composer_fsdp2.core.torch_private.members import EVERY_RUN
@@ -502,12 +502,11 @@ def _describe_precision(run: Run) -> str:
 
 def _describe_others(settings: FSDP2Config) -> list[tuple[str, str]]:
     """Settings without a line of their own that are not at their default."""
-    default = FSDP2Config()
+    known = known_settings()
     return [
-        (field.name, _plain(getattr(settings, field.name)))
-        for field in dataclasses.fields(FSDP2Config)
-        if field.name not in _OWN_LINES
-        and getattr(settings, field.name) != getattr(default, field.name)
+        (name, _plain(value))
+        for name, value in values_of(settings).items()
+        if name not in _OWN_LINES and value != known[name].default
     ]
 
 

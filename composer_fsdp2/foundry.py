@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
-    from composer_fsdp2.core.config import FSDP2Config
+    from composer_fsdp2.config.schema import FSDP2Config
 
 __all__ = ["fsdp2_settings", "parse_run_config", "read_in_slices", "requests_fsdp2", "transform"]
 
@@ -90,7 +90,7 @@ def requests_fsdp2(parsed: Mapping[str, Any]) -> bool:
 
 def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
     """The FSDP2 settings of a config for which `requests_fsdp2` holds."""
-    from composer_fsdp2.core.config import parse_config
+    from composer_fsdp2.config.schema import parse_config
 
     return parse_config({k: v for k, v in parsed["fsdp_config"].items() if k != _MARKER})
 
@@ -116,7 +116,7 @@ def _check_block(block: Any) -> None:
         )
     unknown = [str(key) for key in block if key not in _PLACES]
     if unknown:
-        from composer_fsdp2.core.config import nearest
+        from composer_fsdp2.config.messages import nearest
 
         names = ", ".join(f"'{name}'" for name in unknown)
         hint = "".join(nearest(name, _PLACES) for name in unknown)
@@ -167,7 +167,7 @@ def _parse_versioned(block: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parse_fsdp2(settings: dict[str, Any]) -> dict[str, Any]:
     """Checks FSDP2 settings and writes out what LLM Foundry would otherwise decide itself."""
-    from composer_fsdp2.core.config import parse_config
+    from composer_fsdp2.config.schema import parse_config
 
     config = parse_config(settings)
     # It takes a missing state_dict_type for `full` when it names the latest checkpoint.

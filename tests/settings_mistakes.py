@@ -12,8 +12,8 @@ from pathlib import Path
 
 import yaml
 
-from composer_fsdp2.core import config, config_blocks, mistakes
-from composer_fsdp2.core.config import parse_config
+from composer_fsdp2 import config
+from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
 
 PAGE = Path(__file__).parents[1] / "MIGRATION.md"
@@ -67,10 +67,10 @@ def table() -> str:
 def sentences() -> Iterator[tuple[str, ...]]:
     """The fixed words of every error of its own that the parser has, in the order of the code.
 
-    Not those of `wrong`, which all settings share.
+    Not those of `invalid_value`, which all settings share.
     """
-    for module in (config, config_blocks, mistakes):
-        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text())):
+    for file in sorted(Path(str(config.__file__)).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
             if not isinstance(node, ast.Call) or ast.unparse(node.func) != "errors.append":
                 continue
             (text,) = node.args

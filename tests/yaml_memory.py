@@ -21,7 +21,7 @@ import torch
 from composer.models import ComposerModel
 from omegaconf import DictConfig, OmegaConf
 
-from composer_fsdp2.core.config import FSDP2Config, parse_config
+from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2.config.schema import GradientSync
 from composer_fsdp2.core.collectives import AverageOverReplicas
-from composer_fsdp2.core.config import GradientSync
 from composer_fsdp2.core.recovery import reset
 from composer_fsdp2.core.torch_private.units import (
     all_reduce_hook,

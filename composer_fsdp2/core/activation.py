@@ -23,8 +23,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from composer_fsdp2.config.blocks import ActivationSpec
 from composer_fsdp2.core.blocks import BlockPosition, block_ids, block_positions, position_of
-from composer_fsdp2.core.config_blocks import ActivationSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
 from composer_fsdp2.core.torch_private.tensors import (
     PROFILER_MARKS,

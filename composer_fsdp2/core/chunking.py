@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.core.blocks import outer_names
-from composer_fsdp2.core.config_blocks import ChunkingSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_names
 from composer_fsdp2.core.plan import WrapPlan
 from composer_fsdp2.core.rules import output_heads

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.core.config import Communication
+from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.errors import ConfigError
 
 __all__ = ["apply_communication", "check_communication"]

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.core.config_blocks import CompileSpec
-from composer_fsdp2.core.mistakes import nearest
+from composer_fsdp2.config.blocks import CompileSpec
+from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.core.torch_private.tensors import (
     OffloadWrapper,
     compile_within,

@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.core.blocks import outer_names
-from composer_fsdp2.core.config_blocks import Float8Spec
 from composer_fsdp2.core.patterns import matcher, unmatched_names
 from composer_fsdp2.core.plan import WrapPlan
 from composer_fsdp2.core.torch_private.units import (

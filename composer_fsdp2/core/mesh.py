@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 
 __all__ = ["REPLICATE_AXIS", "SHARD_AXIS", "MeshShape", "build_mesh", "with_cpu_backend"]

@@ -6,7 +6,7 @@ import fnmatch
 import re
 from collections.abc import Callable, Iterable
 
-from composer_fsdp2.core.mistakes import nearest
+from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.core.tying import ModuleTree
 
 __all__ = ["matcher", "unmatched_classes", "unmatched_names"]

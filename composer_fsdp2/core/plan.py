@@ -23,7 +23,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.core.config import PrecisionSpec, Reshard, UnitSettings, nearest
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import Reshard, UnitSettings
 from composer_fsdp2.core.sizing import (
     FROZEN_MAY_DIFFER,
     NO_BOUNDS,

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from composer_fsdp2.core.config import DTYPES, PrecisionSpec
+from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.core.torch_private.tensors import tree_map
 from composer_fsdp2.errors import ConfigError
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from composer_fsdp2.core.config import PrecisionSpec, UnitSettings, WrapPolicy
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
 from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
 from composer_fsdp2.core.plan import Decision, Role, Rule
 from composer_fsdp2.core.tying import (

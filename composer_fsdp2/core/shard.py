@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 
+from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.core.collectives import GradientReduction, probe_reduction
-from composer_fsdp2.core.config import CPUOffload
 from composer_fsdp2.core.materialize import InitialWeights, shared_seed
 from composer_fsdp2.core.plan import ShardUnit, WrapPlan
 from composer_fsdp2.core.precision import InputCast, without_autocast

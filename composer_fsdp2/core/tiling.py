@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2.config.blocks import TilingSpec
 from composer_fsdp2.core.blocks import outer_names
 from composer_fsdp2.core.collectives import agree
-from composer_fsdp2.core.config_blocks import TilingSpec
 from composer_fsdp2.core.patterns import matcher, unmatched_classes, unmatched_names
 from composer_fsdp2.core.torch_private.tensors import BatchNorm
 from composer_fsdp2.core.tying import ModuleTree, has_forward

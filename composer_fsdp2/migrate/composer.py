@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from composer_fsdp2.config.fsdp1 import convert_fsdp1
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migrate.fsdp1 import convert_fsdp1
 from composer_fsdp2.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
 
 __all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "is_ours"]

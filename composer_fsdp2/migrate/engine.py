@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from composer_fsdp2.core.config import nearest, parse_config
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.migrate import accelerate, composer, deepspeed, roll

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.core.config import DTYPES
+from composer_fsdp2.config.precision import DTYPES
 from composer_fsdp2.migrate.report import SAME, Context, Dialect, Row, Site, Status
 
 __all__ = ["ROLL"]

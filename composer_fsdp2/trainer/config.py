@@ -6,67 +6,47 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, get_type_hints
 
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 
-from composer_fsdp2.core.config import (
-    Communication,
-    CPUOffload,
-    FSDP2Config,
-    WrapPolicy,
-    nearest,
-    parse_config,
-)
+from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
+from composer_fsdp2.config.messages import ascii_repr, nearest
+from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.core.mesh import MeshShape
-from composer_fsdp2.core.mistakes import shown
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
 
 __all__ = ["TrainerFSDP2Config", "asks_for_fsdp2", "parse_parallelism_config", "resolve_settings"]
 
-_OURS = frozenset(f.name for f in dataclasses.fields(FSDP2Config))
+T = TypeVar("T")
+_FIELDS = tuple(ours.name for ours in dataclasses.fields(FSDP2Config))
 
 
-@dataclass(kw_only=True)
+def _with_fields_of_settings(cls: type[T]) -> type[T]:
+    """Makes a class a dataclass with every field of our `FSDP2Config`, keyword only.
+
+    A field of this class hides the property of the same name that Composer's class has.
+    """
+    types = get_type_hints(FSDP2Config)
+    for ours in dataclasses.fields(FSDP2Config):
+        # A `Field` belongs to one class; only one of the two defaults is given.
+        copied: Any = field(default=ours.default, default_factory=ours.default_factory)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        cls.__annotations__[ours.name] = types[ours.name]
+        setattr(cls, ours.name, copied)
+    return dataclass(kw_only=True)(cls)
+
+
+@_with_fields_of_settings
 class TrainerFSDP2Config(ComposerFSDP2Config):
     """`FSDP2Config` as a subclass of Composer's, so that its `isinstance` checks accept it.
 
     Composer's class answers some of these with fixed properties; here they are real, which alone
-    gives HSDP, planners and checkpoint folders to the Trainer. The meaning of each field is that of
-    `composer_fsdp2.FSDP2Config`, the defaults too.
+    gives HSDP, planners and checkpoint folders to the Trainer. The fields, their meaning and their
+    defaults are those of `composer_fsdp2.FSDP2Config`.
     """
-
-    data_parallel_shard_degree: int = -1  # pyright: ignore[reportIncompatibleMethodOverride]
-    data_parallel_replicate_degree: int | None = None  # pyright: ignore[reportIncompatibleMethodOverride]
-    reshard_after_forward: Any = "auto"
-    eval_reshard_after_forward: bool | None = None
-    forward_prefetch: int = 0
-    backward_prefetch: int = 0
-    gradient_sync: str = "every"
-    order_check: str = "first"
-    mixed_precision: Any = "DEFAULT"
-    keep_fp32: tuple[str, ...] | None = None
-    unused_parameters: Any = "auto"
-    tied_weights: str = "lift"
-    wrap_policy: WrapPolicy = dataclasses.field(default_factory=WrapPolicy)
-    ignored_params: tuple[str, ...] = ()
-    forward_methods: tuple[str, ...] = ()
-    activation_checkpointing: Any = False
-    compile: Any = False
-    tiled_mlp: Any = None
-    chunked_loss: Any = None
-    fp8: Any = False
-    cpu_offload: bool | CPUOffload = False
-    communication: Communication = dataclasses.field(default_factory=Communication)
-    pretrained_weights: str | None = None
-    load_planner: Any = None
-    save_planner: Any = None
-    sharded_ckpt_prefix_dir: str = "ep{epoch}-ba{batch}"  # pyright: ignore[reportIncompatibleMethodOverride]
-    async_save: bool = False
 
     def __post_init__(self) -> None:
         """Checks the values; Composer's note that FSDP2 is experimental does not apply."""
@@ -79,12 +59,12 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
         Raises:
             ConfigError: when a value is wrong.
         """
-        return FSDP2Config(**{name: getattr(self, name) for name in _OURS})
+        return FSDP2Config(**{name: getattr(self, name) for name in _FIELDS})
 
     @classmethod
     def of(cls, settings: FSDP2Config) -> TrainerFSDP2Config:
         """Wraps settings of the core."""
-        return cls(**{name: getattr(settings, name) for name in _OURS})
+        return cls(**{name: getattr(settings, name) for name in _FIELDS})
 
 
 def resolve_settings(config: Any) -> FSDP2Config:
@@ -205,8 +185,8 @@ def _check_keys(given: Mapping[str, Any]) -> None:
 def _check_mapping(key: str, value: Any) -> None:
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"'{key}' of parallelism_config is {shown(value)}. No setting can be read from it. "
-            f"Write a mapping, or take '{key}' out."
+            f"'{key}' of parallelism_config is {ascii_repr(value)}. No setting can be read from "
+            f"it. Write a mapping, or take '{key}' out."
         )
 
 
@@ -225,12 +205,15 @@ def _switched_to_fsdp2() -> bool:
 
 def _version(config: Mapping[str, Any], key: str) -> str:
     """The version a mapping says it is written for; only `fsdp` may be either."""
-    version, possible = shown(config["version"]).strip("'"), ("1", "2") if key == "fsdp" else ("2",)
+    version, possible = (
+        ascii_repr(config["version"]).strip("'"),
+        ("1", "2") if key == "fsdp" else ("2",),
+    )
     if version not in possible:
         raise ConfigError(
-            f"'version' of parallelism_config.{key} is {shown(config['version'])}. The run would "
-            f"use another FSDP than it says. Write version: {' or '.join(possible)}, or take it "
-            "out."
+            f"'version' of parallelism_config.{key} is {ascii_repr(config['version'])}. The run "
+            f"would use another FSDP than it says. Write version: {' or '.join(possible)}, or "
+            "take it out."
         )
     return version
 
@@ -241,7 +224,7 @@ def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
     values = {key: value for key, value in fsdp.items() if key != "version"}
     for key in values:
         if key not in FSDP1_KEYS:
-            known = [] if key in _OURS else sorted(FSDP1_KEYS)
+            known = [] if key in known_settings() else sorted(FSDP1_KEYS)
             hint = nearest(key, known) or " FSDP2 settings go under 'fsdp2'."
             raise ConfigError(
                 f"'{key}' is not a key of parallelism_config.fsdp. It would have no effect.{hint}"
@@ -250,7 +233,7 @@ def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
 
 
 def _tp(tp: Any) -> TPConfig:
-    known = {field.name: None for field in dataclasses.fields(TPConfig)}
+    known = {found.name: None for found in dataclasses.fields(TPConfig)}
     _check_mapping("tp", tp)
     for key in tp:
         if key not in known:
@@ -275,7 +258,9 @@ def _fsdp2(fsdp2: Any) -> TrainerFSDP2Config:
 
 def _is_fsdp1(config: Mapping[str, Any]) -> bool:
     """Whether the keys are FSDP1's: only possible through `FSDP_VERSION=2`."""
-    return _switched_to_fsdp2() and any(k in FSDP1_KEYS and k not in _OURS for k in config)
+    return _switched_to_fsdp2() and any(
+        k in FSDP1_KEYS and k not in known_settings() for k in config
+    )
 
 
 def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,14 +29,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
+from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec, Float8Spec
+from composer_fsdp2.config.describe import describe_values
+from composer_fsdp2.config.placement import CPUOffload
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.core.accumulate import Accumulation
 from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
 from composer_fsdp2.core.chunking import ChunkingPlan, apply_chunking, kept_for_loss, plan_chunking
 from composer_fsdp2.core.collectives import agree, installation
 from composer_fsdp2.core.communication import apply_communication, check_communication
 from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
-from composer_fsdp2.core.config import CPUOffload, FSDP2Config, PrecisionSpec
-from composer_fsdp2.core.config_blocks import ActivationSpec, CompileSpec, Float8Spec
 from composer_fsdp2.core.fp8 import (
     Float8Plan,
     apply_float8,
@@ -207,7 +210,7 @@ class _Decided:
         """What the ranks must have in common, and what each of them has to tell."""
         return {
             **installation(_PACKAGES),
-            "configuration": _describe_settings(self.settings),
+            "configuration": describe_values(self.settings),
             "precision and device": f"{self.compute} {self.device_type}",
             "plan": str(self.plan),
             "set of modules that may be left out": "\n".join(self.optional),
@@ -236,12 +239,6 @@ def _describe_tensors(tree: ModuleTree) -> str:
             if buffer is not None
         ]
     return "\n".join(lines)
-
-
-def _describe_settings(settings: FSDP2Config) -> str:
-    skipped = ("load_planner", "save_planner")  # objects, whose repr is an address
-    names = [name for name in FSDP2Config.__slots__ if name not in skipped]
-    return "\n".join(f"{name}: {getattr(settings, name)}" for name in names)
 
 
 def _check_arguments(te_rng_seed: int) -> None:

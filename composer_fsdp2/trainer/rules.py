@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric, MetricCollection
 
+from composer_fsdp2.config.fsdp1 import convert_fsdp1_unit
+from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
 from composer_fsdp2.core.blocks import outer_names
-from composer_fsdp2.core.config import WrapPolicy, parse_unit_settings
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.plan import Decision, Rule, WrapPlan
 from composer_fsdp2.core.rules import (
@@ -25,7 +26,6 @@ from composer_fsdp2.core.rules import (
 )
 from composer_fsdp2.core.tying import has_forward
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.migrate.fsdp1 import convert_fsdp1_unit
 
 __all__ = ["activation_choice", "block_units", "trainer_rules"]
 

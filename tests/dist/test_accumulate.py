@@ -433,7 +433,7 @@ def test_without_copies_there_is_nothing_to_average_later(copies: int | None):
 
 @pytest.mark.world_size(2)
 def test_a_misspelt_choice():
-    with pytest.raises(ConfigError, match=r"'gradient_sync' is 'lasts'.*Did you mean 'last'"):
+    with pytest.raises(ConfigError, match=r"gradient_sync: 'lasts' is invalid.*mean 'last'"):
         prepare_fully_shard(TinyLM(), None, {"gradient_sync": "lasts"})
 
 

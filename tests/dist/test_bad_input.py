@@ -33,7 +33,7 @@ WRONG_SETTINGS: dict[str, tuple[Any, str]] = {
         {"sharding_stratgy": "FULL_SHARD", "reshard_after_foward": True},
         r"'reshard_after_foward' is not a key .* Did you mean 'reshard_after_forward'\?",
     ),
-    "wrong type": ({"activation_checkpointing": "yes"}, "it takes true, false or a mapping"),
+    "wrong type": ({"activation_checkpointing": "yes"}, "Expected true, false or a mapping"),
     "no config": (["reshard_after_forward"], "configuration is a list"),
     "degrees": (
         {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 3},
@@ -283,7 +283,8 @@ def _other_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer | Non
 @pytest.mark.parametrize("failing", [0, 3])
 def test_wrong_settings_on_one_rank(failing: int):
     wrong = {"reshard_after_forward": "never"}
-    with _every_rank_raises(ConfigError, rf"On rank {failing}: 'reshard_after_forward' is 'never'"):
+    said = rf"On rank {failing}: reshard_after_forward: 'never' is invalid"
+    with _every_rank_raises(ConfigError, said):
         sharded(TinyLM(), wrong if dist.get_rank() == failing else {})
 
 

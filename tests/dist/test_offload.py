@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.core.config import CPUOffload
+from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.core.mesh import with_cpu_backend
 from composer_fsdp2.core.optim import detach_optimizer, reattach_optimizer
 from composer_fsdp2.core.plan import plan_wrapping

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
-from composer_fsdp2.core.config import PrecisionSpec
+from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.core.precision import compute_dtype, resolve_precision
 from composer_fsdp2.errors import ConfigError
 from tests.models import Block, TinyComposer, TinyLM, batches

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.core.chunking import (
     ChunkedLogits,
     ChunkingPlan,
@@ -18,7 +19,6 @@ from composer_fsdp2.core.chunking import (
     kept_for_loss,
     plan_chunking,
 )
-from composer_fsdp2.core.config_blocks import ChunkingSpec
 from composer_fsdp2.core.plan import plan_wrapping
 from composer_fsdp2.core.rules import by_name, root_rule
 from composer_fsdp2.errors import PlanError

@@ -78,7 +78,7 @@ def test_degrees_that_do_not_fit_the_ranks(train, write):
 
 def test_wrong_parallelism_config_in_an_override(train, write):
     path = write("parallelism_config: {fsdp2: {}}")
-    refused(train(path, "parallelism_config.fsdp2.verbose=3"), "'verbose' is 3")
+    refused(train(path, "parallelism_config.fsdp2.verbose=3"), "verbose: 3 is invalid")
 
 
 def test_interpolation_that_leads_nowhere(train, write):

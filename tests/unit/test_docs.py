@@ -14,9 +14,10 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import app
-from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.config.describe import describe_page
+from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
+from composer_fsdp2.config.schema import FIELDS
 from composer_fsdp2.migrate.engine import migrate
-from composer_fsdp2.migrate.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.migration_tables import MARK as TABLE_OF_KEYS
 from tests.migration_tables import TABLES, table
@@ -118,6 +119,8 @@ def test_links_within_the_page_lead_somewhere():
     assert set(re.findall(r"\]\(#(.*?)\)", MIGRATION)) <= anchors
 
 
-def test_every_setting_is_in_the_readme():
-    missing = [key for key in FSDP2Config.__slots__ if f"`{key}`" not in README]
+def test_the_tables_of_settings_are_made_from_their_declarations():
+    """`python -m composer_fsdp2.config.describe README.md` writes them."""
+    assert describe_page(README) == README
+    missing = [key for key in FIELDS if f"| `{key}` |" not in README]
     assert not missing

@@ -13,7 +13,7 @@ from composer.utils.misc import ParallelismType
 from typer.testing import CliRunner
 
 from composer_fsdp2 import cli
-from composer_fsdp2.core.config import parse_config
+from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.core.torch_private import members
 from composer_fsdp2.core.torch_private.members import (

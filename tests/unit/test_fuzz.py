@@ -19,8 +19,8 @@ import pytest
 
 from composer_fsdp2.checkpoint.source import open_checkpoint
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
-from composer_fsdp2.core import config
-from composer_fsdp2.core.config import FSDP2Config, parse_config
+from composer_fsdp2.config import schema, wrapping
+from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.migrate.engine import migrate
 from composer_fsdp2.run_file import read_parallelism, read_yaml
@@ -58,12 +58,15 @@ SCALARS: list[Any] = [
 def nested_keys() -> list[str]:
     """Keys of every mapping the settings may hold."""
     specs = [
-        v for v in vars(config).values() if isinstance(v, type) and dataclasses.is_dataclass(v)
+        v
+        for module in (schema, wrapping)
+        for v in vars(module).values()
+        if isinstance(v, type) and dataclasses.is_dataclass(v)
     ]
     return sorted({field.name for spec in specs for field in dataclasses.fields(spec)})
 
 
-KEYS = [field.name for field in dataclasses.fields(FSDP2Config)]
+KEYS = list(schema.FIELDS)
 NESTED = nested_keys()
 
 

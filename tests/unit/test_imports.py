@@ -19,11 +19,12 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 ARROWS = {
     "errors": set(),
-    "core": {"errors"},
+    "config": {"errors"},
+    "core": {"config", "errors"},
     "checkpoint": {"core", "errors"},
-    "parallel": {"core", "errors"},
-    "estimate": {"core", "errors"},
-    "migrate": {"core", "errors"},
+    "parallel": {"config", "core", "errors"},
+    "estimate": {"config", "core", "errors"},
+    "migrate": {"config", "core", "errors"},
     "parity": {"errors"},
     "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
     "foundry": {"core", "errors", "trainer"},
@@ -105,8 +106,8 @@ def test_only_glue_knows_what_we_plug_into(file: Path):
     assert libraries & PLUGGED_INTO <= GLUE.get(_part(file), set())
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if _part(f) == "core"], ids=_name)
-def test_core_needs_torch_alone(file: Path):
+@pytest.mark.parametrize("file", [f for f in FILES if _part(f) in ("config", "core")], ids=_name)
+def test_config_and_core_need_torch_alone(file: Path):
     libraries = {name.split(".")[0] for name in _imports(file)}
     assert libraries - sys.stdlib_module_names <= {"torch", PACKAGE}
 

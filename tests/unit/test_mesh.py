@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.core.config import FSDP2Config
+from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.core.mesh import REPLICATE_AXIS, SHARD_AXIS, MeshShape, build_mesh
 from composer_fsdp2.errors import ConfigError
 

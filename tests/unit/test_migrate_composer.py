@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import app
-from composer_fsdp2.core.config import parse_config
+from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry import parse_run_config
 from composer_fsdp2.migrate.composer import FSDP1, FSDP_VERSION_2

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from composer_fsdp2.core.config import parse_config
+from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.migrate.accelerate import ACCELERATE, TRAINING_ARGUMENTS
 from composer_fsdp2.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.migrate.document import Document, dump

@@ -10,7 +10,8 @@ import torch
 import transformers
 from torch import nn
 
-from composer_fsdp2.core.config import PrecisionSpec, UnitSettings
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.core.optional import optional_modules
 from composer_fsdp2.core.plan import LEFT_OUT, WrapPlan, plan_wrapping
 from composer_fsdp2.core.rules import by_class, by_name

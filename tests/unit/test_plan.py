@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from composer_fsdp2.core.config import PrecisionSpec, UnitSettings, WrapPolicy
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
 from composer_fsdp2.core.plan import Decision, Rule, ShardUnit, WrapPlan, plan_wrapping
 from composer_fsdp2.core.rules import by_class, by_hf_blocks, by_name, root_rule
 from composer_fsdp2.core.sizing import FROZEN_MAY_DIFFER

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from composer_fsdp2.core.config import Selector, UnitSettings, WrapPolicy
+from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.core.plan import Rule, WrapPlan, plan_wrapping
 from composer_fsdp2.core.rules import by_class, by_hf_blocks, by_name, policy_rules, root_rule
 from composer_fsdp2.errors import PlanError

@@ -10,7 +10,7 @@ import transformers
 from composer.models import HuggingFaceModel
 from torch import nn
 
-from composer_fsdp2.core.config import Selector, UnitSettings, WrapPolicy
+from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.core.plan import WrapPlan, plan_wrapping
 from composer_fsdp2.core.rules import by_class, root_rule, with_fp32_islands
 from composer_fsdp2.core.sizing import UnitSizes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_fsdp2.core.config_blocks import TilingSpec
+from composer_fsdp2.config.blocks import TilingSpec
 from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
 from composer_fsdp2.errors import PlanError
 from tests.alive import Alive

@@ -8,8 +8,8 @@ from composer.models import ComposerModel
 from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
+from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.core.activation import plan_activation
-from composer_fsdp2.core.config import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.core.plan import ShardUnit, plan_wrapping
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from composer_fsdp2.core.config import FSDP2Config, parse_config
+from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.foundry import parse_run_config, requests_fsdp2
 

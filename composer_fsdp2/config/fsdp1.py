@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer_fsdp2.core.config import nearest
+from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError
 
 __all__ = ["FSDP1_KEYS", "Conversion", "convert_fsdp1", "convert_fsdp1_unit"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -10,30 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from composer_fsdp2.core.config import (
-    DTYPES,
-    Communication,
-    CPUOffload,
-    FSDP2Config,
-    PrecisionSpec,
-    Selector,
-    UnitSettings,
-    WrapPolicy,
-    nearest,
-    parse_config,
-    parse_unit_settings,
-    plain,
-)
-from composer_fsdp2.core.config_blocks import (
+from composer_fsdp2.config.blocks import (
     ActivationSpec,
     ChunkingSpec,
     CompileSpec,
     Float8Spec,
     TilingSpec,
 )
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.placement import Communication, CPUOffload
+from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
+from composer_fsdp2.config.schema import FIELDS, FSDP2Config, parse_config
+from composer_fsdp2.config.value_types import plain
+from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
 
-KEYS = [f.name for f in dataclasses.fields(FSDP2Config)]
+KEYS = list(FIELDS)
 ANYTHING = {"load_planner", "save_planner"}
 
 GOOD = {
@@ -196,9 +189,8 @@ def test_bad_values_are_named_by_parser_and_constructor(key, value):
     parsed = error_of(parse_config, {key: value})
     built = error_of(FSDP2Config, **{key: value})
     for message in (parsed, built):
-        assert f"'{key}" in message
-        assert "takes" in message
-        assert "Write" in message
+        assert re.search(rf"\b{key}[:.]", message)
+        assert "is invalid. Expected" in message
 
 
 def test_a_list_of_names_may_be_left_empty():
@@ -241,13 +233,13 @@ def test_all_mistakes_at_once_and_numbered():
     assert [line[:5] for line in message.splitlines()[1:]] == [f"  {n}. " for n in range(1, 9)]
     for name in (
         "'verbos'",
-        "'reshard_after_forward'",
-        "'tied_weights'",
+        "reshard_after_forward",
+        "tied_weights",
         "'clases'",
-        "'wrap_policy.min_num_params'",
-        "'wrap_policy.names'",
-        "'mixed_precision.buffer_dtype'",
-        "'mixed_precision.param_dtype'",
+        "wrap_policy.min_num_params",
+        "wrap_policy.names",
+        "mixed_precision.buffer_dtype",
+        "mixed_precision.param_dtype",
     ):
         assert name in message
 
@@ -258,7 +250,7 @@ def test_constructor_reports_all_mistakes_too():
 
 
 def test_one_mistake_is_not_numbered():
-    assert error_of(parse_config, {"verbose": "yes"}).startswith("'verbose' is 'yes'")
+    assert error_of(parse_config, {"verbose": "yes"}).startswith("verbose: 'yes' is invalid")
 
 
 # --- wrap_policy ---
@@ -328,37 +320,37 @@ def test_selects_blocks(written, selects):
     ("written", "named"),
     [
         ({"clases": ["A"]}, ["'clases'", "'classes'"]),
-        ({"classes": []}, ["'wrap_policy.classes'"]),
-        ({"classes": {}}, ["'wrap_policy.classes'"]),
-        ({"classes": 3}, ["'wrap_policy.classes'"]),
-        ({"classes": ""}, ["'wrap_policy.classes'"]),
-        ({"classes": [{"A": 1}]}, ["'wrap_policy.classes' is [{'A': 1}]"]),
-        ({"names": ["re:("]}, ["'wrap_policy.names'", "re:(", "no regular expression"]),
-        ({"names": {"a.*": "yes"}}, ["'wrap_policy.names.a.*'"]),
+        ({"classes": []}, ["wrap_policy.classes"]),
+        ({"classes": {}}, ["wrap_policy.classes"]),
+        ({"classes": 3}, ["wrap_policy.classes"]),
+        ({"classes": ""}, ["wrap_policy.classes"]),
+        ({"classes": [{"A": 1}]}, ["wrap_policy.classes: [{A: 1}]"]),
+        ({"names": ["re:("]}, ["wrap_policy.names", "re:(", "no regular expression"]),
+        ({"names": {"a.*": "yes"}}, ["wrap_policy.names.a.*"]),
         ({"names": {"a.*": {"reshard": True}}}, ["'reshard'", "wrap_policy.names.a.*"]),
         (
             {"names": {"a.*": {"reshard_after_forward": 0}}},
-            ["'wrap_policy.names.a.*.reshard_after_forward'"],
+            ["wrap_policy.names.a.*.reshard_after_forward"],
         ),
         (
             {"names": {"a.*": {"mixed_precision": "PURR"}}},
-            ["'wrap_policy.names.a.*.mixed_precision'", "'PURE'"],
+            ["wrap_policy.names.a.*.mixed_precision", "'PURE'"],
         ),
         (
             {"classes": {"A": {"mixed_precision": {"param_dtype": "int7"}}}},
-            ["'wrap_policy.classes.A.mixed_precision.param_dtype'", "int7"],
+            ["wrap_policy.classes.A.mixed_precision.param_dtype", "int7"],
         ),
-        ({"embeddings": "yes"}, ["'wrap_policy.embeddings'"]),
-        ({"embeddings": 0}, ["'wrap_policy.embeddings'"]),
-        ({"max_unit_bytes": 0}, ["'wrap_policy.max_unit_bytes'", "a number of bytes >= 1"]),
-        ({"min_unit_bytes": "1 MB"}, ["'wrap_policy.min_unit_bytes'"]),
+        ({"embeddings": "yes"}, ["wrap_policy.embeddings"]),
+        ({"embeddings": 0}, ["wrap_policy.embeddings"]),
+        ({"max_unit_bytes": 0}, ["wrap_policy.max_unit_bytes", "a number of bytes >= 1"]),
+        ({"min_unit_bytes": "1 MB"}, ["wrap_policy.min_unit_bytes"]),
         (
             {"lm_head": {"reshard_after_forwrd": 1}},
             ["wrap_policy.lm_head", "reshard_after_forward"],
         ),
-        ({"min_num_params": 0}, ["'wrap_policy.min_num_params'"]),
-        ({"min_num_params": True}, ["'wrap_policy.min_num_params'"]),
-        ({"min_num_params": "1e6"}, ["'wrap_policy.min_num_params'"]),
+        ({"min_num_params": 0}, ["wrap_policy.min_num_params"]),
+        ({"min_num_params": True}, ["wrap_policy.min_num_params"]),
+        ({"min_num_params": "1e6"}, ["wrap_policy.min_num_params"]),
     ],
 )
 def test_mistakes_inside_the_policy(written, named):
@@ -369,19 +361,19 @@ def test_mistakes_inside_the_policy(written, named):
 @pytest.mark.parametrize(
     ("built", "named"),
     [
-        (WrapPolicy(names=(Selector("re:("),)), "'wrap_policy.names'"),
-        (WrapPolicy(names=("a.*",)), "'wrap_policy.names'"),
-        (WrapPolicy(names=(Selector(3),)), "'wrap_policy.names'"),
-        (WrapPolicy(classes=[Selector("A")]), "'wrap_policy.classes'"),
-        (WrapPolicy(min_num_params=-1), "'wrap_policy.min_num_params'"),
-        (WrapPolicy(lm_head=True), "'wrap_policy.lm_head'"),
+        (WrapPolicy(names=(Selector("re:("),)), "wrap_policy.names"),
+        (WrapPolicy(names=("a.*",)), "wrap_policy.names"),
+        (WrapPolicy(names=(Selector(3),)), "wrap_policy.names"),
+        (WrapPolicy(classes=[Selector("A")]), "wrap_policy.classes"),
+        (WrapPolicy(min_num_params=-1), "wrap_policy.min_num_params"),
+        (WrapPolicy(lm_head=True), "wrap_policy.lm_head"),
         (
             WrapPolicy(classes=(Selector("A", UnitSettings(reshard_after_forward=0)),)),
-            "'wrap_policy.classes.A.reshard_after_forward'",
+            "wrap_policy.classes.A.reshard_after_forward",
         ),
         (
             WrapPolicy(embeddings=UnitSettings(mixed_precision=PrecisionSpec(param_dtype="int7"))),
-            "'wrap_policy.embeddings.mixed_precision.param_dtype'",
+            "wrap_policy.embeddings.mixed_precision.param_dtype",
         ),
     ],
 )
@@ -423,12 +415,12 @@ def test_a_whole_precision_spec():
 @pytest.mark.parametrize(
     ("written", "named"),
     [
-        ({"param_dtype": "int8"}, ["'mixed_precision.param_dtype'", "fp32 or bf16 or fp16"]),
-        ({"param_dtype": torch.int8}, ["'mixed_precision.param_dtype'"]),
-        ({"param_dtype": 16}, ["'mixed_precision.param_dtype'"]),
+        ({"param_dtype": "int8"}, ["mixed_precision.param_dtype", "fp32, bf16 or fp16"]),
+        ({"param_dtype": torch.int8}, ["mixed_precision.param_dtype"]),
+        ({"param_dtype": 16}, ["mixed_precision.param_dtype"]),
         ({"param_dtyp": "bf16"}, ["'param_dtyp'", "Did you mean 'param_dtype'?"]),
-        ({"buffer_dtype": "bf61"}, ["'mixed_precision.buffer_dtype'", "fp32 or bf16 or fp16"]),
-        ({"cast_forward_inputs": "yes"}, ["'mixed_precision.cast_forward_inputs'"]),
+        ({"buffer_dtype": "bf61"}, ["mixed_precision.buffer_dtype", "fp32, bf16 or fp16"]),
+        ({"cast_forward_inputs": "yes"}, ["mixed_precision.cast_forward_inputs"]),
     ],
 )
 def test_mistakes_inside_the_precision(written, named):
@@ -459,7 +451,7 @@ def test_only_one_degree_may_be_left_open():
 @pytest.mark.parametrize("make", [parse_config, lambda values: FSDP2Config(**values)])
 def test_a_wrong_value_starts_no_argument_about_combinations(make):
     message = error_of(make, {"load_monolith_rank0_only": True, "state_dict_type": "ful"})
-    assert message.startswith("'state_dict_type' is 'ful'")
+    assert message.startswith("state_dict_type: 'ful' is invalid")
 
 
 # --- forms of the same thing ---
@@ -577,6 +569,7 @@ valid = st.fixed_dictionaries(
 def written_out(config: FSDP2Config) -> dict:
     """The mapping a user would write to get this config."""
     written = dataclasses.asdict(config)
+    assert written.pop("extra") == {}
     for key in ("classes", "names"):
         written["wrap_policy"][key] = {
             selector["pattern"]: selector["settings"] for selector in written["wrap_policy"][key]
@@ -634,9 +627,9 @@ def test_forms_of_the_settings_of_blocks():
         ({"compile": {"blocks": False}}, "blocks are what is compiled here"),
         ({"compile": {"full_graph": True}}, "Did you mean 'fullgraph'"),
         ({"tiled_mlp": {"shards": 2}, "compile": True}, "'tiled_mlp' and 'compile' are both set"),
-        ({"tiled_mlp": {}}, "'tiled_mlp.shards' is None"),
+        ({"tiled_mlp": {}}, "tiled_mlp.shards: null is invalid"),
         ({"tiled_mlp": {"shard": 2}}, "Did you mean 'shards'"),
-        ({"chunked_loss": {}}, "'chunked_loss.chunks' is None"),
+        ({"chunked_loss": {}}, "chunked_loss.chunks: null is invalid"),
         ({"chunked_loss": {"chunk": 2}}, "Did you mean 'chunks'"),
         ({"fp8": {"allgather": True}}, "Did you mean 'all_gather'"),
         ({"fp8": {"recipe": "rowwise", "all_gather": True}}, "one scale for the whole weight"),

@@ -1,0 +1,90 @@
+"""Sentences about invalid settings."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from composer_fsdp2.errors import ConfigError
+
+__all__ = ["ascii_repr", "invalid_value", "nearest", "one_of", "raise_errors", "unknown_key"]
+
+_LONGEST = 200
+
+
+def ascii_repr(value: Any) -> str:
+    """Returns a value as YAML writes it, in ASCII, so that letters that look alike differ."""
+    try:
+        text = _written(value)
+    except (RecursionError, ValueError):  # Python refuses to write numbers of thousands of digits
+        text = f"a {type(value).__name__} too long to show"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        items = [f"{_key(key)}: {_written(item)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    return ascii(value)
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) and key.isascii() and key.isidentifier() else ascii(key)
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Joins names for a sentence: `a, b or c`."""
+    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Returns a question with the known name closest to a misspelt one, or '' when none is."""
+    names = {str(name).lower(): str(name) for name in known}
+    close = difflib.get_close_matches(str(word).lower(), list(names), n=1, cutoff=0.6)
+    return f" Did you mean '{names[close[0]]}'?" if close else ""
+
+
+def unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
+    """Returns the sentence about a key that does not exist."""
+    name = ascii_repr(key).strip("'")
+    hint = nearest(name, known) or f" Valid keys: {', '.join(sorted(known))}."
+    return f"'{name}' is not a key of {where}. It would have no effect.{hint}"
+
+
+def invalid_value(
+    key: str, value: Any, expected: str, *, choices: Sequence[str] = (), example: str = ""
+) -> str:
+    """Returns the sentence about a value that a setting cannot have.
+
+    Args:
+        key: the setting; dots lead into mappings.
+        value: as it was given.
+        expected: the values it can have.
+        choices: words among them, of which the nearest is shown.
+        example: a whole valid line, for settings that are mappings.
+    """
+    name = key if key.isprintable() and key.isascii() else ascii(key)[1:-1]
+    shown = f", for example `{example}`" if example else ""
+    hint = nearest(value, choices) if isinstance(value, str) else ""
+    return f"{name}: {ascii_repr(value)} is invalid. Expected {expected}{shown}.{hint}"
+
+
+def raise_errors(errors: Sequence[str]) -> None:
+    """Raises all of them as one error, if there are any.
+
+    Raises:
+        ConfigError: numbered where there are several.
+    """
+    if not errors:
+        return
+    if len(errors) == 1:
+        raise ConfigError(errors[0])
+    lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(errors, 1))
+    raise ConfigError(f"{len(errors)} settings are wrong:\n{lines}")

@@ -1,0 +1,133 @@
+"""The form in which a setting is declared: its default, its values and its meaning, in one place.
+
+A field of a dataclass becomes a setting by its default::
+
+    verbose: bool = setting(False, BOOLEAN, "logs the plan on rank 0")
+
+The parser, the checks, the error texts, the Trainer's config class and the tables of the README
+read the declaration. Fields of `schema.FSDP2Config` are the settings of a run, fields of other
+dataclasses the options of a setting that is a mapping.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+from composer_fsdp2.config.messages import invalid_value
+
+__all__ = ["Check", "Parse", "Setting", "ValueType", "keep", "option", "setting", "settings_of"]
+
+T = TypeVar("T")
+
+Parse = Callable[[str, Any, list[str]], Any]
+"""Turns what YAML gives into the value: key, raw value, list that errors are appended to."""
+Check = Callable[[str, Any, list[str]], None]
+"""Appends to the list what is wrong with a value, and never raises."""
+CheckTogether = Callable[[Mapping[str, Any], list[str]], None]
+"""Likewise for a setting beside all others: values by name, list of errors."""
+
+
+def keep(_key: str, raw: Any, _errors: list[str]) -> Any:
+    """Parses nothing: the value is what YAML gives."""
+    return raw
+
+
+def _nothing_inside(_key: str, _value: Any, _errors: list[str]) -> None:
+    pass
+
+
+def _no_conflict(_values: Mapping[str, Any], _errors: list[str]) -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueType:
+    """The values a setting can have."""
+
+    expected: str
+    """these values in words, for errors and tables"""
+    accepts: Callable[[Any], bool]
+    """whether a value is one of them, as far as its type shows"""
+    check_inside: Check = _nothing_inside
+    """checks the parts of an accepted value"""
+    parse: Parse = keep
+    choices: tuple[str, ...] = ()
+    """words among the values, of which an error shows the nearest"""
+    example: str = ""
+    """a whole valid line, for settings that are mappings"""
+    spec: type[Any] | None = None
+    """the dataclass that a mapping becomes; its fields are the options"""
+
+    def check(self, key: str, value: Any, errors: list[str]) -> None:
+        """Appends to `errors` what is wrong with the value."""
+        if self.accepts(value):
+            self.check_inside(key, value, errors)
+        else:
+            errors.append(
+                invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
+            )
+
+
+class _Settings(Protocol):
+    """What `Setting.of` reads; `schema.FSDP2Config` is one."""
+
+    @property
+    def extra(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)  # slots and Generic do not go together before Python 3.12
+class Setting(Generic[T]):
+    """One setting."""
+
+    name: str
+    default: T
+    values: ValueType
+    meaning: str
+    """for someone who looks for one fact; Markdown without line breaks"""
+    check_together: CheckTogether = _no_conflict
+    """finds other settings that it cannot stand beside"""
+    see: str = ""
+    """heading of the README with more about it, as a link writes it"""
+    same_on_ranks: bool = True
+    """whether its text is the same on all ranks; false for objects, shown with their address"""
+
+    def of(self, settings: _Settings) -> T:
+        """Reads the value of a setting that was declared by `schema.declare_setting`."""
+        return settings.extra.get(self.name, self.default)
+
+
+def setting(
+    default: T,
+    values: ValueType,
+    meaning: str,
+    *,
+    check_together: CheckTogether = _no_conflict,
+    see: str = "",
+    same_on_ranks: bool = True,
+) -> T:
+    """Declares a field of a dataclass as a setting; the arguments are fields of `Setting`."""
+    metadata = option(values, meaning) | {
+        "check_together": check_together,
+        "see": see,
+        "same_on_ranks": same_on_ranks,
+    }
+    return field(default=default, metadata=metadata)
+
+
+def option(values: ValueType, meaning: str) -> dict[str, Any]:
+    """Metadata of a field that has to be given: `shards: int = field(metadata=option(...))`."""
+    return {"values": values, "meaning": meaning}
+
+
+@functools.cache
+def settings_of(spec: type[Any]) -> Mapping[str, Setting[Any]]:
+    """Reads the settings that a dataclass declares, in order; `MISSING` is no default."""
+    return {
+        found.name: Setting(name=found.name, default=found.default, **found.metadata)
+        for found in dataclasses.fields(spec)
+        if "values" in found.metadata
+    }

@@ -1,0 +1,179 @@
+"""Which modules become FSDP units, and the settings of single units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from composer_fsdp2.config.messages import raise_errors
+from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
+from composer_fsdp2.config.setting import ValueType, setting
+from composer_fsdp2.config.value_types import (
+    check_patterns,
+    count,
+    is_number,
+    mapping,
+    null_or,
+    plain,
+)
+
+__all__ = [
+    "RESHARD",
+    "WRAP_POLICY",
+    "Reshard",
+    "Selector",
+    "UnitSettings",
+    "WrapPolicy",
+    "parse_unit_settings",
+]
+
+Reshard = bool | int | Literal["auto"]
+
+RESHARD = ValueType(
+    expected="true, false, auto, or a number of ranks >= 1",
+    accepts=lambda value: isinstance(value, bool) or value == "auto" or is_number(value),
+    choices=("auto", "true", "false"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSettings:
+    """Settings of single units; a field left `None` follows the run's."""
+
+    reshard_after_forward: Reshard | None = setting(
+        None, null_or(RESHARD), "as for the run; null is what the run says"
+    )
+    mixed_precision: str | PrecisionSpec | None = setting(
+        None, null_or(PRECISION), "as for the run; null is what the run says"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Selector:
+    """A pattern that picks modules and the settings of the units made of them."""
+
+    pattern: str
+    settings: UnitSettings = field(default_factory=UnitSettings)
+
+
+def _unit_default(_key: str, raw: Any, _errors: list[str]) -> Any:
+    return {} if raw is None or raw is True else raw
+
+
+_UNIT = mapping(UnitSettings, parse=_unit_default, example="{reshard_after_forward: false}")
+
+
+def _parse_selectors(key: str, raw: Any, errors: list[str]) -> Any:
+    """A pattern, a list of patterns, or a mapping from pattern to unit settings."""
+    if raw is None:
+        return ()
+    written = [raw] if isinstance(raw, str) else raw
+    if isinstance(written, list) and all(isinstance(item, str) for item in written):
+        written = dict.fromkeys(written)
+    if not isinstance(written, dict) or not written:
+        return raw
+    return tuple(
+        Selector(pattern, _UNIT.parse(f"{key}.{pattern}", settings, errors))
+        for pattern, settings in written.items()
+    )
+
+
+def _check_selectors(key: str, value: tuple[Selector, ...], errors: list[str]) -> None:
+    check_patterns(key, [selector.pattern for selector in value], errors)
+    for selector in value:
+        _UNIT.check(f"{key}.{selector.pattern}", selector.settings, errors)
+
+
+def _are_selectors(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(item, Selector) for item in value)
+
+
+_SELECTORS = ValueType(
+    expected="a list of patterns, or a mapping of pattern: settings",
+    accepts=_are_selectors,
+    check_inside=_check_selectors,
+    parse=_parse_selectors,
+)
+
+
+def _parse_toggle(_key: str, raw: Any, _errors: list[str]) -> Any:
+    return {} if raw is True else raw
+
+
+_TOGGLE = mapping(
+    UnitSettings,
+    parse=_parse_toggle,
+    expected="true, false, null or a mapping",
+    others=lambda value: value is None or value is False,
+    example="{reshard_after_forward: false}",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrapPolicy:
+    """Which modules become FSDP units, as far as the configuration says so."""
+
+    classes: tuple[Selector, ...] = setting(
+        (), _SELECTORS, "class names; every instance becomes a unit"
+    )
+    names: tuple[Selector, ...] = setting(
+        (),
+        _SELECTORS,
+        "module names: a glob (`model.layers.*`), or `re:` and a regular expression",
+    )
+    min_num_params: int | None = setting(
+        None,
+        null_or(count("elements")),
+        "smallest number of elements that makes a module a unit, counted without nested units",
+    )
+    embeddings: UnitSettings | Literal[False] | None = setting(
+        None,
+        _TOGGLE,
+        "input embeddings as units of their own; null where that saves memory and moves no more "
+        "bytes, `false` never",
+    )
+    lm_head: UnitSettings | Literal[False] | None = setting(
+        None,
+        _TOGGLE,
+        "the output head as a unit of its own; null and `false` as for `embeddings`",
+    )
+    min_unit_bytes: int | None = setting(
+        None,
+        null_or(count("bytes")),
+        "a smaller unit joins the one around it, unless it has settings of its own",
+    )
+    max_unit_bytes: int | None = setting(
+        None,
+        null_or(count("bytes")),
+        "the most that one collective gathers: a larger unit gives its largest modules away as "
+        "units",
+    )
+
+    @property
+    def selects_blocks(self) -> bool:
+        """Whether it says itself what a block is, so that the model's own hooks are not asked."""
+        return bool(self.classes or self.names) or self.min_num_params is not None
+
+
+def _empty_policy(_key: str, raw: Any, _errors: list[str]) -> Any:
+    return {} if raw is None else raw
+
+
+WRAP_POLICY = mapping(
+    WrapPolicy,
+    parse=_empty_policy,
+    example="wrap_policy: {classes: [LlamaDecoderLayer], max_unit_bytes: 1000000000}",
+)
+
+
+def parse_unit_settings(where: str, raw: Any) -> UnitSettings:
+    """Parses the settings of one unit, as `fsdp_wrap_fn` returns them.
+
+    Raises:
+        ConfigError: for an unknown key or an impossible value; `where` names the place.
+    """
+    errors: list[str] = []
+    settings = _UNIT.parse(where, plain(raw), errors)
+    _UNIT.check(where, settings, errors)
+    raise_errors(errors)
+    return settings
