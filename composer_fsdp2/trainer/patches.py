@@ -17,7 +17,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from composer_fsdp2.errors import PatchError
 
@@ -26,15 +26,12 @@ __all__ = [
     "TRANSFORM",
     "PatchPoint",
     "PatchState",
-    "Watcher",
     "ask_for_install",
     "describe_patches",
     "install",
     "installed",
     "patch_states",
-    "preparing_fast",
     "uninstall",
-    "watching",
 ]
 
 
@@ -106,7 +103,7 @@ def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> Non
 
 
 def _train_microbatches(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.prepare import sharding_of
+    from composer_fsdp2.trainer.sharding import sharding_of
     from composer_fsdp2.trainer.unequal import train_microbatches
 
     sharding = sharding_of(trainer.state.model)
@@ -121,7 +118,7 @@ def _train_microbatch(
     current_batch_size: Any,
     is_final_microbatch: bool,
 ) -> Any:
-    from composer_fsdp2.trainer.prepare import sharding_of
+    from composer_fsdp2.trainer.sharding import sharding_of
     from composer_fsdp2.trainer.unequal import train_microbatch
 
     sharding = sharding_of(trainer.state.model)
@@ -135,7 +132,7 @@ def _train_microbatch(
 
 
 def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.prepare import sharding_of
+    from composer_fsdp2.trainer.sharding import sharding_of
 
     sharding = sharding_of(trainer.state.model)
     with sharding.evaluating() if sharding else contextlib.nullcontext():
@@ -903,176 +900,3 @@ def _advice(target: str) -> str:
 def _fingerprint(original: Any) -> str:
     """Of the source; finding the sources takes most of the time of an installation."""
     return hashlib.sha256(inspect.getsource(original).encode()).hexdigest()[:16]
-
-
-# --- Sharding for many ranks. ---
-
-_CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param:_chunk_with_empty"
-_CHUNKS_READ = "62bed30ba222d50d"
-"""fingerprint of torch 2.7.0's and 2.13.0's"""
-
-
-class _Chunks(Sequence[Any]):
-    """The pieces of a tensor, each made when it is asked for."""
-
-    def __init__(self, tensor: Any, num_chunks: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, num_chunks, dim
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(self)[index]
-        rows = self._tensor.size(self._dim)
-        size = -(-rows // self._count)
-        start = range(self._count)[index] * size
-        if start >= rows:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, start, min(size, rows - start))
-
-
-def _chunk_lazily(original: Any, tensor: Any, num_chunks: int, dim: int) -> Any:
-    rows = tensor.size(dim)
-    return _Chunks(tensor, num_chunks, dim) if rows else original(tensor, num_chunks, dim)
-
-
-@contextlib.contextmanager
-def preparing_fast() -> Iterator[None]:
-    """Makes `fully_shard` cost the same for any number of ranks, for the duration of a block.
-
-    Collective: no. For each parameter torch cuts out the piece of every rank and takes one, and for
-    each unit older torch compares every rank with every other to find a process group it was given
-    before. Thousands of parameters on a thousand ranks are minutes of that. It is left as it is
-    where its source is not the one that was read: private, so it may change.
-    """
-    from torch.distributed.device_mesh import DeviceMesh
-
-    groups: dict[Any, Any] = {}
-    get_group = DeviceMesh.get_group
-
-    @functools.wraps(get_group)
-    def known_group(mesh: Any, mesh_dim: Any = None) -> Any:
-        # With the mesh itself in it, so that no other takes its address meanwhile.
-        if (id(mesh), mesh_dim) not in groups:
-            groups[id(mesh), mesh_dim] = mesh, get_group(mesh, mesh_dim)
-        return groups[id(mesh), mesh_dim][1]
-
-    replaced: list[tuple[Any, str, Any]] = [(DeviceMesh, "get_group", known_group)]
-    with contextlib.suppress(ImportError, PatchError):
-        owner, name = _locate(_CHUNKS)
-        chunks = getattr(owner, name)
-        if _fingerprint(chunks) == _CHUNKS_READ:
-            replaced.append((owner, name, functools.partial(_chunk_lazily, chunks)))
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for place in replaced:
-            setattr(*place)
-        yield
-    finally:
-        for place in originals:
-            setattr(*place)
-
-
-# --- Watching FSDP, which replaces nothing it does. ---
-
-# The newer names are torch's since it renamed them; FSDP calls those its torch has.
-_COLLECTIVES = (
-    "all_gather_into_tensor",
-    "all_gather_single",
-    "all_reduce",
-    "reduce_scatter_single",
-    "reduce_scatter_tensor",
-)
-_CALLERS = ("torch.distributed.fsdp.", "composer_fsdp2.core.collectives")
-"""modules that reduce and gather for FSDP2; the second one averages where a backend cannot"""
-
-
-class Watcher(Protocol):
-    """Is told what FSDP does."""
-
-    def collective(self, name: str, nbytes: int) -> None:
-        """A collective starts; `nbytes` are those of its larger tensor."""
-        ...
-
-    def waited(self, before: Any, after: Any) -> None:
-        """The computing stream waits for one between these two CUDA events."""
-        ...
-
-
-_watchers: list[Watcher] = []
-_watched: list[tuple[Any, str, Any]] = []
-"""owner, name and original of everything that tells the watchers"""
-
-
-@contextlib.contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
-    """Tells a watcher of FSDP's collectives and waits for the duration of a block.
-
-    Collective: no. Every call goes on to the original with its arguments as they are, so there is
-    no fingerprint to compare.
-    """
-    if not _watchers:
-        _watch()
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
-        if not _watchers:
-            while _watched:
-                setattr(*_watched.pop())
-
-
-def _watch() -> None:
-    import torch
-
-    for name in _COLLECTIVES:
-        if hasattr(torch.distributed, name):
-            original = getattr(torch.distributed, name)
-            _watched.append((torch.distributed, name, original))
-            setattr(torch.distributed, name, _told_of_collectives(name, original))
-    if torch.cuda.is_available():
-        original = torch.cuda.Stream.wait_event
-        _watched.append((torch.cuda.Stream, "wait_event", original))
-        torch.cuda.Stream.wait_event = _told_of_waits(original)
-
-
-def _told_of_collectives(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    from torch import Tensor
-
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        # FSDP always names its group; others who reduce from the same modules do not.
-        if "group" in kwargs and _calls_for_fsdp():
-            tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-            nbytes = max(tensor.nbytes for tensor in tensors)
-            for watcher in _watchers:
-                watcher.collective(name, nbytes)
-        return original(*args, **kwargs)
-
-    return call
-
-
-def _told_of_waits(original: Callable[..., None]) -> Callable[..., None]:
-    import torch
-
-    @functools.wraps(original)
-    def call(stream: Any, event: Any) -> None:
-        # FSDP's own streams wait for each other as well, which stops no computation.
-        if not _calls_for_fsdp() or stream != torch.cuda.current_stream(stream.device):
-            original(stream, event)
-            return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record(stream)
-        original(stream, event)
-        after.record(stream)
-        for watcher in _watchers:
-            watcher.waited(before, after)
-
-    return call
-
-
-def _calls_for_fsdp() -> bool:
-    """Whether the caller of the calling function is FSDP."""
-    return sys._getframe(2).f_globals.get("__name__", "").startswith(_CALLERS)
