@@ -38,7 +38,7 @@ def fingerprint(item: Any) -> str:
 def fingerprint_text(source: str) -> str:
     """Returns the fingerprint of source text, which may be indented as a method is."""
     # Removing the indentation would change strings that go over several lines.
-    indented = source[:1].isspace()
+    indented = source.startswith((" ", "\t"))
     tree = ast.parse(f"if True:\n{source}" if indented else source)
     body = tree.body[0].body if indented and isinstance(tree.body[0], ast.If) else tree.body
     return hashlib.sha256("".join(_walk(body)).encode()).hexdigest()[:_LENGTH]
