@@ -26,7 +26,15 @@ ARROWS = {
     "estimate": {"core", "errors"},
     "migrate": {"core", "errors"},
     "parity": {"errors"},
-    "trainer": {"checkpoint", "core", "errors", "estimate", "migrate", "parallel"},
+    "trainer": {
+        "checkpoint",
+        "core",
+        "errors",
+        "estimate",
+        "fingerprint",
+        "migrate",
+        "parallel",
+    },
     "autoload": {"trainer"},
     "foundry": {"core", "errors", "trainer"},
     "console": {"errors", "launch"},
@@ -96,6 +104,29 @@ def test_arrows_between_our_parts(file: Path):
     allowed = ARROWS.get(_part(file))
     if allowed is not None:
         assert _parts_imported(file) <= allowed
+
+
+def test_no_circle_inside_trainer():
+    """Also not through an import inside a function."""
+    names = {f"{PACKAGE}.{_name(f)[:-3].replace('/', '.')}": f for f in FILES}
+    names = {name: f for name, f in names.items() if name.startswith(f"{PACKAGE}.trainer.")}
+    arrows = {
+        name: {one for one in names for found in _imports(f) if f"{found}.".startswith(f"{one}.")}
+        for name, f in names.items()
+    }
+    while ends := {name for name, to in arrows.items() if not to & arrows.keys()}:
+        arrows = {name: to for name, to in arrows.items() if name not in ends}
+    assert not arrows
+
+
+def test_nothing_in_trainer_imports_the_patches():
+    importing = {
+        _name(file)
+        for file in FILES
+        for name in _imports(file)
+        if _part(file) == "trainer" and name.startswith(f"{PACKAGE}.trainer.patches")
+    }
+    assert {name for name in importing if not name.startswith("trainer/patches/")} == set()
 
 
 @pytest.mark.parametrize("file", FILES, ids=_name)
