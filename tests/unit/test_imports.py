@@ -110,9 +110,10 @@ def test_no_circle_inside_trainer():
     """Also not through an import inside a function."""
     names = {f"{PACKAGE}.{_name(f)[:-3].replace('/', '.')}": f for f in FILES}
     names = {name: f for name, f in names.items() if name.startswith(f"{PACKAGE}.trainer.")}
+    found = {name: [f"{one}." for one in _imports(f)] for name, f in names.items()}
     arrows = {
-        name: {one for one in names for found in _imports(f) if f"{found}.".startswith(f"{one}.")}
-        for name, f in names.items()
+        name: {one for one in names for to in found[name] if to.startswith(f"{one}.")}
+        for name in names
     }
     while ends := {name for name, to in arrows.items() if not to & arrows.keys()}:
         arrows = {name: to for name, to in arrows.items() if name not in ends}

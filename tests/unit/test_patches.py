@@ -14,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from composer.core import Event
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import foundry
@@ -168,7 +169,7 @@ def test_one_core_row_that_does_not_fit_and_nothing_is_replaced(
 @pytest.mark.parametrize(
     ("package", "version", "said"),
     [
-        ("torch", "2.6.0+cu124", "torch 2.6.0+cu124 is installed, and .* needs torch 2.7 or"),
+        ("torch", "2.6.0+cu124", r"torch 2.6.0\+cu124 is installed, and .* needs torch 2.7 or"),
         ("mosaicml", "0.31.0", "mosaicml 0.31.0 is installed, and .* needs mosaicml 0.32 or"),
     ],
 )
@@ -238,7 +239,7 @@ def sharded_trainer() -> SimpleNamespace:
 
 
 def callback(module: str, name: str) -> tuple[str, Callable[[PatchPoint], object]]:
-    return name, added("callbacks", f"composer.callbacks.{module}:{name}", event="before_load")
+    return name, added("callbacks", f"composer.callbacks.{module}:{name}", event=Event.BEFORE_LOAD)
 
 
 _LIONS = "llmfoundry.optim.adaptive_lion:DecoupledAdaLRLion"
@@ -464,6 +465,6 @@ def test_the_link_is_to_the_lines_that_were_read(row: PatchPoint):
     if installed_version.partition("+")[0] != version:
         return  # lines of another version
     item = inspect.unwrap(engine._read(row)) if row.fingerprints else current(row.target)
-    item = getattr(item, "__func__", item)
+    item = inspect.unwrap(getattr(item, "__func__", item))
     assert str(inspect.getsourcefile(item)).endswith(f"site-packages/{path}")
     assert int(line) == max(1, inspect.getsourcelines(item)[1])
