@@ -138,7 +138,7 @@ def _memory() -> Iterator[Tracker | Allocator]:
 
 def _ours(model: nn.Module, config: dict[str, Any]) -> Any:
     from composer_fsdp2 import prepare_fully_shard
-    from composer_fsdp2.trainer.prepare import sharding_of
+    from composer_fsdp2.trainer.sharding import sharding_of
 
     policy = {"wrap_policy": {"classes": ["Block"]}, **config}
     device = "gpu" if torch.cuda.is_available() else "cpu"

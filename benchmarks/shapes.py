@@ -303,7 +303,7 @@ def prepare(model: nn.Module, classes: tuple[str, ...], **config: Any) -> Iterab
 
 def accumulate(model: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
     """Forward and backward of a batch as Composer's Trainer runs them; returns the last loss."""
-    from composer_fsdp2.trainer.prepare import sharding_of
+    from composer_fsdp2.trainer.sharding import sharding_of
 
     sharding = sharding_of(model)
     assert sharding is not None

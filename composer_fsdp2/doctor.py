@@ -176,7 +176,7 @@ def _installation(machine: Machine, run: Run | None) -> Findings:
 
 
 def _patches(machine: Machine) -> Findings:
-    misfits = [patch for patch in machine.patches if patch.problem]
+    misfits = [patch for patch in machine.patches if patch.state == "does not fit"]
     if misfits:
         needed = sorted({patch.versions for patch in misfits})
         yield Finding(
@@ -186,6 +186,17 @@ def _patches(machine: Machine) -> Findings:
             "the start with a PatchError.",
             f"Install {' and '.join(needed)}.",
         )
+        return
+    off = [patch for patch in machine.patches if patch.state == "switched off"]
+    for feature in dict.fromkeys(patch.feature for patch in off):
+        needed = sorted({patch.versions for patch in off if patch.feature == feature})
+        yield Finding(
+            "warning",
+            f"Switched off, because what it replaces is not known here: {feature}. A run that asks "
+            "for it stops with a PatchError.",
+            f"Do without it, or install {' and '.join(needed)}.",
+        )
+    if off:
         return
     known = {patch.versions for patch in machine.patches if patch.versions.startswith("mosaicml ")}
     installed = (machine.versions.get("mosaicml") or "").partition("+")[0]

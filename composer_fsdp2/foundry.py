@@ -62,9 +62,11 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
     set_node_rank()  # before Composer starts torch.distributed
     parsed = parse_run_config(cfg)
     if requests_fsdp2(parsed):
-        from composer_fsdp2.trainer.patches import install
+        from composer_fsdp2.trainer.patches import check_one_rank, install
 
         install()
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            check_one_rank()
         parsed = read_in_slices(parsed)
     return parsed
 

@@ -21,7 +21,6 @@ from composer_fsdp2.checkpoint.write import REPLACED, point_to
 from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.trainer.compiling import note_compiled_whole
-from composer_fsdp2.trainer.extensions import note_extensions
 from composer_fsdp2.trainer.loading import load_checkpoint, set_node_rank
 
 __all__ = ["load_newest_good", "note_autoresume", "settle_autoresume", "warn_of_shared_store"]
@@ -59,7 +58,6 @@ def note_autoresume(original: Callable[..., None], trainer: Trainer, *args: Any,
     if given["autoresume"] and folder is not None and latest is not None:
         place = _Place(str(folder), str(given["save_filename"]), str(latest))
         setattr(trainer, _ASKED, place)
-    note_extensions(trainer, given["algorithms"], given["callbacks"])
     note_compiled_whole(trainer, given["model"], given["compile_config"])
     original(trainer, *args, **kw)
 

@@ -20,9 +20,11 @@ __all__ = [
     "ALGORITHMS",
     "CALLBACKS",
     "Extension",
+    "Given",
     "Refusal",
     "check_extensions",
     "check_required",
+    "given_of",
     "note_extensions",
 ]
 
@@ -52,6 +54,16 @@ class Extension:
     def works(self) -> bool:
         """Whether there is a way to use it."""
         return self.refusal is None or bool(self.refusal.what)
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """Arguments of a Trainer."""
+
+    items: tuple[Any, ...] = ()
+    """algorithms, callbacks and optimizers"""
+    microbatch_size: Any = None
+    """as it was written"""
 
 
 def _surgery_after_sharding(algorithm: Any) -> bool:
@@ -158,10 +170,20 @@ ALGORITHMS = (
 )
 
 
-def note_extensions(trainer: Trainer, given_algorithms: Any, given_callbacks: Any) -> None:
+def note_extensions(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
     """Remembers the Trainer's arguments until it is known whether the run uses FSDP2."""
-    given = (*ensure_tuple(given_algorithms), *ensure_tuple(given_callbacks))
+    items = [
+        item
+        for name in ("algorithms", "callbacks", "optimizers")
+        for item in ensure_tuple(arguments.get(name))
+    ]
+    given = Given(tuple(items), arguments.get("device_train_microbatch_size"))
     setattr(trainer, _GIVEN, given)
+
+
+def given_of(trainer: Trainer) -> Given:
+    """Returns what `note_extensions` remembered."""
+    return getattr(trainer, _GIVEN, Given())
 
 
 def check_extensions(trainer: Trainer) -> None:
@@ -173,7 +195,7 @@ def check_extensions(trainer: Trainer) -> None:
         ConfigError: naming the callback or algorithm.
     """
     refused = {**_classes(algorithms, ALGORITHMS), **_classes(callbacks, CALLBACKS)}
-    for item in getattr(trainer, _GIVEN, ()):
+    for item in given_of(trainer).items:
         for cls in type(item).__mro__:
             refusal = refused.get(cls)
             if refusal is not None and refusal.applies(item):

@@ -25,7 +25,7 @@ from composer_fsdp2.core.stalls import explained
 from composer_fsdp2.core.torch_private.units import device_of, param_groups
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import asks_for_fsdp2
-from composer_fsdp2.trainer.unequal import standing_in
+from composer_fsdp2.trainer.overriding import override_attribute
 
 __all__ = [
     "clear_attempt",
@@ -184,7 +184,7 @@ def evaluate(
 
     try:
         # A model that is a unit itself gathers around an attribute of this name.
-        with standing_in(model, "eval_forward", together):
+        with override_attribute(model, "eval_forward", together):
             original(trainer, evaluator, *args, **kwargs)
     finally:
         for guard in guards:

@@ -17,9 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.core.traffic import TrafficMeter
+from composer_fsdp2.core.watching import watching
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.trainer.patches import watching
-from composer_fsdp2.trainer.prepare import Sharding, sharding_of
+from composer_fsdp2.trainer.sharding import Sharding, sharding_of
 
 __all__ = ["NAME", "FSDP2Monitor"]
 

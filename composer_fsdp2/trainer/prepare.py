@@ -12,8 +12,7 @@ import dataclasses
 import logging
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +62,6 @@ from composer_fsdp2.core.precision import cast_buffers, compute_dtype, resolve_p
 from composer_fsdp2.core.prefetch import apply_prefetch
 from composer_fsdp2.core.progress import Progress
 from composer_fsdp2.core.recovery import Guard
-from composer_fsdp2.core.resharding import resharding
 from composer_fsdp2.core.shard import (
     apply_plan,
     check_forward_methods,
@@ -74,23 +72,20 @@ from composer_fsdp2.core.sizing import UnitSizes
 from composer_fsdp2.core.stalls import lookout_of
 from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
 from composer_fsdp2.core.torch_private.members import check_private_members
-from composer_fsdp2.core.torch_private.tensors import preparing_fast
+from composer_fsdp2.core.torch_private.tensors import fast_chunking
 from composer_fsdp2.core.tying import ModuleTree, has_forward
 from composer_fsdp2.core.unused import pass_gradients, reduce_unused
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.rules import activation_choice, block_units, trainer_rules
+from composer_fsdp2.trainer.sharding import Sharding, note_sharding
 
-__all__ = ["Sharding", "prepare_fully_shard", "sharding_of"]
+__all__ = ["prepare_fully_shard"]
 
 _ENCODE = "_prepare_encoder_decoder_kwargs_for_generation"
 """what transformers' `generate` calls the encoder in"""
 
 log = logging.getLogger(__name__)
-
-_SHARDING = "_fsdp2_sharding"
-"""attribute of a model, for `sharding_of`"""
-
 
 _PACKAGES = ("torch", "mosaicml", "composer-fsdp2", "transformers", "llm-foundry", "peft")
 
@@ -155,26 +150,6 @@ def prepare_fully_shard(
     check_origins(origins)
     units = _carry_out(model, decided, origins, seed=everyone[0]["~seed"])
     return [Guard(units.values())] if auto_microbatching else [], units
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """How a model was sharded."""
-
-    plan: WrapPlan
-    shape: MeshShape
-    accumulation: Accumulation
-    units: Mapping[str, FSDPModule]
-    eval_reshard: bool | None
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: units free or keep their parameters as they were told for it."""
-        return resharding(self.units, self.eval_reshard)
-
-
-def sharding_of(model: nn.Module) -> Sharding | None:
-    """What `prepare_fully_shard` did to this model, `None` if nothing."""
-    return getattr(model, _SHARDING, None)
 
 
 @dataclass(slots=True, eq=False)
@@ -490,7 +465,7 @@ def _carry_out(
     _change_modules(model, decided)
     mesh = decided.mesh or build_mesh(decided.shape, decided.device_type)
     offload = decided.settings.cpu_offload
-    with preparing_fast():
+    with fast_chunking():
         units = apply_plan(
             model,
             decided.plan,
@@ -522,7 +497,7 @@ def _carry_out(
         units=units,
         eval_reshard=decided.settings.eval_reshard_after_forward,
     )
-    setattr(model, _SHARDING, sharding)
+    note_sharding(model, sharding)
     return units
 
 

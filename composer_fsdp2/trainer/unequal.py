@@ -29,12 +29,12 @@ from composer.utils import dist
 from composer_fsdp2.core.collectives import least_and_most
 from composer_fsdp2.core.recovery import Snapshot
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.trainer.prepare import sharding_of
+from composer_fsdp2.trainer.overriding import override_attribute
+from composer_fsdp2.trainer.sharding import sharding_of
 
 __all__ = [
     "evaluate",
     "iterate",
-    "standing_in",
     "train_loop",
     "train_microbatch",
     "train_microbatches",
@@ -124,7 +124,7 @@ class _EvenTraining(_Even):
         kept.keep(trainer.state.model.buffers())
         self.left, self.adding = self.left - 1, True
         try:
-            with standing_in(trainer._original_model, "update_metric", _nothing):
+            with override_attribute(trainer._original_model, "update_metric", _nothing):
                 yield
         finally:
             self.adding = False
@@ -173,19 +173,6 @@ def _from_another(found: Sequence[Any], device: torch.device) -> Any:
     return found[-1] if found else box[0]
 
 
-@contextmanager
-def standing_in(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Gives one object an attribute of its own for the duration of a block."""
-    before = dict(vars(owner))
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if name in before:
-            setattr(owner, name, before[name])
-
-
 def _device_of(state: State) -> torch.device:
     return state.device.tensor_to_device(torch.empty(0)).device
 
@@ -209,7 +196,10 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         _, state.device_train_microbatch_size = least_and_most(size, _device_of(state))
     spec = trainer._train_data_spec
     even = _EvenTraining(spec, state, trainer.accumulate_train_batch_on_tokens)
-    with standing_in(trainer, "_train_data_spec", even.spec), standing_in(trainer, _EVEN, even):
+    with (
+        override_attribute(trainer, "_train_data_spec", even.spec),
+        override_attribute(trainer, _EVEN, even),
+    ):
         original(trainer)
 
 
@@ -306,7 +296,7 @@ def evaluate(
         return
     even = _EvenEvaluation(evaluator.dataloader, trainer.state)
     with (
-        standing_in(evaluator, "dataloader", even.spec),
-        standing_in(model, "update_metric", even.updated(model.update_metric)),
+        override_attribute(evaluator, "dataloader", even.spec),
+        override_attribute(model, "update_metric", even.updated(model.update_metric)),
     ):
         original(trainer, evaluator, *args, **kwargs)

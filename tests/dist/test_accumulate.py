@@ -16,7 +16,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from composer_fsdp2 import ConfigError, PlanError, installed, prepare_fully_shard
 from composer_fsdp2.core.accumulate import Accumulation
-from composer_fsdp2.trainer.prepare import sharding_of
+from composer_fsdp2.trainer.sharding import sharding_of
 from tests.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.parity import (
     OPTIMIZERS,

@@ -21,8 +21,8 @@ from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.core.sizing import FROZEN_MAY_DIFFER
 from composer_fsdp2.errors import CheckpointError, ConfigError
-from composer_fsdp2.trainer.prepare import sharding_of
 from composer_fsdp2.trainer.rules import block_units
+from composer_fsdp2.trainer.sharding import sharding_of
 from tests.models import llama_config
 from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
 from tests.traffic import Bytes

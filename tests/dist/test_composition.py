@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.trainer.prepare import sharding_of
+from composer_fsdp2.trainer.sharding import sharding_of
 from tests.models import TinyLM, batches, lm_loss
 from tests.pairs import Case, covering, pairs_of
 from tests.parity import TOLERANCE, assert_close, gathered

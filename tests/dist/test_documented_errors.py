@@ -152,7 +152,7 @@ def meta_on_rank_0() -> None:
 
 
 def another_composer() -> None:
-    owner, name = patches._locate(patches.PATCHES[0].target)
+    owner, name = patches.engine._locate(patches.PATCHES[0].target)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, another_method)
         with installed():

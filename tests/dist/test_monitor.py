@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import ConfigError, FSDP2Monitor, installed, prepare_fully_shard
 from composer_fsdp2.core.traffic import TrafficMeter
+from composer_fsdp2.core.watching import watching
 from composer_fsdp2.trainer.monitor import describe_sharding
-from composer_fsdp2.trainer.patches import watching
-from composer_fsdp2.trainer.prepare import Sharding, sharding_of
+from composer_fsdp2.trainer.sharding import Sharding, sharding_of
 from tests.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.parity import OPTIMIZERS
 from tests.training import built, largest_difference, loader_of, samples_of, trainer_for

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.trainer.prepare import sharding_of
+from composer_fsdp2.trainer.sharding import sharding_of
 from tests.experts import FAMILIES, Sparse, choose, force
 from tests.models import WIDTH, Block, TinyLM, batches
 from tests.parity import (

@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
-from composer_fsdp2.core.torch_private.tensors import preparing_fast
+from composer_fsdp2.core.torch_private.tensors import fast_chunking
 from tests.models import TinyLM, batches, llama_config
 
 WIDTH = 96
@@ -190,7 +190,7 @@ def test_shards_are_those_of_torch(as_rank: Join, rank: int):
 @pytest.mark.parametrize("dim", [0, 1])
 def test_pieces_are_those_of_torch(rows: int, dim: int):
     tensor = torch.randn((rows, 4) if dim == 0 else (4, rows))
-    with preparing_fast():
+    with fast_chunking():
         ours = torch_chunks()(tensor, 8, dim=dim)
     theirs = torch_chunks()(tensor, 8, dim=dim)
     assert len(ours) == len(theirs) == 8
@@ -209,9 +209,9 @@ def torch_chunks() -> Callable[..., Any]:
 
 def test_everything_is_put_back():
     before = torch_chunks(), DeviceMesh.get_group
-    with preparing_fast():
+    with fast_chunking():
         assert torch_chunks() is not before[0]
-    with pytest.raises(KeyError), preparing_fast():
+    with pytest.raises(KeyError), fast_chunking():
         raise KeyError
     assert (torch_chunks(), DeviceMesh.get_group) == before
 
@@ -221,10 +221,10 @@ def test_another_source_is_left_alone(monkeypatch: pytest.MonkeyPatch):
         return [tensor] * num_chunks * dim
 
     monkeypatch.setattr(f"{FSDP_PARAM}._chunk_with_empty", changed)
-    with preparing_fast():
+    with fast_chunking():
         assert torch_chunks() is changed
     monkeypatch.delattr(f"{FSDP_PARAM}._chunk_with_empty")
-    with preparing_fast():
+    with fast_chunking():
         pass
 
 

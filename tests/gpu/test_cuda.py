@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.core.traffic import TrafficMeter
-from composer_fsdp2.trainer.patches import watching
-from composer_fsdp2.trainer.prepare import sharding_of
+from composer_fsdp2.core.watching import watching
+from composer_fsdp2.trainer.sharding import sharding_of
 from tests.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.training import built, samples_of, trainer_for
 

@@ -32,7 +32,12 @@ QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 # --- Facts to findings. Nothing is wrong with these two. ---
 
 FITS = PatchState(
-    target="composer.a:b", why="does a thing", versions="mosaicml 0.32.1", state="fits"
+    target="composer.a:b",
+    feature="core",
+    why="does a thing",
+    upstream="https://github.com/mosaicml/composer/blob/v0.32.1/composer/a.py#L1",
+    versions="mosaicml 0.32.1",
+    state="fits",
 )
 MACHINE = Machine(
     versions={"torch": "2.7.0", "mosaicml": "0.32.1", "llm-foundry": "0.22.0"}, patches=(FITS,)
@@ -67,12 +72,14 @@ TWO_NODES = {"ranks": 16}
 MISFIT = dataclasses.replace(FITS, state="does not fit", problem="The source differs.")
 GONE = MemberState(PrivateMember("torch.a:Unit", "_gone", EVERY_RUN, "read"), found=False)
 FP8_GONE = MemberState(PrivateMember("torch.a:Unit", "_cast", "fp8", "reset"), found=False)
+OFF = dataclasses.replace(MISFIT, state="switched off", feature="SWA")
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2"}
 SWITCHED = {"FSDP_VERSION": "2"}
 
 # What is said -> (machine, run, level, part of what it says, part of what to do).
 CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
     "patch": (machine(patches=(FITS, MISFIT)), None, "problem", "1 of 2", "mosaicml 0.32.1"),
+    "feature": (machine(patches=(FITS, OFF)), None, "warning", "SWA", "mosaicml 0.32.1"),
     "version": (
         machine(versions={**MACHINE.versions, "mosaicml": "0.33.0"}),
         None,

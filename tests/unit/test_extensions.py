@@ -52,6 +52,7 @@ class OwnDepth(StochasticDepth):
 
 def test_what_a_user_derives_is_refused_too():
     trainer: Any = SimpleNamespace()
-    note_extensions(trainer, [GradientClipping("norm", 1.0), OwnDepth("ResNetBottleneck")], None)
+    algorithms = [GradientClipping("norm", 1.0), OwnDepth("ResNetBottleneck")]
+    note_extensions(trainer, {"algorithms": algorithms})
     with pytest.raises(ConfigError, match=r"^StochasticDepth with `stochastic_method: block`"):
         check_extensions(trainer)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import hashlib
 import importlib
-import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -24,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from composer_fsdp2.fingerprint import fingerprint
 
 __all__ = [
     "PROFILER_MARKS",
@@ -45,7 +45,7 @@ __all__ = [
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
-    "preparing_fast",
+    "fast_chunking",
     "storage_id",
     "storage_info",
     "tensor_hooks",
@@ -200,8 +200,8 @@ def flight_recorder() -> Callable[[], bytes] | None:
 
 # --- Sharding for many ranks. ---
 
-_CHUNKS_READ = "62bed30ba222d50d"
-"""fingerprint of the source of torch 2.7.0 to 2.15.0"""
+_CHUNKS_READ = "7259a2aabd6a7329"
+"""fingerprint of the code of torch 2.7.0 to 2.15.0"""
 
 
 class _Chunks(Sequence[Any]):
@@ -230,7 +230,7 @@ def _chunk_lazily(original: Any, tensor: Any, num_chunks: int, dim: int) -> Any:
 
 
 @contextlib.contextmanager
-def preparing_fast() -> Generator[None]:
+def fast_chunking() -> Generator[None]:
     """Makes `fully_shard` cost the same for any number of ranks, for the duration of a block.
 
     Collective: no. For each parameter torch cuts out the piece of every rank and takes one, and for
@@ -252,8 +252,7 @@ def preparing_fast() -> Generator[None]:
     with contextlib.suppress(ImportError, AttributeError, OSError):
         owner = importlib.import_module(_PARAM)
         chunks = owner._chunk_with_empty
-        source = inspect.getsource(chunks)
-        if hashlib.sha256(source.encode()).hexdigest()[:16] == _CHUNKS_READ:
+        if fingerprint(chunks) == _CHUNKS_READ:
             replaced.append((owner, "_chunk_with_empty", partial(_chunk_lazily, chunks)))
     originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
     try:

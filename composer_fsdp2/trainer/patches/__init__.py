@@ -1,0 +1,98 @@
+"""What of other packages is replaced while the plugin is installed: one table, in files by subject.
+
+It is the only place that does. Rows of LLM Foundry count once it has been imported: a run without
+it does not need them, and `transform`, which every run with it calls, installs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+from composer_fsdp2.trainer.patches import engine
+from composer_fsdp2.trainer.patches.algorithms import ALGORITHM_ROWS
+from composer_fsdp2.trainer.patches.callbacks import CALLBACK_ROWS
+from composer_fsdp2.trainer.patches.checkpoint import CHECKPOINT_ROWS
+from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, PatchState
+from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, ONE_RANK, TRANSFORM
+from composer_fsdp2.trainer.patches.huggingface import HUGGINGFACE_ROWS
+from composer_fsdp2.trainer.patches.trainer import TRAINER_ROWS
+
+__all__ = [
+    "NEEDS",
+    "PATCHES",
+    "TRANSFORM",
+    "Feature",
+    "PatchPoint",
+    "PatchState",
+    "check_one_rank",
+    "describe_patches",
+    "install",
+    "installed",
+    "patch_states",
+    "uninstall",
+]
+
+PATCHES: tuple[PatchPoint, ...] = (
+    *TRAINER_ROWS,
+    *CHECKPOINT_ROWS,
+    *CALLBACK_ROWS,
+    *ALGORITHM_ROWS,
+    *FOUNDRY_ROWS,
+    *HUGGINGFACE_ROWS,
+)
+
+NEEDS = {"torch": (2, 7), "mosaicml": (0, 32)}
+"""the oldest versions of packages that were tried"""
+
+
+def install() -> None:
+    """Replaces every target of the table; a feature whose source is unknown is switched off.
+
+    Calling it again does nothing, or what has become possible since: see the head of this file.
+
+    Collective: no.
+
+    Raises:
+        PatchError: nothing was replaced: torch or Composer is too old, or a function that every run
+            with FSDP2 goes through is not one its replacement was written for.
+    """
+    engine.check_versions(NEEDS)
+    engine.install(PATCHES)
+
+
+def uninstall() -> None:
+    """Puts every original back. Without `install()` before it, it does nothing."""
+    engine.uninstall()
+
+
+def installed() -> AbstractContextManager[None]:
+    """Installs for the duration of a block, and leaves things as they were."""
+    engine.check_versions(NEEDS)
+    return engine.installed(PATCHES)
+
+
+def check_one_rank() -> None:
+    """Refuses LLM Foundry's training on one rank if that is switched off. Collective: no.
+
+    Raises:
+        PatchError: it would train without FSDP2.
+    """
+    engine.check_feature(ONE_RANK)
+
+
+def patch_states() -> tuple[PatchState, ...]:
+    """Returns the state of every row whose package there is. It changes nothing but imports.
+
+    Collective: no.
+    """
+    return engine.states(PATCHES)
+
+
+def describe_patches(states: Sequence[PatchState] | None = None) -> str:
+    """Returns the table with the state of every row as text.
+
+    Args:
+        states: what `patch_states` returned; looked up when not given.
+    """
+    return engine.describe(patch_states() if states is None else states)

@@ -1,0 +1,442 @@
+"""Replaces attributes of other packages by the rows of a table, and puts them back.
+
+It knows no table: rows are handed in. [Note: what an unknown source does] Rows of `CORE` are all
+replaced or none is: without them no run with FSDP2 would be right. Rows of another feature whose
+source is unknown switch that feature off. None of its rows is installed, and a run that asks for
+the feature is refused by name: by `check_features` when a Trainer starts, or by the function
+itself, which then refuses the calls for which the row's `refused` is true and passes on all others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from composer_fsdp2.errors import PatchError
+from composer_fsdp2.fingerprint import fingerprint
+
+__all__ = [
+    "CORE",
+    "Asked",
+    "Feature",
+    "PatchPoint",
+    "PatchState",
+    "asked_by_class",
+    "check_feature",
+    "check_features",
+    "check_versions",
+    "describe",
+    "imported",
+    "install",
+    "installed",
+    "states",
+    "switched_off",
+    "uninstall",
+]
+
+_DISTRIBUTIONS = {"composer": "mosaicml", "llmfoundry": "llm-foundry"}
+"""names that differ from those of the packages"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a Trainer was given, for features to find themselves in it."""
+
+    items: tuple[Any, ...]
+    """its algorithms, callbacks and optimizers"""
+    microbatch_size: Any
+    """as it was written"""
+    settings: Any
+    """of FSDP2, parsed"""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Feature:
+    """Something a run may ask for, and that rows make work under FSDP2."""
+
+    name: str
+    instead: str = ""
+    """what to write when it is switched off: one sentence"""
+    asked: Callable[[Asked], bool] = lambda _: False
+    """whether a Trainer was asked for it; rows with `refused` find that in their calls"""
+
+
+CORE = Feature("core")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchPoint:
+    """One attribute of another package that is replaced."""
+
+    target: str
+    """`package.module:attribute` or `package.module:Class.attribute`"""
+    replacement: Callable[..., Any]
+    """gets the original as its first argument, before those of the call; for a module, it alone"""
+    feature: Feature
+    why: str
+    """what it does without the replacement"""
+    upstream: str
+    """address of the lines that `why` is about"""
+    fingerprints: frozenset[str] = frozenset()
+    """of the sources it was read for"""
+    takes: frozenset[str] = frozenset()
+    """or the arguments it needs, when the original still does the work"""
+    versions: str
+    """of the package, for the message when none fits"""
+    source: str = ""
+    """what was read, where that is not the target itself"""
+    refused: Callable[..., bool] | None = None
+    """of a call's arguments: whether it asks for the feature"""
+
+    @property
+    def package(self) -> str:
+        """The package the target is in."""
+        return self.target.partition(".")[0]
+
+
+_originals: dict[str, Any] = {}
+_off: dict[Feature, str] = {}
+"""features that are switched off, and why"""
+
+
+# --- For tables. ---
+
+
+def imported(module: str, name: str) -> Callable[..., Any]:
+    """Returns a function that calls one of another module, which it imports when it is called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return call
+
+
+def asked_by_class(
+    *names: str, when: Callable[[Any], bool] = lambda _: True
+) -> Callable[[Asked], bool]:
+    """Returns an `asked` that finds objects of a class, or of one derived from it.
+
+    Args:
+        names: of the classes, as `package.module:Class`, so that nothing has to be imported.
+        when: says which of their objects ask for the feature.
+    """
+
+    def asked(given: Asked) -> bool:
+        return any(
+            f"{cls.__module__}:{cls.__qualname__}" in names and when(item)
+            for item in given.items
+            for cls in type(item).__mro__
+        )
+
+    return asked
+
+
+# --- Installing. ---
+
+
+def install(rows: Sequence[PatchPoint]) -> None:
+    """Replaces every target; see [Note: what an unknown source does].
+
+    Calling it again does nothing, or what has become possible since: rows of LLM Foundry wait until
+    it has been imported. Collective: no.
+
+    Raises:
+        PatchError: naming every core row whose source is not one it was written for.
+    """
+    wanted = [row for row in rows if _is_wanted(row) and row.target not in _originals]
+    problems = {row.target: problem for row in wanted if (problem := _problem(row)) is not None}
+    unknown = [row for row in wanted if row.target in problems]
+    core = [row for row in unknown if row.feature is CORE]
+    if core:
+        raise PatchError(_core_message(core, problems))
+    new = {row.feature: problems[row.target] for row in reversed(unknown)}
+    # Rows that came first, if the feature's others could be looked at only now.
+    _restore({row.target for row in rows if row.feature in new} & _originals.keys())
+    _off.update(new)
+    for row in rows:
+        if _is_wanted(row) and row.target not in _originals:
+            _replace(row)
+
+
+def _replace(row: PatchPoint) -> None:
+    off = _off.get(row.feature)
+    if off is not None and (row.refused is None or _missing(row) is not None):
+        return
+    owner, name = _locate(row.target)
+    original = inspect.getattr_static(owner, name)
+    replacement = row.replacement if off is None else _refusing(row)
+    _originals[row.target] = original
+    setattr(owner, name, _replaced(replacement, original))
+
+
+def _replaced(replacement: Callable[..., Any], original: Any) -> Any:
+    if inspect.ismodule(original):
+        return replacement(original)
+    static = isinstance(original, staticmethod)
+    function = original.__func__ if static else original
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(function, *args, **kwargs)
+
+    return staticmethod(call) if static else call
+
+
+def _refusing(row: PatchPoint) -> Callable[..., Any]:
+    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if row.refused is not None and row.refused(*args, **kwargs):
+            check_feature(row.feature)
+        return original(*args, **kwargs)
+
+    return call
+
+
+def _is_wanted(row: PatchPoint) -> bool:
+    match row.package:
+        case "llmfoundry":
+            return "llmfoundry" in sys.modules
+        case "peft":  # Composer imports it where it is installed
+            return importlib.util.find_spec("peft") is not None
+        case _:
+            return True
+
+
+def uninstall() -> None:
+    """Puts every original back. Without `install()` before it, it does nothing."""
+    _restore(set(_originals))
+    _off.clear()
+
+
+def _restore(targets: Set[str]) -> None:
+    for target in targets:
+        owner, name = _locate(target)
+        setattr(owner, name, _originals.pop(target))
+
+
+@contextlib.contextmanager
+def installed(rows: Sequence[PatchPoint]) -> Iterator[None]:
+    """Installs for the duration of a block, and leaves things as they were."""
+    before, off = set(_originals), set(_off)
+    install(rows)
+    try:
+        yield
+    finally:
+        _restore(_originals.keys() - before)
+        for feature in _off.keys() - off:
+            del _off[feature]
+
+
+# --- Features that are switched off. ---
+
+
+def switched_off() -> Mapping[Feature, str]:
+    """Returns the features that the installation switched off, and why."""
+    return dict(_off)
+
+
+def check_features(asked: Asked) -> None:
+    """Refuses a Trainer that asks for a feature that is switched off. Collective: no.
+
+    Raises:
+        PatchError: naming the feature.
+    """
+    for feature in _off:
+        if feature.asked(asked):
+            check_feature(feature)
+
+
+def check_feature(feature: Feature) -> None:
+    """Refuses a feature if it is switched off. Collective: no.
+
+    Raises:
+        PatchError: naming it, the function whose source is unknown, and what to write instead.
+    """
+    if feature in _off:
+        raise PatchError(
+            f"{feature.name} is asked for and is switched off. {_off[feature]} Its replacement "
+            f"could change the run in ways nobody tested. {feature.instead} Or install a version "
+            "that is known."
+        )
+
+
+# --- What is installed here. ---
+
+
+def check_versions(needs: Mapping[str, tuple[int, int]]) -> None:
+    """Refuses packages that are too old to be looked at. Collective: no.
+
+    Args:
+        needs: the least version of packages, as major and minor.
+
+    Raises:
+        PatchError: naming the version that is here and the one that is needed.
+    """
+    for package, least in needs.items():
+        version = _version(package)
+        found = re.match(r"(\d+)\.(\d+)", version)
+        if found and (int(found[1]), int(found[2])) < least:
+            needed = ".".join(map(str, least))
+            raise PatchError(
+                f"{package} {version} is installed, and composer_fsdp2 needs {package} {needed} or "
+                f"newer, so nothing was replaced: pip install '{package}>={needed}'."
+            )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"  # a checkout that is only on the path
+
+
+def _core_message(rows: Sequence[PatchPoint], problems: Mapping[str, str]) -> str:
+    listed = "".join(f"\n- {problems[row.target]}" for row in rows)
+    packages = dict.fromkeys(["torch", "mosaicml", *map(_distribution, rows)])
+    here = ", ".join(f"{name} {_version(name)}" for name in packages)
+    known = " and ".join(dict.fromkeys(row.versions for row in rows))
+    return (
+        f"FSDP2 cannot be installed, and nothing was replaced: {len(rows)} functions that every "
+        f"run with it goes through are not known.{listed}\nReplacing them could change the run in "
+        f"ways nobody tested. Installed are {here}; install {known}, or a composer_fsdp2 that "
+        "knows these."
+    )
+
+
+def _distribution(row: PatchPoint) -> str:
+    return _DISTRIBUTIONS.get(row.package, row.package)
+
+
+def _problem(row: PatchPoint) -> str | None:
+    """Why a row cannot be installed: one sentence, or None."""
+    problem = _missing(row)
+    if problem is not None:
+        return problem
+    owner, name = _locate(row.target)
+    here = f"{_distribution(row)} {_version(_distribution(row))}"
+    if row.takes:
+        missing = row.takes - inspect.signature(getattr(owner, name)).parameters.keys()
+        names = ", ".join(sorted(missing))
+        return (
+            f"'{row.target}' of {here} takes no {names}, which the replacement was written for "
+            f"({row.versions})."
+            if missing
+            else None
+        )
+    try:
+        found = fingerprint(_read(row))
+    except (ImportError, AttributeError, OSError, TypeError) as error:
+        found = f"cannot be read: {error}"
+    if found in row.fingerprints:
+        return None
+    known = ", ".join(sorted(row.fingerprints))
+    return (
+        f"The source of '{row.source or row.target}' of {here} (fingerprint {found}) is not one "
+        f"the replacement was written for ({row.versions}: {known})."
+    )
+
+
+def _missing(row: PatchPoint) -> str | None:
+    try:
+        _locate(row.target)
+    except (ImportError, AttributeError):
+        here = f"{_distribution(row)} {_version(_distribution(row))}"
+        return f"'{row.target}' does not exist in {here}; the replacement is for {row.versions}."
+    return None
+
+
+def _locate(target: str) -> tuple[Any, str]:
+    module, _, path = target.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    getattr(owner, name)
+    return owner, name
+
+
+def _read(row: PatchPoint) -> Any:
+    """Finds what a row's fingerprints are of."""
+    if not row.source:
+        owner, name = _locate(row.target)
+        return inspect.getattr_static(owner, name)
+    module, _, name = row.source.partition(":")
+    found = importlib.import_module(module)
+    return getattr(found, name) if name else found
+
+
+# --- The table in words. ---
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchState:
+    """What has become of one row of the table."""
+
+    target: str
+    feature: str
+    why: str
+    upstream: str
+    versions: str
+    state: Literal["installed", "fits", "does not fit", "switched off"]
+    """`does not fit` is core's, and stops the installation"""
+    problem: str | None = None
+    """why it cannot be installed"""
+
+
+def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
+    """Returns the state of every row whose package there is. It changes nothing but imports."""
+    here = {name: importlib.util.find_spec(name) for name in {row.package for row in rows}}
+    present = [row for row in rows if here[row.package] is not None]
+    off, problems = dict(_off), {}
+    for row in present:
+        if row.target in _originals and row.feature not in _off:
+            continue
+        problems[row.target] = _off.get(row.feature) or _problem(row)
+        if problems[row.target] is not None and row.feature is not CORE:
+            off.setdefault(row.feature, problems[row.target])
+    return tuple(_state(row, problems.get(row.target), off.get(row.feature)) for row in present)
+
+
+def _state(row: PatchPoint, problem: str | None, off: str | None) -> PatchState:
+    if off is not None:
+        problem = problem or off
+    known = row.target in _originals
+    name: Any = "installed" if known else "fits"
+    if problem is not None:
+        name = "does not fit" if row.feature is CORE else "switched off"
+    return PatchState(
+        target=row.target,
+        feature=row.feature.name,
+        why=row.why,
+        upstream=row.upstream,
+        versions=row.versions,
+        state=name,
+        problem=problem,
+    )
+
+
+def describe(found: Sequence[PatchState]) -> str:
+    """Returns a table of states as text."""
+    lines: list[str] = []
+    for row in found:
+        shown = {
+            "installed": "installed",
+            "fits": "fits, not installed",
+            "does not fit": f"cannot be installed: {row.problem}",
+            "switched off": f"switched off with {row.feature}: {row.problem}",
+        }
+        lines += [
+            row.target,
+            f"  {shown[row.state]}",
+            f"  because it {row.why}",
+            f"  for {row.feature}: {row.upstream}",
+        ]
+    return "\n".join(lines)
