@@ -86,7 +86,7 @@ def read(source: Path) -> None:
 
 def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bool) -> None:
     """One conversion and one copy, in a process of their own."""
-    from composer_fsdp2.checkpoint_cli import Kind, _convert
+    from composer_fsdp2.cli.checkpoint import Kind, _convert
 
     path, out, copied = folder / source, folder / "out", folder / "copied"
     config = folder / "config.json" if to == "hf" else None
@@ -112,7 +112,7 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
 
 
 def _warm_up(folder: Path) -> None:
-    from composer_fsdp2.checkpoint_cli import Kind, _convert
+    from composer_fsdp2.cli.checkpoint import Kind, _convert
 
     small = folder / "small"
     torch.save({"state": {"model": {"model.w": torch.ones(2)}}}, small)

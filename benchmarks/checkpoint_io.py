@@ -185,7 +185,7 @@ def _timed_saves() -> Iterator[list[float]]:
     """How long each save keeps training waiting, on the slower rank."""
     from composer.callbacks import CheckpointSaver
 
-    from composer_fsdp2.trainer import saving
+    from composer_fsdp2.trainer import save
 
     seconds: list[float] = []
     names = ("batch_checkpoint", "fit_end")
@@ -194,7 +194,7 @@ def _timed_saves() -> Iterator[list[float]]:
     def batch_checkpoint(self: Any, state: Any, logger: Any) -> None:
         before = self.last_checkpoint_batch
         # Waiting for the save before this one is no part of what this one costs.
-        background = getattr(self, saving._ATTRIBUTE, None)
+        background = getattr(self, save._ATTRIBUTE, None)
         if background is not None and background.thread is not None:
             due = self.save_interval(state, _event())
             if due:

@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from composer_fsdp2.core.plan import WrapPlan
+    from composer_fsdp2.plan.planner import WrapPlan
 
 WORLD_SIZE = 8
 NESTED = ("Leaf",)
@@ -46,7 +46,7 @@ Prepare = Callable[[nn.Module, tuple[str, ...], DeviceMesh], object]
 
 
 def _ours(model: nn.Module, classes: tuple[str, ...], mesh: DeviceMesh) -> None:
-    from composer_fsdp2.core.shard import apply_plan
+    from composer_fsdp2.shard.apply import apply_plan
 
     apply_plan(model, shapes.plan(model, classes), mesh)
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 if TYPE_CHECKING:
-    from composer_fsdp2.core.plan import WrapPlan
+    from composer_fsdp2.plan.planner import WrapPlan
 
 # --- models ---
 
@@ -276,8 +276,8 @@ def shard_by_hand(
 def plan(model: nn.Module, classes: tuple[str, ...], **options: Any) -> WrapPlan:
     """The plan of the same units as `shard_by_hand`, but for untied ends."""
     from composer_fsdp2.config.wrapping import WrapPolicy
-    from composer_fsdp2.core.plan import plan_wrapping
-    from composer_fsdp2.core.rules import by_class, ends_of_models, root_rule
+    from composer_fsdp2.plan.planner import plan_wrapping
+    from composer_fsdp2.plan.rules import by_class, ends_of_models, root_rule
 
     ends = ends_of_models(model, WrapPolicy())
     rules = [by_class(*classes), lambda _name, module: ends.get(id(module)), root_rule]

@@ -150,7 +150,7 @@ def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
 
 def measure_agreement(steps: int, warmup: int) -> None:
     """Prints the line of rank 0."""
-    from composer_fsdp2.core.collectives import least_and_most
+    from composer_fsdp2.ranks import least_and_most
 
     trainee, device = Trainee(OURS, Controls()), torch.device("cpu")
     tokens = torch.randint(0, 2048, (4, 129))

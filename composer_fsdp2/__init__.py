@@ -6,18 +6,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from composer_fsdp2.config.schema import FSDP2Config, parse_config
-    from composer_fsdp2.core.activation import (
+    from composer_fsdp2.blocks.activation import (
         ActivationPlan,
         ActivationSpec,
         apply_activation,
         plan_activation,
     )
-    from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
-    from composer_fsdp2.core.shard import apply_plan
-    from composer_fsdp2.core.summon import summon_full_params
-    from composer_fsdp2.core.tying import tied_groups
+    from composer_fsdp2.config.schema import FSDP2Config, parse_config
     from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+    from composer_fsdp2.plan.module_tree import tied_groups
+    from composer_fsdp2.plan.planner import ShardUnit, WrapPlan, plan_wrapping
+    from composer_fsdp2.shard.apply import apply_plan
+    from composer_fsdp2.shard.summon import summon_full_params
     from composer_fsdp2.trainer.config import TrainerFSDP2Config
     from composer_fsdp2.trainer.monitor import FSDP2Monitor
     from composer_fsdp2.trainer.patches import install, installed, uninstall
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ActivationPlan": "core.activation",
+    "ActivationPlan": "blocks.activation",
     "ActivationSpec": "config.blocks",
     "CheckpointError": "errors",
     "ConfigError": "errors",
@@ -34,19 +34,19 @@ _HOMES = {
     "FSDP2Monitor": "trainer.monitor",
     "PatchError": "errors",
     "PlanError": "errors",
-    "ShardUnit": "core.plan",
+    "ShardUnit": "plan.planner",
     "TrainerFSDP2Config": "trainer.config",
-    "WrapPlan": "core.plan",
-    "apply_activation": "core.activation",
-    "apply_plan": "core.shard",
+    "WrapPlan": "plan.planner",
+    "apply_activation": "blocks.activation",
+    "apply_plan": "shard.apply",
     "install": "trainer.patches",
     "installed": "trainer.patches",
     "parse_config": "config.schema",
-    "plan_activation": "core.activation",
-    "plan_wrapping": "core.plan",
+    "plan_activation": "blocks.activation",
+    "plan_wrapping": "plan.planner",
     "prepare_fully_shard": "trainer.prepare",
-    "summon_full_params": "core.summon",
-    "tied_groups": "core.tying",
+    "summon_full_params": "shard.summon",
+    "tied_groups": "plan.module_tree",
     "uninstall": "trainer.patches",
 }
 

@@ -14,8 +14,9 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
   not raise fails, and one that hangs is reported with its stack. The pool survives it.
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
 - `new_python` for a test whose new processes import large libraries; such tests run first.
-- `fault("what happens", "survived")` puts it into the table of faults, see `tests/faults_table.py`.
-- A skip names what is missing in the words of `tests/skips.py`, or it is a failure.
+- `fault("what happens", "survived")` puts it into the table of faults:
+  `tests/support/faults_table.py`.
+- A skip names what is missing in the words of `tests/support/skips.py`, or it is a failure.
 
 A module of tests may name in `PRELOAD` what its ranks import, if that takes long.
 
@@ -37,8 +38,8 @@ from typing import Any, TextIO
 import pytest
 from hypothesis import settings
 
-from tests import faults_table, shards, skips
-from tests.pool import TEST_SECONDS, Pools, RankError, start_server
+from tests.support import faults_table, shards, skips
+from tests.support.pool import TEST_SECONDS, Pools, RankError, start_server
 
 POOLS = pytest.StashKey[Pools]()
 NUMBERS = pytest.StashKey[TextIO]()

@@ -40,9 +40,9 @@ from composer_fsdp2.checkpoint.source import (
     digest_of,
 )
 from composer_fsdp2.checkpoint.staging import staged
-from composer_fsdp2.core.torch_private.members import check_private_members
-from composer_fsdp2.core.torch_private.tensors import storage_info
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.torch_private.tensors import storage_info
 
 __all__ = ["Advance", "alone", "nest", "prove_whole", "write_full", "write_sharded"]
 

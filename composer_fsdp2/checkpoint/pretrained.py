@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from composer_fsdp2.core.torch_private.tensors import non_persistent_buffers
-from composer_fsdp2.core.tying import ModuleTree, alias_representatives
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.plan.module_tree import ModuleTree, alias_representatives
+from composer_fsdp2.shard.torch_private.tensors import non_persistent_buffers
 
 __all__ = [
     "ModelTensors",

@@ -29,9 +29,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.checkpoint.archive import Archive, map_file
 from composer_fsdp2.checkpoint.pickles import load_file, load_object, read_metadata, trusts
-from composer_fsdp2.core.torch_private.members import check_private_members
-from composer_fsdp2.core.torch_private.tensors import flatten_state_dict
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.torch_private.tensors import flatten_state_dict
 
 __all__ = [
     "CHECKSUMS",

@@ -29,8 +29,8 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.checkpoint.load import reason_of
 from composer_fsdp2.checkpoint.source import CHECKSUMS, METADATA, digest_of
 from composer_fsdp2.checkpoint.staging import hidden, sync, unwritten
-from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.ranks import agree
 
 __all__ = [
     "REPLACED",

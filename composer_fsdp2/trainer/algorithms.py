@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.core.norms import clip_by_unit_norm_, local_part
-from composer_fsdp2.core.optim import shard_like
-from composer_fsdp2.core.shard import is_sharded, reshard
-from composer_fsdp2.core.torch_private.tensors import tree_leaves, tree_map_only
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.trainer.loading import plain_name
+from composer_fsdp2.runtime.norms import clip_by_unit_norm_, local_part
+from composer_fsdp2.shard.apply import is_sharded, reshard
+from composer_fsdp2.shard.optimizer import shard_like
+from composer_fsdp2.shard.torch_private.tensors import tree_leaves, tree_map_only
+from composer_fsdp2.trainer.load import plain_name
 
 __all__ = [
     "average_weights",

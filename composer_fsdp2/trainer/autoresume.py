@@ -18,10 +18,10 @@ from composer.utils.file_helpers import format_name_with_dist, parse_uri
 
 from composer_fsdp2.checkpoint.source import Checkpoint, open_checkpoint
 from composer_fsdp2.checkpoint.write import REPLACED, point_to
-from composer_fsdp2.core.collectives import agree
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.trainer.compiling import note_compiled_whole
-from composer_fsdp2.trainer.loading import load_checkpoint, set_node_rank
+from composer_fsdp2.ranks import agree
+from composer_fsdp2.trainer.compile_once import note_compiled_whole
+from composer_fsdp2.trainer.load import load_checkpoint, set_node_rank
 
 __all__ = ["load_newest_good", "note_autoresume", "settle_autoresume", "warn_of_shared_store"]
 

@@ -16,10 +16,10 @@ from composer.devices import DeviceGPU
 from composer.utils import dist
 from torch import nn
 
-from composer_fsdp2.core.collectives import any_rank
-from composer_fsdp2.core.norms import whole_metrics
-from composer_fsdp2.core.shard import is_sharded, reshard
-from composer_fsdp2.trainer.loading import plain_name
+from composer_fsdp2.ranks import any_rank
+from composer_fsdp2.runtime.norms import whole_metrics
+from composer_fsdp2.shard.apply import is_sharded, reshard
+from composer_fsdp2.trainer.load import plain_name
 
 __all__ = [
     "agreed_metric",

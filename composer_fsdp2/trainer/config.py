@@ -16,8 +16,8 @@ from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
-from composer_fsdp2.core.mesh import MeshShape
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.mesh_shape import MeshShape
 
 __all__ = ["TrainerFSDP2Config", "asks_for_fsdp2", "parse_parallelism_config", "resolve_settings"]
 

@@ -13,8 +13,8 @@ from composer import Trainer, algorithms, callbacks
 from composer.core import Event, State
 from composer.utils import ensure_tuple
 
-from composer_fsdp2.core.shard import is_sharded
 from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.shard.apply import is_sharded
 
 __all__ = [
     "ALGORITHMS",

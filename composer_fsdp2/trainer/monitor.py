@@ -16,9 +16,9 @@ from composer.utils import dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.core.traffic import TrafficMeter
-from composer_fsdp2.core.watching import watching
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.runtime.traffic import TrafficMeter
+from composer_fsdp2.shard.torch_private.watching import watching
 from composer_fsdp2.trainer.sharding import Sharding, sharding_of
 
 __all__ = ["NAME", "FSDP2Monitor"]

@@ -27,55 +27,60 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
-from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec, Float8Spec
-from composer_fsdp2.config.describe import describe_values
-from composer_fsdp2.config.placement import CPUOffload
-from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.config.schema import FSDP2Config
-from composer_fsdp2.core.accumulate import Accumulation
-from composer_fsdp2.core.activation import ActivationPlan, apply_activation, plan_activation
-from composer_fsdp2.core.chunking import ChunkingPlan, apply_chunking, kept_for_loss, plan_chunking
-from composer_fsdp2.core.collectives import agree, installation
-from composer_fsdp2.core.communication import apply_communication, check_communication
-from composer_fsdp2.core.compile import CompilePlan, apply_compile, plan_compile
-from composer_fsdp2.core.fp8 import (
+from composer_fsdp2.blocks.activation import ActivationPlan, apply_activation, plan_activation
+from composer_fsdp2.blocks.chunked_loss import (
+    ChunkingPlan,
+    apply_chunking,
+    kept_for_loss,
+    plan_chunking,
+)
+from composer_fsdp2.blocks.compile import CompilePlan, apply_compile, plan_compile
+from composer_fsdp2.blocks.fp8 import (
     Float8Plan,
     apply_float8,
     check_float8,
     gather_in_float8,
     plan_float8,
 )
-from composer_fsdp2.core.materialize import Origins, check_origins, shared_seed
-from composer_fsdp2.core.mesh import MeshShape, build_mesh, with_cpu_backend
-from composer_fsdp2.core.optim import (
+from composer_fsdp2.blocks.tiled_mlp import TilingPlan, apply_tiling, plan_tiling
+from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
+from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec, Float8Spec
+from composer_fsdp2.config.describe import describe_values
+from composer_fsdp2.config.placement import CPUOffload
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.conditional_modules import optional_modules
+from composer_fsdp2.plan.mesh_shape import MeshShape, build_mesh, with_cpu_backend
+from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
+from composer_fsdp2.plan.planner import ShardUnit, WrapPlan, plan_wrapping
+from composer_fsdp2.plan.unit_size import UnitSizes
+from composer_fsdp2.ranks import agree, installation
+from composer_fsdp2.runtime.accumulation import Accumulation
+from composer_fsdp2.runtime.events import Progress
+from composer_fsdp2.runtime.oom import Guard
+from composer_fsdp2.runtime.order_check import apply_order_check, check_order_check
+from composer_fsdp2.runtime.prefetch import apply_prefetch
+from composer_fsdp2.runtime.unused_parameters import pass_gradients, reduce_unused
+from composer_fsdp2.runtime.watchdog import lookout_of
+from composer_fsdp2.shard.apply import (
+    apply_plan,
+    check_forward_methods,
+    check_hooks,
+    collector_paused,
+)
+from composer_fsdp2.shard.communication import apply_communication, check_communication
+from composer_fsdp2.shard.initial_weights import Origins, check_origins, shared_seed
+from composer_fsdp2.shard.optimizer import (
     check_optimizer,
     describe_optimizer,
     detach_optimizer,
     reattach_optimizer,
     reshard_before_steps,
 )
-from composer_fsdp2.core.optional import optional_modules
-from composer_fsdp2.core.order import apply_order_check, check_order_check
-from composer_fsdp2.core.plan import ShardUnit, WrapPlan, plan_wrapping
-from composer_fsdp2.core.precision import cast_buffers, compute_dtype, resolve_precision
-from composer_fsdp2.core.prefetch import apply_prefetch
-from composer_fsdp2.core.progress import Progress
-from composer_fsdp2.core.recovery import Guard
-from composer_fsdp2.core.shard import (
-    apply_plan,
-    check_forward_methods,
-    check_hooks,
-    collector_paused,
-)
-from composer_fsdp2.core.sizing import UnitSizes
-from composer_fsdp2.core.stalls import lookout_of
-from composer_fsdp2.core.tiling import TilingPlan, apply_tiling, plan_tiling
-from composer_fsdp2.core.torch_private.members import check_private_members
-from composer_fsdp2.core.torch_private.tensors import fast_chunking
-from composer_fsdp2.core.tying import ModuleTree, has_forward
-from composer_fsdp2.core.unused import pass_gradients, reduce_unused
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.shard.precision import cast_buffers, compute_dtype, resolve_precision
+from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.torch_private.tensors import fast_chunking
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.rules import activation_choice, block_units, trainer_rules
 from composer_fsdp2.trainer.sharding import Sharding, note_sharding

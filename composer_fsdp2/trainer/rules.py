@@ -14,18 +14,18 @@ from torchmetrics import Metric, MetricCollection
 
 from composer_fsdp2.config.fsdp1 import convert_fsdp1_unit
 from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
-from composer_fsdp2.core.blocks import outer_names
-from composer_fsdp2.core.mesh import MeshShape
-from composer_fsdp2.core.plan import Decision, Rule, WrapPlan
-from composer_fsdp2.core.rules import (
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.block_positions import outer_names
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_tree import has_forward
+from composer_fsdp2.plan.planner import Decision, Rule, WrapPlan
+from composer_fsdp2.plan.rules import (
     by_hf_blocks,
     ends_of_models,
     policy_rules,
     root_rule,
     with_fp32_islands,
 )
-from composer_fsdp2.core.tying import has_forward
-from composer_fsdp2.errors import ConfigError
 
 __all__ = ["activation_choice", "block_units", "trainer_rules"]
 

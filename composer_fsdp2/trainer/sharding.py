@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.core.accumulate import Accumulation
-from composer_fsdp2.core.mesh import MeshShape
-from composer_fsdp2.core.plan import WrapPlan
-from composer_fsdp2.core.resharding import resharding
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.planner import WrapPlan
+from composer_fsdp2.runtime.accumulation import Accumulation
+from composer_fsdp2.shard.eval_reshard import resharding
 
 __all__ = ["Sharding", "note_sharding", "sharding_of"]
 

@@ -19,14 +19,14 @@ from transformers import LlamaForCausalLM
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
-from composer_fsdp2.core.sizing import FROZEN_MAY_DIFFER
 from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.trainer.rules import block_units
 from composer_fsdp2.trainer.sharding import sharding_of
-from tests.models import llama_config
-from tests.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
-from tests.traffic import Bytes
-from tests.training import Tokens, largest_difference, trainer_for
+from tests.support.models import llama_config
+from tests.support.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
+from tests.support.traffic import Bytes
+from tests.support.training import Tokens, largest_difference, trainer_for
 
 hf_fsdp = pytest.importorskip("llmfoundry.models.hf.hf_fsdp", reason="needs the extra foundry")
 

@@ -31,10 +31,10 @@ from torchvision.transforms import ToPILImage, ToTensor
 
 from composer_fsdp2 import CheckpointError, ConfigError, installed, prepare_fully_shard
 from composer_fsdp2.trainer.extensions import ALGORITHMS
-from composer_fsdp2.trainer.loading import plain_name
-from tests.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
-from tests.parity import OPTIMIZERS, assert_same_gradients
-from tests.training import (
+from composer_fsdp2.trainer.load import plain_name
+from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
+from tests.support.parity import OPTIMIZERS, assert_same_gradients
+from tests.support.training import (
     Tokens,
     built,
     largest_difference,
@@ -43,7 +43,7 @@ from tests.training import (
     trainer_for,
     weights,
 )
-from tests.vision import CLASSES, TinyConv, images
+from tests.support.vision import CLASSES, TinyConv, images
 
 SGD = OPTIMIZERS["sgd"]
 Make = Callable[[], ComposerModel]

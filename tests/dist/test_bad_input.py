@@ -19,10 +19,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ConfigError, FSDP2Config, PatchError, PlanError, prepare_fully_shard
-from composer_fsdp2.core.plan import plan_wrapping
-from composer_fsdp2.core.shard import apply_plan
-from composer_fsdp2.core.torch_private import members
-from tests.models import TinyComposer, TinyLM
+from composer_fsdp2.plan.planner import plan_wrapping
+from composer_fsdp2.shard.apply import apply_plan
+from composer_fsdp2.shard.torch_private import members
+from tests.support.models import TinyComposer, TinyLM
 
 pytestmark = pytest.mark.fault("settings that cannot work", "reported")
 DIFFERENT = pytest.mark.fault("ranks that hold different things", "reported")

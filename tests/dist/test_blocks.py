@@ -18,11 +18,11 @@ from transformers.models.llama import LlamaForCausalLM
 
 from composer_fsdp2 import FSDP2Monitor, installed, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
-from tests.alive import Alive
-from tests.models import WIDTH, Block, TinyComposer, TinyLM, batches, llama_config
-from tests.parity import OPTIMIZERS, Recipe, check_parity, full, gathered, model_loss
-from tests.traffic import Bytes
-from tests.training import built, largest_difference, samples_of, trainer_for, weights
+from tests.support.alive import Alive
+from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches, llama_config
+from tests.support.parity import OPTIMIZERS, Recipe, check_parity, full, gathered, model_loss
+from tests.support.traffic import Bytes
+from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
 

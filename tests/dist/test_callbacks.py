@@ -22,9 +22,9 @@ from torchmetrics import Metric
 
 from composer_fsdp2 import ConfigError, FSDP2Config, installed, prepare_fully_shard
 from composer_fsdp2.trainer.extensions import CALLBACKS
-from tests.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
-from tests.parity import OPTIMIZERS
-from tests.training import (
+from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
+from tests.support.parity import OPTIMIZERS
+from tests.support.training import (
     Tokens,
     built,
     largest_difference,
@@ -33,7 +33,7 @@ from tests.training import (
     trainer_for,
     weights,
 )
-from tests.vision import TinyConv, images
+from tests.support.vision import TinyConv, images
 
 SGD = OPTIMIZERS["sgd"]
 

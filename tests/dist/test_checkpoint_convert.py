@@ -12,11 +12,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from composer_fsdp2 import installed
-from composer_fsdp2.cli import app
-from tests.models import TinyComposer
-from tests.parity import OPTIMIZERS, full
-from tests.training import Tokens, built, largest_difference, samples_of, trainer_for, weights
-from tests.unit.test_checkpoint_huggingface import composers, logits, names_in, tiny, tokenizer
+from composer_fsdp2.cli.main import app
+from tests.support.models import TinyComposer
+from tests.support.parity import OPTIMIZERS, full
+from tests.support.training import (
+    Tokens,
+    built,
+    largest_difference,
+    samples_of,
+    trainer_for,
+    weights,
+)
+from tests.unit.checkpoint.test_huggingface import composers, logits, names_in, tiny, tokenizer
 
 ADAMW = OPTIMIZERS["adamw"]
 SAVED = {"sharded": "ep0-ba5", "full": "ep0-ba5-rank0.pt"}

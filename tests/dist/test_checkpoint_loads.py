@@ -24,9 +24,9 @@ from composer_fsdp2.checkpoint.archive import Archive, map_file
 from composer_fsdp2.checkpoint.source import FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, resume
-from tests.fsdp1_fixtures import path_of, tiny_model
-from tests.models import TinyComposer
-from tests.training import built, largest_difference, samples_of, trainer_for, weights
+from tests.support.fsdp1_fixtures import path_of, tiny_model
+from tests.support.models import TinyComposer
+from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
 SHARDED, FULL = "sharded_dtensor_2r", "full_2r"
 BOTH = pytest.mark.parametrize("name", [SHARDED, FULL])

@@ -26,10 +26,10 @@ from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
-from tests.fsdp1_fixtures import expected, fsdp1_losses
-from tests.models import TinyComposer
-from tests.saved import limit_files, no_space
-from tests.training import built, largest_difference, samples_of, trainer_for
+from tests.support.fsdp1_fixtures import expected, fsdp1_losses
+from tests.support.models import TinyComposer
+from tests.support.saved import limit_files, no_space
+from tests.support.training import built, largest_difference, samples_of, trainer_for
 
 
 def everything(path: Path) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.errors import ConfigError
-from tests.models import TinyLM
-from tests.parity import Recipe, check_parity
+from tests.support.models import TinyLM
+from tests.support.parity import Recipe, check_parity
 
 SWITCHES = {
     "reduce_scatter_buffers": (2, "set_reduce_scatter_max_input_buffers"),

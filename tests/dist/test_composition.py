@@ -11,9 +11,9 @@ from torch import distributed as dist
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.trainer.sharding import sharding_of
-from tests.models import TinyLM, batches, lm_loss
-from tests.pairs import Case, covering, pairs_of
-from tests.parity import TOLERANCE, assert_close, gathered
+from tests.support.models import TinyLM, batches, lm_loss
+from tests.support.pairs import Case, covering, pairs_of
+from tests.support.parity import TOLERANCE, assert_close, gathered
 
 CONTROLS: dict[str, tuple[Any, ...]] = {
     "recompute": ("none", "full", "selective", "offload"),

@@ -23,12 +23,12 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     summon_full_params,
 )
-from composer_fsdp2.migrate.engine import migrate
-from composer_fsdp2.trainer import exporting, patches
+from composer_fsdp2.tools.migrate.engine import migrate
+from composer_fsdp2.trainer import patches, save_pretrained
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
-from tests.models import WIDTH, TinyComposer, TinyLM, batches, llama_config
-from tests.training import built, samples_of, trainer_for
+from tests.support.models import WIDTH, TinyComposer, TinyLM, batches, llama_config
+from tests.support.training import built, samples_of, trainer_for
 
 PAGE = Path(__file__).parents[2] / "MIGRATION.md"
 TABLE = re.compile(r"<!-- errors -->\n(.*?)<!-- end of errors -->", re.DOTALL)
@@ -170,7 +170,7 @@ def saved_by_one_rank(folder: Path) -> None:
     model, errors = LlamaForCausalLM(llama_config()), []
     prepare(model)
     with pytest.MonkeyPatch.context() as patch, installed():
-        patch.setattr(exporting, "_WAIT_SECONDS", 0.1)
+        patch.setattr(save_pretrained, "_WAIT_SECONDS", 0.1)
         for rank in range(2):
             if rank == dist.get_rank():
                 with pytest.raises(CheckpointError) as caught:

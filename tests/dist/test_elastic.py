@@ -32,17 +32,17 @@ from torch.distributed.launcher.api import elastic_launch
 
 from composer_fsdp2 import installed
 from composer_fsdp2.trainer.autoresume import warn_of_shared_store
-from tests.faults_table import record
-from tests.models import TinyComposer
-from tests.pool import start_server
-from tests.training import built, largest_difference, samples_of, trainer_for, weights
+from tests.support.faults_table import record
+from tests.support.models import TinyComposer
+from tests.support.pool import start_server
+from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
 STEPS, EVERY, GLOBAL_BATCH = 8, 2, 8
 KILLED_AT = 5
 COLLECTIVE_SECONDS = 15.0
 """Long enough for a busy machine; a test waits for it once, without computing."""
 
-PRELOAD = ["torch.distributed.run", "torch.distributed.launcher.api", "tests.training"]
+PRELOAD = ["torch.distributed.run", "torch.distributed.launcher.api", "tests.support.training"]
 
 
 def train(folder: Path, happens: Callable[[State], object] = id, **kwargs: Any) -> int:

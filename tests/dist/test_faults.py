@@ -30,10 +30,10 @@ from torch import nn
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.source import detect_kind, open_checkpoint
-from tests.faults_table import record
-from tests.models import lm_loss
-from tests.pool import RankError, WorkerPool
-from tests.training import built, samples_of, trainer_for
+from tests.support.faults_table import record
+from tests.support.models import lm_loss
+from tests.support.pool import RankError, WorkerPool
+from tests.support.training import built, samples_of, trainer_for
 
 STEPS, EVERY, KILLED_AT = 6, 2, 4
 MOMENTS = 10

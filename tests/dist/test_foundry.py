@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
 from composer_fsdp2.errors import CheckpointError, ConfigError
-from composer_fsdp2.foundry import parse_run_config, transform
+from composer_fsdp2.foundry.transform import parse_run_config, transform
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from composer_fsdp2.trainer.patches import uninstall
-from tests.foundry import (
+from tests.support.foundry import (
     FSDP2,
     MODEL,
     PRELOAD,

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from composer_fsdp2 import ConfigError, PlanError, prepare_fully_shard, summon_full_params
-from tests.models import TinyLM, batches, lm_loss
-from tests.parity import assert_same_values
-from tests.traffic import Bytes
+from tests.support.models import TinyLM, batches, lm_loss
+from tests.support.parity import assert_same_values
+from tests.support.traffic import Bytes
 
 float8 = pytest.importorskip("torchao.float8", reason="needs the extra fp8")
 PRELOAD = ("torchao.float8",)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from composer_fsdp2 import installed
 from composer_fsdp2.errors import CheckpointError
-from tests.fsdp1_fixtures import (
+from tests.support.fsdp1_fixtures import (
     NAMES,
     NEXT,
     SAVED_AT,
@@ -189,7 +189,7 @@ def losses_without_fsdp2(name: str) -> tuple[float, ...]:
 
 
 def record(name: str, into: str, kind: str, difference: float | None) -> None:
-    """Leaves a line for `python -m tests.checkpoint_matrix`, which makes the table."""
+    """Leaves a line for `python -m tests.support.checkpoint_matrix`, which makes the table."""
     if "CHECKPOINT_MATRIX" in os.environ and dist.get_rank() == 0:
         line = {"name": name, "into": into, "kind": kind, "difference": difference}
         with Path(os.environ["CHECKPOINT_MATRIX"]).open("a") as file:

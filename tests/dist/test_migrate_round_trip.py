@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import installed
-from composer_fsdp2.migrate.engine import migrate
-from tests.models import TinyComposer
-from tests.parity import OPTIMIZERS, TOLERANCE, full
-from tests.training import built, largest_difference, samples_of, train_alone, trainer_for
+from composer_fsdp2.tools.migrate.engine import migrate
+from tests.support.models import TinyComposer
+from tests.support.parity import OPTIMIZERS, TOLERANCE, full
+from tests.support.training import built, largest_difference, samples_of, train_alone, trainer_for
 
 STEPS = 6
 MICROBATCHES = 2

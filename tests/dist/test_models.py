@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import prepare_fully_shard
-from tests.parity import OPTIMIZERS
-from tests.training import largest_difference
+from tests.support.parity import OPTIMIZERS
+from tests.support.training import largest_difference
 
 VOCAB, STEPS, SIZE, LENGTH = 31, 5, 8, 7
 SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

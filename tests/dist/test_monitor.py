@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import ConfigError, FSDP2Monitor, installed, prepare_fully_shard
-from composer_fsdp2.core.traffic import TrafficMeter
-from composer_fsdp2.core.watching import watching
+from composer_fsdp2.runtime.traffic import TrafficMeter
+from composer_fsdp2.shard.torch_private.watching import watching
 from composer_fsdp2.trainer.monitor import describe_sharding
 from composer_fsdp2.trainer.sharding import Sharding, sharding_of
-from tests.models import TinyComposer, TinyLM, batches, lm_loss
-from tests.parity import OPTIMIZERS
-from tests.training import built, largest_difference, loader_of, samples_of, trainer_for
+from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.support.parity import OPTIMIZERS
+from tests.support.training import built, largest_difference, loader_of, samples_of, trainer_for
 
 SGD = OPTIMIZERS["sgd"]
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}

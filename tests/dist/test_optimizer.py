@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.debug import CommDebugMode
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
-from composer_fsdp2.core.optim import shard_like
-from tests.models import TinyLM, batches
-from tests.parity import (
+from composer_fsdp2.shard.optimizer import shard_like
+from tests.support.models import TinyLM, batches
+from tests.support.parity import (
     OPTIMIZERS,
     Recipe,
     assert_same_state,

@@ -19,11 +19,11 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import ConfigError, PlanError, installed, prepare_fully_shard
-from composer_fsdp2.core import order
-from composer_fsdp2.core.stalls import rank_text
-from tests.models import TinyComposer
-from tests.pool import WorkerPool
-from tests.training import built, samples_of, trainer_for
+from composer_fsdp2.runtime import order_check
+from composer_fsdp2.runtime.watchdog import rank_text
+from tests.support.models import TinyComposer
+from tests.support.pool import WorkerPool
+from tests.support.training import built, samples_of, trainer_for
 
 TIMEOUT_SECONDS = 4.0
 
@@ -154,7 +154,7 @@ def test_where_gloo_does_not_get_through_a_warning_says_so():
         raise RuntimeError("no route to host")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(order, "_channels", weakref.WeakKeyDictionary())
+        patch.setattr(order_check, "_channels", weakref.WeakKeyDictionary())
         patch.setattr(dist, "new_group", refused)
         with pytest.warns(UserWarning, match="gloo cannot connect the ranks: no route to host"):
             model = turned()

@@ -26,14 +26,14 @@ from torch.distributed.fsdp import FSDPModule
 from torchmetrics import Metric
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.core import recovery
-from composer_fsdp2.core.recovery import Guard, Snapshot, attempt, reset
-from composer_fsdp2.core.torch_private.units import param_groups
 from composer_fsdp2.errors import ConfigError
-from tests.faults_table import record
-from tests.models import TinyComposer, TinyLM, batches, lm_loss
-from tests.parity import assert_same_values
-from tests.training import built, loader_of, samples_of, trainer_for, weights
+from composer_fsdp2.runtime import oom
+from composer_fsdp2.runtime.oom import Guard, Snapshot, attempt, reset
+from composer_fsdp2.shard.torch_private.units import param_groups
+from tests.support.faults_table import record
+from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.support.parity import assert_same_values
+from tests.support.training import built, loader_of, samples_of, trainer_for, weights
 
 FITS = 2
 """samples of a microbatch; a rank's batch has 8"""
@@ -112,7 +112,7 @@ class Memory:
             elif self.point == "optimizer":
                 self.optimizer.register_step_post_hook(self.allocate)
             else:
-                patch.setattr(recovery, f"reserve_{self.point}", self.reserve)
+                patch.setattr(oom, f"reserve_{self.point}", self.reserve)
             yield
 
     def forward(self, _module: nn.Module, _inputs: Any, _output: torch.Tensor) -> None:

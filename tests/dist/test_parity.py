@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import prepare_fully_shard
-from tests.models import (
+from tests.support.models import (
     TIES,
     AcrossChildren,
     Block,
@@ -24,8 +24,8 @@ from tests.models import (
     TwoNames,
     batches,
 )
-from tests.pairs import parametrize_pairs
-from tests.parity import OPTIMIZERS, Recipe, check_parity, gathered, model_loss
+from tests.support.pairs import parametrize_pairs
+from tests.support.parity import OPTIMIZERS, Recipe, check_parity, gathered, model_loss
 
 # Newer torch says so of every `nn.Linear` that is a unit by itself; nothing here adds in place.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.pool import RankError
+from tests.support.pool import RankError
 
 
 def _sum_of_ranks() -> float:

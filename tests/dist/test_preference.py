@@ -11,8 +11,8 @@ import yaml
 from torch.utils.data import default_collate
 
 from composer_fsdp2 import installed
-from tests.parity import OPTIMIZERS, TOLERANCE
-from tests.training import largest_difference, trainer_for
+from tests.support.parity import OPTIMIZERS, TOLERANCE
+from tests.support.training import largest_difference, trainer_for
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
-from tests.models import TinyLM
-from tests.parity import Recipe, assert_same_gradients, check_parity
+from tests.support.models import TinyLM
+from tests.support.parity import Recipe, assert_same_gradients, check_parity
 
 WIDTHS = (4, 6, 8, 10, 12, 14, 16)
 BLOCKS = len(WIDTHS) - 1

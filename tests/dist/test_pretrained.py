@@ -31,10 +31,10 @@ from composer_fsdp2 import (
     prepare_fully_shard,
 )
 from composer_fsdp2.checkpoint.pretrained import PretrainedFolder, StoredTensor, open_pretrained
-from composer_fsdp2.core.tying import ModuleTree
-from tests.models import VOCAB, llama_config
-from tests.parity import OPTIMIZERS, Recipe, gathered, train_together
-from tests.training import samples_of, trainer_for
+from composer_fsdp2.plan.module_tree import ModuleTree
+from tests.support.models import VOCAB, llama_config
+from tests.support.parity import OPTIMIZERS, Recipe, gathered, train_together
+from tests.support.training import samples_of, trainer_for
 
 SAMPLE = torch.tensor([[1, 5, 3, 2], [0, 4, 4, 16]])
 

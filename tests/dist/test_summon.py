@@ -22,8 +22,8 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     summon_full_params,
 )
-from tests.models import TinyComposer, TinyLM, batches
-from tests.parity import (
+from tests.support.models import TinyComposer, TinyLM, batches
+from tests.support.parity import (
     OPTIMIZERS,
     assert_close,
     assert_same_gradients,

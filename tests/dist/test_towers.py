@@ -14,16 +14,16 @@ from torch.nn import functional as F
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.core.tying import is_wrapper
-from tests.models import VOCAB, WIDTH, Block, TinyLM, batches, llama_config, lm_loss
-from tests.parity import (
+from composer_fsdp2.plan.module_tree import is_wrapper
+from tests.support.models import VOCAB, WIDTH, Block, TinyLM, batches, llama_config, lm_loss
+from tests.support.parity import (
     OPTIMIZERS,
     Recipe,
     assert_same_gradients,
     assert_same_values,
     train_together,
 )
-from tests.traffic import Bytes
+from tests.support.traffic import Bytes
 
 IMAGE = VOCAB
 """the token in whose place an image is seen"""

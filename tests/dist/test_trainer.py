@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ConfigError, FSDP2Config, TrainerFSDP2Config, installed
 from composer_fsdp2.trainer.config import parse_parallelism_config
-from tests.models import VOCAB, Block, TinyComposer, llama_config
-from tests.parity import OPTIMIZERS
-from tests.training import (
+from tests.support.models import VOCAB, Block, TinyComposer, llama_config
+from tests.support.parity import OPTIMIZERS
+from tests.support.training import (
     Tokens,
     built,
     composers_own,

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from composer import Trainer
 
 from composer_fsdp2 import installed
-from tests.models import TinyComposer
-from tests.parity import OPTIMIZERS, full
-from tests.training import (
+from tests.support.models import TinyComposer
+from tests.support.parity import OPTIMIZERS, full
+from tests.support.training import (
     built,
     largest_difference,
     samples_of,

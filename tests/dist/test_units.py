@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
 from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.core.precision import compute_dtype, resolve_precision
 from composer_fsdp2.errors import ConfigError
-from tests.models import Block, TinyComposer, TinyLM, batches
-from tests.parity import OPTIMIZERS, Recipe, check_parity, model_loss, train_together
-from tests.traffic import Bytes
+from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+from tests.support.models import Block, TinyComposer, TinyLM, batches
+from tests.support.parity import OPTIMIZERS, Recipe, check_parity, model_loss, train_together
+from tests.support.traffic import Bytes
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
 fp32, bf16 = torch.float32, torch.bfloat16

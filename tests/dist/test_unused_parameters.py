@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.trainer.sharding import sharding_of
-from tests.experts import FAMILIES, Sparse, choose, force
-from tests.models import WIDTH, Block, TinyLM, batches
-from tests.parity import (
+from tests.support.experts import FAMILIES, Sparse, choose, force
+from tests.support.models import WIDTH, Block, TinyLM, batches
+from tests.support.parity import (
     OPTIMIZERS,
     assert_close,
     assert_same_gradients,

@@ -10,9 +10,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import installed
-from tests.models import VOCAB, TinyComposer, TinyLM
-from tests.parity import OPTIMIZERS, check_parity
-from tests.training import (
+from tests.support.models import VOCAB, TinyComposer, TinyLM
+from tests.support.parity import OPTIMIZERS, check_parity
+from tests.support.training import (
     built,
     composers_own,
     largest_difference,

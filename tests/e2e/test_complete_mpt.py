@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.e2e.complete_runs import IDS, PRELOAD, killed, logits, losses, run
+from tests.support.complete_runs import IDS, PRELOAD, killed, logits, losses, run
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = pytest.mark.slow

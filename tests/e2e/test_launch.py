@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from composer_fsdp2.launch import launch_ranks, rank_error
-from tests.faults_table import record
-from tests.pool import start_server
+from composer_fsdp2.cli.launch import launch_ranks, rank_error
+from tests.support.faults_table import record
+from tests.support.pool import start_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
 
@@ -101,7 +101,7 @@ import time
 from pathlib import Path
 from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from composer_fsdp2.launch import rank_guard
+from composer_fsdp2.cli.launch import rank_guard
 
 def work():
     dist.init_process_group("gloo")
@@ -140,7 +140,7 @@ def test_the_first_to_fail_is_reported(tmp_path):
 # As Composer does: leave in an orderly way. The second lock is a collective that never ends.
 STUCK = """
 import ctypes, os, signal, sys
-from composer_fsdp2.launch import rank_guard
+from composer_fsdp2.cli.launch import rank_guard
 with rank_guard():
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: sys.exit(128 + number))

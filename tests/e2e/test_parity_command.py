@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from composer_fsdp2 import cli, launch
-from composer_fsdp2.migrate.engine import migrate
-from tests.e2e.forked import PRELOAD, ROOT, command
+from composer_fsdp2.cli import launch
+from composer_fsdp2.cli.main import main
+from composer_fsdp2.tools.migrate.engine import migrate
 from tests.e2e.test_quickstart import SMALL
+from tests.support.forked import PRELOAD, ROOT, command
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = pytest.mark.slow
@@ -96,7 +97,7 @@ def replayed(agreed, folder, monkeypatch):
 
     def run(new: Path, *args: str):
         command = ["parity", f"{folder}/old.yaml", str(new), f"--steps={STEPS}", "-n2", *args]
-        return CliRunner().invoke(cli.app, command)
+        return CliRunner().invoke(main.app, command)
 
     return recorded, run
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from tests.e2e.forked import PRELOAD, command
-from tests.models import llama_config
+from tests.support.forked import PRELOAD, command
+from tests.support.models import llama_config
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = pytest.mark.slow

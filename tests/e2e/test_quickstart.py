@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e import forked
-from tests.e2e.forked import PRELOAD, ROOT
+from tests.support import forked
+from tests.support.forked import PRELOAD, ROOT
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
@@ -43,7 +43,7 @@ def quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str
     env = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
     # CPU also where there are GPUs: the numbers below are for two ranks.
     env |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-    program = [sys.executable, "-m", "composer_fsdp2.cli"]
+    program = [sys.executable, "-m", "composer_fsdp2.cli.main"]
     return subprocess.run(
         [*program, *arguments(folder, *overrides)],
         cwd=ROOT,

@@ -21,8 +21,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
-from composer_fsdp2.core.torch_private.tensors import fast_chunking
-from tests.models import TinyLM, batches, llama_config
+from composer_fsdp2.shard.torch_private.tensors import fast_chunking
+from tests.support.models import TinyLM, batches, llama_config
 
 WIDTH = 96
 FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"

@@ -14,11 +14,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.core.traffic import TrafficMeter
-from composer_fsdp2.core.watching import watching
+from composer_fsdp2.runtime.traffic import TrafficMeter
+from composer_fsdp2.shard.torch_private.watching import watching
 from composer_fsdp2.trainer.sharding import sharding_of
-from tests.models import TinyComposer, TinyLM, batches, lm_loss
-from tests.training import built, samples_of, trainer_for
+from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.support.training import built, samples_of, trainer_for
 
 pytestmark = pytest.mark.gpu
 

@@ -13,17 +13,17 @@ from typer.core import TyperGroup
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from composer_fsdp2.cli import app
+from composer_fsdp2.cli.main import app
 from composer_fsdp2.config.describe import describe_page
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.config.schema import FIELDS
-from composer_fsdp2.migrate.engine import migrate
+from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.trainer.config import parse_parallelism_config
-from tests.migration_tables import MARK as TABLE_OF_KEYS
-from tests.migration_tables import TABLES, table
-from tests.settings_mistakes import MARK as TABLE_OF_MISTAKES
-from tests.settings_mistakes import WRITTEN, message, sentences
-from tests.settings_mistakes import table as table_of_mistakes
+from tests.support.migration_tables import MARK as TABLE_OF_KEYS
+from tests.support.migration_tables import TABLES, table
+from tests.support.settings_mistakes import MARK as TABLE_OF_MISTAKES
+from tests.support.settings_mistakes import WRITTEN, message, sentences
+from tests.support.settings_mistakes import table as table_of_mistakes
 
 ROOT = Path(__file__).parents[2]
 MIGRATION = (ROOT / "MIGRATION.md").read_text()
@@ -93,7 +93,7 @@ def test_every_fsdp1_key_is_in_the_table():
 
 
 def test_the_tables_of_keys_are_up_to_date():
-    """`python -m tests.migration_tables` writes them."""
+    """`python -m tests.support.migration_tables` writes them."""
     shown = {name: text for _, name, text in TABLE_OF_KEYS.findall(MIGRATION)}
     assert shown == {name: table(name) for name in TABLES}
 

@@ -22,12 +22,12 @@ from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.config import schema, wrapping
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.errors import CheckpointError, ConfigError
-from composer_fsdp2.migrate.engine import migrate
-from composer_fsdp2.run_file import read_parallelism, read_yaml
+from composer_fsdp2.foundry.run_file import read_parallelism, read_yaml
+from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.trainer.config import parse_parallelism_config
-from tests.data_folder import CONFIGS as COLLECTION
-from tests.data_folder import ROOT
-from tests.saved import save_file, save_folder, small_state
+from tests.support.data_folder import CONFIGS as COLLECTION
+from tests.support.data_folder import ROOT
+from tests.support.saved import save_file, save_folder, small_state
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"

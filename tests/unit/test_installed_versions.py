@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from composer_fsdp2 import installed
-from composer_fsdp2.cli import app
+from composer_fsdp2.cli.main import app
 
 pytestmark = pytest.mark.smoke
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.supported_table import CI, MARK, PAGE, rows, table, versions
+from tests.support.supported_table import CI, MARK, PAGE, rows, table, versions
 
 SECOND = re.compile(
     r"^\.venv/bin/uv pip install .*-c \.ci/stable\.txt .* && \.venv/bin/python -m pytest$", re.M
@@ -14,7 +14,7 @@ SECOND = re.compile(
 
 
 def test_the_readme_shows_the_table():
-    """`python -m tests.supported_table` writes it."""
+    """`python -m tests.support.supported_table` writes it."""
     assert [text for _, text in MARK.findall(PAGE.read_text())] == [table()]
 
 

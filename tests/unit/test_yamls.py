@@ -15,8 +15,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
-from composer_fsdp2.core.mesh import MeshShape
-from composer_fsdp2.foundry import parse_run_config, requests_fsdp2
+from composer_fsdp2.foundry.transform import parse_run_config, requests_fsdp2
+from composer_fsdp2.plan.mesh_shape import MeshShape
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -32,8 +32,8 @@ from llmfoundry.utils.config_utils import (
 )
 
 from composer_fsdp2 import prepare_fully_shard
-from tests import yaml_memory, yaml_models
-from tests.yaml_memory import ROOT, RUNS, Run, commands_of, memory_of, plain, runs_of
+from tests.support import yaml_memory, yaml_models
+from tests.support.yaml_memory import ROOT, RUNS, Run, commands_of, memory_of, plain, runs_of
 
 YAMLS = sorted((ROOT / "yamls").rglob("*.yaml"))
 MODELS = (

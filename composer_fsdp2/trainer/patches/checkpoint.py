@@ -21,7 +21,7 @@ _VERSIONS = "mosaicml 0.32.1"
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer"
 _CHECKPOINT = "composer.utils.checkpoint"
 _SAVER = "composer.callbacks.checkpoint_saver:CheckpointSaver"
-_SAVING = "composer_fsdp2.trainer.saving"
+_SAVING = "composer_fsdp2.trainer.save"
 
 _LOAD_FUNCTIONS = Feature(
     "Loading with the functions of composer.checkpoint",
@@ -48,7 +48,7 @@ def load_checkpoint(original: Any, path: str, state: Any, *args: Any, **kwargs: 
 
 
 def _save_checkpoint(original: Any, state: Any, save_filename: str, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.saving import save_checkpoint
+    from composer_fsdp2.trainer.save import save_checkpoint
 
     if _uses_fsdp1(state):
         return original(state, save_filename, **kwargs)
@@ -62,7 +62,7 @@ def _uses_fsdp1(state: Any) -> bool:
 
 
 def _read_file(_original: Any, checkpoint_filepath: Any, map_location: str) -> Any:
-    from composer_fsdp2.trainer.loading import read_file
+    from composer_fsdp2.trainer.load import read_file
 
     return read_file(checkpoint_filepath, map_location)
 
@@ -77,13 +77,13 @@ def _load_resumption(original: Any, state: Any, load_path: str) -> Any:
 
 
 def _read_metadata(_original: Any, reader: Any) -> Any:
-    from composer_fsdp2.trainer.loading import read_folder_metadata
+    from composer_fsdp2.trainer.load import read_folder_metadata
 
     return read_folder_metadata(reader)
 
 
 def _read_data(_original: Any, reader: Any, plan: Any, planner: Any) -> Any:
-    from composer_fsdp2.trainer.loading import read_folder_data
+    from composer_fsdp2.trainer.load import read_folder_data
 
     return read_folder_data(reader, plan, planner)
 
@@ -91,13 +91,13 @@ def _read_data(_original: Any, reader: Any, plan: Any, planner: Any) -> Any:
 def _dist_cp_load(
     _original: Any, state_dict: Any, storage_reader: Any, load_planner: Any = None
 ) -> None:
-    from composer_fsdp2.trainer.loading import load_sharded_safely
+    from composer_fsdp2.trainer.load import load_sharded_safely
 
     load_sharded_safely(state_dict, storage_reader, load_planner)
 
 
 def _download_checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.loading import unpacking_safely
+    from composer_fsdp2.trainer.load import unpacking_safely
 
     with unpacking_safely():
         return original(*args, **kwargs)
@@ -107,7 +107,7 @@ def _apply_required_algorithms(
     original: Any, state: Any, state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
     from composer_fsdp2.trainer.extensions import check_required
-    from composer_fsdp2.trainer.loading import vet_algorithms
+    from composer_fsdp2.trainer.load import vet_algorithms
 
     vet_algorithms(state_dict)
     check_required(state, state_dict, *args, **kwargs)
@@ -117,14 +117,14 @@ def _apply_required_algorithms(
 def _saver_fit_end(original: Any, saver: Any, state: Any, logger: Any) -> None:
     from composer.callbacks import CheckpointSaver
 
-    from composer_fsdp2.trainer.saving import finish_background_save
+    from composer_fsdp2.trainer.save import finish_background_save
 
     finish_background_save(inspect.unwrap(CheckpointSaver._save_checkpoint), saver, logger)
     original(saver, state, logger)
 
 
 def _saver_post_close(original: Any, saver: Any) -> None:
-    from composer_fsdp2.trainer.saving import leave_background_save
+    from composer_fsdp2.trainer.save import leave_background_save
 
     leave_background_save(saver)
     original(saver)

@@ -16,7 +16,7 @@ _VERSIONS = "llm-foundry 0.22.0"
 _UPSTREAM = "https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry"
 _PACKAGE = "llmfoundry"
 _TRAIN = "command_utils.train"
-_OURS = "composer_fsdp2.trainer.llm_foundry"
+_OURS = "composer_fsdp2.trainer.foundry_callbacks"
 
 ONE_RANK = Feature(
     "LLM Foundry's training on one rank with FSDP2",

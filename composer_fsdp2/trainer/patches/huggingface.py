@@ -8,7 +8,7 @@ from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, imported
 
 __all__ = ["HUGGINGFACE_ROWS"]
 
-_EXPORT = imported("composer_fsdp2.trainer.exporting", "save_pretrained")
+_EXPORT = imported("composer_fsdp2.trainer.save_pretrained", "save_pretrained")
 _INSTEAD = "Convert a checkpoint with `composer-fsdp2 checkpoint convert RUN FOLDER --to hf`."
 
 _SAVE = Feature("save_pretrained of a sharded model", _INSTEAD)
@@ -23,14 +23,14 @@ _SUMMON = Feature(
 
 
 def _summon_full_params(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.core.summon import holds_shards, summon_full_params
+    from composer_fsdp2.shard.summon import holds_shards, summon_full_params
 
     chosen = summon_full_params if holds_shards(module) else original
     return chosen(module, *args, **kwargs)
 
 
 def _holds_shards(model: Any, *_args: Any, **_kwargs: Any) -> bool:
-    from composer_fsdp2.core.summon import holds_shards
+    from composer_fsdp2.shard.summon import holds_shards
 
     return holds_shards(model)
 
@@ -58,7 +58,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         target="transformers.generation.utils:GenerationMixin.generate",
-        replacement=imported("composer_fsdp2.trainer.generating", "generate"),
+        replacement=imported("composer_fsdp2.trainer.generate", "generate"),
         feature=_GENERATE,
         why="repeats a step that does not fit any more when other ranks generate for longer",
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/generation/utils.py#L2112",

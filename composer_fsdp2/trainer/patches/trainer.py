@@ -22,8 +22,8 @@ __all__ = ["TRAINER_ROWS"]
 _VERSIONS = "mosaicml 0.32.1"
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer"
 _TRAINER = "composer.trainer.trainer"
-_MICROBATCHING = "composer_fsdp2.trainer.microbatching"
-_UNEQUAL = "composer_fsdp2.trainer.unequal"
+_MICROBATCHING = "composer_fsdp2.trainer.auto_microbatching"
+_UNEQUAL = "composer_fsdp2.trainer.uneven_batches"
 
 _AUTO = Feature(
     "device_train_microbatch_size: auto",
@@ -41,7 +41,7 @@ _PREDICTION = Feature(
 
 
 def _parse_parallelism_config(_original: Any, trainer: Any, parallelism_config: Any) -> Any:
-    from composer_fsdp2.trainer.compiling import check_compiled_once
+    from composer_fsdp2.trainer.compile_once import check_compiled_once
     from composer_fsdp2.trainer.config import parse_parallelism_config
     from composer_fsdp2.trainer.extensions import check_extensions, given_of
 
@@ -69,9 +69,9 @@ def _parallelize_composer_model(
 
 
 def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+    from composer_fsdp2.trainer.auto_microbatching import note_auto
     from composer_fsdp2.trainer.autoresume import note_autoresume
     from composer_fsdp2.trainer.extensions import note_extensions
-    from composer_fsdp2.trainer.microbatching import note_auto
 
     given = inspect.signature(original).bind(trainer, *args, **kwargs)
     note_extensions(trainer, given.arguments)
@@ -81,8 +81,8 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
 
 def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
     from composer_fsdp2.trainer.autoresume import settle_autoresume
-    from composer_fsdp2.trainer.lions import save_lions_as_text
-    from composer_fsdp2.trainer.saving import check_saved_adapters
+    from composer_fsdp2.trainer.lion_state import save_lions_as_text
+    from composer_fsdp2.trainer.save import check_saved_adapters
 
     save_lions_as_text(optimizers)
     if trainer.state.fsdp_config_version == 2:
@@ -104,7 +104,7 @@ def _apply_fsdp(original: Any, state: Any) -> None:
 
 def _train_microbatches(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer.sharding import sharding_of
-    from composer_fsdp2.trainer.unequal import train_microbatches
+    from composer_fsdp2.trainer.uneven_batches import train_microbatches
 
     sharding = sharding_of(trainer.state.model)
     with sharding.accumulation.batch() if sharding else contextlib.nullcontext():
@@ -119,7 +119,7 @@ def _train_microbatch(
     is_final_microbatch: bool,
 ) -> Any:
     from composer_fsdp2.trainer.sharding import sharding_of
-    from composer_fsdp2.trainer.unequal import train_microbatch
+    from composer_fsdp2.trainer.uneven_batches import train_microbatch
 
     sharding = sharding_of(trainer.state.model)
     last = contextlib.nullcontext()
@@ -140,10 +140,10 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer import microbatching, unequal
+    from composer_fsdp2.trainer import auto_microbatching, uneven_batches
 
-    even = functools.partial(unequal.evaluate, original)
-    return _evaluate(functools.partial(microbatching.evaluate, even), trainer, *args, **kwargs)
+    even = functools.partial(uneven_batches.evaluate, original)
+    return _evaluate(functools.partial(auto_microbatching.evaluate, even), trainer, *args, **kwargs)
 
 
 def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:

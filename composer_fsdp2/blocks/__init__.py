@@ -1,0 +1,1 @@
+"""Transformations inside a block: what comes before FSDP2."""

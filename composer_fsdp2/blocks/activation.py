@@ -1,0 +1,267 @@
+"""Activation checkpointing and offloading on any module; knows nothing of FSDP.
+
+[Note: what is offloaded] Autograd saves weights as well as activations. Weights stay where they
+are: FSDP frees and gathers them itself, and a copy of each would cost more than is saved. On CUDA
+the copies run on streams of their own, so that neither direction stops the computation. What
+`selective` keeps stays on the device where torch (before 2.15) has no way to see it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from composer_fsdp2.config.blocks import ActivationSpec
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.block_positions import (
+    BlockPosition,
+    block_ids,
+    block_positions,
+    position_of,
+)
+from composer_fsdp2.plan.module_tree import ModuleTree, has_forward, is_wrapper
+from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.shard.torch_private.tensors import (
+    PROFILER_MARKS,
+    OffloadWrapper,
+    base_of,
+    checkpoint_wrapper,
+    wrapped_module,
+)
+
+__all__ = ["ActivationPlan", "ActivationSpec", "apply_activation", "plan_activation"]
+
+Choice = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActivationPlan:
+    """Which modules forget their activations, and how they get them back. Names only."""
+
+    modules: tuple[str, ...]
+    recompute: bool
+    """runs forward again in backward"""
+    offload: bool
+    """keeps what is saved in CPU memory"""
+    selective: bool = False
+    """recomputes all but matrix products, convolutions and attention"""
+    preserve_rng_state: bool = True
+
+    def __str__(self) -> str:
+        recompute = "recompute all but products" if self.selective else "recompute"
+        ways = [w for w, on in ((recompute, self.recompute), ("offload", self.offload)) if on]
+        return f"activations ({' + '.join(ways)}): {', '.join(self.modules)}"
+
+
+def plan_activation(
+    model: nn.Module,
+    settings: ActivationSpec | bool = True,
+    *,
+    choose: Choice | None = None,
+    offload: bool = False,
+) -> ActivationPlan:
+    """Decides which modules are checkpointed.
+
+    Collective: no. The root is never wrapped.
+
+    Args:
+        model: the whole model, sharded or not.
+        settings: `activation_checkpointing`; false to offload alone.
+        choose: whether the module of this name is wrapped, where the settings do not say; the
+            members of the model's lists of blocks by default.
+        offload: `activation_cpu_offload`.
+
+    Raises:
+        PlanError: when no module is chosen, one without `forward`, or a part of the settings
+            matches nothing.
+    """
+    spec = settings if isinstance(settings, ActivationSpec) else ActivationSpec()
+    tree = ModuleTree.read(model)
+    named = [(n, module) for n, module in tree.modules() if n and not is_wrapper(module)]
+    wanted = choose if choose is not None and not spec.chooses else _choice(tree, spec)
+    chosen = [(name, module) for name, module in named if wanted(name, module)]
+    if not chosen:
+        raise PlanError(
+            "Activation checkpointing is on, but no module was chosen for it. Nothing would be "
+            "saved. Give the model an `activation_checkpointing_fn` that returns true for its "
+            "blocks, name them in activation_checkpointing.names, or choose FSDP units with "
+            "`wrap_policy`."
+        )
+    empty = [name for name, module in chosen if not has_forward(module)]
+    if empty:
+        raise PlanError(
+            f"'{empty[0]}' was chosen for activation checkpointing but has no forward. There is "
+            "nothing to run again. Choose the modules inside it."
+        )
+    return ActivationPlan(
+        modules=tuple(name for name, _ in chosen),
+        recompute=settings is not False,
+        offload=offload,
+        selective=spec.mode == "selective",
+        preserve_rng_state=spec.preserve_rng_state,
+    )
+
+
+def _choice(tree: ModuleTree, spec: ActivationSpec) -> Choice:
+    """The modules of the patterns, or all blocks, as far as they are in the blocks asked for."""
+    key = "activation_checkpointing"
+    problems = [
+        *unmatched_classes(tree, spec.classes, f"{key}.classes"),
+        *unmatched_names(tree, spec.names, f"{key}.names"),
+    ]
+    if problems:
+        raise PlanError("\n".join(problems))
+    classes, matches = set(spec.classes), [matcher(pattern) for pattern in spec.names]
+    positions = block_positions(tree)
+    if not positions and (spec.every, spec.target) != (None, None):
+        raise PlanError(
+            f"{key}.{'every' if spec.target is None else 'target'} counts blocks, but the model "
+            "has no list of blocks of one class. Nothing could be counted. Name the modules in "
+            f"{key}.names."
+        )
+
+    def choose(name: str, module: nn.Module) -> bool:
+        if classes or matches:
+            named = type(module).__name__ in classes or any(match(name) for match in matches)
+        else:
+            named = name in positions
+        return named and _is_in(spec, position_of(name, positions))
+
+    return choose
+
+
+def _is_in(spec: ActivationSpec, position: BlockPosition | None) -> bool:
+    if spec.every is None and spec.target is None:
+        return True
+    if position is None:
+        return False
+    if spec.target is not None:
+        return position.index in block_ids(spec.target, position.count)
+    assert spec.every is not None
+    return position.index % spec.every == 0
+
+
+def apply_activation(model: nn.Module, plan: ActivationPlan) -> None:
+    """Wraps the modules of the plan in place; a module registered twice is wrapped once.
+
+    What is in such a wrapper already is left as it is.
+
+    Collective: no. Always non-reentrant. Names in `state_dict()` stay as they are;
+    `named_modules()` and `named_parameters()` of outer modules gain `_checkpoint_wrapped_module`.
+    """
+    tree = ModuleTree.read(model)
+    wanted = set(plan.modules)
+    wrapped = {visit.path for visit in tree.visits if is_wrapper(visit.module)}
+    wrappers: dict[int, nn.Module] = {}
+    for name, module in tree.modules():
+        if name in wanted and name not in wrapped:
+            wrappers[id(module)] = _wrap(module, plan)
+    for _, parent in tree.modules():
+        for name, child in parent._modules.items():
+            if child is not None and id(child) in wrappers:
+                parent._modules[name] = wrappers[id(child)]
+
+
+def _wrap(module: nn.Module, plan: ActivationPlan) -> nn.Module:
+    if plan.recompute:
+        kwargs: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
+        if plan.selective:
+            # Units inside the module mark what they gather in a profile, which they do in another
+            # order when they are run again; newer torch would take that for another computation.
+            SAC_IGNORED_OPS.update(PROFILER_MARKS)
+            kwargs["context_fn"] = functools.partial(
+                create_selective_checkpoint_contexts, _expensive_operators()
+            )
+            if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
+                kwargs["respect_saved_tensors_hooks"] = plan.offload
+        module = checkpoint_wrapper(module, **kwargs)
+    return _Offload(module) if plan.offload else module
+
+
+_EXPENSIVE = (
+    *(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")),
+    *(
+        f"aten::_scaled_dot_product_{kind}"
+        for kind in (
+            "flash_attention",
+            "flash_attention_for_cpu",
+            "efficient_attention",
+            "cudnn_attention",
+            "fused_attention_overrideable",
+        )
+    ),
+    "flash_attn::_flash_attn_forward",
+    "flash_attn::_flash_attn_varlen_forward",
+)
+"""operators whose results `selective` keeps; flash_attn's are there once it is imported"""
+
+
+def _expensive_operators() -> list[Any]:
+    found = []
+    for name in _EXPENSIVE:
+        namespace, _, operator = name.partition("::")
+        packet = getattr(getattr(torch.ops, namespace), operator, None)
+        if packet is not None:
+            found.append(packet.default)
+    return found
+
+
+class _Offload(OffloadWrapper):
+    """Keeps in CPU memory what the module saves for backward; see [Note: what is offloaded]."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module."""
+        with saved_tensors_hooks(_to_cpu, _from_cpu):
+            return wrapped_module(self)(*args, **kwargs)
+
+
+_Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
+
+
+def _to_cpu(tensor: torch.Tensor) -> _Packed:
+    if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+        return tensor
+    if tensor.device.type == "cpu":
+        return tensor.device, tensor.detach().clone()
+    # Strides stay: a product of another layout may be rounded in another way.
+    copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    device = torch.get_device_module(tensor.device)
+    stream = _copy_stream(tensor.device)
+    stream.wait_stream(device.current_stream(tensor.device))
+    with device.stream(stream):
+        copied.copy_(tensor.detach(), non_blocking=True)
+    tensor.record_stream(stream)
+    return tensor.device, copied
+
+
+def _from_cpu(packed: _Packed) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    where, copied = packed
+    if where.type == "cpu":
+        return copied
+    device = torch.get_device_module(where)
+    stream, computing = _copy_stream(where), device.current_stream(where)
+    with device.stream(stream):
+        tensor = copied.to(where, non_blocking=True)
+    computing.wait_stream(stream)
+    tensor.record_stream(computing)
+    return tensor
+
+
+@functools.cache
+def _copy_stream(where: torch.device) -> Any:
+    """One for both directions, so that nothing is read before it was written."""
+    return torch.get_device_module(where).Stream(where)

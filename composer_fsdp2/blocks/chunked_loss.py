@@ -1,0 +1,504 @@
+"""Cross entropy on one part of the tokens after the other; knows nothing of FSDP.
+
+[Note: chunked logits] Logits are as wide as the vocabulary, and a loss in fp32 keeps them several
+times. In training, a head in the plan returns `ChunkedLogits`: what it was called with, and what is
+done to its result up to `cross_entropy`, which then runs head and loss together, chunk by chunk,
+each computed again in backward, so that one chunk's logits exist at a time. The unit that owns the
+head keeps its weights from the head to the loss; they are gathered once, and autograd adds the
+gradients of the chunks before FSDP sees them. A gradient is a sum of sums, which rounds otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from composer_fsdp2.config.blocks import ChunkingSpec
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.block_positions import outer_names
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.plan.planner import WrapPlan
+from composer_fsdp2.plan.rules import output_heads
+from composer_fsdp2.shard.torch_private.tensors import (
+    TENSOR_FACTS,
+    TORCH_FUNCTION_OFF,
+    make_wrapper_subclass,
+    tree_leaves,
+)
+
+__all__ = ["ChunkedLogits", "ChunkingPlan", "apply_chunking", "kept_for_loss", "plan_chunking"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingPlan:
+    """Which heads compute with the loss. Names and numbers only."""
+
+    heads: tuple[str, ...]
+    chunks: int
+
+    def __str__(self) -> str:
+        return f"loss in {self.chunks} chunks: {', '.join(self.heads)}"
+
+
+def plan_chunking(model: nn.Module, settings: ChunkingSpec) -> ChunkingPlan:
+    """Decides which heads leave their logits to the loss.
+
+    Collective: no.
+
+    Args:
+        model: the whole model, before anything is wrapped.
+        settings: `chunked_loss`.
+
+    Raises:
+        PlanError: when there is no head.
+    """
+    heads = _chosen(ModuleTree.read(model), settings)
+    if not heads:
+        raise PlanError(
+            "chunked_loss is on, but the model names no output head, and no module is called "
+            "lm_head. Nothing would be cut. Write the name of the head in chunked_loss.names."
+        )
+    return ChunkingPlan(heads=tuple(heads), chunks=settings.chunks)
+
+
+def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
+    """The same units, of which those that own a head keep their weights after forward.
+
+    Collective: no.
+
+    Raises:
+        PlanError: for a unit inside a head.
+    """
+    for name in (name for unit in plan.units for name in unit.modules):
+        if around := (set(outer_names(name)) - {name}) & set(chunked.heads):
+            raise PlanError(
+                f"'{name}' inside the head '{min(around)}' is an FSDP unit. With chunked_loss it "
+                "would be gathered once for each chunk. Take it out of wrap_policy, or "
+                "chunked_loss out."
+            )
+    prefixes = tuple(f"{head}." for head in chunked.heads)
+    units = [
+        replace(unit, reshard_after_forward=False)
+        if any(name.startswith(prefixes) for name in unit.params)
+        else unit
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
+
+
+def _chosen(tree: ModuleTree, settings: ChunkingSpec) -> list[str]:
+    if problems := list(unmatched_names(tree, settings.names, "chunked_loss.names")):
+        raise PlanError("\n".join(problems))
+    matches = [matcher(pattern) for pattern in settings.names]
+    wanted = {id(head) for head in output_heads(tree)}
+    names: dict[int, str] = {}
+    for name, module in tree.modules():
+        chosen = any(match(name) for match in matches) if matches else id(module) in wanted
+        if chosen:
+            names.setdefault(id(module), name)
+    return list(names.values())
+
+
+def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:
+    """Lets the heads of the plan leave their logits to the loss, in place.
+
+    Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation gets
+    the logits themselves. An embedding that is the head as well goes on looking up tokens. A model
+    whose first forward in training calls no head is told of in a warning.
+    """
+    heads: list[_Deferring] = []
+    for name in plan.heads:
+        module = model.get_submodule(name)
+        heads.append(_Deferring(name, module, module.forward, plan.chunks))
+        module.forward = heads[-1]
+
+    def look(module: nn.Module, _inputs: object, _output: object) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        handle.remove()
+        if not any(head.called for head in heads):
+            warnings.warn(
+                f"chunked_loss has no effect: the model computes its loss without calling "
+                f"{' or '.join(repr(name) for name in plan.heads)}. A loss that reads the weight "
+                "of the head itself is in parts already. Take chunked_loss out, or that loss.",
+                stacklevel=2,
+            )
+
+    handle = model.register_forward_hook(look)
+
+
+@dataclass(slots=True, eq=False)
+class _Deferring:
+    """The forward of a head, which computes nothing yet when a loss will follow."""
+
+    name: str
+    module: nn.Module
+    whole: Callable[..., Any]
+    chunks: int
+    called: bool = False
+    """in training"""
+
+    @torch.compiler.disable  # a compiler could not see when the loss comes
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if hidden is None or not (
+            self.module.training and torch.is_grad_enabled() and hidden.is_floating_point()
+        ):
+            return self.whole(*args, **kwargs)
+        if not args or args[0] is not hidden:
+            raise PlanError(_called_otherwise(self.name))
+        self.called = True
+        # In one piece, so that rows are found again by where they are.
+        return ChunkedLogits(_Call.of(self, hidden, args[1:], kwargs), hidden.contiguous())
+
+
+def _called_otherwise(head: str) -> str:
+    return (
+        f"The head '{head}' (chunked_loss) is not called with the hidden states as its first "
+        "argument. It is not known where the tokens are. Write the name of the output head in "
+        "chunked_loss.names, or leave chunked_loss out."
+    )
+
+
+Change = Callable[[Tensor], Tensor]
+"""what is done to the logits between head and loss, for each token alone"""
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One forward of a head, up to its backward."""
+
+    head: str
+    run: Callable[[Tensor], Tensor]
+    chunks: int
+    token: Tensor
+    """a leaf that gets its gradient before anything else in backward: what watches for the
+    gradient of the logits watches this, and has the weights there before they are needed"""
+    vocabulary: int
+    dtype: torch.dtype
+    done: bool = False
+    """backward has begun"""
+    rows: Tensor | None = field(default=None, repr=False)
+    targets: Tensor | None = field(default=None, repr=False)
+    losses: Tensor | None = field(default=None, repr=False)
+    predicted: Tensor | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls, head: _Deferring, hidden: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> _Call:
+        kind = hidden.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        def run(part: Tensor) -> Tensor:
+            # The loss may be computed outside of the autocast in which the head was called. Weights
+            # cast for the first chunk and kept would be missed when it is computed again.
+            with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+                return head.whole(part, *args, **kwargs)
+
+        with torch.no_grad():
+            nothing = run(hidden.reshape(-1, hidden.size(-1))[:0])
+        token = torch.zeros((), device=hidden.device, requires_grad=True)
+        call = cls(head.name, run, head.chunks, token, nothing.size(-1), nothing.dtype)
+        token.register_hook(call._begin_backward)
+        return call
+
+    def _begin_backward(self, _grad: Tensor) -> None:
+        self.done = True
+
+    def losses_of(
+        self, rows: Tensor, changes: Sequence[Change], targets: Tensor, ignored: int
+    ) -> Tensor:
+        """The loss of each token, `(tokens,)`; those in the loss already are not computed again."""
+        if self._knows(rows) and self.targets is not None and torch.equal(self.targets, targets):
+            assert self.losses is not None
+            if not torch.is_grad_enabled():
+                return self.losses
+        if self.done:
+            raise PlanError(
+                f"Another loss of the logits of '{self.head}' was asked for after backward. With "
+                "chunked_loss they are gone by then, and so are the weights. Compute it before, or "
+                "take chunked_loss out."
+            )
+        parts: list[Tensor] = []
+        predicted: list[Tensor] = []
+
+        def loss(part: Tensor, target: Tensor) -> Tensor:
+            logits = self.run(part)
+            for change in changes:
+                logits = change(logits)
+            losses = F.cross_entropy(logits, target, ignore_index=ignored, reduction="none")
+            # The last thing, which backward has no need to do again.
+            predicted.append(logits.detach().argmax(-1))
+            return losses
+
+        for part, target in zip(
+            rows.tensor_split(self.chunks), targets.tensor_split(self.chunks), strict=True
+        ):
+            computed = checkpoint(loss, part, target, use_reentrant=False)
+            assert isinstance(computed, Tensor)
+            parts.append(computed)
+        losses = torch.cat(parts)
+        self.rows, self.targets, self.losses = rows.detach(), targets, losses.detach()
+        self.predicted = torch.cat(predicted[: self.chunks])
+        return _Joined.apply(self.token, losses)  # pyright: ignore[reportReturnType]
+
+    def _knows(self, rows: Tensor) -> bool:
+        return (
+            self.rows is not None
+            and self.rows.shape == rows.shape
+            and self.rows.data_ptr() == rows.data_ptr()
+        )
+
+    def predictions(self, rows: Tensor) -> Tensor | None:
+        """The likeliest class of each row, if the loss had these rows."""
+        return self.predicted if self._knows(rows) else None
+
+
+class _Joined(torch.autograd.Function):
+    """The second of two, whose gradient the first gets too, as zero and before all else."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, losses: Tensor) -> Tensor:
+        ctx.device = token.device
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.zeros((), device=ctx.device), grads[0]
+
+
+class ChunkedLogits(Tensor):
+    """Logits `(..., vocabulary)` that are not there: see [Note: chunked logits].
+
+    They have a shape and a dtype, can be cast, scaled, capped by tanh, and cut or viewed in all
+    dimensions but the last, and given to `cross_entropy`; after it, `argmax` over the last
+    dimension is known too. Anything else is a `PlanError`.
+    """
+
+    _call: _Call
+    _hidden: Tensor
+    _changes: tuple[Change, ...]
+
+    @staticmethod
+    def __new__(  # noqa: D102  (made here alone)
+        cls: type[ChunkedLogits],
+        call: _Call,
+        hidden: Tensor,
+        changes: tuple[Change, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> ChunkedLogits:
+        logits = make_wrapper_subclass(
+            cls,
+            (*hidden.shape[:-1], call.vocabulary),
+            dtype=dtype or call.dtype,
+            device=hidden.device,
+            requires_grad=True,
+        )
+        logits._call, logits._hidden, logits._changes = call, hidden, changes
+        return logits
+
+    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
+
+    def __repr__(self, **_kwargs: Any) -> str:
+        return f"ChunkedLogits({tuple(self.shape)}, head='{self._call.head}')"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = kwargs or {}
+        if func in _FACTS:
+            with TORCH_FUNCTION_OFF():
+                return func(*args, **given)
+        found = _KNOWN[func](*args, **given) if func in _KNOWN else NotImplemented
+        if found is NotImplemented:
+            raise PlanError(_not_there(_head_in(cls, (args, given)), func))
+        return found
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        raise PlanError(_not_there(_head_in(cls, (args, kwargs)), func))
+
+    def _changed(self, change: Change) -> ChunkedLogits:
+        dtype = change(torch.empty(0, dtype=self.dtype)).dtype
+        return ChunkedLogits(self._call, self._hidden, (*self._changes, change), dtype)
+
+    def _with(self, hidden: Tensor) -> ChunkedLogits:
+        return ChunkedLogits(self._call, hidden, self._changes, self.dtype)
+
+    def _rows(self) -> Tensor:
+        return self._hidden.reshape(-1, self._hidden.size(-1))
+
+
+def _head_in(cls: type[ChunkedLogits], given: Any) -> str:
+    return next(leaf._call.head for leaf in tree_leaves(given) if isinstance(leaf, cls))
+
+
+def _not_there(head: str, func: Any) -> str:
+    name = getattr(func, "__qualname__", None) or str(func)
+    if name.endswith("__get__"):
+        name = f"Tensor.{func.__self__.__name__}"
+    return (
+        f"{name} was asked of the logits of '{head}'. With chunked_loss they are only there a few "
+        "tokens at a time, inside torch.nn.functional.cross_entropy, and whatever else reads them "
+        "would have nothing to read. Take out what reads them (another loss, a metric, a "
+        "callback), or chunked_loss."
+    )
+
+
+def _same(logits: ChunkedLogits) -> ChunkedLogits:
+    return logits
+
+
+def _float(logits: ChunkedLogits) -> ChunkedLogits:
+    return logits._changed(Tensor.float)
+
+
+def _to(logits: ChunkedLogits, to: Any = None, *rest: Any, dtype: Any = None) -> Any:
+    dtype = to if dtype is None else dtype
+    if rest or not isinstance(dtype, torch.dtype):
+        return NotImplemented
+    return logits._changed(lambda part: part.to(dtype))
+
+
+def _tanh(logits: ChunkedLogits) -> ChunkedLogits:
+    return logits._changed(torch.tanh)
+
+
+def _times(logits: Any, number: Any) -> Any:
+    if isinstance(number, ChunkedLogits):
+        logits, number = number, logits
+    return _scaled(torch.mul, logits, number)
+
+
+def _over(logits: Any, number: Any) -> Any:
+    return _scaled(torch.div, logits, number)
+
+
+def _scaled(operator: Callable[[Tensor, float], Tensor], logits: Any, number: Any) -> Any:
+    if not isinstance(logits, ChunkedLogits) or not isinstance(number, int | float):
+        return NotImplemented
+
+    def change(part: Tensor) -> Tensor:
+        return operator(part, number)
+
+    return logits._changed(change)
+
+
+def _in_place(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def changed(logits: Any, number: Any) -> Any:
+        made = change(logits, number)
+        if made is not NotImplemented:
+            logits._changes = made._changes
+        return made if made is NotImplemented else logits
+
+    return changed
+
+
+def _viewed(logits: ChunkedLogits, *shape: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if not isinstance(sizes, Sequence) or not sizes:
+        return NotImplemented
+    known = math.prod(size for size in sizes if size != -1)
+    new = [logits.numel() // known if size == -1 else size for size in sizes]
+    if new[-1] != logits.size(-1):
+        return NotImplemented
+    return logits._with(logits._hidden.reshape(*new[:-1], logits._hidden.size(-1)))
+
+
+def _flattened(logits: ChunkedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim in (-1, logits.dim() - 1):
+        return NotImplemented
+    return logits._with(logits._hidden.flatten(start_dim, end_dim))
+
+
+def _cut(logits: ChunkedLogits, key: Any) -> Any:
+    keys = key if isinstance(key, tuple) else (key,)
+    if not all(part is Ellipsis or isinstance(part, slice) for part in keys):
+        return NotImplemented
+    to_the_last = Ellipsis in keys[:-1] or len(keys) == logits.dim()
+    if to_the_last and keys[-1] not in (slice(None), Ellipsis):
+        return NotImplemented
+    return logits._with(logits._hidden[keys])
+
+
+def _cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    logits = input
+    plain = (weight, size_average, reduce) == (None, None, None) and not label_smoothing
+    rows_of_classes = isinstance(logits, ChunkedLogits) and logits.dim() == 2
+    if not plain or not rows_of_classes or target.is_floating_point():
+        return NotImplemented
+    losses = logits._call.losses_of(logits._rows(), logits._changes, target, ignore_index)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+def _argmax(logits: ChunkedLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    predicted = logits._call.predictions(logits._rows())
+    if predicted is None or keepdim or dim not in (-1, logits.dim() - 1):
+        return NotImplemented
+    return predicted.view(logits.shape[:-1])
+
+
+def _watched(logits: ChunkedLogits, hook: Any) -> Any:
+    return logits._call.token.register_hook(hook)
+
+
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+
+_FACTS = {
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    *TENSOR_FACTS,
+    torch.is_floating_point,
+    Tensor.__len__,
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+}
+"""what is known without the values"""
+
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    Tensor.float: _float,
+    Tensor.to: _to,
+    Tensor.contiguous: _same,
+    Tensor.tanh: _tanh,
+    torch.tanh: _tanh,
+    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul), _times),
+    **dict.fromkeys((Tensor.__truediv__, Tensor.div, torch.div), _over),
+    Tensor.mul_: _in_place(_times),
+    Tensor.div_: _in_place(_over),
+    Tensor.view: _viewed,
+    Tensor.reshape: _viewed,
+    Tensor.flatten: _flattened,
+    torch.flatten: _flattened,
+    Tensor.__getitem__: _cut,
+    Tensor.argmax: _argmax,
+    torch.argmax: _argmax,
+    Tensor.register_hook: _watched,
+    F.cross_entropy: _cross_entropy,
+}
+"""what can be done with logits that are not there"""

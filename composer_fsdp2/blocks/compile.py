@@ -1,0 +1,126 @@
+"""`torch.compile` block by block, on any module; knows nothing of FSDP.
+
+[Note: compiled blocks] What is compiled is the forward of a block, activation checkpointing
+included. It is exchanged in place, so names stay. Hooks are called around it and not compiled:
+those of FSDP, the cast of inputs, and those that take saved tensors to the CPU. Blocks of one class
+share code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.config.blocks import CompileSpec
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.shard.torch_private.tensors import (
+    OffloadWrapper,
+    compile_within,
+    compiler_backends,
+    compiler_modes,
+)
+
+__all__ = ["CompilePlan", "apply_compile", "plan_compile"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompilePlan:
+    """Which modules are compiled, and how. Names and numbers only."""
+
+    modules: tuple[str, ...]
+    settings: CompileSpec
+    memory_budget: float | None = None
+
+    def __str__(self) -> str:
+        budget = "" if self.memory_budget is None else f", memory budget {self.memory_budget}"
+        return f"compiled ({self.settings.backend}{budget}): {', '.join(self.modules)}"
+
+
+def plan_compile(
+    blocks: Iterable[str], settings: CompileSpec, *, memory_budget: float | None = None
+) -> CompilePlan:
+    """Decides what is compiled.
+
+    Collective: no.
+
+    Args:
+        blocks: names of the blocks.
+        settings: `compile`.
+        memory_budget: that of `activation_checkpointing`.
+
+    Raises:
+        ConfigError: for a backend or mode that torch does not have.
+        PlanError: when there are no blocks.
+    """
+    _check_known("backend", settings.backend, compiler_backends())
+    if settings.mode is not None:
+        _check_known("mode", settings.mode, compiler_modes())
+    for key, value, able in (
+        ("compile.mode", settings.mode, ("inductor",)),
+        ("activation_checkpointing.memory_budget", memory_budget, _KEEPS_BUDGETS),
+    ):
+        if value is not None and settings.backend not in able:
+            raise ConfigError(
+                f"'{key}' is {value!r}, which the backend {settings.backend} has no use for. It "
+                f"would have no effect. Leave it out, or write backend: {able[0]}."
+            )
+    names = tuple(blocks)
+    if not names:
+        raise PlanError(
+            "compile is on, but the model has no blocks. Nothing would be compiled. Choose blocks "
+            "with `wrap_policy`, or compile the whole model with compile_config of the Trainer."
+        )
+    return CompilePlan(modules=names, settings=settings, memory_budget=memory_budget)
+
+
+_KEEPS_BUDGETS = ("inductor", "aot_eager")
+"""backends that split a graph with torch's own partitioner"""
+
+
+def _check_known(key: str, value: str, known: list[str]) -> None:
+    if value not in known:
+        raise ConfigError(
+            f"'compile.{key}' is '{value}', which torch does not know. The first batch would "
+            f"fail.{nearest(value, known)} There are {', '.join(known)}."
+        )
+
+
+def apply_compile(model: nn.Module, plan: CompilePlan) -> None:
+    """Compiles the modules of the plan in place; see [Note: compiled blocks].
+
+    Collective: no. To be called after `apply_activation`. The work is done in the first batch.
+    """
+    outermost: dict[str, nn.Module] = {}
+    for visit in ModuleTree.read(model).visits:
+        if visit.path not in outermost or isinstance(outermost[visit.path], OffloadWrapper):
+            outermost[visit.path] = visit.module
+    arguments = _arguments(plan)
+    for name in plan.modules:
+        module = outermost[name]
+        module.forward = torch.compile(module.forward, **arguments)
+
+
+def _arguments(plan: CompilePlan) -> dict[str, Any]:
+    spec = plan.settings
+    common: dict[str, Any] = {"fullgraph": spec.fullgraph, "dynamic": spec.dynamic}
+    if plan.memory_budget is None:
+        return {"backend": spec.backend, "mode": spec.mode, **common}
+    return {"backend": _Budgeted(spec.backend, spec.mode, plan.memory_budget), **common}
+
+
+@dataclass(frozen=True, slots=True)
+class _Budgeted:
+    """A backend that splits a block's graph by a memory budget; equal ones share compiled code."""
+
+    backend: str
+    mode: str | None
+    budget: float
+
+    def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
+        return compile_within(self.budget, self.backend, self.mode, graph, inputs)

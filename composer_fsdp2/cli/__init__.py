@@ -1,0 +1,1 @@
+"""The command `composer-fsdp2`, one module a command."""

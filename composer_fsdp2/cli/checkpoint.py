@@ -1,0 +1,323 @@
+"""`composer-fsdp2 checkpoint`: look at, convert, verify and compare checkpoints, without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from composer_fsdp2.checkpoint.describe import Description
+    from composer_fsdp2.checkpoint.diff import Comparison
+
+__all__ = ["app"]
+
+_LINES = 20
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Look at, convert, verify and compare checkpoints: folders of shards and single files.
+
+Nothing in a checkpoint is executed. `COMPOSER_FSDP2_TRUST` names paths for which it may be.
+""",
+)
+
+PathArgument = Annotated[Path, typer.Argument(help="Folder of shards, or file.", metavar="PATH")]
+JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
+
+
+class Kind(str, Enum):
+    """What can be written."""
+
+    sharded = "sharded"
+    full = "full"
+    hf = "hf"
+
+
+class FloatType(str, Enum):
+    """Floating point types of exported weights."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+@app.command(help="Show what a checkpoint holds. Exit code 1 if it is damaged or incomplete.")
+def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Reads metadata and small values, no weights."""
+    from composer_fsdp2.checkpoint.describe import describe_checkpoint
+
+    with reported():
+        found = describe_checkpoint(path)
+        if as_json:
+            _print_json(dataclasses.asdict(found))
+        else:
+            typer.echo("\n".join(_describe(found)))
+        raise typer.Exit(1 if found.problems else 0)
+
+
+@app.command(
+    help="""Write a checkpoint as another kind, in one process and little memory.
+
+- `sharded`: a folder as torch.distributed.checkpoint and Composer write it
+
+- `full`: one file, as Composer's `state_dict_type: full`
+
+- `hf`: safetensors, config and tokenizer for `from_pretrained`
+
+The source stays as it is. DST must not exist, or be an empty folder; it appears when it is whole.
+"""
+)
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of shards, or file.", metavar="SRC")],
+    destination: Annotated[Path, typer.Argument(help="Folder or file.", metavar="DST")],
+    to: Annotated[Kind, typer.Option("--to", help="What to write.")],
+    max_shard_size: Annotated[
+        str, typer.Option(help="A new file begins there; sharded and hf.", metavar="SIZE")
+    ] = "5GB",
+    dtype: Annotated[
+        FloatType | None, typer.Option(help="Of floating point weights; hf only.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="config.json, or a folder with it, in place of what is in SRC; hf only."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Reads with checksums and writes under a temporary name."""
+    with reported(), _interruptible(destination):
+        if to is not Kind.hf and (dtype or config):
+            raise ConfigError(
+                f"--dtype or --config is given with --to {to.value}. It would have no effect: a "
+                "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
+            )
+        remarks = _convert(source, destination, to, _bytes(max_shard_size), dtype, config)
+        files = [item for item in destination.rglob("*") if item.is_file()] or [destination]
+        sizes = {item.name: item.stat().st_size for item in sorted(files)}
+        if as_json:
+            _print_json({"path": str(destination), "files": sizes, "remarks": remarks})
+            return
+        for remark in remarks:
+            say(f"[yellow]{escape(remark)}[/]")
+        total = _size(sum(sizes.values()))
+        typer.echo(f"Wrote {destination}: {_count(len(sizes), 'file')}, {total}")
+
+
+@app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")
+def verify(path: PathArgument, as_json: JsonOption = False) -> None:
+    """Finds flipped bytes, missing, cut off and foreign files."""
+    from composer_fsdp2.checkpoint.verify import verify_checkpoint
+
+    with reported():
+        with _progress("Reading") as advance:
+            found = verify_checkpoint(path, advance)
+        if as_json:
+            _print_json(dataclasses.asdict(found))
+        else:
+            parts = _count(found.parts, "value")
+            result = "is damaged" if found.problems else "is whole"
+            typer.echo(f"{path} {result}: {parts}, {_size(found.size_bytes)}")
+            for problem in found.problems:
+                typer.echo(f"  {problem}")
+        raise typer.Exit(1 if found.problems else 0)
+
+
+@app.command(help="Compare two checkpoints of any kind; exit code 0 if they are equal, else 1.")
+def diff(
+    first: Annotated[Path, typer.Argument(help="Folder or file.", metavar="A")],
+    second: Annotated[Path, typer.Argument(help="Folder or file.", metavar="B")],
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"All lines, not {_LINES} of each section.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compares bytes of tensors and values of everything else."""
+    from composer_fsdp2.checkpoint.diff import compare_checkpoints
+    from composer_fsdp2.checkpoint.source import open_checkpoint
+
+    with reported():
+        with _progress("Comparing") as advance:
+            found = compare_checkpoints(open_checkpoint(first), open_checkpoint(second), advance)
+        if as_json:
+            _print_json({"equal": found.equal, **dataclasses.asdict(found)})
+        else:
+            lines = _LINES if not everything else None
+            typer.echo("\n".join(_differences(found, first, second, lines)))
+        raise typer.Exit(0 if found.equal else 1)
+
+
+# --- Converting. ---
+
+
+def _convert(
+    source: Path,
+    destination: Path,
+    to: Kind,
+    max_bytes: int,
+    dtype: FloatType | None,
+    config: Path | None,
+) -> list[str]:
+    """Returns remarks for the user."""
+    from composer_fsdp2.checkpoint.convert import write_full, write_sharded
+    from composer_fsdp2.checkpoint.huggingface import write_huggingface
+    from composer_fsdp2.checkpoint.source import open_checkpoint
+    from composer_fsdp2.checkpoint.staging import check_destination
+
+    check_destination(destination, folder=to is not Kind.full)
+    opened = open_checkpoint(source)
+    with _progress("Converting") as advance:
+        if to is Kind.sharded:
+            write_sharded(opened, destination, max_bytes, advance)
+        elif to is Kind.full:
+            write_full(opened, destination, advance)
+        else:
+            return write_huggingface(
+                opened, destination, max_bytes, advance, dtype=_torch_type(dtype), config=config
+            )
+    return []
+
+
+def _torch_type(dtype: FloatType | None) -> torch.dtype | None:
+    import torch
+
+    return None if dtype is None else getattr(torch, dtype.value)
+
+
+@contextmanager
+def _interruptible(destination: Path) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise CheckpointError(
+            f"Interrupted before '{destination}' was complete. Nothing is left of it, because half "
+            "a checkpoint is none. Convert again."
+        ) from None
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"([0-9.]+) *([A-Z]*)", text.strip().upper())
+    try:
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    except (ValueError, KeyError):
+        size = 0
+    if size <= 0:
+        raise ConfigError(
+            f"--max-shard-size is '{text}', which is no size. Files cannot be divided by it. Write "
+            "for example 5GB or 500MiB."
+        )
+    return size
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error, if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+# --- Text. ---
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    typer.echo(json.dumps(_plain(value), indent=1))
+
+
+def _plain(value: Any) -> Any:
+    """What JSON can hold; not-a-number, which it has no word for, becomes text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
+
+
+def _describe(found: Description) -> Iterator[str]:
+    yield f"{found.path}: {found.kind or 'no checkpoint'}"
+    yield from _lines(
+        ("run", found.run_name),
+        ("world size", found.world_size),
+        ("saved at", ", ".join(f"{unit} {n}" for unit, n in found.progress.items())),
+        ("torch", found.torch_version),
+        ("composer", found.composer_version),
+        ("parameters", f"{found.parameters:,}" if found.parameters else None),
+        ("dtypes", ", ".join(f"{name} ({n:,})" for name, n in found.dtypes.items())),
+        ("values", f"{found.tensors} tensors, {found.objects} objects" if found.tensors else None),
+        ("size", f"{_size(found.size_bytes)} in {_count(len(found.files), 'file')}"),
+    )
+    for optimizer, groups in found.optimizers.items():
+        yield f"  {'optimizer':12}{optimizer}, {_count(len(groups), 'group')}"
+        for i, group in enumerate(groups):
+            settings = ", ".join(f"{key}={value}" for key, value in group.hyperparameters.items())
+            yield f"    {i}: {_count(group.names, 'name')}; {settings}"
+    for tie in found.ties:
+        yield f"  {'tied':12}{' = '.join(tie)}"
+    for problem in found.problems:
+        yield f"  {'problem':12}{problem}"
+
+
+def _lines(*items: tuple[str, object]) -> Iterator[str]:
+    return (f"  {name:12}{value}" for name, value in items if value not in (None, ""))
+
+
+def _differences(found: Comparison, first: Path, second: Path, lines: int | None) -> Iterator[str]:
+    pairs = {
+        "Shape or dtype differ": found.layouts.items(),
+        "Other objects": found.objects.items(),
+    }
+    yield from _section(f"Only in {first}", found.only_in_first, lines)
+    yield from _section(f"Only in {second}", found.only_in_second, lines)
+    for title, items in pairs.items():
+        yield from _section(title, [f"{key}: {a} | {b}" for key, (a, b) in items], lines)
+    values = [f"{key}: at most {value:.3g} apart" for key, value in found.values.items()]
+    yield from _section("Values differ", values, lines)
+    equal = f"{_count(found.equal_tensors, 'tensor')} and {_count(found.equal_objects, 'object')}"
+    yield f"{'Equal' if found.equal else 'Not equal'}: {equal} are the same in both"
+
+
+def _section(title: str, items: Iterable[str], lines: int | None) -> Iterator[str]:
+    items = list(items)
+    if not items:
+        return
+    yield f"{title} ({len(items)}):"
+    yield from (f"  {item}" for item in items[:lines])
+    if lines is not None and len(items) > lines:
+        yield f"  ... {len(items) - lines} more, see --all"
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+def _size(size_bytes: int) -> str:
+    size, units = float(size_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"

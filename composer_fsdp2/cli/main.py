@@ -1,0 +1,217 @@
+"""The command `composer-fsdp2`. Each command imports what it needs, so that `--help` is quick."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from composer_fsdp2.cli.checkpoint import app as checkpoint_app
+from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.cli.doctor import HELP as DOCTOR_HELP
+from composer_fsdp2.cli.doctor import doctor
+from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
+from composer_fsdp2.cli.migrate import migrate
+from composer_fsdp2.cli.parity import HELP as PARITY_HELP
+from composer_fsdp2.cli.parity import parity
+from composer_fsdp2.errors import ConfigError
+
+__all__ = ["app", "main"]
+
+# Beginnings of warnings that packages raise about themselves in every run.
+_NOISE = (
+    "FSDP2 Config/APIs are experimental",
+    "To copy construct from a tensor",
+    "TypedStorage is deprecated",
+    "pkg_resources is deprecated as an API",
+)
+
+_Run = Annotated[Path, typer.Argument(help="A run of LLM Foundry.", metavar="RUN.yaml")]
+_Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Replaces a setting; dots lead into blocks.", metavar="key=value"),
+]
+_Ranks = Annotated[
+    int | None,
+    typer.Option("--ranks", "-n", min=1, help="Processes; default one per GPU, 2 without any."),
+]
+_LogDir = Annotated[
+    Path | None,
+    typer.Option(help="Output of ranks above 0; default a new temporary folder."),
+]
+
+app = typer.Typer(
+    name="composer-fsdp2",
+    no_args_is_help=True,
+    add_completion=False,
+    # Its tracebacks are pages long and hide the error.
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+app.add_typer(checkpoint_app, name="checkpoint")
+app.command(help=MIGRATE_HELP)(migrate)
+app.command(help=DOCTOR_HELP)(doctor)
+app.command(help=PARITY_HELP)(parity)
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+@app.callback()
+def _about() -> None:
+    """PyTorch FSDP2 for MosaicML Composer and LLM Foundry."""
+
+
+@app.command(
+    help="""Train what RUN.yaml describes, with FSDP2 where it says so.
+
+`parallelism_config: {fsdp2: {}}` in the YAML asks for FSDP2. All other keys, and the overrides,
+are those of `llmfoundry train`.
+
+- `composer-fsdp2 train yamls/quickstart.yaml`
+
+- `composer-fsdp2 train run.yaml max_duration=100ba parallelism_config.fsdp2.state_dict_type=full`
+
+- On several nodes, on each: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
+--rdzv-endpoint HOST:29400 --no-python composer-fsdp2 train run.yaml`
+"""
+)
+def train(
+    run: _Run, overrides: _Overrides = None, ranks: _Ranks = None, log_dir: _LogDir = None
+) -> None:
+    """Starts the ranks, or is one when a launcher has started them."""
+    _start_or_join("train", run, overrides or [], ranks, log_dir)
+
+
+@app.command(
+    name="eval",
+    help="""Evaluate what RUN.yaml describes, with FSDP2 where it says so.
+
+Its keys, and the overrides, are those of `llmfoundry eval`, and `parallelism_config: {fsdp2: {}}`,
+which that does not know.
+
+- `composer-fsdp2 eval evaluation.yaml load_path=runs/quickstart/checkpoints/latest-sharded-rank0`
+""",
+)
+def evaluate(
+    run: _Run, overrides: _Overrides = None, ranks: _Ranks = None, log_dir: _LogDir = None
+) -> None:
+    """Starts the ranks, or is one when a launcher has started them."""
+    _start_or_join("eval", run, overrides or [], ranks, log_dir)
+
+
+# --- Start the ranks, or be one. ---
+
+
+def _start_or_join(
+    command: str, run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None
+) -> None:
+    from composer_fsdp2.cli.launch import default_ranks, under_launcher
+    from composer_fsdp2.foundry.run_file import check_ranks, load_run
+
+    with reported():
+        cfg = load_run(run, overrides)
+        if not under_launcher():
+            ranks = ranks or default_ranks()
+            check_ranks(cfg, ranks)
+            _launch([command, str(run), *overrides], ranks, log_dir)
+            return
+        if ranks or log_dir:
+            raise ConfigError(
+                "--ranks or --log-dir is given, but a launcher has already started the ranks. It "
+                "would have no effect. Remove it, and give the launcher its own option."
+            )
+        work = _train_from_yaml if command == "train" else _evaluate_from_yaml
+        _run_here(work, run, overrides, cfg)
+
+
+def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:
+    from composer_fsdp2.cli.launch import launch_ranks, own_program
+
+    log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
+    count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
+    say(f"[dim]Starting {escape(count)}[/]")
+    launch_ranks([*own_program(), *command], ranks, log_dir)
+
+
+def _run_here(
+    work: Callable[[Path, list[str]], None], run: Path, overrides: list[str], cfg: Mapping[str, Any]
+) -> None:
+    """Does the work as one rank.
+
+    Collective: yes, every rank of the run has to come here.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from composer_fsdp2.cli.launch import rank_guard
+    from composer_fsdp2.foundry.transform import requests_fsdp2
+
+    _quiet_others()
+    if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
+        say(f"[yellow]{escape(_describe_other(run, cfg))}[/]")
+    with rank_guard():
+        # Leaves an exception where torchrun or `launch` can read it.
+        record(work)(run, overrides)
+
+
+def _quiet_others() -> None:
+    """Drops what other packages say about themselves in every run, and nothing else."""
+    import logging
+    import warnings
+
+    for message in _NOISE:
+        warnings.filterwarnings("ignore", message=message)
+    models = logging.getLogger("transformers.modeling_utils")
+    models.addFilter(lambda record: "has generative capabilities" not in record.getMessage())
+    # Threads of the tokenizer and forked data loader workers do not mix; it says so at length.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
+    """One line for a run without FSDP2, which is probably not what its user wanted."""
+    used = "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
+    return (
+        f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
+        "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
+    )
+
+
+def _train_from_yaml(run: Path, overrides: list[str]) -> None:
+    from llmfoundry.command_utils import train_from_yaml
+
+    _register()
+    train_from_yaml(str(run), overrides)
+
+
+def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
+    from llmfoundry.command_utils import eval_from_yaml
+
+    from composer_fsdp2.trainer.patches import install
+
+    _register()
+    install()  # it asks no plugin before it refuses `parallelism_config`
+    eval_from_yaml(str(run), overrides)
+
+
+def _register() -> None:
+    """LLM Foundry finds these by entry point, but not in a checkout that is not installed."""
+    from llmfoundry import registry
+
+    from composer_fsdp2.foundry.transform import transform
+    from composer_fsdp2.trainer import monitor, patches, step_record
+
+    registry.config_transforms.register(patches.TRANSFORM, func=transform)
+    registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
+    # `parity` writes its name into the configurations that it runs.
+    registry.algorithms.register(step_record.NAME, func=step_record.Recorder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""`composer-fsdp2 migrate`: a configuration of another trainer as one of ours, with a report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composer_fsdp2.tools.migrate.report import Entry, Report
+
+__all__ = ["HELP", "migrate"]
+
+HELP = """Write the sharding settings of CONFIG as `parallelism_config.fsdp2`; report on every key.
+
+CONFIG is YAML or JSON in one of these dialects, recognised from its content: Composer and LLM
+Foundry (FSDP1, or `FSDP_VERSION=2`), Accelerate, Hugging Face `TrainingArguments`, ROLL, DeepSpeed.
+It stays as it is; everything else in it, comments included, is in the new file unchanged.
+
+- `composer-fsdp2 migrate old.yaml -o new.yaml`
+
+- `composer-fsdp2 migrate old.yaml --check`: exit code 1 if something needs a decision
+
+- `composer-fsdp2 migrate old.yaml --set fsdp_config.auto_wrap=true --set fsdp2.async_save=true`
+
+With `--code PATH` instead of CONFIG it lists every use of FSDP1 in a Python file or folder, with
+its place and what to write instead. Nothing in PATH is imported, executed or changed.
+
+- `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be changed
+"""
+
+
+_Decisions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Reads KEY as VALUE, null takes it out; fsdp2.NAME sets a new setting.",
+        metavar="KEY=VALUE",
+    ),
+]
+
+
+def migrate(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML or JSON.", metavar="CONFIG", show_default=False)
+    ] = None,
+    code: Annotated[
+        Path | None, typer.Option(help="Python file or folder to look through instead.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The new file; default prints it.")
+    ] = None,
+    dialect: Annotated[
+        str | None, typer.Option("--from", help="Instead of recognising it.", metavar="DIALECT")
+    ] = None,
+    world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node.")] = None,
+    decisions: _Decisions = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            help="Exit code 1 also where behaviour changes or something is not supported yet."
+        ),
+    ] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Only the report; exit code 1 if a decision is needed.")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document on standard output.")
+    ] = False,
+) -> None:
+    """Prints the new file to standard output and the report beside it to standard error."""
+    with reported():
+        if code is not None:
+            others = {
+                "CONFIG": config,
+                "--output": output,
+                "--from": dialect,
+                "--world-size": world_size,
+                "--gpus-per-node": gpus_per_node,
+                "--set": decisions,
+                "--strict": strict,
+            }
+            _refuse_beside_code([name for name, value in others.items() if value])
+            raise typer.Exit(_migrate_code(code, check=check, as_json=as_json))
+        report = _migrate_config(
+            _checked(config),
+            None if check else output,
+            dialect=dialect,
+            world_size=world_size,
+            gpus_per_node=gpus_per_node,
+            decisions=_decisions(decisions or []),
+        )
+        _print(report, whole=output is None and not check, as_json=as_json)
+        raise typer.Exit(_exit_code(report, strict=strict, check=check))
+
+
+def _migrate_config(config: Path, output: Path | None, **settings: Any) -> Report:
+    from composer_fsdp2.tools.migrate.engine import migrate as migrate_text
+
+    report = migrate_text(_read(config), name=str(config), **settings)
+    if output is not None:
+        _write(config, output, report.text)
+    return report
+
+
+def _refuse_beside_code(names: list[str]) -> None:
+    if names:
+        raise ConfigError(
+            f"{', '.join(names)} cannot be given together with --code. It is about configurations "
+            "and would have no effect. Take it out, or run the command once for each."
+        )
+
+
+def _checked(config: Path | None) -> Path:
+    if config is None:
+        raise ConfigError(
+            "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path of a "
+            "configuration, or --code and a Python file or folder."
+        )
+    return config
+
+
+def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
+    from composer_fsdp2.tools.migrate.code_files import migrate_code
+    from composer_fsdp2.tools.migrate.code_report import code_as_dict, describe_code
+
+    files = migrate_code(code)
+    typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
+    return 1 if check and any(file.needs_work for file in files) else 0
+
+
+def _read(config: Path) -> str:
+    try:
+        return config.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"'{config}' cannot be read: {error}. There is nothing to migrate. Give the path of a "
+            "YAML or JSON file."
+        ) from None
+
+
+def _write(config: Path, output: Path, text: str) -> None:
+    if output.resolve() == config.resolve():
+        raise ConfigError(
+            f"--output is the input '{config}'. The old settings would be lost. Give another path."
+        )
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"'{output}' cannot be written: {error}. The migration is not stored. Give a path in a "
+            "folder that exists."
+        ) from None
+
+
+def _decisions(items: list[str]) -> dict[str, Any]:
+    from composer_fsdp2.tools.migrate.document import parse_value
+
+    decisions = {}
+    for item in items:
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(
+                f"--set has '{item}', which is not key=value. It would decide nothing. Write a key "
+                "of the report, '=' and a value, for example te_shard_fp8_weight=null."
+            )
+        decisions[key] = parse_value(value)
+    return decisions
+
+
+def _print(report: Report, *, whole: bool, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(_as_dict(report), default=str, indent=2))
+        return
+    if whole:
+        typer.echo(report.text, nl=False)
+        for line in _describe(report):
+            say(escape(line))
+        return
+    typer.echo("\n".join(_describe(report)))
+
+
+def _describe(report: Report) -> list[str]:
+    from composer_fsdp2.tools.migrate.report import Status
+
+    untouched = [e for e in report.entries if e.row is None and e.status is Status.KEPT]
+    lines = [f"Dialect: {report.title}"]
+    for status in Status:
+        entries = [e for e in report.having(status) if e not in untouched]
+        if entries:
+            lines += ["", f"{status.value}:"]
+            lines += [line for entry in entries for line in _describe_entry(entry)]
+    if untouched:
+        count = "1 other key is" if len(untouched) == 1 else f"{len(untouched)} other keys are"
+        lines += ["", f"{count} not about sharding and left as written; --json lists them."]
+    return lines + [line for remark in report.remarks for line in ("", remark)]
+
+
+def _describe_entry(entry: Entry) -> list[str]:
+    settings = {**entry.settings, **entry.beside}
+    new = ", ".join(f"{name}: {value}" for name, value in settings.items())
+    arrow = f" -> {new}" if new else ""
+    old = "" if entry.status.value == "added" else f": {entry.value}"
+    lines = [f"  {entry.key}{old}{arrow}", f"      {entry.reason}"]
+    return lines + [f"      decide: {option}" for option in entry.options]
+
+
+def _as_dict(report: Report) -> dict[str, Any]:
+    keys = [
+        {
+            "key": entry.key,
+            "value": entry.value,
+            "status": entry.status.value,
+            "reason": entry.reason,
+            "becomes": entry.settings,
+            "trainer": entry.beside,
+            "options": list(entry.options),
+        }
+        for entry in report.entries
+    ]
+    remarks = list(report.remarks)
+    return {"dialect": report.dialect, "keys": keys, "remarks": remarks, "output": report.text}
+
+
+def _exit_code(report: Report, *, strict: bool, check: bool) -> int:
+    from composer_fsdp2.tools.migrate.report import Status
+
+    refused = {Status.DECISION} if strict or check else set()
+    if strict:
+        refused |= {Status.CHANGES, Status.UNSUPPORTED}
+    return 1 if report.having(*refused) else 0

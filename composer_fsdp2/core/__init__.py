@@ -1,1 +1,0 @@
-"""Planning and applying FSDP2 on any `nn.Module`; knows nothing of Composer."""

@@ -1,0 +1,1 @@
+"""LLM Foundry: its config transform and its run files."""

@@ -1,0 +1,209 @@
+"""A training run of LLM Foundry as a file: what is wrong with it before a process starts."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+from composer_fsdp2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = [
+    "check_installed",
+    "check_ranks",
+    "load_run",
+    "merge",
+    "read_parallelism",
+    "read_run",
+    "read_setting",
+    "read_yaml",
+]
+
+_BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
+
+
+def load_run(path: Path, overrides: list[str]) -> dict[str, Any]:
+    """Reads a run and checks it as far as parallelism goes.
+
+    Returns:
+        The parallelism settings alone, in LLM Foundry's keys.
+
+    Raises:
+        ConfigError: it cannot be read, or asks for something impossible.
+    """
+    check_installed()
+    return read_parallelism(read_run(path, overrides))
+
+
+def read_run(path: Path, overrides: list[str]) -> DictConfig:
+    """Reads a run and applies the overrides.
+
+    Raises:
+        ConfigError: one of them cannot be read.
+    """
+    return merge(read_yaml(path), overrides)
+
+
+def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
+    """The parallelism settings of a run, checked, in LLM Foundry's keys.
+
+    Raises:
+        ConfigError: they ask for something impossible.
+    """
+    from composer_fsdp2.foundry.transform import parse_run_config
+
+    return parse_run_config(_resolve(cfg))
+
+
+def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:
+    """Checks the degrees of a run before its ranks start.
+
+    Raises:
+        ConfigError: they do not multiply to the number of ranks.
+    """
+    from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
+    from composer_fsdp2.plan.mesh_shape import MeshShape
+
+    if requests_fsdp2(parsed):
+        MeshShape.resolve(fsdp2_settings(parsed), ranks)
+
+
+def read_setting(cfg: DictConfig, key: str) -> Any:
+    """One setting under a dotted key; `None` where it is missing or cannot be resolved yet."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        return OmegaConf.select(cfg, key)
+    except OmegaConfBaseException:
+        return None
+
+
+def check_installed() -> None:
+    """Checks that LLM Foundry can be imported, without doing so.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    if importlib.util.find_spec("llmfoundry") is None:
+        raise ConfigError(
+            "LLM Foundry is not installed. Its training script is what runs. "
+            "Install it with: pip install 'composer-fsdp2[foundry]'"
+        )
+    if importlib.util.find_spec("pkg_resources") is None:
+        raise ConfigError(
+            "The module 'pkg_resources' is missing. LLM Foundry imports it, and setuptools has it "
+            "only before version 81. Install it with: pip install 'setuptools<81'"
+        )
+
+
+def read_yaml(path: Path) -> DictConfig:
+    """Reads a run, interpolations as they are written.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no settings.
+    """
+    from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError, compose
+
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no file '{path}'. Without it there is nothing to train. "
+            f"Write the path of a training YAML, absolute or from {Path.cwd()}."
+        )
+    try:
+        cfg = OmegaConf.load(path)
+        repr(cfg)  # a ValueError for numbers of thousands of digits, which nobody could show
+        twice = next(_duplicates(compose(path.read_text(encoding="utf-8"))), None)
+    except (YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
+            "Correct it at that place."
+        ) from None
+    if twice is not None:
+        raise ConfigError(
+            f"'{path}' says {twice.value!r} twice, the second time in line "
+            f"{twice.start_mark.line + 1}. Which one counts depends on the reader. Remove one."
+        )
+    if not isinstance(cfg, DictConfig) or not cfg:
+        raise ConfigError(
+            f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
+            "Write them, or start from yamls/quickstart.yaml."
+        )
+    return cfg
+
+
+def _duplicates(node: Any) -> Iterator[Any]:
+    """Keys that stand in a mapping already; OmegaConf refuses those that are text."""
+    if not isinstance(node, MappingNode | SequenceNode):
+        return
+    seen: set[tuple[str, str]] = set()
+    for item in node.value:
+        if isinstance(node, MappingNode) and isinstance(item[0], ScalarNode):
+            same = (item[0].tag, item[0].value)
+            if same in seen:
+                yield item[0]
+            seen.add(same)
+        for part in item if isinstance(item, tuple) else (item,):
+            yield from _duplicates(part)
+
+
+def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
+    """Applies the overrides one by one, so that an error can name the one it is in.
+
+    Raises:
+        ConfigError: one of them cannot be applied.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    for item in overrides:
+        key, equals, _ = item.partition("=")
+        if not key or not equals:
+            raise ConfigError(
+                f"'{item}' is not an override. It would change nothing. "
+                "Write key=value without spaces around '=', for example max_duration=100ba."
+            )
+        try:
+            cfg.merge_with(OmegaConf.from_cli([item]))
+        except (OmegaConfBaseException, YAMLError) as error:
+            raise ConfigError(
+                f"The override '{item}' cannot be applied: {_one_line(error)}. The run would not "
+                "be the one asked for. Correct the key, or the value, which has to be YAML."
+            ) from None
+    return cfg
+
+
+def _resolve(cfg: DictConfig) -> dict[str, Any]:
+    """The blocks about parallelism; others may need resolvers that `code_paths` will register.
+
+    Raises:
+        ConfigError: an interpolation in them leads nowhere.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        blocks = {key: cfg[key] for key in _BLOCKS if key in cfg}
+        return {
+            key: OmegaConf.to_container(block, resolve=True)
+            if OmegaConf.is_config(block)
+            else block
+            for key, block in blocks.items()
+        }
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"An interpolation cannot be resolved: {_one_line(error)}. The parallelism settings "
+            "depend on it. Correct the name between '${' and '}'."
+        ) from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")

@@ -1,0 +1,1 @@
+"""Deciding what is done to a model. Pure: names and numbers only."""

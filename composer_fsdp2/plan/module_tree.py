@@ -1,0 +1,222 @@
+"""Which names stand for the same weight: by identity and by storage.
+
+[Note: two kinds of ties] Usually two modules hold the same `Parameter` object. Two different
+`Parameter` objects over the same memory are a tie as well: an optimizer step through one moves the
+other. FSDP2 only sees identity, so sharding would silently untie the second kind.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.shard.torch_private.tensors import storage_id
+
+__all__ = [
+    "ModuleTree",
+    "ParamUse",
+    "Visit",
+    "alias_representatives",
+    "has_forward",
+    "is_wrapper",
+    "may_be_unit",
+    "tied_groups",
+]
+
+_WRAPPED = "_checkpoint_wrapped_module"
+"""what torch's activation wrappers call the module they run"""
+
+
+# Not frozen: setting the fields of a frozen one takes most of the time of reading a large model.
+@dataclass(slots=True, eq=False)
+class Visit:
+    """One path to a module; a module registered twice has two visits."""
+
+    path: str
+    module: nn.Module
+    parent: int
+    """index of the parent's visit, -1 for the root"""
+
+
+@dataclass(slots=True, eq=False)
+class ParamUse:
+    """One name of a parameter."""
+
+    name: str
+    param: nn.Parameter
+    visit: int
+
+
+@dataclass(slots=True, eq=False)
+class ModuleTree:
+    """Every path through a model, read once; planning works on this and not on the model."""
+
+    visits: list[Visit] = field(default_factory=list[Visit])
+    uses: list[ParamUse] = field(default_factory=list[ParamUse])
+    first_visit: dict[int, int] = field(default_factory=dict[int, int])
+    """id(module) -> index of its first visit"""
+    finished: list[int] = field(default_factory=list[int])
+    """id(module) of every module, children before parents on every path"""
+
+    @classmethod
+    def read(cls, model: nn.Module) -> ModuleTree:
+        """Walks the model; linear in the number of paths.
+
+        A module that contains itself is followed once.
+        """
+        tree = cls()
+        on_path: set[int] = set()
+        finished: dict[int, None] = {}
+        stack: list[tuple[str, nn.Module, int, bool]] = [("", model, -1, True)]
+        while stack:
+            path, module, parent, entering = stack.pop()
+            key = id(module)
+            if not entering:
+                on_path.discard(key)
+                finished.setdefault(key)
+                continue
+            if key in on_path:
+                continue
+            index = tree._enter(path, module, parent)
+            if not module._modules:
+                finished.setdefault(key)
+                continue
+            on_path.add(key)
+            stack.append((path, module, index, False))
+            stack.extend(
+                (_child_path(path, name), child, index, True)
+                for name, child in reversed(module._modules.items())
+                if child is not None
+            )
+        tree.finished = list(finished)
+        return tree
+
+    def _enter(self, path: str, module: nn.Module, parent: int) -> int:
+        index = len(self.visits)
+        self.visits.append(Visit(path, module, parent))
+        self.first_visit.setdefault(id(module), index)
+        for name, param in module._parameters.items():
+            if param is not None:
+                self.uses.append(ParamUse(f"{path}.{name}" if path else name, param, index))
+        return index
+
+    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+        """Every module once, under its first path, parents before children."""
+        return ((self.visits[i].path, self.visits[i].module) for i in self.first_visit.values())
+
+    def lowest_common_parent(self, visits: Iterable[int]) -> int:
+        """The deepest visit above all of `visits` whose module has a `forward`."""
+        lines = [self.line_to(index) for index in visits]
+        common = 0
+        for level in zip(*lines, strict=False):
+            if len(set(level)) > 1:
+                break
+            common = level[0]
+        while common > 0 and not has_forward(self.visits[common].module):
+            common = self.visits[common].parent
+        return common
+
+    def line_to(self, index: int, below: int = -1) -> list[int]:
+        """The visits on the way down to one, beginning under another or with the root."""
+        line: list[int] = []
+        while index not in (below, -1):
+            line.append(index)
+            index = self.visits[index].parent
+        return line[::-1]
+
+
+def _child_path(path: str, name: str) -> str:
+    """Activation wrappers do not appear in names, as they do not in `state_dict()`."""
+    if name == _WRAPPED:
+        return path
+    return f"{path}.{name}" if path else name
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether it is an activation wrapper, which has the name of the module inside it."""
+    return _WRAPPED in module._modules
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether calling the module runs something; containers such as `ModuleList` do not."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def may_be_unit(module: nn.Module, parent: nn.Module | None) -> bool:
+    """`MultiheadAttention` reads its projection's weight without calling it."""
+    return has_forward(module) and not isinstance(parent, nn.MultiheadAttention)
+
+
+def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Groups of two or more names that stand for the same weight, in order of first name.
+
+    Raises:
+        PlanError: when two parameters overlap in memory without being the same view of it.
+    """
+    uses = ModuleTree.read(model).uses
+    representative = alias_representatives(uses)
+    names: dict[int, list[str]] = defaultdict(list)
+    for use in uses:
+        names[representative[id(use.param)]].append(use.name)
+    return tuple(tuple(group) for group in names.values() if len(group) > 1)
+
+
+def alias_representatives(uses: Iterable[ParamUse]) -> dict[int, int]:
+    """Maps id(parameter) to the id of the first parameter over the same memory.
+
+    Raises:
+        PlanError: when two parameters overlap in memory without being the same view of it.
+    """
+    params: dict[int, tuple[str, nn.Parameter]] = {}
+    for use in uses:
+        params.setdefault(id(use.param), (use.name, use.param))
+    by_storage: dict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, param in params.values():
+        # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.
+        plain = type(param) is nn.Parameter or type(param.data) is torch.Tensor
+        if plain and param.numel():
+            by_storage[storage_id(param)].append((name, param))
+    representative = {key: key for key in params}
+    for group in by_storage.values():
+        if len(group) > 1:
+            representative.update(_aliases_in_storage(group))
+    return representative
+
+
+def _aliases_in_storage(group: list[tuple[str, nn.Parameter]]) -> dict[int, int]:
+    """Parameters of one storage; many may share a file mapping without touching each other."""
+    found: dict[int, int] = {}
+    ordered = sorted(group, key=lambda item: _extent(item[1])[0])
+    holder_name, holder = ordered[0]
+    for name, param in ordered[1:]:
+        start, end = _extent(param)
+        holder_start, holder_end = _extent(holder)
+        if start >= holder_end:
+            holder_name, holder = name, param
+        elif start == holder_start and _layout(param) == _layout(holder):
+            found[id(param)] = id(holder)
+        else:
+            raise PlanError(
+                f"'{holder_name}' and '{name}' share memory but are different views of it "
+                f"(bytes {holder_start} to {holder_end} and {start} to {end} of one storage). "
+                "Sharding would cut them apart, and an update of one would no longer move the "
+                "other. Give one of them its own memory (`.clone()`), or hold one parameter and "
+                "take the view in forward."
+            )
+    return found
+
+
+def _extent(param: nn.Parameter) -> tuple[int, int]:
+    """First byte in the storage and one past the last."""
+    start = int(param.storage_offset())
+    reach = sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
+    return start * param.element_size(), (start + reach + 1) * param.element_size()
+
+
+def _layout(param: nn.Parameter) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    return param.dtype, param.shape, param.stride()

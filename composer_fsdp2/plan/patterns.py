@@ -1,0 +1,45 @@
+"""Choosing modules by what a configuration writes: class names, globs, regular expressions."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable
+
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.plan.module_tree import ModuleTree
+
+__all__ = ["matcher", "unmatched_classes", "unmatched_names"]
+
+
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Tells which names match a glob, or `re:` and a regular expression, as a whole."""
+    if pattern.startswith("re:"):
+        compiled = re.compile(pattern[3:])
+        return lambda name: compiled.fullmatch(name) is not None
+    compiled = re.compile(fnmatch.translate(pattern))
+    return lambda name: compiled.match(name) is not None
+
+
+def unmatched_classes(tree: ModuleTree, classes: Iterable[str], where: str) -> Iterable[str]:
+    """A sentence for each class that no module has; `where` is the key they are written under."""
+    existing = sorted({type(module).__name__ for _, module in tree.modules()})
+    for name in classes:
+        if name not in existing:
+            yield (
+                f"{where} names '{name}', but the model has no module of that class. It would "
+                f"have no effect.{nearest(name, existing)} "
+                f"Classes in this model: {', '.join(existing)}."
+            )
+
+
+def unmatched_names(tree: ModuleTree, patterns: Iterable[str], where: str) -> Iterable[str]:
+    """A sentence for each pattern that no module name matches."""
+    names = [name for name, _ in tree.modules() if name]
+    for pattern in patterns:
+        if not any(map(matcher(pattern), names)):
+            shown = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
+            yield (
+                f"{where} holds '{pattern}', which matches no module name. It would have no "
+                f"effect.{nearest(pattern, names)} Names in this model: {shown}."
+            )

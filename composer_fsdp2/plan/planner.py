@@ -1,0 +1,613 @@
+"""Deciding which modules become FSDP units. Pure: names and numbers in, names and numbers out.
+
+[Note: units and owners] A *unit* is what one collective gathers and reduces. Every parameter has
+exactly one *owner* unit: the nearest chosen module above it. All names of a tied parameter have the
+same owner: when they lie below different units, the weight moves up to the lowest common parent
+that has a `forward`, which becomes a unit if it was none. The other parameters of the units below
+stay where they are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import hashlib
+import json
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import Reshard, UnitSettings
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import (
+    ModuleTree,
+    ParamUse,
+    alias_representatives,
+    has_forward,
+    is_wrapper,
+)
+from composer_fsdp2.plan.unit_size import (
+    FROZEN_MAY_DIFFER,
+    NO_BOUNDS,
+    UnitSizes,
+    divide_by_dtype,
+    divide_by_size,
+    too_small,
+)
+
+__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A rule's answer for one module."""
+
+    wrap: bool
+    reason: str
+    settings: UnitSettings = field(default_factory=UnitSettings)
+    role: Role | None = None
+
+
+Role = Literal["embedding", "head", "fp32"]
+"""what is special about a unit: its backward reads no weight; its backward follows its forward at
+once; it computes in fp32 whatever is around it"""
+
+LEFT_OUT = "parts may be left out"
+"""reason of units that hold what some rank may leave out of a step, and would not be units else"""
+
+Rule = Callable[[str, nn.Module], Decision | None]
+"""Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit:
+    """Parameters gathered and reduced by one collective."""
+
+    modules: tuple[str, ...]
+    """names given to `fully_shard` together; '' is the root"""
+    params: tuple[str, ...]
+    """names owned by this unit and by no other, every name of a tied parameter included"""
+    numel: int
+    """elements over all ranks"""
+    reshard_after_forward: bool | int
+    """resolved: frees the parameters after forward, keeps them, or reshards to that many ranks"""
+    reason: str
+    mixed_precision: str | PrecisionSpec | None = None
+    """`None` follows the run's"""
+    top_level: bool = False
+    """no other unit contains it"""
+    role: Role | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WrapPlan:
+    """Which modules become FSDP units. A value: no tensors, no modules, no process group."""
+
+    units: tuple[ShardUnit, ...]
+    """children before parents, the order of application"""
+    tied: tuple[tuple[str, ...], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def owner_of(self) -> dict[str, ShardUnit]:
+        """Maps every parameter name to its unit."""
+        return {name: unit for unit in self.units for name in unit.params}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values in a stable order, for logs and comparisons."""
+        units = [
+            {
+                "modules": list(unit.modules),
+                "params": list(unit.params),
+                "numel": unit.numel,
+                "reshard_after_forward": unit.reshard_after_forward,
+                "mixed_precision": str(unit.mixed_precision) if unit.mixed_precision else None,
+                "reason": unit.reason,
+            }
+            for unit in self.units
+        ]
+        return {
+            "units": units,
+            "tied": [list(names) for names in self.tied],
+            "ignored": list(self.ignored),
+        }
+
+    def digest(self) -> str:
+        """A short text that differs between different plans."""
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """The plan as a table."""
+        header = ("unit", "params", "elements", "reshard", "reason")
+        rows = [header, *(_row(unit) for unit in self.units)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = [_line(row, widths) for row in rows]
+        lines += [f"tied: {' = '.join(names)}" for names in self.tied]
+        if self.ignored:
+            lines.append(f"ignored: {', '.join(self.ignored)}")
+        return "\n".join(lines)
+
+
+def _row(unit: ShardUnit) -> tuple[str, str, str, str, str]:
+    name = ", ".join(module or "<root>" for module in unit.modules)
+    reshard = str(unit.reshard_after_forward).lower()
+    return name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = zip(row, widths, strict=True)
+    return "  ".join(_align(cell, width, i) for i, (cell, width) in enumerate(cells)).rstrip()
+
+
+def _align(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if column in (1, 2) else cell.ljust(width)
+
+
+def plan_wrapping(
+    model: nn.Module,
+    rules: Sequence[Rule],
+    *,
+    reshard_after_forward: Reshard = "auto",
+    tied_weights: Literal["lift", "error"] = "lift",
+    ignored_params: Iterable[str] = (),
+    sizes: UnitSizes = NO_BOUNDS,
+    optional: Collection[str] = (),
+    tree: ModuleTree | None = None,
+) -> WrapPlan:
+    """Decides which modules become FSDP units.
+
+    Collective: no. Linear in the number of modules; works on the meta device.
+
+    Args:
+        model: the whole model; its name is ''.
+        rules: asked in order for every module; the first answer wins, no answer is no unit.
+        reshard_after_forward: for units whose decision does not say.
+        tied_weights: what to do with a weight shared between units.
+        ignored_params: globs of parameter names that belong to no unit.
+        sizes: bounds of what a unit gathers.
+        optional: names of modules that some rank may leave out of a step; neither they nor what is
+            in them become units (see [Note: modules that may be left out]).
+        tree: the model as `ModuleTree.read` gave it, when the caller has it.
+
+    Raises:
+        PlanError: with every scalar, non-contiguous or mixed-dtype parameter, container without
+            `forward`, unmatched pattern or forbidden tie in one message.
+    """
+    tree = tree or ModuleTree.read(model)
+    _refuse_sharded(tree)
+    weight_of = alias_representatives(tree.uses)
+    chosen, refused, problems = _choose(tree, rules)
+    refused |= _keep_whole(tree, frozenset(optional), chosen, problems)
+    ignored = _match_ignored(tree, ignored_params, weight_of, problems)
+    uses = [use for use in tree.uses if weight_of[id(use.param)] not in ignored]
+    ties = _ties(uses, weight_of)
+    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights, problems)
+    if merged := _merged(tree, uses, ties, nearest_unit, chosen, sizes):
+        chosen = {key: decision for key, decision in chosen.items() if key not in merged}
+    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights, problems, sizes, refused)
+    if tied_weights == "error":
+        problems += _forbidden_ties(tree, nearest_unit, ties)
+    owned = _owned(tree, uses, ties, nearest_unit)
+    for unit, held in owned.items():
+        sizes.warn_of_large(tree.visits[unit].path, held)
+    units = _make_units(tree, owned, weight_of, nearest_unit, chosen, reshard_after_forward)
+    _check_params(units, uses, problems)
+    if problems:
+        raise PlanError(problems[0] if len(problems) == 1 else _numbered(problems))
+    tied = tuple(tuple(use.name for use in group) for group in ties)
+    ignored_names = tuple(use.name for use in tree.uses if weight_of[id(use.param)] in ignored)
+    return WrapPlan(tuple(units), tied, ignored_names)
+
+
+def _numbered(problems: list[str]) -> str:
+    lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(problems, 1))
+    return f"The model cannot be divided into FSDP units, for {len(problems)} reasons:\n{lines}"
+
+
+def _refuse_sharded(tree: ModuleTree) -> None:
+    for path, module in tree.modules():
+        if isinstance(module, FSDPModule):
+            raise PlanError(
+                f"{_name(path)} is sharded by FSDP2 already. Sharding twice would mix shards of "
+                "shards. Call prepare_fully_shard once, and take your own fully_shard calls out."
+            )
+
+
+def _name(path: str) -> str:
+    return f"'{path}'" if path else "The model"
+
+
+def _choose(
+    tree: ModuleTree, rules: Sequence[Rule]
+) -> tuple[dict[int, Decision], set[int], list[str]]:
+    """Asks the rules once for every module; an activation wrapper is its module under one name."""
+    chosen: dict[int, Decision] = {}
+    refused: set[int] = set()
+    problems: list[str] = []
+    for path, module in tree.modules():
+        if is_wrapper(module):
+            continue
+        for rule in rules:
+            decision = rule(path, module)
+            if decision is None:
+                continue
+            if decision.wrap:
+                chosen[id(module)] = decision
+                if not has_forward(module):
+                    problems.append(_container(path, module, decision))
+            else:
+                refused.add(id(module))
+            break
+    return chosen, refused, problems
+
+
+def _keep_whole(
+    tree: ModuleTree, optional: Collection[str], chosen: dict[int, Decision], problems: list[str]
+) -> set[int]:
+    """Moves units out of optional modules, to what runs on every rank; returns what is in those."""
+    host_of: dict[int, int] = {}
+    for index in tree.first_visit.values():
+        visit = tree.visits[index]
+        if visit.parent in host_of:
+            host_of[index] = host_of[visit.parent]
+        elif visit.path in optional:
+            host_of[index] = tree.lowest_common_parent([visit.parent])
+    moved: dict[str, str] = {}
+    for index, host in host_of.items():
+        visit, around = tree.visits[index], tree.visits[host]
+        decision = chosen.pop(id(visit.module), None)
+        if decision is None:
+            continue
+        if decision.settings != UnitSettings():
+            problems.append(_own_settings(visit.path, decision))
+        chosen.setdefault(id(around.module), Decision(wrap=True, reason=LEFT_OUT))
+        moved[visit.path] = around.path
+    if moved:
+        _warn_of_moved(moved)
+    return {id(tree.visits[index].module) for index in host_of}
+
+
+def _warn_of_moved(moved: Mapping[str, str]) -> None:
+    warnings.warn(
+        f"{_listed(list(moved))} were chosen as units, and some ranks may leave them out of a "
+        f"step. The others would wait for them, so {_listed(list(dict.fromkeys(moved.values())))} "
+        "gathers them whole, which takes more memory. Write `unused_parameters: false` if every "
+        "rank calls all of them in every step.",
+        stacklevel=3,
+    )
+
+
+def _own_settings(path: str, decision: Decision) -> str:
+    return (
+        f"'{path}' was chosen by {decision.reason} as a unit with settings of its own, and some "
+        "ranks may leave it out of a step. The others would wait for it, so it is gathered with "
+        "the module around it and cannot have its own settings. Take them out, or write "
+        "`unused_parameters: false` if every rank calls it in every step."
+    )
+
+
+def _container(path: str, module: nn.Module, decision: Decision) -> str:
+    kind = type(module).__name__
+    return (
+        f"{_name(path)} ({kind}) was chosen by {decision.reason}, but a {kind} has no forward. "
+        "FSDP gathers parameters when forward is called, so they would never be there. "
+        "Choose the modules inside it."
+    )
+
+
+def _match_ignored(
+    tree: ModuleTree,
+    patterns: Iterable[str],
+    weight_of: Mapping[int, int],
+    problems: list[str],
+) -> set[int]:
+    """The ignored weights; one ignored name is enough for a tied one."""
+    ignored: set[int] = set()
+    names = [use.name for use in tree.uses]
+    for pattern in patterns:
+        matched = [use for use in tree.uses if fnmatch.fnmatchcase(use.name, pattern)]
+        ignored.update(weight_of[id(use.param)] for use in matched)
+        if not matched:
+            problems.append(
+                f"'{pattern}' of ignored_params matches no parameter. What you meant to leave "
+                f"alone would be sharded.{nearest(pattern, names)} Correct it or take it out."
+            )
+    for use in tree.uses:
+        trainable = use.param.requires_grad and not isinstance(use.param, DTensor)
+        if trainable and weight_of[id(use.param)] in ignored:
+            problems.append(_trainable_ignored(use.name))
+    return ignored
+
+
+def _trainable_ignored(name: str) -> str:
+    return (
+        f"'{name}' is left out by ignored_params and trainable. Nobody would average its gradient, "
+        "and the ranks would drift apart. Freeze it, or take it out of ignored_params."
+    )
+
+
+def _ties(uses: list[ParamUse], weight_of: Mapping[int, int]) -> list[list[ParamUse]]:
+    """Uses of the same weight, for every weight with more than one name."""
+    groups: dict[int, list[ParamUse]] = defaultdict(list)
+    for use in uses:
+        groups[weight_of[id(use.param)]].append(use)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _settle_units(
+    tree: ModuleTree,
+    uses: list[ParamUse],
+    ties: list[list[ParamUse]],
+    chosen: dict[int, Decision],
+    tied_weights: str,
+    problems: list[str],
+    sizes: UnitSizes | None = None,
+    refused: Iterable[int] = (),
+) -> list[int]:
+    """Unit of every visit (index of the unit's first visit), after adding what is needed.
+
+    Ties need the units that hold them; with `sizes`, units that are too large or of several dtypes
+    are divided. Adding a unit can put another tied pair on two sides of it, so this repeats until
+    none is left; every round adds at least one unit.
+    """
+    root = tree.visits[0].module
+    while True:
+        units = _nearest_units(tree, chosen)
+        added: dict[int, Decision] = {}
+        if any(units[use.visit] < 0 for use in uses):
+            added[id(root)] = Decision(wrap=True, reason="root")
+        if tied_weights == "lift":
+            added.update(_parents_of_crossing_ties(tree, units, ties, chosen))
+        if not added and sizes is not None:
+            owned = _owned(tree, uses, ties, units)
+            added = _divided(tree, owned, chosen, {*chosen, *refused}, sizes)
+        if not added:
+            return units
+        if id(root) in added and not has_forward(root):
+            problems.append(_container("", root, added[id(root)]))
+        chosen.update(added)
+
+
+def _merged(
+    tree: ModuleTree,
+    uses: list[ParamUse],
+    ties: list[list[ParamUse]],
+    units: list[int],
+    chosen: Mapping[int, Decision],
+    sizes: UnitSizes,
+) -> set[int]:
+    """Units that join the one around them; settings of a unit's own keep it apart."""
+
+    def may_merge(module: nn.Module) -> bool:
+        return id(module) in chosen and chosen[id(module)].settings == UnitSettings()
+
+    owned, around = _owned(tree, uses, ties, units), _nesting(tree, units, chosen)
+    return too_small(tree, owned, around, may_merge, sizes)
+
+
+def _divided(
+    tree: ModuleTree,
+    owned: Mapping[int, list[ParamUse]],
+    chosen: Mapping[int, Decision],
+    taken: set[int],
+    sizes: UnitSizes,
+) -> dict[int, Decision]:
+    """Modules that become units because the one they are in is mixed, else because it is large."""
+    added: dict[int, Decision] = {}
+    for unit, uses in owned.items():
+        for module, dtype in divide_by_dtype(tree, unit, uses, taken):
+            settings = _inner(chosen[id(tree.visits[unit].module)].settings)
+            reason = f"dtype {str(dtype).removeprefix('torch.')}"
+            added[id(module)] = Decision(wrap=True, reason=reason, settings=settings)
+    if added:
+        return added
+    for unit, uses in owned.items():
+        for module in divide_by_size(tree, unit, uses, taken, sizes):
+            settings = _inner(chosen[id(tree.visits[unit].module)].settings)
+            decision = Decision(wrap=True, reason="max_unit_bytes", settings=settings)
+            added[id(module)] = decision
+    return added
+
+
+def _inner(settings: UnitSettings) -> UnitSettings:
+    """The settings of a part of a unit; the output dtype is that of what leaves the whole."""
+    precision = settings.mixed_precision
+    if isinstance(precision, PrecisionSpec):
+        precision = dataclasses.replace(precision, output_dtype=None)
+    return dataclasses.replace(settings, mixed_precision=precision)
+
+
+def _nearest_units(tree: ModuleTree, chosen: Mapping[int, Decision]) -> list[int]:
+    """For every visit the first visit of the nearest chosen module at or above it, else -1."""
+    units: list[int] = []
+    for visit in tree.visits:
+        if id(visit.module) in chosen:
+            units.append(tree.first_visit[id(visit.module)])
+        else:
+            units.append(units[visit.parent] if visit.parent >= 0 else -1)
+    return units
+
+
+def _parents_of_crossing_ties(
+    tree: ModuleTree,
+    units: list[int],
+    ties: list[list[ParamUse]],
+    chosen: Mapping[int, Decision],
+) -> dict[int, Decision]:
+    added: dict[int, Decision] = {}
+    for group in ties:
+        if _crosses(units, group):
+            parent = tree.visits[tree.lowest_common_parent(use.visit for use in group)].module
+            if id(parent) not in chosen:
+                added[id(parent)] = Decision(wrap=True, reason=f"holds tied '{group[0].name}'")
+    return added
+
+
+def _crosses(units: list[int], group: list[ParamUse]) -> bool:
+    return len({units[use.visit] for use in group}) > 1
+
+
+def _forbidden_ties(tree: ModuleTree, units: list[int], ties: list[list[ParamUse]]) -> list[str]:
+    problems: list[str] = []
+    for group in ties:
+        if not _crosses(units, group):
+            continue
+        paths = sorted({tree.visits[units[use.visit]].path or "<root>" for use in group})
+        problems.append(
+            f"{_listed(paths)} were all chosen as FSDP units but share the parameter "
+            f"'{group[0].name}' (also {_listed([use.name for use in group[1:]])}). Sharding them "
+            "apart would untie them. Choose fewer of them, or set `tied_weights: lift` to shard "
+            "the weight with their parent."
+        )
+    return problems
+
+
+def _listed(names: Sequence[str], most: int = 5) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _owned(
+    tree: ModuleTree, uses: list[ParamUse], ties: list[list[ParamUse]], units: list[int]
+) -> dict[int, list[ParamUse]]:
+    """What every unit owns; a tied weight belongs to the unit at its names' common parent."""
+    lifted: dict[int, int] = {}
+    for group in ties:
+        owner = units[group[0].visit]
+        if _crosses(units, group):
+            owner = units[tree.lowest_common_parent(use.visit for use in group)]
+        lifted.update((id(use.param), owner) for use in group)
+    owned: dict[int, list[ParamUse]] = defaultdict(list)
+    for use in uses:
+        owned[lifted.get(id(use.param), units[use.visit])].append(use)
+    return owned
+
+
+def _make_units(
+    tree: ModuleTree,
+    owned: Mapping[int, list[ParamUse]],
+    weight_of: Mapping[int, int],
+    units: list[int],
+    chosen: Mapping[int, Decision],
+    run_reshard: Reshard,
+) -> list[ShardUnit]:
+    """Builds the units, children before parents, without those that would do nothing."""
+    enclosing_of = _nesting(tree, units, chosen)
+    enclosing = set(enclosing_of.values())
+    needed = _trained(tree)
+    made: list[ShardUnit] = []
+    for key in tree.finished:
+        if key not in chosen:
+            continue
+        index = tree.first_visit[key]
+        # A unit without parameters of its own still ties the units inside it together (one
+        # prefetch order and one set of streams); without those either, it would do nothing.
+        uses = owned.get(index, [])
+        if not uses and index not in enclosing:
+            continue
+        weights = {weight_of[id(use.param)]: use.param.numel() for use in uses}
+        decision, top_level = chosen[key], index not in enclosing_of
+        # What runs next to a head is all of the model around it.
+        trains = (enclosing_of.get(index) if decision.role == "head" else index) in needed
+        at_once = trains and (top_level or decision.role == "head")
+        made.append(
+            ShardUnit(
+                modules=(tree.visits[index].path,),
+                params=tuple(use.name for use in uses),
+                numel=sum(weights.values()),
+                reshard_after_forward=_resolve_reshard(decision, at_once, run_reshard),
+                reason=decision.reason,
+                mixed_precision=decision.settings.mixed_precision,
+                top_level=top_level,
+                role=decision.role,
+            )
+        )
+    return made
+
+
+def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:
+    """First visits of units that lie inside another unit -> that of a unit around them."""
+    return {
+        tree.first_visit[id(visit.module)]: units[visit.parent]
+        for visit in tree.visits
+        if id(visit.module) in chosen and visit.parent >= 0 and units[visit.parent] >= 0
+    }
+
+
+def _trained(tree: ModuleTree) -> set[int]:
+    """First visits of modules with a trainable parameter in them, at whatever depth."""
+    found: set[int] = set()
+    for use in tree.uses:
+        index = use.visit if use.param.requires_grad else -1
+        while index >= 0 and index not in found:
+            found.add(index)
+            index = tree.visits[index].parent
+    return {tree.first_visit[id(tree.visits[index].module)] for index in found}
+
+
+def _resolve_reshard(decision: Decision, used_at_once: bool, run_reshard: Reshard) -> bool | int:
+    """Turns `auto` into what it means here.
+
+    A top-level unit is needed again right after forward, so freeing it would only gather it twice;
+    a run-wide int leaves it alone for the same reason. One with nothing to train below it (a
+    teacher) has no backward, and would be kept for good.
+    """
+    own = decision.settings.reshard_after_forward
+    reshard = run_reshard if own is None else own
+    if isinstance(reshard, bool):
+        return reshard
+    if reshard == "auto":
+        return not used_at_once
+    return False if used_at_once and own is None else reshard
+
+
+def _check_params(
+    units: Iterable[ShardUnit], uses: Iterable[ParamUse], problems: list[str]
+) -> None:
+    """Finds what FSDP2 would refuse, some of it only at the first forward."""
+    params = {use.name: use.param for use in uses}
+    for unit in units:
+        dtypes: dict[str, str] = {}
+        for name in unit.params:
+            param = params[name]
+            if param.requires_grad or not FROZEN_MAY_DIFFER:
+                dtypes.setdefault(str(param.dtype).removeprefix("torch."), name)
+            if param.ndim == 0:
+                problems.append(_scalar(name))
+            elif not param.is_contiguous():
+                problems.append(_non_contiguous(name, param))
+        if len(dtypes) > 1:
+            problems.append(_mixed_dtypes(unit, dtypes))
+
+
+def _scalar(name: str) -> str:
+    return (
+        f"'{name}' is a scalar parameter. FSDP2 shards the first dimension, and a scalar has none. "
+        "Give it shape (1,), or freeze it and list it in ignored_params."
+    )
+
+
+def _non_contiguous(name: str, param: nn.Parameter) -> str:
+    return (
+        f"'{name}' is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}). FSDP2 "
+        "cuts the memory into rows, so it needs rows that follow each other. "
+        "Store it as `nn.Parameter(weight.contiguous())`."
+    )
+
+
+def _mixed_dtypes(unit: ShardUnit, dtypes: Mapping[str, str]) -> str:
+    found = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
+    where = f"The unit '{unit.modules[0]}'" if unit.modules[0] else "The root unit"
+    return (
+        f"{where} holds parameters of different dtypes: {found}. One "
+        "collective gathers one dtype, and torch would stop at the first forward. Modules of one "
+        "dtype are made units of their own, but these share a module: cast them to one dtype, or "
+        "list frozen ones in ignored_params."
+    )

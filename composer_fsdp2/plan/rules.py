@@ -1,0 +1,314 @@
+"""Ready rules for `plan_wrapping`, among them those a `wrap_policy` asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import (
+    ModuleTree,
+    alias_representatives,
+    has_forward,
+    may_be_unit,
+)
+from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.plan.planner import Decision, Role, Rule
+
+__all__ = [
+    "by_class",
+    "by_hf_blocks",
+    "by_name",
+    "ends_of_models",
+    "output_heads",
+    "policy_rules",
+    "root_rule",
+    "with_fp32_islands",
+]
+
+FP32 = PrecisionSpec(param_dtype="fp32", reduce_dtype="fp32")
+
+_WORTH_A_UNIT_BYTES = 2**20
+"""smaller ends are not worth a collective of their own"""
+
+
+def root_rule(name: str, module: nn.Module) -> Decision | None:
+    """Makes the root a unit; it takes whatever no other unit owns."""
+    return Decision(wrap=True, reason="root") if name == "" else None
+
+
+def by_class(*classes: str | type[nn.Module], settings: UnitSettings | None = None) -> Rule:
+    """Makes a unit of every instance of the classes, given by name or as types.
+
+    A name is that of the class itself, without its bases.
+    """
+    names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
+    settings = settings or UnitSettings()
+
+    def rule(_name: str, module: nn.Module) -> Decision | None:
+        kind = type(module).__name__
+        if kind not in names:
+            return None
+        return Decision(wrap=True, reason=f"class {kind}", settings=settings)
+
+    return rule
+
+
+def by_name(pattern: str, settings: UnitSettings | None = None) -> Rule:
+    """Makes a unit of every module whose name matches a glob, or `re:` and a regular expression."""
+    matches = matcher(pattern)
+    settings = settings or UnitSettings()
+
+    def rule(name: str, _module: nn.Module) -> Decision | None:
+        if not matches(name):
+            return None
+        return Decision(wrap=True, reason=f"name {pattern}", settings=settings)
+
+    return rule
+
+
+def by_hf_blocks(model: nn.Module) -> Rule | None:
+    """Makes units of the blocks a Hugging Face model lists in `_no_split_modules`.
+
+    The list is a hint about devices and not about sharding: some models name an embedding or a
+    block's own mixer in it. Units are made of repeated blocks, the members of a container.
+
+    Returns:
+        The rule, or `None` when nothing in the model has such a list.
+    """
+    listed: set[str] = set()
+    for module in model.modules():
+        listed.update(getattr(module, "_no_split_modules", None) or ())
+    members = {
+        id(child)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
+        for child in module.children()
+        if type(child).__name__ in listed
+    }
+    if not members:
+        return None
+
+    def rule(_name: str, module: nn.Module) -> Decision | None:
+        if id(module) not in members:
+            return None
+        return Decision(wrap=True, reason="_no_split_modules")
+
+    return rule
+
+
+def policy_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
+    """The rules a `wrap_policy` asks for, in order: names, classes, embeddings, head, size.
+
+    Raises:
+        PlanError: with every part of the policy that matches nothing.
+    """
+    if policy == WrapPolicy():
+        return []
+    tree = ModuleTree.read(model)
+    problems = [
+        *unmatched_classes(tree, (s.pattern for s in policy.classes), "wrap_policy.classes"),
+        *unmatched_names(tree, (s.pattern for s in policy.names), "wrap_policy.names"),
+    ]
+    rules = [by_name(selector.pattern, selector.settings) for selector in policy.names]
+    rules += [by_class(selector.pattern, settings=selector.settings) for selector in policy.classes]
+    if policy.embeddings:
+        found = [module for _, module in tree.modules() if isinstance(module, nn.Embedding)]
+        rules += _members(found, "embeddings", policy.embeddings, problems)
+    if policy.lm_head:
+        heads = output_heads(tree)
+        rules += _members(heads, "lm_head", policy.lm_head, problems, role="head")
+    if policy.min_num_params is not None:
+        large = _large_modules(tree, policy.min_num_params, rules)
+        rules += _members(large, "min_num_params", UnitSettings(), problems)
+    if problems:
+        raise PlanError("\n".join(problems))
+    return rules
+
+
+def ends_of_models(model: nn.Module, policy: WrapPolicy) -> dict[int, Decision]:
+    """Embeddings and heads to take out of the root unit of their model, as `id(module): decision`.
+
+    The root keeps what it gathered through the whole of backward. A head of its own is free once
+    its gradient is there, an embedding right after the forward: its backward reads nothing of it.
+    Each is gathered once a step, as in the root. Only ends of models that name both (by Hugging
+    Face's getters, which MPT has too), whose weights nothing else holds, and of some size.
+    """
+    found: dict[int, tuple[nn.Module, Decision]] = {}
+    for owner in model.modules():
+        embedding, head = _asked(owner, "get_input_embeddings"), _asked(owner, _HEAD)
+        if head is None or head is embedding:
+            continue  # without a head of its own, logits may come from the embedding
+        if policy.embeddings is None and isinstance(embedding, nn.Embedding):
+            decision = Decision(wrap=True, reason="embeddings", role="embedding")
+            found[id(embedding)] = embedding, decision
+        if policy.lm_head is None and isinstance(head, nn.Linear):
+            found[id(head)] = head, Decision(wrap=True, reason="lm_head", role="head")
+    if not found:
+        return {}
+    tree = ModuleTree.read(model)
+    weight_of = alias_representatives(tree.uses)
+    names = Counter(weight_of[id(use.param)] for use in tree.uses)
+    return {
+        key: decision
+        for key, (module, decision) in found.items()
+        if sum(param.nbytes for param in module.parameters()) >= _WORTH_A_UNIT_BYTES
+        and all(names[weight_of.get(id(param), 0)] == 1 for param in module.parameters())
+    }
+
+
+_HEAD = "get_output_embeddings"
+
+
+def _asked(owner: nn.Module, getter: str) -> object:
+    """What a model names as its embedding or head; not every model with a getter has one."""
+    if not hasattr(type(owner), getter):  # asking the module itself is slow where there is none
+        return None
+    with contextlib.suppress(NotImplementedError):
+        return getattr(owner, getter)()
+    return None
+
+
+def with_fp32_islands(
+    model: nn.Module,
+    patterns: Sequence[str] | None,
+    gathered_in: torch.dtype | None,
+    rules: Sequence[Rule],
+) -> list[Rule]:
+    """Puts rules inside others that keep some modules in fp32.
+
+    An island takes fp32 in and gives the dtype around it back. Units the rules find in it compute
+    in fp32 as well.
+
+    Args:
+        model: the whole model.
+        patterns: of the modules; `None` is what Hugging Face models list.
+        gathered_in: dtype in which units are gathered; `None` is the parameters' own.
+        rules: as for `plan_wrapping`.
+
+    Raises:
+        PlanError: for a pattern that matches nothing.
+    """
+    tree = ModuleTree.read(model)
+    if patterns is None:
+        wanted = _kept_by_models(tree, gathered_in)
+    else:
+        if problems := list(unmatched_names(tree, patterns, "keep_fp32")):
+            raise PlanError("\n".join(problems))
+        matchers = [matcher(pattern) for pattern in patterns]
+        wanted = [m for name, m in tree.modules() if any(matches(name) for matches in matchers)]
+    decisions = _islands(wanted, gathered_in)
+    if not decisions:
+        return list(rules)
+
+    def rule(name: str, module: nn.Module) -> Decision | None:
+        found = next((d for d in (ask(name, module) for ask in rules) if d is not None), None)
+        if id(module) not in decisions:
+            return found
+        island = decisions[id(module)]
+        if island is not None or found is None or not found.wrap:
+            return island or found
+        return replace(found, settings=replace(found.settings, mixed_precision=FP32))
+
+    return [rule]
+
+
+def _islands(
+    wanted: Iterable[nn.Module], gathered_in: torch.dtype | None
+) -> dict[int, Decision | None]:
+    """What becomes of the outermost of the modules, and `None` for each one inside them."""
+    decisions: dict[int, Decision | None] = {}
+    for module in wanted:
+        first = next(module.parameters(), None)
+        if id(module) in decisions or first is None or not has_forward(module):
+            continue
+        around = gathered_in or first.dtype
+        if around == torch.float32:
+            continue
+        precision = replace(FP32, output_dtype=str(around))
+        settings = UnitSettings(mixed_precision=precision)
+        decisions.update((id(inside), None) for inside in module.modules())
+        decisions[id(module)] = Decision(
+            wrap=True, reason="keep_fp32", settings=settings, role="fp32"
+        )
+    return decisions
+
+
+def _kept_by_models(tree: ModuleTree, gathered_in: torch.dtype | None) -> list[nn.Module]:
+    """Modules that Hugging Face models list as in need of fp32, by a part of their name.
+
+    Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for bf16 too.
+    """
+    found: list[nn.Module] = []
+    for path, owner in tree.modules():
+        listed: set[str] = set(getattr(owner, "_keep_in_fp32_modules_strict", None) or ())
+        if gathered_in == torch.float16:
+            listed.update(getattr(owner, "_keep_in_fp32_modules", None) or ())
+        if listed:
+            prefix = f"{path}." if path else ""
+            found += [
+                module
+                for name, module in tree.modules()
+                if name.startswith(prefix) and name.rpartition(".")[2] in listed
+            ]
+    return found
+
+
+def _members(
+    modules: Sequence[nn.Module],
+    key: str,
+    settings: UnitSettings,
+    problems: list[str],
+    role: Role | None = None,
+) -> list[Rule]:
+    """A rule for modules already found; finding none is a problem."""
+    if not modules:
+        problems.append(
+            f"wrap_policy.{key} matches no module of this model. It would have no effect. "
+            "Take it out, or choose the modules with wrap_policy.names."
+        )
+    ids = {id(module) for module in modules}
+    decision = Decision(wrap=True, reason=key, settings=settings, role=role)
+
+    def rule(_name: str, module: nn.Module) -> Decision | None:
+        return decision if id(module) in ids else None
+
+    return [rule]
+
+
+def output_heads(tree: ModuleTree) -> list[nn.Module]:
+    """What Hugging Face models name as their head, and modules called `lm_head`."""
+    heads: dict[int, nn.Module] = {}
+    for name, module in tree.modules():
+        for candidate in (
+            _asked(module, _HEAD),
+            module if name.rpartition(".")[2] == "lm_head" else None,
+        ):
+            if isinstance(candidate, nn.Module):
+                heads[id(candidate)] = candidate
+    return list(heads.values())
+
+
+def _large_modules(tree: ModuleTree, least: int, before: list[Rule]) -> list[nn.Module]:
+    """Modules with at least `least` elements outside nested units, found from the leaves up."""
+    chosen: list[nn.Module] = []
+    held: dict[int, dict[int, int]] = {}
+    for key in tree.finished:
+        visit = tree.visits[tree.first_visit[key]]
+        params = {id(p): p.numel() for p in visit.module._parameters.values() if p is not None}
+        for child in visit.module.children():
+            params.update(held.get(id(child), {}))
+        picked = any(rule(visit.path, visit.module) for rule in before)
+        parent = tree.visits[visit.parent].module if visit.parent >= 0 else None
+        large = sum(params.values()) >= least and may_be_unit(visit.module, parent)
+        if large and not picked:
+            chosen.append(visit.module)
+        held[key] = {} if picked or large else params
+    return chosen

@@ -1,0 +1,156 @@
+"""How large units are: small ones join the unit around them, large and mixed ones are divided.
+
+Units are given as the index of their first visit, what they own as the uses of parameters.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamUse, is_wrapper, may_be_unit
+
+__all__ = [
+    "FROZEN_MAY_DIFFER",
+    "NO_BOUNDS",
+    "UnitSizes",
+    "divide_by_dtype",
+    "divide_by_size",
+    "too_small",
+]
+
+FROZEN_MAY_DIFFER = hasattr(FSDPModule, "set_gradient_divide_factor")
+"""whether frozen parameters may have another dtype than the trained ones of their unit; torch took
+that up before it had the method"""
+
+Owned = Mapping[int, list[ParamUse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitSizes:
+    """Bounds of what one collective gathers, in bytes; `None` is no bound."""
+
+    least: int | None = None
+    most: int | None = None
+    gathered_in: torch.dtype | None = None
+    """dtype in which units are gathered; `None` is the parameters' own"""
+
+    def bytes_of(self, uses: Iterable[ParamUse]) -> int:
+        """Bytes of the weights behind the names, each once."""
+        return sum(self._bytes(param) for param in {id(u.param): u.param for u in uses}.values())
+
+    def _bytes(self, param: nn.Parameter) -> int:
+        cast = self.gathered_in if param.dtype.is_floating_point else None
+        return param.numel() * (cast or param.dtype).itemsize
+
+    def warn_of_large(self, unit: str, uses: list[ParamUse]) -> None:
+        """Says which parameter keeps a unit above the bound."""
+        if self.most is None or (size := self.bytes_of(uses)) <= self.most:
+            return
+        largest = max(uses, key=lambda use: use.param.numel())
+        warnings.warn(
+            f"The unit '{unit or '<root>'}' gathers {size:,} bytes, more than max_unit_bytes "
+            f"({self.most:,}), and cannot be divided further: its largest parameter, "
+            f"'{largest.name}', has {self.bytes_of([largest]):,}. That much is gathered at once. "
+            "Raise max_unit_bytes, or split the parameter in the model.",
+            stacklevel=2,
+        )
+
+
+NO_BOUNDS = UnitSizes()
+
+
+def too_small(
+    tree: ModuleTree,
+    owned: Owned,
+    enclosing_of: Mapping[int, int],
+    may_merge: Callable[[nn.Module], bool],
+    sizes: UnitSizes,
+) -> set[int]:
+    """id(module) of the units that are to join the unit around them."""
+    if sizes.least is None:
+        return set()
+    size = {unit: sizes.bytes_of(uses) for unit, uses in owned.items()}
+    merged: set[int] = set()
+    for key in tree.finished:
+        unit = tree.first_visit[key]
+        mergeable = unit in enclosing_of and may_merge(tree.visits[unit].module)
+        if mergeable and 0 < size.get(unit, 0) < sizes.least:
+            around = enclosing_of[unit]
+            size[around] = size.get(around, 0) + size[unit]
+            merged.add(key)
+    return merged
+
+
+def divide_by_size(
+    tree: ModuleTree, unit: int, uses: list[ParamUse], taken: Container[int], sizes: UnitSizes
+) -> list[nn.Module]:
+    """The largest modules directly inside a unit, as many as must leave for the rest to fit."""
+    if sizes.most is None or (left := sizes.bytes_of(uses)) <= sizes.most:
+        return []
+    outermost: dict[int, set[int]] = defaultdict(set)
+    for use in uses:
+        line = (i for i in tree.line_to(use.visit, unit) if _fits(tree, i, taken))
+        top = next(line, None)
+        outermost[id(use.param)].add(-1 if top is None else tree.first_visit[_key(tree, top)])
+    inside: dict[int, list[ParamUse]] = defaultdict(list)
+    for use in uses:
+        # A weight shared between two of them stays here.
+        if len(outermost[id(use.param)]) == 1 and -1 not in outermost[id(use.param)]:
+            inside[next(iter(outermost[id(use.param)]))].append(use)
+    leaving: list[nn.Module] = []
+    for index in sorted(inside, key=lambda index: -sizes.bytes_of(inside[index])):
+        if left <= sizes.most:
+            break
+        left -= sizes.bytes_of(inside[index])
+        leaving.append(tree.visits[index].module)
+    return leaving
+
+
+def divide_by_dtype(
+    tree: ModuleTree, unit: int, uses: list[ParamUse], taken: Container[int]
+) -> list[tuple[nn.Module, torch.dtype]]:
+    """Modules to take out of a unit so that what is left in it has one dtype.
+
+    What cannot leave stays, else the dtype of which there is most.
+    """
+    if len({use.param.dtype for use in uses}) < 2:
+        return []
+    bound = [use for use in uses if use.param.requires_grad or not FROZEN_MAY_DIFFER]
+    elements: Counter[torch.dtype] = Counter()
+    for param in {id(use.param): use.param for use in bound}.values():
+        elements[param.dtype] += param.numel()
+    if len(elements) < 2:
+        return []
+    inside: dict[int, set[torch.dtype]] = defaultdict(set)
+    for use in bound:
+        for index in tree.line_to(use.visit, unit):
+            inside[index].add(use.param.dtype)
+    leaving: dict[torch.dtype, dict[int, nn.Module]] = defaultdict(dict)
+    stuck: set[torch.dtype] = set()
+    for use in bound:
+        line = tree.line_to(use.visit, unit)
+        pure = [i for i in line if len(inside[i]) == 1 and _fits(tree, i, taken)]
+        if pure:
+            leaving[use.param.dtype][_key(tree, pure[0])] = tree.visits[pure[0]].module
+        else:
+            stuck.add(use.param.dtype)
+    kept = max(stuck or elements, key=lambda dtype: elements[dtype])
+    return [(m, dtype) for dtype in elements if dtype != kept for m in leaving[dtype].values()]
+
+
+def _key(tree: ModuleTree, index: int) -> int:
+    return id(tree.visits[index].module)
+
+
+def _fits(tree: ModuleTree, index: int, taken: Container[int]) -> bool:
+    visit = tree.visits[index]
+    parent = tree.visits[visit.parent].module if visit.parent >= 0 else None
+    free = id(visit.module) not in taken and not is_wrapper(visit.module)
+    return free and may_be_unit(visit.module, parent)

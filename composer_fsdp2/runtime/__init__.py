@@ -1,0 +1,1 @@
+"""What happens in every step: accumulation, prefetch, order check, watchdog, out of memory."""

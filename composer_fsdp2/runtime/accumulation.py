@@ -1,0 +1,159 @@
+"""When gradients are reduced, where several microbatches make one batch.
+
+[Note: gradients that wait] Until they are reduced, gradients are as large as the gathered
+parameters, in the dtype of the reduction, on every rank. That memory is the price of fewer bytes on
+the wire. Averages are linear, so summing before or after the reduction gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Collection, Generator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.config.schema import GradientSync
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.ranks import AverageOverReplicas
+from composer_fsdp2.runtime.oom import reset
+from composer_fsdp2.shard.torch_private.units import (
+    all_reduce_hook,
+    has_run,
+    param_groups,
+    params_of,
+    partial_reduction,
+)
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """Reduces the gradients of a batch of microbatches once, or each time.
+
+    Works on any module `fully_shard` was applied to:
+
+        with accumulation.batch():
+            for index, microbatch in enumerate(microbatches):
+                with accumulation.microbatch(last=index + 1 == len(microbatches)):
+                    model(microbatch).backward()
+
+    Args:
+        units: the FSDP units by name.
+        sync: `every` microbatch; the `last` one only; or `reduce_scatter_only` on every microbatch
+            and the all-reduce of HSDP on the last one.
+        kept: names of units whose parameters stay gathered from the first microbatch to the last.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[str, FSDPModule],
+        sync: GradientSync = "last",
+        kept: Collection[str] = (),
+    ) -> None:
+        self._units = dict(units)
+        self._sync = sync
+        self._kept = [units[name] for name in kept]
+        self._new = dict(units) if sync == "last" else {}
+        self._inside = False
+        self._watches: list[Any] = []
+        if sync != "every":
+            self._watches = [self._watch(unit) for unit in units.values()]
+
+    @contextlib.contextmanager
+    def batch(self) -> Generator[None]:
+        """Around all microbatches: an error among them leaves nothing for the next batch.
+
+        Collective: no.
+        """
+        try:
+            yield
+        except BaseException:
+            # What went wrong first is what the user has to see.
+            with contextlib.suppress(Exception):
+                reset(self._units.values())
+            raise
+
+    @contextlib.contextmanager
+    def microbatch(self, *, last: bool) -> Generator[None]:
+        """Around forward and backward of one microbatch.
+
+        Collective: no.
+
+        Raises:
+            PlanError: when the all-reduce would lose the gradients of a unit.
+        """
+        if not last:
+            self._set_due(False)
+        self._inside = True
+        try:
+            yield
+        finally:
+            self._inside = False
+            if not last:
+                self._set_due(True)
+        if last and self._sync == "reduce_scatter_only":
+            self._check_nothing_waits()
+
+    def _watch(self, unit: FSDPModule) -> Any:
+        """Has the unit say if it is trained by a loop that knows nothing of microbatches."""
+        assert isinstance(unit, nn.Module)
+        return unit.register_forward_pre_hook(self._warn_outside)
+
+    def _warn_outside(self, unit: nn.Module, _inputs: Any) -> None:
+        if self._inside or not (self._watches and unit.training and torch.is_grad_enabled()):
+            return
+        for watch in self._watches:
+            watch.remove()
+        self._watches.clear()
+        warnings.warn(
+            f"gradient_sync is {self._sync!r}, and the model runs outside of `microbatch()`. "
+            "Gradients are reduced in every backward. Train through Composer's Trainer, or put "
+            "each microbatch into `sharding_of(model).accumulation.microbatch(last=...)`.",
+            stacklevel=2,
+        )
+
+    def _set_due(self, due: bool) -> None:
+        if self._sync == "last":
+            self._new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
+        for name, unit in self._units.items():
+            if self._sync == "reduce_scatter_only":
+                _set_all_reduce_due(unit, due)
+            # Torch fails over a unit that has never run and need not reduce: it does so once.
+            elif self._sync == "last" and (due or name not in self._new):
+                unit.set_requires_gradient_sync(due, recurse=False)
+        for unit in self._kept:
+            unit.set_reshard_after_backward(due, recurse=False)
+
+    def _check_nothing_waits(self) -> None:
+        waiting = [name for name, unit in self._units.items() if _waits(unit)]
+        if waiting:
+            raise PlanError(
+                f"'{waiting[0]}' got gradients in an earlier microbatch and none in the last one. "
+                "gradient_sync: reduce_scatter_only averages over the copies with the last, so "
+                "those gradients would be lost. Call it in every microbatch, or write "
+                "gradient_sync: last."
+            )
+
+
+def _has_run(unit: FSDPModule) -> bool:
+    return all(has_run(param) for group in param_groups(unit) for param in params_of(group))
+
+
+def _set_all_reduce_due(unit: FSDPModule, due: bool) -> None:
+    unit.set_requires_all_reduce(due, recurse=False)
+    for group in param_groups(unit):
+        hook = all_reduce_hook(group)
+        if isinstance(hook, AverageOverReplicas):
+            hook.due = due
+
+
+def _waits(unit: FSDPModule) -> bool:
+    return any(
+        partial_reduction(group) is not None
+        or getattr(all_reduce_hook(group), "waiting", None) is not None
+        for group in param_groups(unit)
+    )

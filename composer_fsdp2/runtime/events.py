@@ -1,0 +1,79 @@
+"""Which unit a model is at, as torch itself tells it.
+
+[Note: labels] FSDP tells nobody which unit it gathers. But just before it does anything to a unit
+it asks the unit for a label for the profiler, in the thread that does it. A unit whose labels pass
+through here therefore tells everything in the order in which it happens, and what torch does stays
+as it is, whoever else replaces a unit's methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.runtime.watchdog import Lookout
+from composer_fsdp2.shard.torch_private.units import label_hook, param_groups
+
+__all__ = ["Event", "Progress"]
+
+Event = Literal["begin", "forward", "gather", "backward", "reduce"]
+"""`begin` is a forward of training of the whole model; `gather` and `reduce` are collectives"""
+
+_EVENTS: Mapping[str, Event | None] = {
+    "FSDP::pre_forward": "forward",
+    "FSDP::all_gather": "gather",
+    "FSDP::post_forward": None,
+    "FSDP::pre_backward": "backward",
+    "FSDP::post_backward_reduce": "reduce",
+}
+"""by label; `None` tells nobody, but shows that the unit has run"""
+
+
+class Progress:
+    """Hears of every event of a model's units, and passes it on.
+
+    Args:
+        model: its forward is one microbatch.
+        units: by name, those that have parameters.
+        lookout: is told of collectives; `None` where no other rank waits.
+    """
+
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, FSDPModule], lookout: Lookout | None
+    ) -> None:
+        self.lookout = lookout
+        self.listeners: tuple[Callable[[Event, str], None], ...] = ()
+        """called with an event and the name of its unit, before torch does it"""
+        self._microbatch = 0
+        self._previous: tuple[str, str] | None = None
+        # Before torch's own hook, which may gather.
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        for name, unit in units.items():
+            for group in param_groups(unit):
+                label_hook(group, partial(self._hear, name))
+
+    def _begin(self, _module: nn.Module, _args: object) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self._microbatch += 1
+        self._tell("begin", "")
+
+    def _hear(self, name: str, label_of: Callable[[str], str], label: str) -> str:
+        if label in _EVENTS:
+            event, previous = _EVENTS[label], self._previous
+            self._previous = (label, name)
+            # Torch may ask for the same label twice, for the log.
+            if event is not None and previous != (label, name):
+                self._tell(event, name)
+        return label_of(label)
+
+    def _tell(self, event: Event, name: str) -> None:
+        for listener in self.listeners:
+            listener(event, name)
+        if self.lookout is not None and event in ("gather", "reduce"):
+            self.lookout.entered = (event, name, self._microbatch)

@@ -1,0 +1,156 @@
+"""Ranks that would enter different collectives hear of it before they do.
+
+[Note: order] Before every collective of a unit the ranks compare what comes next, over a group of
+their own. Nobody has entered anything then, so all can raise the same error; and a rank that does
+not come at all is missed long before the timeout of the collective it would have been missed in.
+That is a small message per collective, in the first step only: afterwards the order is known to be
+the same, because the step is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import warnings
+import weakref
+import zlib
+from collections import defaultdict, deque
+
+import torch
+import torch.distributed as dist
+
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.ranks import any_rank
+from composer_fsdp2.runtime.events import Event, Progress
+from composer_fsdp2.runtime.watchdog import Lookout, rank_text, timed_out, unit_text
+
+__all__ = ["apply_order_check", "check_order_check"]
+
+_SHOWN = 4
+"""collectives shown before the first difference"""
+
+# One for all models: every gloo group has threads of its own, and lasts until the process ends.
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def check_order_check(when: str) -> None:
+    """Refuses what cannot take effect. Collective: no.
+
+    Raises:
+        ConfigError: this torch has no gloo.
+    """
+    if when != "never" and not dist.is_gloo_available():
+        raise ConfigError(
+            f"'order_check' is {when}, and this torch has no gloo. Ranks compare their collectives "
+            "over a group that is not the training's. Write order_check: never, or install a torch "
+            "with gloo."
+        )
+
+
+def apply_order_check(progress: Progress, when: str, device: torch.device) -> None:
+    """Has ranks compare their collectives, from the first forward of training on.
+
+    Collective: yes, the first time in a process. In the steps that are checked the collectives of
+    units raise PlanError on every rank.
+
+    Args:
+        progress: of the model.
+        when: in the `first` step (up to the forward after the first reduction), `always`, `never`.
+        device: of the default group's collectives.
+    """
+    if when == "never" or progress.lookout is None:
+        return
+    channel = _channel(progress.lookout.late_seconds, device)
+    if channel is not None:
+        _Check(progress, progress.lookout, channel, once=when == "first")
+
+
+def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup | None:
+    """The group for comparing, `None` with a warning where gloo does not get through."""
+    world = dist.group.WORLD
+    assert world is not None
+    if world in _channels:
+        return _channels[world]
+    channel, failed = None, "on another rank"
+    try:
+        # A rank can only end when what it has sent is done, or late.
+        timeout = datetime.timedelta(seconds=timeout_seconds)
+        channel = dist.new_group(backend="gloo", timeout=timeout)
+    except RuntimeError as error:
+        failed = str(error)
+    if any_rank(channel is None, device):
+        warnings.warn(
+            f"gloo cannot connect the ranks: {failed}. They do not compare the order of their "
+            "collectives (order_check). Set GLOO_SOCKET_IFNAME to the interface they share, or "
+            "write order_check: never.",
+            stacklevel=2,
+        )
+        return None
+    assert channel is not None
+    _channels[world] = channel
+    return channel
+
+
+class _Check:
+    def __init__(
+        self, progress: Progress, lookout: Lookout, channel: dist.ProcessGroup, once: bool
+    ) -> None:
+        self._progress = progress
+        self._lookout = lookout
+        self._channel = channel
+        self._once = once
+        self._began = self._reduced = False
+        self._last: deque[str] = deque(maxlen=_SHOWN)
+        progress.listeners += (self._hear,)
+
+    def _hear(self, event: Event, name: str) -> None:
+        if event == "begin":
+            self._began = True
+            self._compare("the next forward of training")
+            if self._reduced and self._once:
+                others = (one for one in self._progress.listeners if one != self._hear)
+                self._progress.listeners = tuple(others)
+        elif self._began and event in ("gather", "reduce"):
+            self._compare(f"{event} {unit_text(name)}")
+            self._reduced = self._reduced or event == "reduce"
+
+    def _compare(self, what: str) -> None:
+        """Raises on every rank if this is not what all of them do next. Collective: yes."""
+        code = zlib.crc32(what.encode())
+        found = torch.tensor([code, -code])
+        try:
+            dist.all_reduce(found, dist.ReduceOp.MAX, self._channel)
+        except RuntimeError as error:
+            if not timed_out(error):
+                raise  # a rank has ended
+            raise PlanError(_missed(what, self._lookout)) from None
+        if found[0] != -found[1]:
+            everyone: list[list[str]] = [[]] * self._channel.size()
+            dist.all_gather_object(everyone, [*self._last, what], group=self._channel)
+            raise PlanError(_difference(everyone))
+        self._last.append(what)
+
+
+def _missed(what: str, lookout: Lookout) -> str:
+    return (
+        f"{what} is next on this rank, and another rank did not come to it in "
+        f"{lookout.late_seconds:.0f} s. The ranks would wait until the process group gives up, and "
+        "not learn for whom. Look at the rank that is at another place below: it may have another "
+        "number of microbatches, or wait for data; if it is only slow, raise `dist_timeout`.\n"
+        + lookout.report()
+    )
+
+
+def _difference(everyone: list[list[str]]) -> str:
+    ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
+    for rank, last in enumerate(everyone):
+        ranks[tuple(last)].append(rank)
+    (first, at_first), (other, at_other) = list(ranks.items())[:2]
+    lines = [f"  {rank_text(which)}: {', '.join(last)}" for last, which in ranks.items()]
+    return (
+        f"The next collective is {first[-1]} on {rank_text(at_first)} and {other[-1]} on "
+        f"{rank_text(at_other)}. The ranks would wait for each other until the process group gives "
+        "up, or mix the weights of different units. Have every rank run the same modules in the "
+        "same order. The last collectives of each:\n" + "\n".join(lines)
+    )

@@ -1,0 +1,146 @@
+"""Gathering units before they are needed, in the order in which they really run.
+
+[Note: recorded order] The order of registration is not that of running: a decoder may be registered
+before its encoder, and backward follows autograd. So the first forward and backward of training are
+watched with torch's own prefetching, the ranks compare what they saw, and from then on each unit
+starts the gathers of those that come next. Evaluation is left alone: it may call a part of the
+model, and a gather nobody waits for would be used later, with weights that are old by then.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.ranks import agree
+from composer_fsdp2.runtime.events import Event, Progress
+
+__all__ = ["apply_prefetch"]
+
+
+def apply_prefetch(
+    model: nn.Module,
+    units: Mapping[str, FSDPModule],
+    progress: Progress,
+    *,
+    forward: int = 0,
+    backward: int = 0,
+) -> None:
+    """Makes units gather those that run next, once one step of training has shown which.
+
+    Collective: no; the second forward of training is, over the default group, and raises PlanError
+    on every rank when the units ran in another order on some rank.
+
+    Args:
+        model: its forward is one microbatch.
+        units: by name, those that have parameters.
+        progress: of these units.
+        forward: how many units ahead; 0 leaves forward to torch.
+        backward: likewise.
+    """
+    prefetch = _Prefetch(model, units, forward, backward)
+    progress.listeners += (prefetch.hear,)
+
+
+class _Prefetch:
+    def __init__(
+        self, model: nn.Module, units: Mapping[str, FSDPModule], forward: int, backward: int
+    ) -> None:
+        self._units = dict(units)
+        self._counts = forward, backward
+        self._running = False
+        self._ran: list[str] = []
+        self._came_back: list[str] = []
+        self._order: list[str] | None = None
+        self._ahead: dict[str, list[str]] = {}
+        self._warned = False
+        # Before torch's own hook, which starts the gathers that are set here.
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, _module: nn.Module, _args: object) -> None:
+        self._running = torch.is_grad_enabled()
+        if not self._running:
+            return
+        if self._order is None and self._ran:
+            self._settle()
+        self._ran, self._came_back = [], []
+        self._set_forward(self._ahead)
+
+    def hear(self, event: Event, name: str) -> None:
+        """Records what runs."""
+        if event == "forward" and self._running:
+            self._ran.append(name)
+        elif event == "backward" and name not in self._came_back:
+            self._came_back.append(name)
+
+    def _end(self, _module: nn.Module, _args: object, _output: object) -> None:
+        if not self._running:
+            return
+        self._running = False
+        self._set_forward(dict.fromkeys(self._ahead, ()))
+        if self._order is not None:
+            self._free_unused()
+            self._compare(self._order)
+
+    def _settle(self) -> None:
+        """Turns what was recorded into prefetching. Collective: yes."""
+        agree(
+            {
+                "order of units in forward": "\n".join(self._ran),
+                "order of units in backward": "\n".join(self._came_back),
+            }
+        )
+        if not self._came_back:
+            return  # a forward for its own sake; the next one may be of training
+        self._order = self._ran
+        forward, backward = self._counts
+        times = Counter(self._ran)
+        self._ahead = _units_ahead(list(times), forward, times)
+        for name, targets in _units_ahead(self._came_back, backward, times).items():
+            modules = [self._units[target] for target in targets]
+            self._units[name].set_modules_to_backward_prefetch(modules)
+
+    def _set_forward(self, ahead: Mapping[str, Sequence[str]]) -> None:
+        for name, targets in ahead.items():
+            modules = [self._units[target] for target in targets]
+            self._units[name].set_modules_to_forward_prefetch(modules)
+
+    def _free_unused(self) -> None:
+        """Drops gathers that were started for units which did not run after all."""
+        started = {target for name in self._ran for target in self._ahead.get(name, ())}
+        for name in sorted(started.difference(self._ran)):
+            self._units[name].unshard()  # waits for what is on its way
+            self._units[name].reshard()
+
+    def _compare(self, order: list[str]) -> None:
+        if self._warned or self._ran == order:
+            return
+        self._warned = True
+        where = next(
+            (i for i, (a, b) in enumerate(zip(order, self._ran, strict=False)) if a != b),
+            min(len(order), len(self._ran)),
+        )
+        was, now = (
+            f"'{names[where]}'" if where < len(names) else "none" for names in (order, self._ran)
+        )
+        warnings.warn(
+            f"FSDP units ran in another order than in the first step: {now} in place {where} where "
+            f"{was} was. forward_prefetch and backward_prefetch keep the first order, and gather "
+            "units too early or for nothing. Leave them out if the order changes often.",
+            stacklevel=2,
+        )
+
+
+def _units_ahead(order: list[str], count: int, times: Mapping[str, int]) -> dict[str, list[str]]:
+    """What each unit starts to gather.
+
+    One that runs several times starts nothing: it would gather again what has long been used.
+    """
+    places = enumerate(order, 1) if count else ()
+    return {name: order[after : after + count] for after, name in places if times[name] == 1}

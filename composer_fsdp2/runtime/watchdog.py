@@ -1,0 +1,204 @@
+"""Where every rank was when a collective timed out.
+
+[Note: stalls] A rank that waits in a collective cannot speak, and one that never comes to it does
+not know that it is waited for. So a thread of each rank looks every few seconds whether the rank
+has entered anything since. If not, it writes once, to the store at which the ranks met, what the
+last one was. There the ranks look that are told that time is out. NCCL does not tell, it ends the
+process: so the thread itself says it on stderr, shortly before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Generator, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
+
+from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.shard.torch_private.tensors import default_store, flight_recorder, timeout_of
+
+__all__ = ["Lookout", "explained", "lookout_of", "rank_text", "timed_out", "unit_text"]
+
+_TICK_SECONDS = 5.0
+_LATE = 0.8
+"""share of the timeout after which something is said; a rank may be slow in its first step"""
+_SILENT = "has not told: it goes on, or has ended"
+_TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
+_RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+
+
+def timed_out(error: RuntimeError) -> bool:
+    """Whether a collective raised it because another rank did not come in time."""
+    return _TIMED_OUT.search(str(error)) is not None
+
+
+def unit_text(name: str) -> str:
+    """A unit in the text of an error."""
+    return f"'{name}'" if name else "the root"
+
+
+class Lookout:
+    """Keeps the last unit this rank entered, and tells the other ranks when it stays the last.
+
+    Args:
+        timeout_seconds: of the collectives.
+    """
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self.entered: tuple[str, str, int] | None = None
+        """event, unit and number of the forward of training"""
+        self.late_seconds = _LATE * timeout_seconds
+        """after which a rank that does not come is missed"""
+        self.tick_seconds = min(_TICK_SECONDS, timeout_seconds / 20)
+        self._seen: object = self  # nothing that can be entered
+        self._since = 0.0
+        self._posted = self._late = False
+
+    def watch(self) -> None:
+        """Looks every few seconds, in a thread, as long as its process group is there."""
+        look = threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True)
+        look.name = "lookout"
+        look.start()
+
+    def look(self, now: float) -> None:
+        """Tells what there is to tell. Collective: no."""
+        if self.entered is not self._seen:
+            self._seen, self._since, self._late = self.entered, now, False
+            if self._posted:
+                self._post("")
+                self._posted = False
+        elif not self._posted:
+            self._post(self._text())
+            self._posted = True
+        elif not self._late and now - self._since > self.late_seconds:
+            self._late = True
+            self._say(self._places(), now - self._since)
+
+    def _say(self, places: dict[str, list[int]], waited_seconds: float) -> None:
+        """Says where all are, unless another rank does or nobody can be waiting for a unit."""
+        text = f"FSDP2: Nothing entered for {waited_seconds:.0f} s. {_describe(places)}"
+        told = [rank for said, ranks in places.items() if said != _SILENT for rank in ranks]
+        if len(places) > 1 and min(told) == dist.get_rank():
+            print(text, file=sys.stderr, flush=True)
+
+    def report(self) -> str:
+        """The last unit each rank entered, as far as ranks have told. Collective: no."""
+        self._post(self._text())
+        self._posted = True
+        return _describe(self._places())
+
+    def _text(self) -> str:
+        if self.entered is None:
+            return "no unit yet"
+        event, name, microbatch = self.entered
+        return f"{event} {unit_text(name)} in microbatch {microbatch}"
+
+    def _places(self) -> dict[str, list[int]]:
+        """What ranks told, and which of them."""
+        places: dict[str, list[int]] = {}
+        store = _store()
+        for rank in range(dist.get_world_size()):
+            told = store.check([key := _key(rank)]) and store.get(key).decode()
+            places.setdefault(told or _SILENT, []).append(rank)
+        return places
+
+    def _post(self, text: str) -> None:
+        _store().set(_key(dist.get_rank()), text)
+
+
+def _store() -> Any:
+    return default_store()
+
+
+def _key(rank: int) -> str:
+    return f"composer_fsdp2/entered/{rank}"
+
+
+def _look_again(held: weakref.ref[Lookout]) -> None:
+    # A store that is gone takes the others with it.
+    with contextlib.suppress(RuntimeError, ValueError):
+        while threading.main_thread().is_alive() and (lookout := held()) is not None:
+            lookout.look(time.monotonic())
+            pause = lookout.tick_seconds
+            del lookout  # it lives as long as its process group
+            time.sleep(pause)
+
+
+def _describe(places: dict[str, list[int]]) -> str:
+    lines = [f"  {rank_text(ranks)}: {told}" for told, ranks in places.items()]
+    if len(places) == 1:
+        lines.append("Ranks wait outside of the model then: for data, a metric or a checkpoint.")
+    text = "\n".join(["The last unit each rank entered:", *lines])
+    record = _flight_record()
+    return text if record is None else f"{text}\ntorch's flight recorder: {record}"
+
+
+def rank_text(ranks: Iterable[int]) -> str:
+    """Numbers in ascending order, such as `ranks 0-3, 6`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1] = [spans[-1][0], rank]
+        else:
+            spans.append([rank])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
+def _flight_record() -> str | None:
+    """Writes what torch's flight recorder holds, if it is on; a pattern of all ranks' files."""
+    if not any(os.environ.get(name, "0") != "0" for name in _RECORDER_SIZES):
+        return None
+    dump = flight_recorder()
+    if dump is None:
+        return None
+    given = (os.environ[name] for name in _RECORDER_FILES if name in os.environ)
+    prefix = next(given, str(Path(tempfile.gettempdir()) / "nccl_trace_rank_"))
+    with contextlib.suppress(OSError):
+        Path(f"{prefix}{dist.get_rank()}").write_bytes(dump())
+        return f"{prefix}*"
+    return None
+
+
+_lookouts: weakref.WeakKeyDictionary[dist.ProcessGroup, Lookout] = weakref.WeakKeyDictionary()
+
+
+def lookout_of(device: torch.device) -> Lookout | None:
+    """The one of this process: a rank is at one place, whichever model that belongs to.
+
+    `None` where no other rank could wait. Collective: no.
+    """
+    world: Any = dist.group.WORLD
+    if world.size() == 1 or is_fake(world):
+        return None
+    if world not in _lookouts:
+        timeout = timeout_of(world, device) or default_pg_timeout
+        _lookouts[world] = Lookout(timeout.total_seconds())
+        _lookouts[world].watch()
+    return _lookouts[world]
+
+
+@contextlib.contextmanager
+def explained() -> Generator[None]:
+    """Adds to the error of a collective that timed out where every rank was. Collective: no."""
+    try:
+        yield
+    except RuntimeError as error:
+        world = dist.group.WORLD if dist.is_initialized() else None
+        lookout = None if world is None else _lookouts.get(world)
+        if lookout is not None and timed_out(error):
+            with contextlib.suppress(RuntimeError):  # of a store that is gone
+                error.args = (f"{error}\n{lookout.report()}",)
+        raise

@@ -1,0 +1,547 @@
+"""Applying a plan: a loop of `fully_shard`, and the proof that nothing was untied."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import gc
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+
+from composer_fsdp2.config.placement import CPUOffload
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamUse, alias_representatives
+from composer_fsdp2.plan.planner import ShardUnit, WrapPlan
+from composer_fsdp2.ranks import GradientReduction, probe_reduction
+from composer_fsdp2.shard.eval_reshard import kept_for_now
+from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
+from composer_fsdp2.shard.precision import InputCast, without_autocast
+from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.torch_private.tensors import (
+    is_view,
+    post_accumulate_hooks,
+    tensor_hooks,
+    tree_leaves,
+    unsafe_view,
+)
+from composer_fsdp2.shard.weight_source import WeightSource
+
+__all__ = [
+    "apply_plan",
+    "check_forward_methods",
+    "check_hooks",
+    "collector_paused",
+    "is_sharded",
+    "merge_aliases",
+    "reshard",
+]
+
+
+@contextlib.contextmanager
+def collector_paused() -> Generator[None, None, None]:
+    """Keeps Python's cycle collector from running.
+
+    Sharding makes some hundred long-lived objects per unit, and each full collection walks all of
+    them: with thousands of units that is a third of the time. Full parameters are not kept by
+    cycles, so nothing large waits for the collector.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether FSDP2 shards it, or a part of it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def reshard(model: nn.Module) -> None:
+    """Frees what forward and evaluation left gathered: all parameters are shards again.
+
+    Collective: no. For between steps.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+PrecisionOf = Callable[[ShardUnit], MixedPrecisionPolicy]
+
+
+def check_hooks(tree: ModuleTree) -> None:
+    """Refuses tensor hooks that would never be called.
+
+    Collective: no.
+
+    Raises:
+        PlanError: naming the parameters.
+    """
+    hooked = [use.name for use in tree.uses if tensor_hooks(use.param)]
+    if hooked:
+        raise PlanError(
+            f"{', '.join(repr(name) for name in hooked[:10])} have tensor hooks "
+            "(`register_hook`). Autograd computes the gradient of the gathered copy, so they would "
+            "never be called. Use `register_post_accumulate_grad_hook`, which gets the sharded "
+            "gradient, or change the gradients in a callback."
+        )
+
+
+def check_forward_methods(
+    tree: ModuleTree, patterns: Iterable[str], plan: WrapPlan
+) -> list[tuple[str, str]]:
+    """Finds the methods besides `forward` that compute with parameters.
+
+    Collective: no.
+
+    Args:
+        tree: the model.
+        patterns: `path.to.module.method`, where the path may be a glob; modules add their own
+            with an attribute `fsdp_forward_methods`, a list of method names.
+        plan: says which modules will be units.
+
+    Returns:
+        Pairs of module name and method name.
+
+    Raises:
+        PlanError: for a pattern that matches nothing, a method that does not exist, and a module
+            that is no unit.
+    """
+    found: dict[tuple[str, str], None] = {}
+    modules = list(tree.modules())
+    for pattern in patterns:
+        path, _, method = pattern.rpartition(".")
+        named = [(name, module) for name, module in modules if fnmatch.fnmatchcase(name, path)]
+        matched = [(n, method) for n, module in named if callable(getattr(module, method, None))]
+        if not matched:
+            raise PlanError(
+                f"'{pattern}' of forward_methods matches no method. Calling it would compute with "
+                "shards instead of weights. Write `path.to.module.method`; the path is a module "
+                "name or a glob, and empty for the model itself."
+            )
+        found.update(dict.fromkeys(matched))
+    for name, module in modules:
+        for method in getattr(module, "fsdp_forward_methods", ()):
+            if not callable(getattr(module, method, None)):
+                raise PlanError(
+                    f"fsdp_forward_methods of '{name}' names '{method}', which is no method of it. "
+                    "It would have no effect. Correct the name."
+                )
+            found[name, method] = None
+    units = {name for unit in plan.units for name in unit.modules}
+    for path, method in found:
+        if path not in units:
+            raise PlanError(_not_a_unit(path, method))
+    return list(found)
+
+
+def _not_a_unit(path: str, method: str) -> str:
+    return (
+        f"'{method}' of '{path}' is listed as a forward method, but '{path}' is not a unit. "
+        "Only a unit can gather parameters when one of its methods is called. Make it a unit "
+        f"with wrap_policy.names: ['{path}']."
+    )
+
+
+def merge_aliases(tree: ModuleTree) -> bool:
+    """Makes one parameter of several that share their memory; returns whether there were any.
+
+    Collective: no. See [Note: two kinds of ties].
+    """
+    representative = alias_representatives(tree.uses)
+    params = {id(use.param): use.param for use in tree.uses}
+    merged = False
+    for use in tree.uses:
+        first = params[representative[id(use.param)]]
+        if first is not use.param:
+            module = tree.visits[use.visit].module
+            module._parameters[use.name.rpartition(".")[2]] = first
+            merged = True
+    return merged
+
+
+@collector_paused()
+def apply_plan(
+    model: nn.Module,
+    plan: WrapPlan,
+    mesh: DeviceMesh,
+    *,
+    precision_of: PrecisionOf | None = None,
+    forward_methods: Iterable[tuple[str, str]] = (),
+    rank0_has_values: bool = True,
+    some_on_meta: bool = True,
+    seed: int | None = None,
+    source: WeightSource | None = None,
+    offload: CPUOffload | None = None,
+) -> dict[str, FSDPModule]:
+    """Shards a model in place, unit by unit, children before parents.
+
+    Collective: yes. Every rank must hold the same plan. Weights start from rank 0's, or from the
+    model's initialisers where rank 0 is on meta (see [Note: initial weights]). The plan's names are
+    those of the model before activation checkpointing.
+
+    Args:
+        model: the model the plan was made for.
+        plan: from `plan_wrapping`.
+        mesh: 1-D, or 2-D with (replicate, shard); its device type is where the shards live.
+        precision_of: mixed precision of a unit; none by default.
+        forward_methods: from `check_forward_methods`.
+        rank0_has_values: false when rank 0 is on meta, wholly or in part.
+        some_on_meta: false when every rank holds all values; tensors that are neither parameter
+            nor buffer then stay what each rank has.
+        seed: of weights that are created; the same on every rank. Drawn by rank 0 when left out.
+        source: has the values of all parameters, and of the buffers it knows, on every rank (see
+            [Note: weights from a source]); the two flags above are then about the rest.
+        offload: keeps the shards in CPU memory; the groups of the mesh then reduce there too.
+
+    Returns:
+        The units by name.
+
+    Raises:
+        PlanError: for weights nothing initialises.
+        CheckpointError: when a source cannot be read.
+        PatchError: when this torch lacks a private member of FSDP2, before anything is changed.
+    """
+    check_private_members()
+    if merge_aliases(tree := ModuleTree.read(model)):
+        tree = ModuleTree.read(model)
+    reduction = probe_reduction(mesh)
+    layout = _Layout.read(tree, plan)
+    carried = _attributes(tree)
+    seed = _agreed_seed() if seed is None else seed
+    weights = InitialWeights.prepare(
+        tree,
+        _device_of(mesh),
+        seed,
+        rank0_has_values=rank0_has_values,
+        some_on_meta=some_on_meta,
+        source=source,
+        shards_on=None if offload is None else torch.device("cpu"),
+    )
+    kwargs: dict[str, Any] = {}
+    if offload is not None:
+        kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory)
+    tree.uses.clear()  # or every full parameter would live until the last unit is sharded
+    casts: dict[nn.Module, InputCast] = {}
+    full = MixedPrecisionPolicy()
+    with weights.seeded():
+        if source is not None:
+            # While parameters are on meta: an initialiser may reach into modules below its own.
+            weights.fill(tree.modules())
+        for unit in layout.order:
+            weights.fill(layout.modules_of(unit))
+            policy = precision_of(unit) if precision_of else full
+            module = layout.modules[unit.modules[0]]
+            # Before it is sharded, which gives the module another class.
+            is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
+            frozen = layout.is_frozen(unit)
+            ignored = layout.ignored_by(unit)
+            casts[module] = _shard_unit(module, unit, ignored, reduction, policy, **kwargs)
+            _spare_backward_gather(_unit(module), frozen, is_embedding)
+            weights.read_parameters(unit.params)
+        weights.fill(tree.modules())
+    weights.read_parameters(plan.ignored)
+    weights.finish()
+    _carry_over(carried)
+    _check_ties(layout, plan)
+    for path, method in forward_methods:
+        _register_forward_method(layout, path, method, casts)
+    return {name: _unit(layout.modules[name]) for unit in plan.units for name in unit.modules}
+
+
+def _unit(module: nn.Module) -> FSDPModule:
+    assert isinstance(module, FSDPModule)
+    return module
+
+
+def _agreed_seed() -> int:
+    holder = [shared_seed()]
+    if dist.get_world_size() > 1 and dist.get_backend() != "fake":
+        dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
+
+
+Place = tuple[nn.Module, str]
+"""A module and the attribute a parameter sits in; holds no parameter, so sharding can free it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Layout:
+    """Where the plan's names are in this model."""
+
+    modules: dict[str, nn.Module]
+    """name -> module, the activation wrapper where there is one"""
+    holders: dict[str, nn.Module]
+    """name -> the module itself, which holds the parameters of that name"""
+    members: dict[str, list[tuple[str, nn.Module]]]
+    """unit name -> modules whose nearest unit it is"""
+    foreign: dict[str, list[Place]]
+    """unit name -> parameters it would find but another unit owns"""
+    order: list[ShardUnit]
+
+    @classmethod
+    def read(cls, tree: ModuleTree, plan: WrapPlan) -> _Layout:
+        modules: dict[str, nn.Module] = {}
+        holders: dict[str, nn.Module] = {}
+        for visit in tree.visits:
+            modules.setdefault(visit.path, visit.module)
+            holders[visit.path] = visit.module
+        nearest = _nearest_units(
+            tree, {id(modules[u.modules[0]]): u.modules[0] for u in plan.units}
+        )
+        members: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
+        for index in tree.first_visit.values():
+            if (unit := nearest[index]) is not None:
+                members[unit].append((tree.visits[index].path, tree.visits[index].module))
+        owner_of = {name: unit.modules[0] for unit in plan.units for name in unit.params}
+        foreign, hidden = _foreign(tree, nearest, owner_of)
+        if hidden:
+            _add_everything_below(tree, nearest, owner_of, hidden, foreign)
+        # A unit with hidden parameters is given everything below it, so it comes before the units
+        # inside it, outer ones first; all others come children before parents.
+        first = [unit for unit in reversed(plan.units) if unit.modules[0] in hidden]
+        rest = [unit for unit in plan.units if unit.modules[0] not in hidden]
+        return cls(modules, holders, members, foreign, first + rest)
+
+    def modules_of(self, unit: ShardUnit) -> list[tuple[str, nn.Module]]:
+        """Modules whose tensors must be real before the unit is sharded."""
+        modules = list(self.members[unit.modules[0]])
+        own = {path for path, _ in modules}
+        paths = dict.fromkeys(name.rpartition(".")[0] for name in unit.params)
+        return modules + [(path, self.holders[path]) for path in paths if path not in own]
+
+    def is_frozen(self, unit: ShardUnit) -> bool:
+        """Whether the unit owns parameters and none of them is trained."""
+        places = (name.rpartition(".") for name in unit.params)
+        params = [self.holders[path]._parameters[attribute] for path, _, attribute in places]
+        return bool(params) and not any(p is not None and p.requires_grad for p in params)
+
+    def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
+        """Parameters `fully_shard` must leave alone, as they are registered now."""
+        places = self.foreign.get(unit.modules[0], ())
+        found = (module._parameters[attribute] for module, attribute in places)
+        return {param for param in found if param is not None}
+
+
+def _nearest_units(tree: ModuleTree, unit_at: Mapping[int, str]) -> list[str | None]:
+    nearest: list[str | None] = []
+    for visit in tree.visits:
+        above = nearest[visit.parent] if visit.parent >= 0 else None
+        nearest.append(unit_at.get(id(visit.module), above))
+    return nearest
+
+
+def _place(tree: ModuleTree, use: ParamUse) -> Place:
+    return tree.visits[use.visit].module, use.name.rpartition(".")[2]
+
+
+def _foreign(
+    tree: ModuleTree, nearest: list[str | None], owner_of: Mapping[str, str]
+) -> tuple[dict[str, list[Place]], set[str]]:
+    """Parameters each unit must leave to another, and units that would not find one of their own.
+
+    `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of every
+    place it is used in (shared by all layers, registered nowhere else) is in none of those.
+    """
+    foreign: dict[str, list[Place]] = defaultdict(list)
+    visible: set[int] = set()
+    lifted: list[tuple[ParamUse, str]] = []
+    for use in tree.uses:
+        owner, unit = owner_of.get(use.name), nearest[use.visit]
+        if owner == unit:
+            visible.add(id(use.param))
+            continue
+        if unit is not None:
+            foreign[unit].append(_place(tree, use))
+        if owner is not None:
+            lifted.append((use, owner))
+    return foreign, {owner for use, owner in lifted if id(use.param) not in visible}
+
+
+def _add_everything_below(
+    tree: ModuleTree,
+    nearest: list[str | None],
+    owner_of: Mapping[str, str],
+    hidden: set[str],
+    foreign: dict[str, list[Place]],
+) -> None:
+    """Adds to the units in `hidden` all parameters below them that are not theirs."""
+    above: list[frozenset[str]] = []
+    for index, visit in enumerate(tree.visits):
+        outer = above[visit.parent] if visit.parent >= 0 else frozenset[str]()
+        own = nearest[index]
+        above.append(outer | {own} if own in hidden and own not in outer else outer)
+    for use in tree.uses:
+        for unit in above[use.visit]:
+            if owner_of.get(use.name) != unit:
+                foreign[unit].append(_place(tree, use))
+
+
+def _shard_unit(
+    module: nn.Module,
+    unit: ShardUnit,
+    ignored: set[nn.Parameter],
+    reduction: GradientReduction,
+    policy: MixedPrecisionPolicy,
+    **kwargs: Any,
+) -> InputCast:
+    """Shards one unit; returns the cast of its inputs, which other methods need as well."""
+    if ignored:
+        kwargs["ignored_params"] = ignored
+    cast, policy = InputCast.taken_from(policy)
+    if isinstance(module, nn.Linear):
+        module.register_forward_hook(_own_output)
+    fully_shard(
+        module,
+        mesh=reduction.mesh,
+        reshard_after_forward=unit.reshard_after_forward,
+        mp_policy=policy,
+        **kwargs,
+    )
+    if unit.role == "fp32":
+        without_autocast(module, reduction.mesh.device_type)
+    if cast.dtype is not None:
+        module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
+    assert isinstance(module, FSDPModule)
+    if (hook := reduction.make_hook()) is not None:
+        module.set_all_reduce_hook(hook)
+    if unit.top_level and unit.reshard_after_forward is not False:
+        _insist_on_reshard(module, unit)
+    return cast
+
+
+def _own_output(_module: nn.Module, _args: object, output: object) -> object:
+    """Lets what a linear layer returns be changed in place, as some models scale their logits.
+
+    It may be a view, and an operation in place on a view drops the hook by which FSDP2 learns that
+    backward has come. Nothing else holds the tensor behind it.
+    """
+    if not isinstance(output, torch.Tensor) or not is_view(output):
+        return output
+    return unsafe_view(output)
+
+
+def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool) -> None:
+    """Keeps torch from gathering a unit in backward that does not compute with it there.
+
+    The gradient of an embedding is made of rows of the output's; a subclass may do more, such as
+    multiply with the weight to get logits. A frozen unit is not part of
+    backward until a gradient passes through it, but torch would prefetch the last one of a frozen
+    beginning (an image tower, the lower layers of a fine-tuned model).
+    """
+    if is_embedding:
+        module.set_unshard_in_backward(False)
+    elif frozen:
+        assert isinstance(module, nn.Module)
+        module.set_unshard_in_backward(False)
+        module.register_forward_hook(_gather_once_backward_needs_it)
+
+
+def _gather_once_backward_needs_it(module: nn.Module, _args: object, output: object) -> None:
+    """Never turned off again: the module may run several times before one backward."""
+    if torch.is_grad_enabled() and any(map(_may_need_gradient, tree_leaves(output))):
+        assert isinstance(module, FSDPModule)
+        module.set_unshard_in_backward(True)
+
+
+def _may_need_gradient(leaf: object) -> bool:
+    """Whether a gradient can come back through it; an unknown object may hold such a tensor."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.requires_grad
+    return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
+
+
+def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:
+    """Frees a top-level unit after forward although torch would keep it.
+
+    Older torch keeps the first unit that runs, whatever it was told. It has no
+    `set_reshard_after_forward`, which came with obeying the argument.
+    """
+    if hasattr(module, "set_reshard_after_forward"):
+        return
+    if not isinstance(unit.reshard_after_forward, bool):
+        warnings.warn(
+            f"This torch cannot reshard the top-level unit '{unit.modules[0]}' to groups of "
+            f"{unit.reshard_after_forward} ranks. It is resharded over all ranks instead: less "
+            "memory, one more gather. Leave it out of the top-level unit to say so.",
+            stacklevel=2,
+        )
+    assert isinstance(module, nn.Module)
+    module.register_forward_hook(_reshard_hook)
+
+
+def _reshard_hook(module: nn.Module, _args: object, output: object) -> object:
+    assert isinstance(module, FSDPModule)
+    if not kept_for_now(module):
+        module.reshard()
+    return output
+
+
+def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]:
+    """What users hung on parameters: attributes and post-accumulate hooks."""
+    carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
+    for use in tree.uses:
+        hooks = post_accumulate_hooks(use.param)
+        if use.param.__dict__ or hooks:
+            place = _place(tree, use)
+            carried.append((place, dict(use.param.__dict__), hooks))
+    return carried
+
+
+def _carry_over(carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]) -> None:
+    done: set[int] = set()
+    for (module, attribute), attributes, hooks in carried:
+        param = module._parameters[attribute]
+        if param is None or id(param) in done:
+            continue
+        done.add(id(param))
+        vars(param).update(attributes)
+        if not post_accumulate_hooks(param):
+            for hook in hooks:
+                param.register_post_accumulate_grad_hook(hook)
+
+
+def _check_ties(layout: _Layout, plan: WrapPlan) -> None:
+    """Proves that every tied name still leads to one parameter."""
+    for names in plan.tied:
+        found = {
+            id(layout.holders[path]._parameters[attribute])
+            for path, _, attribute in (name.rpartition(".") for name in names)
+        }
+        assert len(found) == 1, f"sharding untied {names}"
+
+
+def _register_forward_method(
+    layout: _Layout, path: str, method: str, casts: Mapping[nn.Module, InputCast]
+) -> None:
+    """Lets a method gather the parameters of its module."""
+    module = layout.modules[path]
+    assert isinstance(module, FSDPModule)
+    casts[module].before_method(module, method)
+    register_fsdp_forward_method(module, method)

@@ -1,0 +1,57 @@
+"""Another choice between memory and gathers for a while, such as an evaluation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping
+
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.shard.torch_private.units import (
+    free_after_forward,
+    frees_after_forward,
+    lazy_init,
+    param_groups,
+)
+
+__all__ = ["kept_for_now", "resharding"]
+
+_KEPT = "_fsdp2_kept_for_now"
+
+
+@contextlib.contextmanager
+def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> Generator[None]:
+    """Frees all parameters after a forward, or none, whatever the units were told before.
+
+    Collective: no. For between steps; afterwards all parameters are shards again.
+
+    Args:
+        units: by name, children before parents.
+        after_forward: `None` leaves everything as it is.
+    """
+    if after_forward is None:
+        yield
+        return
+    for unit in reversed(list(units.values())):
+        # Or the first forward would change the outermost unit again. It does nothing the next time.
+        lazy_init(unit)
+    groups = [group for unit in units.values() for group in param_groups(unit)]
+    # Newer torch has a public setter, which could not bring back a number of ranks.
+    told = [frees_after_forward(group) for group in groups]
+    try:
+        for group in groups:
+            free_after_forward(group, after_forward)
+        for unit in units.values():
+            vars(unit)[_KEPT] = not after_forward
+        yield
+    finally:
+        for group, before in zip(groups, told, strict=True):
+            free_after_forward(group, before)
+        for unit in units.values():
+            vars(unit)[_KEPT] = False
+            unit.reshard()
+
+
+def kept_for_now(unit: FSDPModule) -> bool:
+    """Whether the unit keeps its parameters although it was told to free them."""
+    return vars(unit).get(_KEPT, False)

@@ -1,0 +1,421 @@
+"""Giving every rank the same initial weights, one unit at a time, just before it is sharded.
+
+[Note: initial weights] What rank 0 holds is what the run starts from: values it has are broadcast,
+values nobody has (everything on meta) are created by the model's own initialisers on full tensors
+with one seed and then broadcast. Full tensors because initialisers are written for them: padding
+rows, fan-in, rotary tables. The weights therefore do not depend on the number of ranks, and no rank
+ever holds more than one full unit beside its shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.ranks import agree, any_rank, broadcast_from_rank0, is_fake
+from composer_fsdp2.shard.torch_private.tensors import copy_hooks
+from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
+
+__all__ = ["InitialWeights", "Origins", "check_origins", "replace_parameter", "shared_seed"]
+
+Initialiser = Callable[[nn.Module], object]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Origins:
+    """What of a model is on meta on one rank."""
+
+    on_meta: Literal["none", "all", "some"]
+    digest: str
+    """of the names, when some are"""
+    attributes: str
+    """plain tensor attributes; ranks need the same ones only when some rank is on meta"""
+
+    @classmethod
+    def read(cls, tree: ModuleTree, sourced: Container[str] = ()) -> Origins:
+        """Looks at every parameter, buffer and tensor attribute. Collective: no.
+
+        Args:
+            tree: the model.
+            sourced: names that are left out, because a source has their values.
+        """
+        uses = [use for use in tree.uses if use.name not in sourced]
+        names = [use.name for use in uses if use.param.is_meta]
+        total = len(uses)
+        attributes: list[str] = []
+        for path, module in tree.modules():
+            for name, tensor in _unlearned_tensors(module):
+                if _joined(path, name) in sourced:
+                    continue
+                total += 1
+                if name not in module._buffers:
+                    attributes.append(f"{path}.{name} {tensor.shape}")
+                if tensor.is_meta:
+                    names.append(f"{path}.{name}")
+        on_meta = "none" if not names else "all" if len(names) == total else "some"
+        digest = hashlib.sha256("\n".join(names).encode()).hexdigest()
+        return cls(on_meta, digest, "\n".join(attributes))
+
+
+def check_origins(everyone: Sequence[Origins]) -> None:
+    """Checks that rank 0 holds every value that any rank holds.
+
+    Collective: no; `everyone` is what each rank has.
+
+    Raises:
+        PlanError: when a rank holds values where rank 0 is on meta, or attributes rank 0 has not.
+    """
+    first = everyone[0]
+    for rank, found in enumerate(everyone):
+        if first.on_meta != "none" and found.digest != first.digest:
+            raise PlanError(
+                f"Rank 0 holds the model on meta ({first.on_meta} of it) and rank {rank} does not "
+                f"({found.on_meta} of it). Rank 0's values are the ones every rank starts from, "
+                "and it has none. Build the model on cpu on rank 0 and on meta elsewhere "
+                "(`init_device: mixed`), or on meta everywhere (`init_device: meta`)."
+            )
+        if found.on_meta != "none" and found.attributes != first.attributes:
+            raise PlanError(
+                f"Modules on rank {rank}, which is on meta, hold other tensor attributes than on "
+                f"rank 0 ({found.attributes or 'none'} against {first.attributes or 'none'}). They "
+                "could not be given rank 0's values. Set the same attributes on every rank."
+            )
+
+
+def replace_parameter(
+    places: Iterable[tuple[nn.Module, str]], old: nn.Parameter, data: torch.Tensor
+) -> nn.Parameter:
+    """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    vars(new).update(vars(old))
+    copy_hooks(old, new)
+    for module, attribute in places:
+        module._parameters[attribute] = new
+    return new
+
+
+@dataclass(slots=True, eq=False)
+class InitialWeights:
+    """Fills modules with rank 0's values, or with new ones where rank 0 has none."""
+
+    tree: ModuleTree
+    device: torch.device
+    seed: int
+    """of what is created; the same on every rank"""
+    _ready: set[int] = field(default_factory=set[int])
+    _places: dict[int, list[tuple[nn.Module, str]]] = field(
+        default_factory=dict[int, list[tuple[nn.Module, str]]]
+    )
+    _initialisers: dict[int, Initialiser | None] = field(
+        default_factory=dict[int, Initialiser | None]
+    )
+    _rank0_has_values: bool = True
+    _some_on_meta: bool = True
+    _sourced: SourcedWeights | None = None
+    _pretends: bool = False
+    """meta tensors only show the structure, and nothing is filled"""
+
+    @classmethod
+    def prepare(
+        cls,
+        tree: ModuleTree,
+        device: torch.device,
+        seed: int,
+        *,
+        rank0_has_values: bool,
+        some_on_meta: bool,
+        source: WeightSource | None = None,
+        shards_on: torch.device | None = None,
+    ) -> InitialWeights:
+        """Records where parameters sit and who initialises them.
+
+        With a source, drops the values it replaces; see [Note: weights from a source].
+        """
+        weights = cls(tree, device, seed)
+        weights._rank0_has_values, weights._some_on_meta = rank0_has_values, some_on_meta
+        weights._pretends = is_fake()
+        if weights._pretends:
+            return weights
+        if source is not None:
+            weights._sourced = SourcedWeights.take_over(tree, source, device, shards_on or device)
+        for use in tree.uses:
+            module = tree.visits[use.visit].module
+            place = (module, use.name.rpartition(".")[2])
+            weights._places.setdefault(id(use.param), []).append(place)
+        if not rank0_has_values:
+            weights._initialisers = _initialisers(tree)
+        return weights
+
+    @contextlib.contextmanager
+    def seeded(self) -> Generator[None, None, None]:
+        """One random stream for everything that is created; the caller's is untouched."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self.seed)
+            yield
+
+    def fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        """Makes the modules' own parameters and buffers real and equal on every rank.
+
+        Collective: yes (broadcasts), in the order given. Modules already filled are skipped. Under
+        the `fake` backend nothing happens.
+
+        Raises:
+            PlanError: for tensors that nothing initialises.
+        """
+        if not self._pretends:
+            self._fill(modules)
+
+    @torch.no_grad()
+    def _fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        todo: list[tuple[str, nn.Module]] = []
+        for path, module in modules:
+            if id(module) not in self._ready:  # one registered twice comes under both names
+                self._ready.add(id(module))
+                todo.append((path, module))
+        blank = {id(module): self._materialise(path, module) for path, module in todo}
+        if not self._rank0_has_values:
+            self._initialise_all(todo, blank)
+        for path, module in todo:
+            for name, tensor in _own_tensors(module).items():
+                learned = name in module._parameters or name in module._buffers
+                if isinstance(tensor, DTensor) or self._is_sourced(path, name):
+                    continue
+                if learned or self._some_on_meta:
+                    broadcast_from_rank0(tensor, self.device)
+
+    def read_parameters(self, names: Iterable[str]) -> None:
+        """Makes those parameters real that a source has. Collective: no.
+
+        Sharded ones need memory for this rank's shard alone. `finish` raises what goes wrong.
+        """
+        if self._sourced is not None:
+            self._sourced.read_parameters(names)
+
+    def finish(self) -> None:
+        """Raises on every rank what went wrong while any rank was reading. Collective: yes.
+
+        Raises:
+            CheckpointError: when a source could not be read.
+        """
+        if self._sourced is not None:
+            self._sourced.agree_on_failure()
+
+    def _is_sourced(self, path: str, name: str) -> bool:
+        return self._sourced is not None and _joined(path, name) in self._sourced.source
+
+    def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
+        """Initialises modules; what fails on one rank is raised on all before they broadcast."""
+        error: Exception | None = None
+        try:
+            missing = [name for item in todo for name in self._initialise(item, blank[id(item[1])])]
+            if missing:
+                error = PlanError(_uninitialised(missing))
+        except Exception as caught:  # an initialiser is the user's code
+            error = caught
+        if any_rank(error is not None, self.device):
+            agree({}, error)
+
+    def _materialise(self, path: str, module: nn.Module) -> Tensors:
+        """Replaces the module's meta tensors by marked memory; returns what was replaced.
+
+        Of what a source has, parameters stay on meta and buffers get their values.
+        """
+        blank: Tensors = {}
+        for name, param in list(module._parameters.items()):
+            if param is None or self._is_sourced(path, name):
+                continue
+            if not param.is_meta:
+                if param.device != self.device:
+                    param.data = param.data.to(self.device)
+                continue
+            data = _marked(torch.empty_like(param, device=self.device))
+            blank[name] = replace_parameter(self._places[id(param)], param, data)
+            # The new parameter takes over the places: a tied one is asked for again elsewhere.
+            self._places[id(blank[name])] = self._places[id(param)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is None:
+                continue
+            if self._sourced is not None and self._is_sourced(path, name):
+                full_name = _joined(path, name)
+                module._buffers[name] = self._sourced.read_buffer(full_name, buffer)
+            elif buffer.is_meta:
+                blank[name] = _marked(torch.empty_like(buffer, device=self.device))
+                module._buffers[name] = blank[name]
+            elif buffer.device != self.device:
+                module._buffers[name] = buffer.to(self.device)
+        blank.update(self._materialise_attributes(module))
+        return blank
+
+    def _materialise_attributes(self, module: nn.Module) -> Tensors:
+        """Plain tensor attributes, such as a copy of a rotary table kept beside the buffer."""
+        found = {n: v for n, v in vars(module).items() if _is_plain(v) and v.is_meta}
+        made = {n: _marked(torch.empty_like(v, device=self.device)) for n, v in found.items()}
+        for name, tensor in made.items():
+            setattr(module, name, tensor)
+        return made
+
+    def _initialise(self, item: tuple[str, nn.Module], blank: Tensors) -> list[str]:
+        """Runs the initialisers of a module until no marked tensor is left; names what is."""
+        path, module = item
+        sources = (self._initialisers.get(id(module)), _reset_parameters, _rebuild)
+        left = _left(module, blank)
+        for source in sources:
+            if left and source is not None:
+                _fill_only(module, left, source)
+                left = _left(module, blank)
+        return [_joined(path, name) for name in left]
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _left(module: nn.Module, blank: Tensors) -> Tensors:
+    """Tensors of a module that nobody has written yet."""
+    return {n: t for n, t in _own_tensors(module).items() if _is_marked(n, t, blank)}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+
+
+def _own_tensors(module: nn.Module) -> Tensors:
+    """Parameters, buffers (persistent or not) and plain tensor attributes, without children."""
+    tensors: Tensors = {n: p for n, p in module._parameters.items() if p is not None}
+    tensors.update(_unlearned_tensors(module))
+    return tensors
+
+
+def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Buffers and plain tensor attributes."""
+    found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
+    found += [(name, value) for name, value in vars(module).items() if _is_plain(value)]
+    return found
+
+
+def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
+    """Who initialises each module: `param_init_fn` or `_init_weights`, its own or inherited."""
+    found: list[Initialiser | None] = []
+    by_module: dict[int, Initialiser | None] = {}
+    for visit in tree.visits:
+        inherited = found[visit.parent] if visit.parent >= 0 else None
+        own = getattr(visit.module, "param_init_fn", None)
+        if own is None and inherited is None:
+            own = getattr(visit.module, "_init_weights", None)
+        found.append(own if callable(own) else inherited)
+        by_module.setdefault(id(visit.module), found[-1])
+    return by_module
+
+
+def _marked(tensor: torch.Tensor) -> torch.Tensor:
+    """Fills memory with a value no initialiser leaves, so that what nobody wrote can be found."""
+    if tensor.dtype is torch.bool:
+        return tensor.zero_()
+    return tensor.fill_(_mark_of(tensor.dtype))
+
+
+def _mark_of(dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return torch.iinfo(dtype).max - 7
+
+
+def _is_marked(name: str, tensor: torch.Tensor, blank: Tensors) -> bool:
+    if name not in blank or isinstance(tensor, DTensor) or tensor.numel() == 0:
+        return False
+    if tensor.dtype is torch.bool:
+        # No value is free to serve as a mark; a write in place raises the version.
+        return tensor is blank[name] and tensor._version <= 1
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(torch.isnan(tensor).any())
+    return bool((tensor == _mark_of(tensor.dtype)).any())
+
+
+def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
+    """Runs an initialiser, and puts back what it overwrote beyond what was left."""
+    kept = {n: t.clone() for n, t in _own_tensors(module).items() if n not in left and t.numel()}
+    with contextlib.suppress(NotImplementedError):
+        source(module)
+    now = _own_tensors(module)
+    for name, value in kept.items():
+        if not isinstance(value, DTensor):
+            now[name].copy_(value)
+
+
+def _reset_parameters(module: nn.Module) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+
+
+def _rebuild(module: nn.Module) -> None:
+    """Copies what the constructor sets: norm weights, rotary tables, masks.
+
+    Only for modules without children whose constructor arguments can be read back from attributes
+    of the same name, or which take one size.
+    """
+    if next(module.children(), None) is not None:
+        return
+    arguments = _constructor_arguments(module)
+    if arguments is None:
+        return
+    try:
+        with torch.device("cpu"):
+            fresh = type(module)(**arguments)
+    except Exception:  # a guess that does not construct is no source; the caller names what is left
+        return
+    own = _own_tensors(module)
+    for name, value in _own_tensors(fresh).items():
+        if name in own and own[name].shape == value.shape and not isinstance(own[name], DTensor):
+            own[name].copy_(value)
+
+
+def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
+    parameters = list(inspect.signature(type(module).__init__).parameters.values())[1:]
+    arguments: dict[str, object] = {}
+    sizes = {tuple(p.shape) for p in module._parameters.values() if p is not None}
+    for parameter in parameters:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        known = vars(module).get(parameter.name)
+        if parameter.name == "device":
+            continue
+        if known is not None:
+            arguments[parameter.name] = known
+        elif parameter.default is parameter.empty:
+            if arguments or len(sizes) != 1 or len(next(iter(sizes))) != 1:
+                return None
+            arguments[parameter.name] = next(iter(sizes))[0]
+    return arguments
+
+
+def _uninitialised(names: list[str]) -> str:
+    shown = ", ".join(f"'{name}'" for name in names[:20])
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return (
+        f"Nothing initialises {shown}{more}. The model is on meta on every rank, so training would "
+        "start from uninitialised memory. Give the module a `reset_parameters()` that sets them, "
+        "handle it in the model's `param_init_fn`, or build the model on cpu on rank 0 "
+        "(`init_device: mixed`)."
+    )
+
+
+def shared_seed() -> int:
+    """A seed drawn from the default generator.
+
+    Collective: no; ranks exchange it and take rank 0's. Every rank draws, so that ranks with the
+    same random state keep it.
+    """
+    return int(torch.randint(2**31, (1,)).item())

@@ -1,0 +1,242 @@
+"""Moving an optimizer from the parameters it was built with to their shards."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree, alias_representatives
+from composer_fsdp2.ranks import broadcast_from_rank0
+
+__all__ = [
+    "DetachedOptimizer",
+    "check_optimizer",
+    "describe_optimizer",
+    "detach_optimizer",
+    "reattach_optimizer",
+    "reshard_before_steps",
+    "shard_like",
+]
+
+
+@dataclass(slots=True, eq=False)
+class DetachedOptimizer:
+    """An optimizer that holds no parameters, and where each of them sat in the model.
+
+    A place is (module, attribute): no names and no addresses, so it survives wrappers and ties.
+    """
+
+    optimizer: torch.optim.Optimizer
+    groups: list[list[tuple[nn.Module, str]]]
+    states: list[tuple[tuple[nn.Module, str], torch.Size, dict[Any, Any]]]
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, tree: ModuleTree, *, gives_values: bool
+) -> None:
+    """Refuses an optimizer whose parameters or state cannot be moved to shards.
+
+    Collective: no.
+
+    Args:
+        optimizer: as the user built it.
+        tree: the model before sharding.
+        gives_values: whether this rank's state is the one that is kept (rank 0's is).
+
+    Raises:
+        PlanError: for parameters of another model, for one weight in two groups, and for state that
+            cannot be divided.
+    """
+    names = {id(use.param): use.name for use in reversed(tree.uses)}
+    foreign = [
+        _describe_foreign(group, number, index)
+        for number, group in enumerate(optimizer.param_groups)
+        for index, param in enumerate(group["params"])
+        if id(param) not in names
+    ]
+    if foreign:
+        missing = sorted(set(names.values()) - _held_names(optimizer, names))
+        raise PlanError(
+            f"The optimizer holds {len(foreign)} parameters that are not in the model: "
+            f"{', '.join(foreign[:10])}. They would be stepped while the model trains nothing. "
+            "Build the optimizer from the parameters of the model that is prepared. Parameters of "
+            f"the model that the optimizer does not hold: {', '.join(missing[:10]) or 'none'}."
+        )
+    _check_aliases(optimizer, tree, names)
+    for param, state in optimizer.state.items():
+        _check_state(names.get(id(param), "?"), param, state, gives_values)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """What ranks must have in common: groups, their sizes, and which state exists."""
+    lines = [type(optimizer).__name__]
+    lines += [f"group {i}: {len(g['params'])}" for i, g in enumerate(optimizer.param_groups)]
+    lines += [
+        f"state {tuple(param.shape)}: {sorted(map(str, state))}"
+        for param, state in optimizer.state.items()
+    ]
+    return "\n".join(lines)
+
+
+def _held_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> set[str]:
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return {name for key, name in names.items() if key in held}
+
+
+def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
+    given = group.get("param_names")
+    shape = tuple(group["params"][index].shape)
+    if given:
+        return f"'{given[index]}' {shape}"
+    return f"group {number} parameter {index} {shape}"
+
+
+def _check_aliases(
+    optimizer: torch.optim.Optimizer, tree: ModuleTree, names: Mapping[int, str]
+) -> None:
+    """One weight has one group and one state, also where two parameters stand for it."""
+    representative = alias_representatives(tree.uses)
+    holders: dict[int, str] = {}
+    for param in optimizer.state:
+        name = names[id(param)]
+        other_name = holders.setdefault(representative[id(param)], name)
+        if other_name != name:
+            raise PlanError(
+                f"The optimizer has stepped '{other_name}' and '{name}', which share memory. "
+                "Sharded they are one parameter, and no single state continues both. Tie them by "
+                "assignment (`b.weight = a.weight`) before building the optimizer."
+            )
+    first: dict[int, tuple[int, str]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = names[id(param)]
+            other, other_name = first.setdefault(representative[id(param)], (number, name))
+            if other != number:
+                raise PlanError(
+                    f"Groups {other} and {number} of the optimizer hold '{other_name}' and "
+                    f"'{name}', which share memory. Sharded they are one parameter, and one "
+                    "parameter has one group. Tie them by assignment (`b.weight = a.weight`) "
+                    "before building the optimizer."
+                )
+
+
+def _check_state(
+    name: str, param: torch.Tensor, state: Mapping[Any, Any], gives_values: bool
+) -> None:
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor) or value.ndim == 0:
+            continue
+        if value.is_meta and gives_values:
+            raise PlanError(
+                f"The optimizer state '{key}' of '{name}' is on the meta device and has no values. "
+                "Training would start from uninitialised memory. Build the optimizer after the "
+                "model is prepared, or the model on cpu on rank 0."
+            )
+        if value.shape != param.shape:
+            raise PlanError(
+                f"The optimizer state '{key}' of '{name}' has shape {tuple(value.shape)}, its "
+                f"parameter {tuple(param.shape)}. It cannot be divided into the parameter's "
+                "shards. Build the optimizer after the model is prepared."
+            )
+
+
+def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> DetachedOptimizer:
+    """Takes the parameters out of the optimizer, so that sharding can free them.
+
+    Collective: no. `check_optimizer` comes first.
+    """
+    places: dict[int, tuple[nn.Module, str]] = {}
+    for use in tree.uses:
+        attribute = use.name.rpartition(".")[2]
+        places.setdefault(id(use.param), (tree.visits[use.visit].module, attribute))
+    groups = [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    states = [
+        (places[id(param)], param.shape, dict(state)) for param, state in optimizer.state.items()
+    ]
+    for group in optimizer.param_groups:
+        group["params"] = []
+    optimizer.state.clear()
+    return DetachedOptimizer(optimizer, groups, states)
+
+
+def reattach_optimizer(detached: DetachedOptimizer) -> None:
+    """Gives the optimizer the sharded parameters, with the state it had.
+
+    Collective: yes, when it had state: rank 0's is kept, as its weights are. Groups, their order,
+    extra keys and `initial_lr` stay.
+    """
+    optimizer = detached.optimizer
+    for group, places in zip(optimizer.param_groups, detached.groups, strict=True):
+        params = [getattr(module, attribute) for module, attribute in places]
+        group["params"] = _without_aliases(params)
+    for (module, attribute), shape, state in detached.states:
+        param = getattr(module, attribute)
+        if param in optimizer.state:
+            continue
+        optimizer.state[param] = {
+            key: _shard_state(value, shape, param) for key, value in state.items()
+        }
+
+
+def reshard_before_steps(optimizer: torch.optim.Optimizer, units: Iterable[FSDPModule]) -> None:
+    """Frees what a forward between backward and step gathered.
+
+    Collective: no. A unit that stays gathered after a forward (an evaluation, metrics of training)
+    would compute the next loss with the weights from before the step.
+    """
+    held = tuple(units)
+
+    def reshard(*_: Any) -> None:
+        for unit in held:
+            unit.reshard()
+
+    optimizer.register_step_pre_hook(reshard)
+
+
+def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    """Keeps one of several entries that were different parameters over one memory."""
+    kept: dict[int, nn.Parameter] = {}
+    for param in params:
+        if id(param) in kept:
+            warnings.warn(
+                f"Two parameters of shape {tuple(param.shape)} shared memory and are one parameter "
+                "now, stepped once with the sum of both gradients. Before, an optimizer with "
+                "adaptive steps moved them twice. Tie them by assignment to say so in the model.",
+                stacklevel=2,
+            )
+            continue
+        kept[id(param)] = param
+    return list(kept.values())
+
+
+def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any:
+    """The part of a state tensor that belongs to this rank's shard of the parameter."""
+    if not isinstance(value, torch.Tensor) or value.shape != full_shape or value.ndim == 0:
+        return value
+    # Of the mesh, not of the shard: backends send nothing from CPU memory it was offloaded to.
+    device = torch.device(param.device_mesh.device_type) if isinstance(param, DTensor) else None
+    full = value.detach()
+    full = torch.empty_like(full, device=param.device) if full.is_meta else full.to(param.device)
+    broadcast_from_rank0(full, device or param.device)
+    return shard_like(full, param)
+
+
+def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a copy divided like another one. Collective: no."""
+    if not isinstance(like, DTensor):
+        return full.to(like.device)
+    # Every rank has the whole tensor, so nothing is sent: `src_data_rank=None`.
+    part = distribute_tensor(
+        full.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None
+    )
+    # torch 2.7 returns a view, which would keep the whole tensor. The mesh may be on the GPU and
+    # the shards offloaded to the CPU.
+    return part.to(like.device, copy=True)

@@ -1,0 +1,435 @@
+"""Full parameters for the length of a block: `summon_full_params`.
+
+[Note: summoning] The whole parameters FSDP2 computes with are in the compute dtype, and are gone
+when their unit reshards. So the shards are gathered as they are, and the whole tensors stand in the
+modules in their places. A forward inside the block belongs to FSDP2: while it runs, the shards are
+back in place, with the values of the whole tensors, and are gathered as always.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.shard.apply import is_sharded
+from composer_fsdp2.shard.optimizer import shard_like
+from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.torch_private.tensors import without_fsdp_hooks_after_load
+from composer_fsdp2.shard.torch_private.units import (
+    CHANGES_PARAMETERS,
+    is_busy,
+    is_inside_unit,
+    is_root,
+)
+
+__all__ = ["holds_shards", "is_summoned", "summon_full_params"]
+
+_MARK = "_fsdp2_summoned"
+"""On a parameter and on what stands in for it: the block they are summoned by."""
+
+Place = tuple[nn.Module, str]
+_Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
+
+
+def holds_shards(module: nn.Module) -> bool:
+    """Whether FSDP2 or another DTensor holds parameters of the module. Collective: no."""
+    return is_sharded(module) or any(isinstance(param, DTensor) for param in module.parameters())
+
+
+def is_summoned(module: nn.Module) -> bool:
+    """Whether every sharded parameter is summoned, by a block around this call. Collective: no."""
+    params = [param for param in module.parameters() if _sharded_or_summoned(param)]
+    return bool(params) and all(hasattr(param, _MARK) for param in params)
+
+
+@contextlib.contextmanager
+def summon_full_params(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Generator[None, None, None]:
+    """Puts full parameters in place of the shards while the block runs, as FSDP1's method does.
+
+    Collective: yes, all ranks enter and leave together. Any time but inside a forward or backward;
+    a module without FSDP2 is left as it is. The values are those the optimizer steps, in their own
+    dtype, and stand under every name of a tied parameter. Parameters FSDP2 was told to ignore are
+    whole anyway.
+
+    Writes, the same on every rank, are kept when the block ends; when it ends with an exception,
+    none is. Forward works inside, without backward: it computes with what was written (under
+    `rank0_only` with what the shards hold), and every rank has to call it. A block inside another
+    shows the same tensors; without `writeback` its own writes are undone.
+
+    Args:
+        module: the model, a unit, or a module around units.
+        recurse: also those of units inside the module's own.
+        writeback: false discards what was written.
+        rank0_only: the other ranks keep their shards, and hold one full parameter at a time.
+        offload_to_cpu: full parameters on the CPU.
+        with_grads: full gradients too, in `param.grad`; they are written back as well.
+
+    Raises:
+        ConfigError: for `rank0_only` with `writeback`, `offload_to_cpu` with `with_grads`, and a
+            block that asks for more than the one around it shows.
+        PlanError: inside a forward or backward; for a module inside a unit; and at the end, when
+            what stood in a module was replaced, or the shards stepped, inside the block.
+    """
+    check_private_members(["summon_full_params"])
+    _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
+    _check_idle(module)
+    units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
+    for unit in units:
+        unit.reshard()
+    _check_owners(module, units)
+    if not recurse:
+        units = [module] if isinstance(module, FSDPModule) else []
+    summoned = _Summoned(units, rank0_only, with_grads)
+    summoned.gather(_find(module, recurse), offload_to_cpu)
+    keep = False
+    try:
+        summoned.enter()
+        yield
+        keep = writeback
+    finally:
+        summoned.leave(keep)
+
+
+def _check_arguments(
+    writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> None:
+    if rank0_only and writeback:
+        raise ConfigError(
+            "rank0_only and writeback were both asked for. The other ranks hold shards only, and "
+            "would not see what rank 0 writes. Add writeback=False to read on rank 0, or leave "
+            "rank0_only out to write on every rank."
+        )
+    if offload_to_cpu and with_grads:
+        raise ConfigError(
+            "offload_to_cpu and with_grads were both asked for. A gradient has to be where its "
+            "parameter is. Leave one of them out."
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu without rank0_only puts a full copy of the model into CPU memory for "
+            "every rank of a node. Add rank0_only=True, writeback=False if rank 0 is enough.",
+            stacklevel=4,
+        )
+
+
+def _check_idle(module: nn.Module) -> None:
+    busy = [name for name, inner in module.named_modules() if _is_busy(inner)]
+    if busy:
+        raise PlanError(
+            f"'{busy[0]}' is inside a forward or backward, or one was aborted. Its parameters are "
+            "on their way between shards and whole. Summon full parameters between steps."
+        )
+
+
+def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
+    """Refuses parameters of units outside the module, which may be gathered at the moment."""
+    if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
+        return
+    suspects: list[tuple[str, nn.Module]] = []
+    if not isinstance(module, FSDPModule):
+        suspects += _region(module)
+    roots = [is_root(unit) for unit in units]
+    if False in roots and True not in roots:
+        # A weight shared by several units belongs to one around them.
+        suspects += [named for named in module.named_modules() if _has_plain_parameters(named[1])]
+    for name, inner in suspects:
+        known = [param for param in inner._parameters.values() if param is not None]
+        if is_inside_unit(inner) and not all(hasattr(param, _MARK) for param in known):
+            raise PlanError(
+                f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
+                "module that was given. Only that unit knows where they are now. Give the whole "
+                "model, or the unit."
+            )
+
+
+def _has_plain_parameters(module: nn.Module) -> bool:
+    params = module._parameters.values()
+    return any(param is not None and not _sharded_or_summoned(param) for param in params)
+
+
+def _is_busy(module: nn.Module | FSDPModule) -> bool:
+    return isinstance(module, FSDPModule) and is_busy(module)
+
+
+def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module and those inside it that no nested unit holds."""
+    waiting, seen = [("", module)], {id(module)}
+    while waiting:
+        prefix, inner = waiting.pop()
+        yield prefix, inner
+        for name, child in inner.named_children():
+            if id(child) not in seen and not isinstance(child, FSDPModule):
+                seen.add(id(child))
+                waiting.append((f"{prefix}.{name}".lstrip("."), child))
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    name: str
+    param: nn.Parameter
+    places: list[Place] = field(default_factory=list[Place])
+    wanted: bool = False
+
+
+def _find(module: nn.Module, recurse: bool) -> list[_Found]:
+    """The sharded parameters to summon, each with all its places."""
+    region = None if recurse else {id(inner) for _, inner in _region(module)}
+    found: dict[int, _Found] = {}
+    for prefix, inner in module.named_modules():
+        for name, param in inner._parameters.items():
+            if param is None or not _sharded_or_summoned(param):
+                continue
+            entry = found.setdefault(id(param), _Found(f"{prefix}.{name}".lstrip("."), param))
+            entry.places.append((inner, name))
+            entry.wanted |= region is None or id(inner) in region
+    return [entry for entry in found.values() if entry.wanted]
+
+
+def _sharded_or_summoned(param: nn.Parameter) -> bool:
+    return isinstance(param, DTensor) or hasattr(param, _MARK)
+
+
+@dataclass(slots=True, eq=False)
+class _Whole:
+    """A sharded parameter, and on the ranks that see it whole what stands in for it."""
+
+    name: str
+    shard: nn.Parameter
+    places: list[Place]
+    full: nn.Parameter | None
+    version: int
+    """of the shard: the optimizer may step it, and nobody would see"""
+    own: torch.Tensor | None = None
+    """what the shard held before a forward inside the block needed what was written"""
+
+    def show(self) -> None:
+        for module, name in self.places:
+            # After a forward that failed, FSDP2 may have left something else there.
+            if self.full is not None and module._parameters[name] is self.shard:
+                module._parameters[name] = self.full
+
+    def hide(self, *, everything: bool = False) -> None:
+        for module, name in self.places:
+            if everything or module._parameters[name] is self.full:
+                module._parameters[name] = self.shard
+
+    def is_ours(self) -> bool:
+        """Whether nothing but the whole tensor was written to."""
+        full = self.full
+        return (
+            full is not None
+            and full.shape == self.shard.shape
+            and all(module._parameters[name] is full for module, name in self.places)
+            and self.shard._version == self.version
+        )
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Gives the shard the values of the whole tensor while a forward runs."""
+        assert self.full is not None
+        local, part = _local(self.shard), _local(shard_like(self.full, self.shard))
+        if not torch.equal(local, part):
+            self.own = local.clone() if self.own is None else self.own
+            local.copy_(part)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        if self.own is not None:
+            _local(self.shard).copy_(self.own)
+
+    @torch.no_grad()
+    def write(self, with_grads: bool) -> None:
+        """Copies this rank's part of the whole tensor to the shard. Collective: no."""
+        assert self.full is not None
+        _local(self.shard).copy_(_local(shard_like(self.full, self.shard)))
+        if with_grads:
+            grad = self.full.grad
+            self.shard.grad = None if grad is None else shard_like(grad, self.shard)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(slots=True, eq=False)
+class _Summoned:
+    """What one block shows, and how it makes way for FSDP2 meanwhile."""
+
+    units: list[FSDPModule]
+    rank0_only: bool
+    with_grads: bool
+    wholes: list[_Whole] = field(default_factory=list[_Whole])
+    borrowed: list[_Borrowed] = field(default_factory=list[_Borrowed])
+    """what a block around this one shows, and its value and gradient at the start of this one"""
+    forwards: int = 0
+    """how many are running, one inside the other"""
+    undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @torch.no_grad()
+    def gather(self, found: list[_Found], offload_to_cpu: bool) -> None:
+        """Collective: yes."""
+        around = [(entry, getattr(entry.param, _MARK, None)) for entry in found]
+        for entry, outer in around:
+            if outer is not None:
+                self._check_shown_by(outer, entry.name)
+        shows = not self.rank0_only or dist.get_rank() == 0
+        for entry, outer in around:
+            if outer is None:
+                shard, full = entry.param, self._gather(entry.param, offload_to_cpu)
+                full = full if shows else None
+                self.wholes.append(_Whole(entry.name, shard, entry.places, full, shard._version))
+            elif not isinstance(entry.param, DTensor):
+                grad = entry.param.grad if self.with_grads else None
+                values = entry.param.detach().clone()
+                self.borrowed.append((entry.param, values, None if grad is None else grad.clone()))
+
+    def _check_shown_by(self, outer: _Summoned, name: str) -> None:
+        more = [
+            option
+            for option, asks in (
+                ("rank0_only=False", outer.rank0_only and not self.rank0_only),
+                ("with_grads=True", self.with_grads and not outer.with_grads),
+            )
+            if asks
+        ]
+        if more:
+            raise ConfigError(
+                f"'{name}' is summoned already, and this block asks for {' and '.join(more)}, "
+                "which the one around it does not show. Both would show the same tensor. Ask for "
+                "it in the block around this one."
+            )
+
+    def _gather(self, shard: nn.Parameter, offload_to_cpu: bool) -> nn.Parameter:
+        full = nn.Parameter(_whole(shard, offload_to_cpu), requires_grad=shard.requires_grad)
+        vars(full).update(vars(shard))
+        if self.with_grads and shard.grad is not None:
+            full.grad = _whole(shard.grad, offload_to_cpu)
+        return full
+
+    def enter(self) -> None:
+        for whole in self.wholes:
+            for param in (whole.shard, whole.full):
+                if param is not None:
+                    vars(param)[_MARK] = self
+                    self.undo.callback(vars(param).pop, _MARK)
+            whole.show()
+        for unit in self.units if self.wholes else []:
+            self._make_way(unit)
+        for holder in dict.fromkeys(m for whole in self.wholes for m, _ in whole.places):
+            self.undo.enter_context(without_fsdp_hooks_after_load(holder))
+
+    def _make_way(self, unit: FSDPModule) -> None:
+        """Has the shards in place for a forward, and for methods registered as one."""
+        assert isinstance(unit, nn.Module)
+        before = unit.register_forward_pre_hook(self._before_forward, prepend=True)
+        after = unit.register_forward_hook(self._after_forward, always_call=True)
+        self.undo.callback(before.remove)
+        self.undo.callback(after.remove)
+        for name, value in list(vars(unit).items()):
+            if isinstance(value, types.MethodType) and value.__self__ is unit:
+                self._set(unit, name, self._around(value))
+        for name in CHANGES_PARAMETERS:
+            self._set(unit, name, _refuse)
+
+    def _set(self, unit: FSDPModule, name: str, value: Callable[..., Any]) -> None:
+        attributes = vars(unit)
+        restore = functools.partial(attributes.__setitem__, name, attributes.get(name))
+        self.undo.callback(
+            restore if name in attributes else functools.partial(attributes.pop, name)
+        )
+        attributes[name] = value
+
+    def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self._before_forward()
+            try:
+                return method(*args, **kwargs)
+            finally:
+                self._after_forward()
+
+        return call
+
+    def _before_forward(self, *_: Any) -> None:
+        if self.forwards == 0:
+            for whole in self.wholes:
+                if not self.rank0_only:
+                    whole.lend()
+                whole.hide()
+        self.forwards += 1
+
+    def _after_forward(self, *_: Any) -> None:
+        self.forwards -= 1
+        if self.forwards == 0:
+            for unit in self.units:
+                unit.reshard()
+            for whole in self.wholes:
+                whole.show()
+
+    def leave(self, keep: bool) -> None:
+        changed = [whole.name for whole in self.wholes if keep and not whole.is_ours()]
+        keep = keep and not changed
+        # A forward that failed leaves units gathered, and FSDP2 believing so.
+        idle = not any(_is_busy(unit) for unit in self.units)
+        with self.undo:
+            for unit in self.units:
+                unit.reshard()
+            for whole in self.wholes:
+                whole.hide(everything=idle)
+                if keep:
+                    whole.write(self.with_grads)
+                else:
+                    whole.restore()
+            for full, values, grad in [] if keep else self.borrowed:
+                full.data = values
+                full.grad = grad if self.with_grads else full.grad
+        if changed:
+            raise PlanError(_written_elsewhere(changed))
+
+
+def _whole(tensor: torch.Tensor, on_cpu: bool) -> torch.Tensor:
+    """The full tensor in memory of its own. Collective: yes."""
+    assert isinstance(tensor, DTensor)
+    full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    if full.untyped_storage().data_ptr() == _local(tensor).untyped_storage().data_ptr():
+        full = full.clone()  # with one shard there is nothing to gather
+    return full.to("cpu" if on_cpu else tensor.device_mesh.device_type)
+
+
+def _refuse(*_args: Any, **_kwargs: Any) -> Any:
+    raise PlanError(
+        "The module was to be converted, moved (`half`, `to`) or gathered (`unshard`) while its "
+        "full parameters are summoned. FSDP2 would take them for its shards. Convert copies "
+        "(`{name: value.half() for name, value in model.state_dict().items()}`), or do it before "
+        "the block."
+    )
+
+
+def _written_elsewhere(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return (
+        f"{shown}: the full parameter was not in its place when the block ended, had another "
+        "shape, or its shards had changed. It is not clear which values are meant, so none were "
+        "written. Write into the full parameters (`param.copy_`, `param.data = ...`), and keep "
+        "backward, the optimizer's step and assignments to modules out of the block."
+    )

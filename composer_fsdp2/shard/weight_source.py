@@ -1,0 +1,141 @@
+"""Weights from outside the model, of which every rank reads only what its shards hold.
+
+[Note: weights from a source] A source knows parameters and persistent buffers by name. Its values
+win over whatever the model holds on any rank, so those are dropped before anything is sharded: a
+unit goes from meta to shards on meta, then memory is made for the shards alone and filled slice by
+slice. What the source does not know (rotary tables, masks) follows [Note: initial weights].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.ranks import agree, any_rank
+
+__all__ = ["SourcedWeights", "WeightSource"]
+
+
+class WeightSource(Protocol):
+    """Values of parameters and persistent buffers by the model's names."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def read_into(self, target: torch.Tensor, name: str, offsets: Sequence[int]) -> None:
+        """Fills `target` with the part of its shape that begins at `offsets`, one per dim.
+
+        Collective: no. Any device and dtype; no memory of the size of the target may be needed
+        besides it.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class SourcedWeights:
+    """Fills parameters and buffers from a source."""
+
+    source: WeightSource
+    device: torch.device
+    shards_on: torch.device
+    _places: dict[str, list[tuple[nn.Module, str]]] = field(
+        default_factory=dict[str, list[tuple[nn.Module, str]]]
+    )
+    """parameter name -> every place of that parameter"""
+    _failure: Exception | None = None
+
+    @classmethod
+    def take_over(
+        cls,
+        tree: ModuleTree,
+        source: WeightSource,
+        device: torch.device,
+        shards_on: torch.device,
+    ) -> SourcedWeights:
+        """Puts every parameter the source knows on meta, in all its places. Collective: no.
+
+        Their values are freed once the caller's `tree` lets go of them.
+        """
+        weights = cls(source, device, shards_on)
+        by_param: dict[int, list[tuple[nn.Module, str]]] = {}
+        for use in tree.uses:
+            if use.name not in source:
+                continue
+            places = by_param.setdefault(id(use.param), [])
+            places.append((tree.visits[use.visit].module, use.name.rpartition(".")[2]))
+            weights._places[use.name] = places
+        for use in tree.uses:
+            places = by_param.pop(id(use.param), None)
+            if places is not None and not use.param.is_meta:
+                _put(places, use.param, torch.empty_like(use.param, device="meta"))
+        return weights
+
+    @torch.no_grad()
+    def read_parameters(self, names: Iterable[str]) -> None:
+        """Makes parameters real that are on meta, sharded or not: only this rank's part is read.
+
+        Collective: no. What goes wrong is kept for `agree_on_failure`, because other ranks may be
+        in a collective by then.
+        """
+        for name in names:
+            places = self._places.get(name, [])
+            for module, attribute in places[:1]:
+                param = module._parameters[attribute]
+                if param is not None and param.is_meta:
+                    _put(places, param, self._read(name, param))
+
+    def read_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Fills a buffer in place, or a new one where it is on meta; returns it. Collective: no."""
+        if buffer.device != self.device:
+            buffer = torch.empty_like(buffer, device=self.device)
+        self._fill(name, buffer, (0,) * buffer.ndim)
+        return buffer
+
+    def agree_on_failure(self) -> None:
+        """Raises on every rank what went wrong while any rank was reading.
+
+        Collective: yes.
+
+        Raises:
+            CheckpointError: as the source raised it.
+        """
+        if any_rank(self._failure is not None, self.device):
+            agree({}, self._failure)
+
+    def _read(self, name: str, param: nn.Parameter) -> torch.Tensor:
+        if not isinstance(param, DTensor):
+            whole = torch.empty_like(param, device=self.device)
+            self._fill(name, whole, (0,) * whole.ndim)
+            return whole
+        (chunk,) = param.__create_chunk_list__()
+        local = torch.empty(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
+        self._fill(name, local, chunk.offsets)
+        return DTensor.from_local(
+            local,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+
+    def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
+        """Reads, unless something has gone wrong already."""
+        if self._failure is not None:
+            return  # the run ends anyway, with the first error
+        try:
+            self.source.read_into(target, name, offsets)
+        except Exception as error:  # whatever it is, the other ranks must hear of it
+            self._failure = error
+
+
+def _put(places: Iterable[tuple[nn.Module, str]], old: nn.Parameter, data: torch.Tensor) -> None:
+    """Puts a new parameter in all places; what users hung on the old one is carried over later."""
+    new = nn.Parameter(data, requires_grad=old.requires_grad)
+    for module, attribute in places:
+        module._parameters[attribute] = new

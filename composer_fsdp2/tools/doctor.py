@@ -1,0 +1,534 @@
+"""What `doctor` concludes from the facts of a machine and a run. Pure: facts in, findings out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer_fsdp2.config.schema import FSDP2Config, known_settings, values_of
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+from composer_fsdp2.shard.torch_private.members import EVERY_RUN
+
+if TYPE_CHECKING:
+    from composer_fsdp2.shard.torch_private.members import MemberState
+    from composer_fsdp2.trainer.patches import PatchState
+
+__all__ = ["KEYS", "Finding", "Gpu", "Machine", "Run", "describe_run", "examine", "mesh_of"]
+
+KEYS = (
+    "algorithms.gradient_clipping.clipping_type",
+    "device_train_microbatch_size",
+    "global_train_batch_size",
+    "model.init_device",
+    "model.pretrained",
+    "precision",
+)
+"""Keys of a run, besides those about parallelism, that decide something here."""
+
+_DEFAULTS = {"precision": "amp_bf16", "model.init_device": "cpu"}
+"""LLM Foundry's"""
+_SHARD, _REPLICATE = "data_parallel_shard", "data_parallel_replicate"
+"""Composer's names of the mesh axes, and the beginnings of the settings' names"""
+_SHOWN_GROUPS = 4
+# Described in lines of their own.
+_OWN_LINES = {
+    f"{_SHARD}_degree",
+    f"{_REPLICATE}_degree",
+    "reshard_after_forward",
+    "mixed_precision",
+    "state_dict_type",
+}
+_RESHARDS: dict[Any, str] = {
+    "auto": "top-level units keep their parameters until backward, all others free them",
+    True: "every unit frees its parameters after forward and gathers them again in backward",
+    False: "every unit keeps its parameters from forward to backward",
+}
+_INIT = {
+    "cpu": "every rank builds the whole model in its CPU memory",
+    "mixed": "rank 0 builds the whole model in its CPU memory, the others nothing",
+    "meta": "no rank builds the whole model",
+}
+_STATE_DICTS = {
+    "sharded": "a checkpoint is a folder, to which every rank writes its part",
+    "full": "a checkpoint is one file, for which rank 0 gathers everything",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU of this machine."""
+
+    name: str
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What is installed and set here."""
+
+    versions: Mapping[str, str | None]
+    """of packages; `None` is not installed"""
+    gpus: tuple[Gpu, ...] = ()
+    patches: tuple[PatchState, ...] = ()
+    members: tuple[MemberState, ...] = ()
+    """private ones of torch"""
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    has_pkg_resources: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a training YAML asks for, and where it would run."""
+
+    path: str = "OLD.yaml"
+    asks: Literal["FSDP2", "FSDP1", "neither"]
+    settings: FSDP2Config | None = None
+    """with FSDP2 only"""
+    tensor_parallel: bool = False
+    ranks: int
+    ranks_per_node: int
+    on_gpus: bool
+    others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """values of `KEYS`; a key that is missing or cannot be resolved is not in it"""
+
+    @property
+    def nodes(self) -> int:
+        """Nodes it takes."""
+        return -(-self.ranks // self.ranks_per_node)
+
+    @property
+    def shards(self) -> bool:
+        """Whether FSDP2 will be used."""
+        return self.asks == "FSDP2"
+
+    def value(self, key: str) -> Any:
+        """One of `KEYS`, or LLM Foundry's default, or `None`."""
+        return self.others.get(key, _DEFAULTS.get(key))
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something to know, and what to do about it."""
+
+    level: Literal["problem", "warning"]
+    """at a problem a run would fail, or train something else than asked"""
+    what: str
+    advice: str
+
+
+Findings = Iterator[Finding]
+
+
+def examine(machine: Machine, run: Run | None) -> list[Finding]:
+    """Everything there is to say, problems first."""
+    found = [*_installation(machine, run), *_environment(machine, run)]
+    if run is not None:
+        found += _asked(run)
+        found += _started(machine, run)
+        if run.shards:
+            for check in (_mesh, _memory, _limits):
+                found += check(run)
+    return sorted(found, key=lambda finding: finding.level != "problem")
+
+
+def _of_error(error: ConfigError) -> Finding:
+    """Its last sentence says what to write instead."""
+    what, _, advice = str(error).rpartition(". ")
+    return Finding("problem", f"{what}.", advice)
+
+
+def mesh_of(run: Run) -> MeshShape | None:
+    """The mesh of a run under FSDP2; `None` without one.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of ranks.
+    """
+    if not run.shards or run.settings is None:
+        return None
+    return MeshShape.resolve(run.settings, run.ranks)
+
+
+# --- What is installed. ---
+
+
+def _installation(machine: Machine, run: Run | None) -> Findings:
+    yield from _patches(machine)
+    yield from _members(machine)
+    foundry = machine.versions.get("llm-foundry")
+    if run is not None and foundry is None:
+        yield Finding(
+            "problem",
+            "LLM Foundry is not installed, whose training script 'composer-fsdp2 train' runs.",
+            "pip install 'composer-fsdp2[foundry]'",
+        )
+    if foundry is not None and not machine.has_pkg_resources:
+        yield Finding(
+            "problem",
+            "The module 'pkg_resources' is missing. LLM Foundry imports it, and setuptools has it "
+            "only before version 81.",
+            "pip install 'setuptools<81'",
+        )
+
+
+def _patches(machine: Machine) -> Findings:
+    misfits = [patch for patch in machine.patches if patch.state == "does not fit"]
+    if misfits:
+        needed = sorted({patch.versions for patch in misfits})
+        yield Finding(
+            "problem",
+            f"{len(misfits)} of {len(machine.patches)} places in Composer are not what their "
+            f"replacements were written for, {misfits[0].target} first. Runs with FSDP2 stop at "
+            "the start with a PatchError.",
+            f"Install {' and '.join(needed)}.",
+        )
+        return
+    off = [patch for patch in machine.patches if patch.state == "switched off"]
+    for feature in dict.fromkeys(patch.feature for patch in off):
+        needed = sorted({patch.versions for patch in off if patch.feature == feature})
+        yield Finding(
+            "warning",
+            f"Switched off, because what it replaces is not known here: {feature}. A run that asks "
+            "for it stops with a PatchError.",
+            f"Do without it, or install {' and '.join(needed)}.",
+        )
+    if off:
+        return
+    known = {patch.versions for patch in machine.patches if patch.versions.startswith("mosaicml ")}
+    installed = (machine.versions.get("mosaicml") or "").partition("+")[0]
+    if known and f"mosaicml {installed}" not in known:
+        yield Finding(
+            "warning",
+            f"mosaicml {installed} is not a version this package was tested with "
+            f"({', '.join(known)}). All that it replaces is unchanged there; the rest may not be.",
+            f"Install {' or '.join(known)} if something goes wrong.",
+        )
+
+
+def _members(machine: Machine) -> Findings:
+    missing = [state.member for state in machine.members if not state.found]
+    for feature in dict.fromkeys(member.feature for member in missing):
+        names = ", ".join(member.title for member in missing if member.feature == feature)
+        needed = feature == EVERY_RUN
+        what = "Runs with FSDP2 stop" if needed else f"Runs with {feature} stop"
+        yield Finding(
+            "problem" if needed else "warning",
+            f"torch {machine.versions.get('torch')} has no {names}. {what} at the start with a "
+            "PatchError.",
+            "Install a torch this package was tested with (2.7 to 2.15)"
+            + ("." if needed else f", or leave {feature} out."),
+        )
+
+
+# --- The environment a run inherits. ---
+
+
+def _environment(machine: Machine, run: Run | None) -> Findings:
+    if {"RANK", "WORLD_SIZE"} <= machine.environment.keys():
+        yield Finding(
+            "warning",
+            "RANK and WORLD_SIZE are set, as a launcher sets them. Here 'composer-fsdp2 train' "
+            "takes itself for one rank, starts no others and waits for them.",
+            "In a shell without a launcher: unset RANK WORLD_SIZE",
+        )
+    if machine.environment.get("FSDP_VERSION") != "2" or (run and run.asks == "FSDP2"):
+        return
+    if run is None:
+        yield Finding(
+            "warning",
+            "FSDP_VERSION=2 is set, Composer's own switch. After composer_fsdp2.install() a "
+            "Trainer reads FSDP1 settings as FSDP2; an LLM Foundry run with `fsdp_config` gets "
+            "Composer's FSDP2, which ignores most of them.",
+            "unset FSDP_VERSION, and write parallelism_config.fsdp2.",
+        )
+    elif run.asks == "FSDP1":
+        yield Finding(
+            "warning",
+            "FSDP_VERSION=2 is set: the FSDP1 settings go to Composer's own FSDP2, which ignores "
+            "sharding_strategy, the degrees and most others, with a warning only.",
+            "unset FSDP_VERSION, and migrate the settings.",
+        )
+
+
+# --- What the run asks for. ---
+
+
+def _asked(run: Run) -> Findings:
+    if run.asks == "neither":
+        yield Finding(
+            "warning",
+            "FSDP2 is not asked for. Every rank would hold the whole model and optimizer.",
+            "Write `parallelism_config: {fsdp2: {}}`.",
+        )
+    elif run.asks == "FSDP1":
+        yield Finding(
+            "warning",
+            "The settings are FSDP1's, and the run would use FSDP1.",
+            f"composer-fsdp2 migrate {run.path} -o NEW.yaml",
+        )
+    elif run.ranks == 1:
+        yield Finding(
+            "warning",
+            "On one rank there is nobody to share with: it holds the whole model and optimizer.",
+            "Start two ranks or more to save memory: --ranks 2",
+        )
+    dropped = run.asks != "FSDP2" and (run.asks == "neither" or run.ranks == 1)
+    if run.value("model.init_device") == "mixed" and dropped:
+        yield Finding(
+            "problem",
+            "model.init_device is mixed, which LLM Foundry refuses without FSDP, and it drops "
+            "FSDP1 on one rank.",
+            "Write init_device: cpu, or use FSDP2.",
+        )
+
+
+def _started(machine: Machine, run: Run) -> Findings:
+    """What does not depend on the mesh, but on the number and kind of the processes."""
+    batch = run.value("global_train_batch_size")
+    if isinstance(batch, int) and batch % run.ranks:
+        yield Finding(
+            "problem",
+            f"global_train_batch_size {batch} cannot be divided by {run.ranks} ranks, which LLM "
+            "Foundry refuses.",
+            f"Use a multiple of {run.ranks}, for example {-(-batch // run.ranks) * run.ranks}.",
+        )
+    automatic = run.value("device_train_microbatch_size") == "auto"
+    if automatic and not run.shards and not run.on_gpus:
+        yield Finding(
+            "problem",
+            "device_train_microbatch_size is auto, which Composer refuses on the CPU.",
+            "Set it to a number of samples, or use FSDP2.",
+        )
+    if not run.on_gpus:
+        yield from _on_cpu(machine, run)
+
+
+def _on_cpu(machine: Machine, run: Run) -> Findings:
+    precision = run.value("precision")
+    if precision != "fp32":
+        set_here = "" if "precision" in run.others else ", LLM Foundry's default"
+        yield Finding(
+            "problem",
+            f"precision is {precision}{set_here}, and there is no GPU. Composer trains in fp32 "
+            "alone on the CPU.",
+            "Write precision: fp32. mixed_precision: {param_dtype: bf16, reduce_dtype: fp32} "
+            "computes in bf16 all the same.",
+        )
+    if run.asks == "FSDP1" and run.ranks > 1:
+        yield Finding(
+            "problem",
+            "There is no GPU, and Composer's FSDP1 runs on CUDA alone.",
+            "Migrate to FSDP2, which runs on the CPU too, or start it where there are GPUs.",
+        )
+    if run.shards and (machine.versions.get("torch") or "").startswith("2.7."):
+        yield Finding(
+            "warning",
+            "The ranks talk through gloo, and gloo of torch 2.7 sums gradients where FSDP2 asks "
+            "for their average. A probe finds that when the model is prepared, and it is "
+            "corrected.",
+            "Nothing here. Code that calls fully_shard itself has to divide by the number of "
+            "ranks.",
+        )
+
+
+# --- How FSDP2 would shard. ---
+
+
+def _mesh(run: Run) -> Findings:
+    assert run.settings is not None
+    try:
+        shape = mesh_of(run)
+        assert shape is not None
+        shape.check_reshard(run.settings.reshard_after_forward, "the run")
+    except ConfigError as error:
+        yield _of_error(error)
+        return
+    check = _mesh_within_a_node if run.nodes == 1 else _mesh_over_nodes
+    yield from check(run, shape, run.settings.reshard_after_forward)
+
+
+def _mesh_over_nodes(run: Run, shape: MeshShape, reshard: bool | int | str) -> Findings:
+    per_node = run.ranks_per_node
+    if not _fits(shape.shard, per_node):
+        advice = (
+            f"If a node holds a whole copy: {_SHARD}_degree: {per_node} and "
+            f"{_REPLICATE}_degree: -1."
+        )
+        if reshard in ("auto", True) and shape.shard % per_node == 0:
+            advice += f" Or reshard_after_forward: {per_node}: backward then gathers in the node."
+        yield Finding(
+            "warning",
+            f"The {shape.shard} ranks of one copy are on more than one node: parameters are "
+            "gathered over the network between them.",
+            advice,
+        )
+    size = _group_size(reshard)
+    if size is not None and not _fits(size, per_node):
+        yield Finding(
+            "warning",
+            f"reshard_after_forward is {size}, and groups of {size} ranks do not fit into "
+            f"nodes of {per_node}: the gathers of backward go over the network as well.",
+            f"Use {per_node}, or a divisor of it.",
+        )
+
+
+def _fits(size: int, per_node: int) -> bool:
+    """Whether groups of consecutive ranks stay within nodes."""
+    return size <= per_node and per_node % size == 0
+
+
+def _mesh_within_a_node(_run: Run, shape: MeshShape, reshard: bool | int | str) -> Findings:
+    size = _group_size(reshard)
+    if size is not None and size < shape.shard:
+        yield Finding(
+            "warning",
+            f"reshard_after_forward is {size} on a single node. Every rank keeps 1/{size} of "
+            f"the parameters between forward and backward instead of 1/{shape.shard}; what it "
+            "saves is traffic between nodes.",
+            "Write auto for less memory, or false for no second gather.",
+        )
+
+
+def _group_size(reshard: bool | int | str) -> int | None:
+    """Ranks of the groups that keep a copy between forward and backward."""
+    return reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
+
+
+# --- Memory and checkpoints. ---
+
+
+def _memory(run: Run) -> Findings:
+    assert run.settings is not None
+    if run.value("model.init_device") == "mixed" and not run.value("model.pretrained"):
+        yield Finding(
+            "warning",
+            "model.init_device is mixed: rank 0 holds the whole model in CPU memory while it "
+            "starts.",
+            "Write init_device: meta, with which the model's own initialisers run unit by unit.",
+        )
+    full = run.settings.state_dict_type == "full"
+    if full and run.settings.async_save:
+        yield Finding(
+            "warning",
+            "async_save with state_dict_type full: training waits until rank 0 has gathered model "
+            "and optimizer, and rank 0 holds them in CPU memory twice.",
+            "Write state_dict_type: sharded, where every rank copies its own part.",
+        )
+    if full and run.nodes > 1:
+        yield Finding(
+            "warning",
+            f"state_dict_type is full on {run.ranks} ranks: at every save rank 0 gathers model and "
+            "optimizer in its CPU memory and writes alone, while the others wait.",
+            "Write state_dict_type: sharded; 'composer-fsdp2 checkpoint convert' makes one file.",
+        )
+    weights = run.settings.pretrained_weights
+    if weights is not None and not Path(weights).is_dir():
+        yield Finding(
+            "problem",
+            f"pretrained_weights is '{weights}', which is no folder here.",
+            "Give the path of a folder with safetensors that every node can read.",
+        )
+
+
+# --- What FSDP2, or LLM Foundry with it, cannot do. ---
+
+
+def _limits(run: Run) -> Findings:
+    try:
+        compute_dtype(run.value("precision"))
+    except ConfigError as error:
+        yield _of_error(error)
+    if run.tensor_parallel:
+        yield Finding(
+            "problem",
+            "Tensor parallelism is asked for, which does not go with FSDP2 yet.",
+            "Take it out, or stay with FSDP1.",
+        )
+
+
+# --- The run in words. ---
+
+
+def describe_run(run: Run) -> list[tuple[str, str]]:
+    """Lines of a label and a text."""
+    nodes = "1 node" if run.nodes == 1 else f"{run.nodes} nodes"
+    where = "GPUs" if run.on_gpus else "the CPU (--gpus-per-node N: elsewhere, on GPUs)"
+    lines = [("asks for", run.asks), ("ranks", f"{run.ranks} on {nodes}, on {where}")]
+    if not run.shards or run.settings is None:
+        return lines
+    reshard = run.settings.reshard_after_forward
+    lines += _describe_mesh(run)
+    text = _RESHARDS.get(reshard, f"after forward, groups of {reshard} ranks keep one copy")
+    lines.append(("reshard", f"{_plain(reshard)}: {text}"))
+    lines.append(("precision", _describe_precision(run)))
+    kind = run.settings.state_dict_type
+    lines.append(("state_dict_type", f"{kind}: {_STATE_DICTS[kind]}"))
+    init = run.value("model.init_device")
+    lines.append(("init_device", f"{init}: {_INIT[init]}" if init in _INIT else str(init)))
+    return lines + _describe_others(run.settings)
+
+
+def _describe_mesh(run: Run) -> list[tuple[str, str]]:
+    try:
+        shape = mesh_of(run)
+    except ConfigError:
+        return [("mesh", "none fits the ranks, see below")]
+    assert shape is not None
+    sizes = [f"{_SHARD} {shape.shard}"]
+    if shape.replicate is not None:
+        sizes.insert(0, f"{_REPLICATE} {shape.replicate}")
+    starts = range(0, run.ranks, shape.shard)
+    groups = [_span(start, shape.shard) for start in starts[:_SHOWN_GROUPS]]
+    more = ", ..." if len(starts) > _SHOWN_GROUPS else ""
+    share = f"{shape.shard} ranks" if shape.shard > 1 else "1 rank"
+    copies = f"each copy on {share}: {', '.join(groups)}{more}"
+    return [("mesh", " x ".join(sizes)), ("", copies)]
+
+
+def _span(start: int, size: int) -> str:
+    return f"{start}" if size == 1 else f"{start}-{start + size - 1}"
+
+
+def _describe_precision(run: Run) -> str:
+    assert run.settings is not None
+    mixed = run.settings.mixed_precision
+    try:
+        policy = resolve_precision(mixed, compute_dtype(run.value("precision")))
+    except ConfigError:
+        return f"{run.value('precision')}: not supported, see below"
+    dtypes = [
+        "the parameters' own dtype" if dtype is None else str(dtype).removeprefix("torch.")
+        for dtype in (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
+    ]
+    name = mixed if isinstance(mixed, str) else "as written"
+    return (
+        f"{run.value('precision')}, mixed_precision {name}: computes in {dtypes[0]}, reduces "
+        f"gradients in {dtypes[1]}"
+    )
+
+
+def _describe_others(settings: FSDP2Config) -> list[tuple[str, str]]:
+    """Settings without a line of their own that are not at their default."""
+    known = known_settings()
+    return [
+        (name, _plain(value))
+        for name, value in values_of(settings).items()
+        if name not in _OWN_LINES and value != known[name].default
+    ]
+
+
+def _plain(value: Any) -> str:
+    """As YAML would have it, without the fields of nested settings that say nothing."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_plain, value))}]"
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        inner = [f"{k}: {_plain(v)}" for k, v in fields.items() if v not in (None, ())]
+        return f"{{{', '.join(inner)}}}"
+    return str(value)

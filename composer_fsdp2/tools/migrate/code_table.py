@@ -1,0 +1,12 @@
+"""What each use of FSDP1 in Python code becomes: one table, each row with its reason."""
+
+from __future__ import annotations
+
+from composer_fsdp2.tools.migrate.code_row import CodeRow
+from composer_fsdp2.tools.migrate.code_table_torch import TORCH_ROWS
+from composer_fsdp2.tools.migrate.code_table_trainers import TRAINER_ROWS
+
+__all__ = ["CODE_ROWS"]
+
+CODE_ROWS: tuple[CodeRow, ...] = (*TRAINER_ROWS, *TORCH_ROWS)
+"""All uses of FSDP1 that are known; the first row that fits is the one reported."""

@@ -1,0 +1,429 @@
+"""Composer and LLM Foundry: FSDP1 blocks, the `FSDP_VERSION=2` style, and our own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp2.config.fsdp1 import convert_fsdp1
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
+
+__all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "is_ours"]
+
+_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+_K, _C = Status.KEPT, Status.CONVERTED
+_NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
+_OFF = (False, None)
+_PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
+
+
+def _same(*names: str, reason: str = "means the same") -> tuple[Row, ...]:
+    return tuple(Row(name, _K, reason, settings={name: SAME}) for name in names)
+
+
+def _without_dropped(value: Mapping[str, Any]) -> dict[str, Any]:
+    dropped = ("keep_low_precision_grads", "cast_root_forward_inputs")
+    kept = {key: item for key, item in value.items() if key not in dropped}
+    return {"mixed_precision": kept}
+
+
+def _has_dropped_dtypes(value: Any) -> bool:
+    """A mapping with keys FSDP2 has not."""
+    return isinstance(value, Mapping) and value != _without_dropped(value)["mixed_precision"]
+
+
+_PRECISION = (
+    Row(
+        "mixed_precision",
+        _K,
+        "means the same: parameters and their gathering in the parameters' own dtype",
+        ("FULL",),
+        {"mixed_precision": SAME},
+    ),
+    Row(
+        "mixed_precision",
+        _CH,
+        "the same dtypes for parameters and gradients; buffers keep theirs (rotary tables fp32), "
+        "which FSDP1 cast to the compute dtype, as `buffer_dtype` does",
+        ("DEFAULT", "PURE"),
+        {"mixed_precision": SAME},
+    ),
+    Row(
+        "mixed_precision",
+        _CH,
+        "FSDP2 reduces in reduce_dtype alone, and casts the inputs of every unit",
+        _has_dropped_dtypes,
+        _without_dropped,
+    ),
+    Row("mixed_precision", _K, "means the same", settings={"mixed_precision": SAME}),
+)
+
+_ROWS = (
+    # Settings of `sharding_strategy`, degrees and `state_dict_type` come from `convert_fsdp1`.
+    Row(
+        "sharding_strategy",
+        _C,
+        "reshard_after_forward: auto frees all units but the top-level ones, as FSDP1 did",
+        ("FULL_SHARD",),
+    ),
+    Row(
+        "sharding_strategy",
+        _C,
+        "reshard_after_forward: false keeps the parameters between forward and backward",
+        ("SHARD_GRAD_OP",),
+    ),
+    Row("sharding_strategy", _C, "one copy per node, sharded within it", ("HYBRID_SHARD",)),
+    Row(
+        "sharding_strategy",
+        _C,
+        "one copy per node; parameters are kept between forward and backward",
+        ("_HYBRID_SHARD_ZERO2",),
+    ),
+    Row(
+        "sharding_strategy",
+        _C,
+        "a whole copy on every rank: shard degree 1, which is replication and not ZeRO-2",
+        ("NO_SHARD",),
+    ),
+    *_same(_SHARD, _REPLICATE),
+    Row("process_group", _NOT, "null is all ranks", (None,)),
+    Row("process_group", _CH, "becomes degrees of the mesh"),
+    *_PRECISION,
+    Row("keep_low_precision_grads", _NOT, "false is what FSDP2 does", _OFF),
+    Row(
+        "keep_low_precision_grads",
+        _UN,
+        "gradients are kept in the parameters' dtype; `mixed_precision: PURE` reduces in low "
+        "precision",
+        options=("keep_low_precision_grads=false", "fsdp2.mixed_precision=PURE"),
+    ),
+    Row("state_dict_type", _K, "means the same", ("full", "sharded")),
+    Row(
+        "state_dict_type",
+        _DEC,
+        "local checkpoints hold FSDP1's flat parameters, which FSDP2 has not",
+        ("local",),
+        options=("state_dict_type=sharded", "state_dict_type=full"),
+    ),
+    *_same("load_planner", "save_planner", "sharded_ckpt_prefix_dir", "verbose"),
+    *_same("load_monolith_rank0_only"),
+    *_same("activation_checkpointing", "activation_cpu_offload"),
+    Row("activation_checkpointing_reentrant", _NOT, "FSDP2 never is reentrant", (False,)),
+    Row(
+        "activation_checkpointing_reentrant",
+        _CH,
+        "checkpointing is torch's non-reentrant one: the same gradients, but hooks in a "
+        "checkpointed block see the recomputation inside backward",
+        (True,),
+    ),
+    Row("te_checkpoint_wrapper", _NOT, "checkpointing is torch's own", _OFF),
+    Row(
+        "te_checkpoint_wrapper",
+        _CH,
+        "checkpointing is torch's own; TransformerEngine's fp8 state is recomputed by it",
+        (True,),
+    ),
+    Row("te_shard_fp8_weight", _NOT, "false is what FSDP2 does", _OFF),
+    Row(
+        "te_shard_fp8_weight",
+        _UN,
+        "fp8 weights are gathered in the compute dtype",
+        (True,),
+        options=("te_shard_fp8_weight=false",),
+    ),
+    Row("auto_wrap", _NOT, "the units are chosen from the model's own hooks", (True, None)),
+    Row(
+        "auto_wrap",
+        _DEC,
+        "without units FSDP1 left the model to the user; FSDP2 always makes units",
+        (False,),
+        options=("auto_wrap=true", "leave FSDP out of the configuration to train without it"),
+    ),
+    Row("cpu_offload", _NOT, "false is what FSDP2 does", _OFF),
+    *_same("cpu_offload"),
+    Row("ignored_modules", _NOT, "null is none", (None,)),
+    Row(
+        "ignored_modules",
+        _DEC,
+        "FSDP2 takes names of parameters instead of modules",
+        options=("ignored_modules=null", "fsdp2.ignored_params=[<globs of names>]"),
+    ),
+    Row("backward_prefetch", _NOT, _PREFETCH),
+    Row("backward_prefetch_limit", _NOT, _PREFETCH),
+    Row("forward_prefetch", _NOT, _PREFETCH),
+    Row("forward_prefetch_limit", _NOT, _PREFETCH),
+    Row("limit_all_gathers", _NOT, "FSDP2 frees memory deterministically and needs no limit"),
+    Row("sync_module_states", _NOT, "every rank starts from rank 0's weights", (True,)),
+    Row(
+        "sync_module_states",
+        _CH,
+        "every rank starts from rank 0's weights, also where ranks were built differently",
+        (False,),
+    ),
+    Row("use_orig_params", _NOT, "FSDP2 keeps every parameter apart", (True,)),
+    Row(
+        "use_orig_params",
+        _CH,
+        "there are no flat parameters: the optimizer sees each parameter with its own name and "
+        "shape, which matters to rules by name and to norms of single parameters",
+        (False,),
+    ),
+    Row("version", _NOT, "`parallelism_config.fsdp2` says it", (1,)),
+)
+"""All keys of Composer's `FSDPConfig`, relative to the block."""
+
+_TP = "tensor parallelism does not go with FSDP2 yet; take it out, or stay with FSDP1"
+_OUTSIDE = (
+    Row("*.model.init_device", _K, "built on rank 0 and spread from there", ("mixed",)),
+    Row("*.model.init_device", _K, "built shard by shard, without whole parameters", ("meta",)),
+    Row("*.model.init_device", _K, "built whole on every rank; `meta` takes less memory", ("cpu",)),
+    Row("*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, {})),
+    Row("*.tp_config", _UN, _TP, options=("remove it",)),
+    Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, {})),
+    Row("*.parallelism_config.tp", _UN, _TP, options=("remove it",)),
+)
+"""LLM Foundry's own keys around the block; they stay where they are."""
+
+
+def _find_fsdp1(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
+    """Blocks at the top of a run, or of the run that another file holds, as under `parameters`."""
+    sites = []
+    if _is_fsdp1(data.get("fsdp_config")):
+        if "parallelism_config" in data:
+            raise ConfigError(
+                "The configuration has both 'fsdp_config' and 'parallelism_config'. A run follows "
+                "one of them and would ignore the other. Move what you need to "
+                "'parallelism_config' and remove 'fsdp_config'."
+            )
+        sites.append(Site(path, {"fsdp_config": ""}))
+    block = data.get("parallelism_config")
+    if isinstance(block, Mapping) and _is_fsdp1(block.get("fsdp")):
+        sites.append(Site((*path, "parallelism_config"), {"fsdp": ""}, ("fsdp2",)))
+    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
+    return sites or [site for key, value in inner for site in _find_fsdp1(value, (*path, key))]
+
+
+def _is_fsdp1(block: Any) -> bool:
+    return isinstance(block, Mapping) and str(block.get("version", 1)) == "1"
+
+
+def _finish_fsdp1(context: Context) -> None:
+    """Takes the settings from the conversion that runs use, so that both mean the same."""
+    _apply_process_group(context)
+    _apply_monolith(context)
+    _check_nodes(context)
+    ready = {
+        key: entry
+        for key, entry in context.entries.items()
+        if entry.status not in (Status.DECISION, Status.UNSUPPORTED, Status.NOT_NEEDED)
+    }
+    config = {k: e.value for k, e in ready.items() if k in _FROM_CONVERSION}
+    try:
+        settings = convert_fsdp1(
+            config,
+            world_size=context.world_size,
+            local_world_size=context.gpus_per_node or 1,
+        ).settings
+    except ConfigError as error:
+        context.entries["sharding_strategy"].decide(
+            str(error), f"{_SHARD}=null", f"{_REPLICATE}=null", "sharding_strategy=FULL_SHARD"
+        )
+        return
+    _place(context, settings)
+
+
+_FROM_CONVERSION = ("sharding_strategy", "state_dict_type", _SHARD, _REPLICATE)
+
+
+def _place(context: Context, settings: Mapping[str, Any]) -> None:
+    """Each converted setting goes to the key it came from."""
+    strategy = context.entries.get("sharding_strategy")
+    for name, value in settings.items():
+        entry = context.entries.get(name)
+        if entry is not None and entry.status in (Status.DECISION, Status.NOT_NEEDED):
+            continue
+        if entry is not None and entry.value == value:
+            entry.becomes = {name: SAME}
+        elif entry is not None and value is not None and name != "state_dict_type":
+            entry.become(Status.CONVERTED, "follows from sharding_strategy", **{name: value})
+        elif name == "state_dict_type":
+            context.add("FSDP1's default was full, FSDP2's is sharded", **{name: value})
+        elif strategy is not None and strategy.status is not Status.DECISION:
+            strategy.becomes[name] = value
+
+
+def _check_nodes(context: Context) -> None:
+    strategy = context.entries.get("sharding_strategy")
+    name = str(context.value("sharding_strategy", "FULL_SHARD")).upper()
+    hybrid = name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+    degrees = context.value(_REPLICATE) is not None
+    if strategy is None or not hybrid or degrees or context.gpus_per_node:
+        return
+    if context.entries.get("process_group", strategy).becomes:
+        return
+    strategy.decide(
+        "one copy per node, and the number of GPUs per node is not known",
+        "--gpus-per-node N",
+        "sharding_strategy=FULL_SHARD",
+    )
+
+
+def _apply_process_group(context: Context) -> None:
+    """A group that shards becomes degrees; Composer ignored the degrees beside it."""
+    entry = context.entries.get("process_group")
+    if entry is None or entry.status is not Status.CHANGES:
+        return
+    hybrid = "HYBRID" in str(context.value("sharding_strategy", "")).upper()
+    shard = _shard_size(entry.value, context, hybrid)
+    if isinstance(shard, str):
+        entry.decide(shard, "--world-size N", "--gpus-per-node N", f"{entry.key}=null")
+        return
+    settings = {_SHARD: shard, _REPLICATE: -1}
+    if hybrid and isinstance(entry.value, list):
+        entry.become(Status.CONVERTED, "shards within the first group", **settings)
+    else:
+        entry.become(
+            Status.CHANGES,
+            f"shards over {shard} ranks that follow each other, and gradients are averaged over "
+            "all ranks; FSDP1 averaged within one group alone",
+            **settings,
+        )
+    for name in (_SHARD, _REPLICATE):
+        if name in context.entries:
+            context.entries[name].become(
+                Status.NOT_NEEDED, "Composer ignored it beside process_group"
+            )
+
+
+def _shard_size(group: Any, context: Context, hybrid: bool) -> int | str:
+    """Ranks of one sharding group, or why that is not known."""
+    if isinstance(group, list) and hybrid and group:
+        group = group[0]
+    text = {"self": "set1", "node": "set node", "local_rank_across_nodes": "mod node"}.get(
+        str(group), str(group)
+    )
+    found = re.fullmatch(r"(set|mod)(\d+| node)", text)
+    if found is None:
+        return f"{group!r} names single ranks, and the mesh of FSDP2 has one shape everywhere"
+    count = context.gpus_per_node if found[2] == " node" else int(found[2])
+    if not count:
+        return "the number of GPUs per node is not known"
+    if found[1] == "set":
+        return count
+    if not context.world_size:
+        return "the number of ranks is not known"
+    return context.world_size // count
+
+
+def _apply_monolith(context: Context) -> None:
+    entry = context.entries.get("load_monolith_rank0_only")
+    sharded = str(context.value("state_dict_type", "full")).lower() == "sharded"
+    if entry is not None and entry.value is True and sharded:
+        entry.become(Status.NOT_NEEDED, "has no effect on sharded checkpoints")
+
+
+FSDP1 = Dialect(
+    "composer",
+    "Composer / LLM Foundry with FSDP1",
+    _find_fsdp1,
+    _ROWS,
+    _OUTSIDE,
+    _finish_fsdp1,
+)
+
+
+# --- Composer's `FSDP_VERSION=2`, which drops most keys with a warning. ---
+
+_IGNORED = "Composer ignored it under FSDP_VERSION=2, with a warning"
+
+
+def _find_version2(data: Mapping[str, Any]) -> list[Site]:
+    return [
+        site
+        for site in _find_fsdp1(data)
+        if "reshard_after_forward" in _block(data, site) or "device_mesh" in _block(data, site)
+    ]
+
+
+def _block(data: Mapping[str, Any], site: Site) -> Mapping[str, Any]:
+    for name in (*site.parent, *site.keys):
+        data = data[name]
+    return data
+
+
+_IGNORED_KEYS = sorted(
+    {row.key for row in _ROWS}
+    - {
+        "activation_checkpointing",
+        "activation_cpu_offload",
+        "load_monolith_rank0_only",
+        "mixed_precision",
+        "state_dict_type",
+        "sync_module_states",
+        "verbose",
+        "version",
+    }
+)
+
+_VERSION2_ROWS = (
+    Row(
+        "reshard_after_forward",
+        _C,
+        "torch's true keeps the top-level unit, which is called auto here",
+        (True,),
+        {"reshard_after_forward": "auto"},
+    ),
+    Row("reshard_after_forward", _K, "means the same", settings={"reshard_after_forward": SAME}),
+    Row("device_mesh", _NOT, "null is all ranks", (None,)),
+    Row(
+        "device_mesh",
+        _DEC,
+        "the mesh is built from degrees",
+        options=(f"fsdp2.{_SHARD}=N", f"fsdp2.{_REPLICATE}=N", "device_mesh=null"),
+    ),
+    *_PRECISION,
+    *_same("activation_checkpointing", "activation_cpu_offload", "verbose"),
+    *_same("load_monolith_rank0_only", "state_dict_type"),
+    Row("sync_module_states", _NOT, "every rank starts from rank 0's weights"),
+    *(Row(key, _NOT, _IGNORED) for key in _IGNORED_KEYS),
+)
+
+
+def _finish_version2(context: Context) -> None:
+    entry = context.entries.get("load_monolith_rank0_only")
+    sharded = str(context.value("state_dict_type", "sharded")).lower() == "sharded"
+    if entry is not None and entry.value is True and sharded:
+        entry.become(Status.NOT_NEEDED, "has no effect on sharded checkpoints")
+    if "state_dict_type" not in context.entries:
+        context.add("the default of FSDP_VERSION=2, written out", state_dict_type="sharded")
+
+
+FSDP_VERSION_2 = Dialect(
+    "composer-fsdp2",
+    "Composer with FSDP_VERSION=2",
+    _find_version2,
+    _VERSION2_ROWS,
+    _OUTSIDE,
+    _finish_version2,
+)
+
+
+# --- Ours: nothing to do. ---
+
+
+FSDP2 = Dialect("fsdp2", "composer-fsdp2", lambda _: [], (), _OUTSIDE)
+"""holds no site to replace; `is_ours` recognises it"""
+
+
+def is_ours(data: Any) -> bool:
+    """Whether a mapping, at any depth, holds settings for us already."""
+    if not isinstance(data, Mapping):
+        return False
+    block, versioned = data.get("parallelism_config"), data.get("fsdp_config")
+    if isinstance(block, Mapping) and "fsdp2" in block:
+        return True
+    if isinstance(versioned, Mapping) and str(versioned.get("version")) == "2":
+        return True
+    return any(is_ours(value) for value in data.values())

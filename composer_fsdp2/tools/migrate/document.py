@@ -1,0 +1,323 @@
+"""A YAML or JSON file as data and as lines: only the lines of replaced keys change.
+
+[Note: lines] Everything outside the replaced keys stays byte for byte, which keeps comments, key
+order, anchors, interpolations and layout. ruamel.yaml says at which line and column each key and
+value stands; the new settings take the places of the old ones, with the comments around them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from io import StringIO
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site
+
+__all__ = ["Document", "check_result", "dump", "parse_value"]
+
+
+_MOST_VALUES = 100_000
+
+
+class Document:
+    """The text of a configuration and where its keys stand."""
+
+    def __init__(self, text: str, name: str) -> None:
+        """Reads a mapping.
+
+        Raises:
+            ConfigError: it is not one YAML or JSON mapping.
+        """
+        self.name = name
+        self.text = _json_as_yaml(text)
+        self.lines = self.text.splitlines()
+        try:
+            self.root: Any = YAML().compose(self.text)
+            data = _texts(_loader(duplicates=True).load(self.text))
+        except (YAMLError, ValueError) as error:  # the second for dates and numbers out of range
+            raise ConfigError(
+                f"'{name}' is not valid YAML: {' '.join(str(error).split())}. None of it can be "
+                "migrated. Correct it at that place."
+            ) from None
+        except RecursionError:
+            raise ConfigError(
+                f"'{name}' has values inside values without end, or {_MOST_VALUES:,} of them. An "
+                "alias may stand inside its own anchor. Write out what the aliases stand for."
+            ) from None
+        if not isinstance(data, dict) or not isinstance(self.root, MappingNode):
+            raise ConfigError(
+                f"'{name}' holds no settings. There is nothing to migrate. Give the path of a "
+                "file with a mapping at its top."
+            )
+        self.data: dict[str, Any] = data
+
+    def duplicates(self) -> dict[Path, list[Any]]:
+        """Keys written twice in one mapping, with all their values."""
+        found: dict[Path, list[Any]] = {}
+        for path, mapping in _mappings(self.root, ()):
+            seen: dict[str, list[Any]] = {}
+            for key, value in mapping.value:
+                seen.setdefault(str(key.value), []).append(getattr(value, "value", None))
+            found |= {(*path, k): v for k, v in seen.items() if len(v) > 1 and k != "<<"}
+        return found
+
+    def replace(self, site: Site, entries: list[Entry]) -> str:
+        """The text with the site's keys replaced by what the entries became.
+
+        Raises:
+            ConfigError: the site cannot be replaced line by line.
+        """
+        parent = self._node(site.parent)
+        if parent is not None and parent.flow_style and site.parent:
+            return self._replace_braces(site.parent).replace(site, entries)
+        spans = [
+            (key, *self._span(key, value))
+            for key, value in ([] if parent is None else parent.value)
+            if str(key.value) in site.keys
+        ]
+        if parent is None or parent.flow_style or not spans:
+            raise ConfigError(
+                f"'{'.'.join(site.parent) or self.name}' is written in braces or by an alias. Its "
+                "lines cannot be replaced without touching others. Write it as a block, one key "
+                "per line."
+            )
+        block = self._block(site, spans[0][0].start_mark.column, spans, entries)
+        lines = list(self.lines)
+        for position, (_, start, end) in reversed(list(enumerate(spans))):
+            # Comments of later keys moved into the block, at the place of the first one.
+            lines[start:end] = block if position == 0 else []
+        return "\n".join(lines) + "\n"
+
+    def _replace_braces(self, path: Path) -> Document:
+        """The same with one mapping, or the first around it in braces, as a block.
+
+        Raises:
+            ConfigError: something in it would be lost.
+        """
+        depths = range(1, len(path) + 1)
+        place = next(path[:n] for n in depths if getattr(self._node(path[:n]), "flow_style", None))
+        pair = self._pair(place)
+        assert pair is not None
+        key, value = pair
+        start, end = key.start_mark, value.end_mark
+        raw = self.text[value.start_mark.index : end.index]
+        if re.search(r"[&*#]", raw):
+            raise ConfigError(
+                f"'{'.'.join(place)}' is written in braces and holds an anchor, an alias or a "
+                "comment. Rewriting it would lose them. Write it as a block, one key per line."
+            )
+        data: Any = self.data
+        for name in place:
+            data = data[name]
+        block = [" " * (start.column + 2) + line for line in dump(data).splitlines()]
+        rest = self.lines[end.line][end.column :]
+        head = self.lines[start.line][: start.column] + f"{place[-1]}:{rest}"
+        lines = [*self.lines[: start.line], head, *block, *self.lines[end.line + 1 :]]
+        return Document("\n".join(lines) + "\n", self.name)
+
+    def first_line(self, site: Site) -> int:
+        """Where the mapping of a site begins."""
+        node = self._node(site.parent)
+        return -1 if node is None else node.start_mark.line
+
+    def _node(self, path: Path) -> MappingNode | None:
+        node: Any = self.root
+        for name in path:
+            pairs = [v for k, v in node.value if str(k.value) == name]
+            if not pairs or not isinstance(pairs[-1], MappingNode):
+                return None
+            node = pairs[-1]
+        return node
+
+    def _span(self, key: Node, value: Node) -> tuple[int, int]:
+        start, end = key.start_mark.line, _last_line(key, value) + 1
+        while end - 1 > start and _is_remark(self.lines[end - 1]):
+            end -= 1
+        return start, end
+
+    def _block(
+        self, site: Site, indent: int, spans: list[tuple[Any, int, int]], entries: list[Entry]
+    ) -> list[str]:
+        block = [" " * (indent + 2 * i) + f"{name}:" for i, name in enumerate(site.wrapper)]
+        inner = " " * (indent + 2 * len(site.wrapper))
+        body: list[str] = []
+        for key, start, end in spans:
+            starting = self._starting(site, str(key.value), (start, end), entries)
+            for number in range(start, end):
+                body += self._line(number, inner, starting.get(number, []))
+        for entry in entries:
+            if entry.value is None and entry.path[: len(site.parent)] == site.parent:
+                body += self._written(entry, inner) if entry.status.value == "added" else []
+        if not any(line.strip() and not _is_remark(line) for line in body):
+            block[-1] += " {}"
+        beside = {key: value for entry in entries for key, value in entry.beside.items()}
+        for key, value in beside.items():
+            body += [" " * indent + line for line in dump({key: value}).splitlines()]
+        return block + body
+
+    def _starting(
+        self, site: Site, key: str, span: tuple[int, int], entries: list[Entry]
+    ) -> dict[int, list[Entry]]:
+        """Entries of one replaced key by the line they begin at."""
+        starting: dict[int, list[Entry]] = {}
+        prefix = (*site.parent, key)
+        for entry in entries:
+            if entry.path[: len(prefix)] == prefix and entry.status.value != "added":
+                line = self._line_of(entry.path)
+                inside = line is not None and span[0] <= line < span[1]
+                starting.setdefault(line if inside and line else span[0], []).append(entry)
+        return starting
+
+    def _line_of(self, path: Path) -> int | None:
+        pair = self._pair(path)
+        return None if pair is None else pair[0].start_mark.line
+
+    def _pair(self, path: Path) -> tuple[Node, Node] | None:
+        parent = self._node(path[:-1])
+        pairs = [] if parent is None else [p for p in parent.value if str(p[0].value) == path[-1]]
+        return pairs[0] if pairs else None
+
+    def _line(self, number: int, indent: str, entries: list[Entry]) -> list[str]:
+        text = self.lines[number]
+        if _is_remark(text):
+            return [indent + text.strip() if text.strip() else ""]
+        written = [line for entry in entries for line in self._written(entry, indent)]
+        comment = _comment(text)
+        if not comment:
+            return written
+        if len(written) == 1:
+            return [f"{written[0]}  {comment}"]
+        return [indent + comment, *written]
+
+    def _written(self, entry: Entry, indent: str) -> list[str]:
+        lines = []
+        for setting, value in entry.becomes.items():
+            raw = self._raw(entry.path) if value is SAME else None
+            text = f"{setting}: {raw}" if raw else dump({setting: entry.settings[setting]})
+            lines += [indent + line for line in text.rstrip("\n").splitlines()]
+        return lines
+
+    def _raw(self, path: Path) -> str | None:
+        """A scalar as the input writes it."""
+        pair = self._pair(path)
+        if pair is None or not isinstance(pair[1], ScalarNode):
+            return None
+        raw = self.text[pair[1].start_mark.index : pair[1].end_mark.index]
+        return raw if raw and "\n" not in raw and not pair[1].anchor else None
+
+
+def dump(data: Any) -> str:
+    """Plain data as YAML blocks."""
+    writer, stream = YAML(typ="safe", pure=True), StringIO()
+    writer.default_flow_style = False
+    writer.width = 10**6
+    writer.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
+    writer.dump(data, stream)
+    return stream.getvalue()
+
+
+def parse_value(text: str) -> Any:
+    """One value as YAML reads it; text that is no YAML is a string."""
+    try:
+        return _texts(_loader(duplicates=False).load(text))
+    except (YAMLError, ValueError, RecursionError):
+        return text
+
+
+def check_result(text: str) -> None:
+    """Reads what was written, which an anchor in a replaced block can have broken.
+
+    Raises:
+        ConfigError: it is not valid YAML.
+    """
+    try:
+        _loader(duplicates=True).load(text)
+    except YAMLError as error:
+        raise ConfigError(
+            f"After the replacement the file is not valid YAML: {' '.join(str(error).split())}. "
+            "A replaced block holds something that is used elsewhere. Move the anchor out of it."
+        ) from None
+
+
+def _json_as_yaml(text: str) -> str:
+    try:
+        data = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError):
+        return text
+    return dump(data) if isinstance(data, dict) else text
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON in which a key is written twice is read as the YAML it is too, where that shows."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError
+    return found
+
+
+def _loader(*, duplicates: bool) -> YAML:
+    loader = YAML(typ="safe", pure=True)
+    loader.allow_duplicate_keys = duplicates
+    return loader
+
+
+def _texts(data: Any, left: Iterator[int] | None = None) -> Any:
+    """The same with keys that are strings. Ends too where aliases multiply values."""
+    left = iter(range(_MOST_VALUES)) if left is None else left
+    if next(left, None) is None:
+        raise RecursionError
+    if isinstance(data, Mapping):
+        return {str(key): _texts(value, left) for key, value in data.items()}
+    if isinstance(data, int):
+        str(data)  # a ValueError for thousands of digits, which nobody could show
+    return [_texts(item, left) for item in data] if isinstance(data, list) else data
+
+
+def _mappings(node: Any, path: Path) -> Iterator[tuple[Path, MappingNode]]:
+    if isinstance(node, SequenceNode):
+        for number, item in enumerate(node.value):
+            yield from _mappings(item, (*path, str(number)))
+    if not isinstance(node, MappingNode):
+        return
+    yield path, node
+    for key, value in node.value:
+        yield from _mappings(value, (*path, str(key.value)))
+
+
+def _last_line(key: Node, value: Any) -> int:
+    """Last line of a value. An alias shows its anchor's marks, which lie before the key."""
+    if value.start_mark.index < key.start_mark.index:
+        return key.end_mark.line
+    if isinstance(value, ScalarNode):
+        if value.start_mark.index == value.end_mark.index:  # nothing written
+            return key.end_mark.line
+        return value.end_mark.line - (value.style in ("|", ">"))
+    if value.flow_style:
+        return value.end_mark.line
+    if isinstance(value, MappingNode):
+        return max([key.end_mark.line, *(_last_line(k, v) for k, v in value.value)])
+    return max([key.end_mark.line, *(_last_line(item, item) for item in value.value)])
+
+
+def _is_remark(line: str) -> bool:
+    return not line.strip() or line.lstrip().startswith("#")
+
+
+def _comment(line: str) -> str:
+    """The comment at the end of a line, or ''."""
+    quote = ""
+    for position, char in enumerate(line):
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "'\"" and (position == 0 or line[position - 1] in " [{,:"):
+            quote = char
+        elif char == "#" and position and line[position - 1] in " \t":
+            return line[position:].rstrip()
+    return ""

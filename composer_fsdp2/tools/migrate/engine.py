@@ -1,0 +1,380 @@
+"""Migrates a configuration: recognise its dialect, walk its keys, write the new file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.tools.migrate import accelerate, composer, deepspeed, roll
+from composer_fsdp2.tools.migrate.document import Document, check_result
+from composer_fsdp2.tools.migrate.report import (
+    SAME,
+    Context,
+    Dialect,
+    Entry,
+    Path,
+    Report,
+    Row,
+    Site,
+    Status,
+)
+
+__all__ = ["DIALECTS", "migrate"]
+
+DIALECTS: Mapping[str, Dialect] = {
+    dialect.name: dialect
+    for dialect in (
+        deepspeed.DEEPSPEED,
+        roll.ROLL,
+        accelerate.ACCELERATE,
+        accelerate.TRAINING_ARGUMENTS,
+        composer.FSDP_VERSION_2,
+        composer.FSDP1,
+    )
+}
+"""In the order in which they are tried."""
+
+_OUTSIDE = "not about sharding; left as it is"
+_NOTHING = Dialect("none", "nothing about sharding", lambda _: [], ())
+
+
+def migrate(
+    text: str,
+    *,
+    name: str = "the configuration",
+    dialect: str | None = None,
+    world_size: int | None = None,
+    gpus_per_node: int | None = None,
+    decisions: Mapping[str, Any] | None = None,
+) -> Report:
+    """Migrates one configuration.
+
+    Args:
+        text: YAML or JSON.
+        name: what errors call it.
+        dialect: a key of `DIALECTS`; recognised from the content without it.
+        world_size: ranks of the run, where settings depend on it.
+        gpus_per_node: ranks per node, likewise.
+        decisions: values by key: a key of the report is read as if the input held that value,
+            `null` takes it out; `fsdp2.NAME` sets a setting of the new file.
+
+    Raises:
+        ConfigError: it cannot be read, is in another dialect, or a decision fits no key.
+    """
+    document = Document(text, name)
+    spoken = _choose(document.data, dialect, name)
+    sites = spoken.find(document.data)
+    work = _Work(document, spoken, dict(decisions or {}), world_size, gpus_per_node)
+    entries: list[Entry] = []
+    output = document
+    # From the last to the first, so that the lines of the others stay where they are.
+    for site in sorted(sites, key=document.first_line, reverse=True):
+        found = work.site(site)
+        replaced = output.replace(site, found)
+        check_result(replaced)
+        output = Document(replaced, name)
+        entries = found + entries
+    _check_duplicates(work.duplicates.keys() - {entry.path for entry in entries}, name)
+    entries += work.outside(sites)
+    _check_used(work.decisions, work.used, entries)
+    new = output.text if sites else text
+    return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
+
+
+def _check_duplicates(paths: Iterable[Path], name: str) -> None:
+    """Of a setting that is replaced the user decides which one counts; the others stay."""
+    twice = sorted(".".join(path) for path in paths)
+    if twice:
+        raise ConfigError(
+            f"'{name}' says {', '.join(map(repr, twice[:5]))} more than once. Which one counts "
+            "depends on the reader. Remove all but one."
+        )
+
+
+class _Work:
+    """Walks one document."""
+
+    def __init__(
+        self,
+        document: Document,
+        dialect: Dialect,
+        decisions: dict[str, Any],
+        world_size: int | None,
+        gpus_per_node: int | None,
+    ) -> None:
+        self.data = document.data
+        self.dialect = dialect
+        self.decisions = decisions
+        self.used: set[str] = set()
+        in_file = dialect.ranks(document.data)
+        self.ranks = (world_size or in_file[0], gpus_per_node or in_file[1])
+        self.duplicates = document.duplicates()
+        self.resolved = _resolve(document)
+
+    def site(self, site: Site) -> list[Entry]:
+        """What became of the keys of one site, and what is added."""
+        context = Context({}, self.data, site, *self.ranks)
+        values = _at(self.resolved, site.parent)
+        for key, first in site.keys.items():
+            if key in values:
+                self._walk(context, first, (*site.parent, key), values[key])
+        if self.dialect.finish is not None:
+            self.dialect.finish(context)
+        entries = [*context.entries.values(), *context.added]
+        entries += self._extra(site)
+        _keep_own(entries, [name for name in values if name not in site.keys])
+        _check_each(entries)
+        _merge(entries)
+        _check_together(entries, self.ranks[0])
+        return entries
+
+    def outside(self, sites: list[Site]) -> list[Entry]:
+        """Entries of all keys that are in no site."""
+        replaced = {(*site.parent, key) for site in sites for key in site.keys}
+        rows = self.dialect.outside
+        entries = []
+
+        def whole(path: Path) -> bool:
+            return path in replaced or any(_is_at(row, ".".join(path)) for row in rows)
+
+        for path, value in _leaves(self.data, (), whole):
+            if path in replaced:
+                continue
+            entry = Entry(path, value, Status.KEPT, _OUTSIDE)
+            row = next((r for r in rows if _is_at(r, entry.key) and r.matches(value)), None)
+            if row is not None:
+                entry = Entry(path, value, row.status, row.reason, {}, row.options, row)
+            self._check_twice(entry)
+            entries.append(entry)
+        return entries
+
+    def _walk(self, context: Context, key: str, path: Path, value: Any) -> None:
+        rows = [row for row in self.dialect.rows if row.key == key]
+        inner = any(row.key.startswith(f"{key}.") or not key for row in self.dialect.rows)
+        if not rows and inner and isinstance(value, Mapping) and value:
+            for name, item in value.items():
+                part = name.removeprefix(self.dialect.prefix)
+                self._walk(context, f"{key}.{part}" if key else part, (*path, name), item)
+            return
+        entry = self._entry(path, value, rows)
+        if not rows and inner and not value:
+            entry.become(Status.CONVERTED, "holds no settings: the defaults")
+        elif not rows:
+            entry.decide(*_unknown(key, self.dialect.rows))
+        context.entries[key] = entry
+
+    def _entry(self, path: Path, value: Any, rows: Sequence[Row]) -> Entry:
+        entry = Entry(path, value, Status.DECISION, "")
+        decided = self._decision(entry.key)
+        if decided is not None:
+            entry.value = value = self.decisions[decided]
+        if decided is not None and value is None:
+            entry.become(Status.NOT_NEEDED, "taken out by --set")
+            return entry
+        row = next((row for row in rows if row.matches(value)), None)
+        if row is None:
+            known = [str(choice) for row in rows for choice in row.choices]
+            entry.decide(
+                f"{value!r} is not a value this key is known to take",
+                *(f"{entry.key}={choice}" for choice in known),
+                f"{entry.key}=null",
+            )
+            return entry
+        entry.row = row
+        entry.become(row.status, row.reason, **row.becomes(value))
+        entry.options = tuple(self._addressed(option, entry, row) for option in row.options)
+        entry.beside = row.beside(value)
+        if decided is not None:
+            # What --set says is not in the input's text.
+            entry.becomes = entry.settings
+        else:
+            self._check_twice(entry)
+        return entry
+
+    def _addressed(self, option: str, entry: Entry, row: Row) -> str:
+        """An option about the entry itself, with the key as the file has it."""
+        name, equals, value = option.partition("=")
+        own = row.key.rpartition(".")[2]
+        if equals and name.rpartition(".")[2].removeprefix(self.dialect.prefix) == own:
+            return f"{entry.key}={value}"
+        return option
+
+    def _check_twice(self, entry: Entry) -> None:
+        values = self.duplicates.get(entry.path)
+        if values:
+            options = [f"{entry.key}={value}" for value in values]
+            entry.decide("written more than once; which one counts depends on the reader", *options)
+
+    def _decision(self, key: str) -> str | None:
+        for given in self.decisions:
+            if key == given or key.endswith(f".{given}"):
+                self.used.add(given)
+                return given
+        return None
+
+    def _extra(self, site: Site) -> list[Entry]:
+        """Settings given as `fsdp2.NAME`."""
+        entries = []
+        for given, value in self.decisions.items():
+            start, _, name = given.partition(".")
+            if start == "fsdp2" and name:
+                self.used.add(given)
+                path = (*site.parent, *site.wrapper, name)
+                entries.append(Entry(path, None, Status.ADDED, "given by --set", {name: value}))
+        return entries
+
+
+def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
+    if name is None and composer.is_ours(data):
+        return composer.FSDP2
+    if name is None:
+        return next((d for d in DIALECTS.values() if d.find(data)), _NOTHING)
+    if name not in DIALECTS:
+        hint = nearest(name, DIALECTS) or f" There are {', '.join(DIALECTS)}."
+        raise ConfigError(f"There is no dialect '{name}'. Nothing can be read by it.{hint}")
+    if not DIALECTS[name].find(data):
+        raise ConfigError(
+            f"'{file}' holds no settings in the dialect '{name}'. Nothing would be migrated. Leave "
+            "the dialect out to have it recognised."
+        )
+    return DIALECTS[name]
+
+
+def _resolve(document: Document) -> dict[str, Any]:
+    """The data with interpolations replaced as far as they can be here."""
+    if "${" not in document.text:
+        return document.data
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        tree = OmegaConf.create(document.data)
+    except (OmegaConfBaseException, ValueError):
+        return document.data
+
+    def resolved(path: Path, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: resolved((*path, key), item) for key, item in value.items()}
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        try:
+            return OmegaConf.select(tree, ".".join(path), default=value)
+        except OmegaConfBaseException:
+            return value
+
+    return resolved((), document.data)
+
+
+def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
+    """Where the new settings have to go if they are not where LLM Foundry reads them."""
+    # `parameters` is what the platform's own files call the run they start.
+    nested = [
+        ".".join((*site.parent, *site.wrapper))
+        for site in sites
+        if site.parent and site.parent[0] != "parameters"
+    ]
+    wanted = ".".join(Site((), {}).wrapper)
+    return tuple(
+        f"The new settings stand at '{place}'. LLM Foundry and `composer-fsdp2 train` read "
+        f"'{wanted}' at the top of a run: move them there."
+        for place in nested
+        if place != wanted
+    )
+
+
+def _at(data: Any, path: Path) -> Any:
+    for name in path:
+        data = data[name]
+    return data
+
+
+def _leaves(
+    data: Mapping[str, Any], path: Path, whole: Callable[[Path], bool]
+) -> Iterator[tuple[Path, Any]]:
+    """Values that are no mappings, and those `whole` holds for, whatever they are."""
+    for key, value in data.items():
+        here = (*path, key)
+        if isinstance(value, Mapping) and value and not whole(here):
+            yield from _leaves(value, here, whole)
+        else:
+            yield here, value
+
+
+def _is_at(row: Row, key: str) -> bool:
+    """Whether a row speaks of a path; `*.` stands for any place."""
+    return key == row.key or (row.key[:2] == "*." and f".{key}".endswith(row.key[1:]))
+
+
+def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    name = key.rpartition(".")[2]
+    known = sorted({row.key.rpartition(".")[2] for row in rows})
+    reason = f"is not a key of this dialect; it would have no effect.{nearest(name, known)}"
+    return (reason, f"{name}=null", "correct its name")
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    """An entry's settings without those only the run can resolve."""
+    settings = entry.settings.items()
+    return {k: v for k, v in settings if not (isinstance(v, str) and "${" in v)}
+
+
+def _keep_own(entries: Sequence[Entry], present: Collection[str]) -> None:
+    """What the file says of the trainer itself stays as it is."""
+    for entry in entries:
+        for name in [name for name in entry.beside if name in present]:
+            del entry.beside[name]
+            entry.reason += f"; the file has its own `{name}`, which stays"
+
+
+def _check_each(entries: Sequence[Entry]) -> None:
+    """A value FSDP2 does not take is a decision."""
+    for entry in entries:
+        # Checked alone, `load_monolith_rank0_only` would miss its state_dict_type.
+        settings = {"state_dict_type": "full", **_plain(entry)}
+        try:
+            parse_config(settings)
+        except ConfigError as error:
+            entry.decide(str(error), f"{entry.key}=<another value>")
+
+
+def _merge(entries: Sequence[Entry]) -> None:
+    """Every setting is written once: mappings are joined, otherwise the last one counts."""
+    holders: dict[str, Entry] = {}
+    for entry in entries:
+        for setting in list(entry.becomes):
+            if setting in holders:
+                first, value = holders[setting], entry.becomes.pop(setting)
+                before = first.becomes[setting]
+                join = isinstance(before, dict) and isinstance(value, dict)
+                value = entry.value if value is SAME else value
+                first.becomes[setting] = {**before, **value} if join else value
+            else:
+                holders[setting] = entry
+
+
+def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
+    """Settings that cannot hold together are a decision of the keys they came from."""
+    settings = {k: v for entry in entries for k, v in _plain(entry).items()}
+    try:
+        config = parse_config(settings)
+        if world_size is not None:
+            MeshShape.resolve(config, world_size)
+    except ConfigError as error:
+        degrees = [e for e in entries if any("degree" in setting for setting in e.becomes)]
+        for entry in degrees or entries:
+            if entry.becomes:
+                entry.decide(str(error), f"{entry.key}=<another value>")
+
+
+def _check_used(decisions: Mapping[str, Any], used: set[str], entries: Sequence[Entry]) -> None:
+    unused = [key for key in decisions if key not in used]
+    if unused:
+        hint = nearest(unused[0], [entry.key for entry in entries])
+        raise ConfigError(
+            f"--set names '{unused[0]}', which is no sharding key of the input. It would have no "
+            f"effect.{hint} Write a key of the report, or fsdp2.NAME for a setting of the new file."
+        )

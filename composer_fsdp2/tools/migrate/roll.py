@@ -1,0 +1,171 @@
+"""ROLL's `strategy_config` of `fsdp2_train` and `fsdp2_infer`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp2.config.precision import DTYPES
+from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Row, Site, Status
+
+__all__ = ["ROLL"]
+
+_K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
+_NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
+_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+_BLOCK = "strategy_config"
+_OFF = (False, None)
+_SPELLINGS = {"half": "fp16", "float": "fp32"}
+_DEFAULTS = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+
+
+def _is_dtype(value: Any) -> bool:
+    """A dtype."""
+    return isinstance(value, str) and _SPELLINGS.get(value.lower(), value) in DTYPES
+
+
+def _dtype(name: str) -> Any:
+    return lambda value: {"mixed_precision": {name: _SPELLINGS.get(value.lower(), value)}}
+
+
+def _is_size(value: Any) -> bool:
+    """A number above 1."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+
+
+def _is_everyone(value: Any) -> bool:
+    """Nothing or a number below 2."""
+    return value is None or (isinstance(value, int) and value <= 1)
+
+
+def _names(value: Any) -> dict[str, Any]:
+    return {"wrap_policy": {"classes": [value] if isinstance(value, str) else list(value)}}
+
+
+def _is_names(value: Any) -> bool:
+    """A name or several."""
+    return isinstance(value, str | list) and bool(value)
+
+
+_ROWS = (
+    Row(
+        "fsdp_size",
+        _C,
+        "ranks that share one copy; what the run has beyond it are copies (HSDP)",
+        _is_size,
+        lambda value: {_SHARD: value, _REPLICATE: -1},
+    ),
+    Row("fsdp_size", _NOT, "1 or less is all ranks, the default", _is_everyone),
+    Row("param_dtype", _R, "`mixed_precision.param_dtype`", _is_dtype, _dtype("param_dtype")),
+    Row("reduce_dtype", _R, "`mixed_precision.reduce_dtype`", _is_dtype, _dtype("reduce_dtype")),
+    Row(
+        "async_save_ckpt",
+        _R,
+        "`async_save`",
+        (True, False),
+        {"async_save": SAME},
+    ),
+    Row(
+        "reshard_after_forward",
+        _C,
+        "the top-level units keep their parameters until backward, as ROLL's root does",
+        (True, None),
+        {"reshard_after_forward": "auto"},
+    ),
+    Row("reshard_after_forward", _K, "means the same", settings={"reshard_after_forward": SAME}),
+    Row("offload_policy", _NOT, "false is what FSDP2 does", _OFF),
+    Row("offload_policy", _C, "called cpu_offload", (True,), {"cpu_offload": True}),
+    Row(
+        "wrap_policy.transformer_layer_cls_to_wrap",
+        _R,
+        "`wrap_policy.classes`",
+        _is_names,
+        _names,
+    ),
+    Row("wrap_policy.transformer_layer_cls_to_wrap", _NOT, "the model's own blocks", (None, [])),
+    Row(
+        "wrap_policy.moe_experts",
+        _NOT,
+        "ROLL wraps single experts only with apply_expert_patch; they belong to their layer's unit",
+    ),
+    Row(
+        "wrap_policy.wrap_embeddings",
+        _NOT,
+        "off: embeddings belong to the top-level unit; ROLL makes untied ones a unit all the same",
+        _OFF,
+    ),
+    Row(
+        "wrap_policy.wrap_embeddings",
+        _R,
+        "`wrap_policy.embeddings`",
+        (True,),
+        {"wrap_policy": {"embeddings": True}},
+    ),
+    Row("wrap_policy.wrap_lm_output", _NOT, "off is the default", _OFF),
+    Row(
+        "wrap_policy.wrap_lm_output",
+        _R,
+        "`wrap_policy.lm_head`",
+        (True,),
+        {"wrap_policy": {"lm_head": True}},
+    ),
+    Row("apply_expert_patch", _NOT, "off is what is done here", _OFF),
+    Row(
+        "apply_expert_patch",
+        _UN,
+        "experts without a token on a rank are not run there, so single experts cannot be units; "
+        "whole layers are, which takes more memory while one is gathered",
+        options=("apply_expert_patch=false",),
+    ),
+    Row("ep_size", _NOT, "no expert parallelism", (1, None)),
+    Row("ep_size", _UN, "experts are not spread over ranks", options=("ep_size=1",)),
+    Row("apply_tiled_mlp", _NOT, "off is what is done here", _OFF),
+    Row(
+        "apply_tiled_mlp",
+        _R,
+        "`tiled_mlp`, with `tiled_num_shards` or ROLL's 4 as `shards`",
+        (True,),
+        {"tiled_mlp": {"shards": 4}},
+    ),
+    Row("tiled_num_shards", _NOT, "speaks of the tiled MLP alone"),
+    Row("model_type", _NOT, "speaks of the tiled MLP alone"),
+    Row("ulysses_size", _NOT, "no sequence is split", (1, None)),
+    Row("ulysses_size", _UN, "sequences are not split over ranks", options=("ulysses_size=1",)),
+)
+
+
+def _find(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
+    block, name = data.get(_BLOCK), data.get("strategy_name", "fsdp2")
+    if isinstance(block, Mapping) and str(name).startswith("fsdp2"):
+        return [Site(path, {_BLOCK: ""})]
+    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
+    return [site for key, value in inner for site in _find(value, (*path, key))]
+
+
+def _finish(context: Context) -> None:
+    size = context.entries.get("fsdp_size")
+    if size is not None and size.becomes and size.value == context.world_size:
+        size.become(_C, "all ranks share one copy", **{_SHARD: size.value})
+    tiled, shards = context.entries.get("apply_tiled_mlp"), context.entries.get("tiled_num_shards")
+    if tiled is not None and tiled.becomes and shards is not None:
+        tiled.become(_R, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards.value})
+    missing = {name: dtype for name, dtype in _DEFAULTS.items() if name not in context.entries}
+    if missing:
+        context.add("the default of ROLL, written out", mixed_precision=missing)
+
+
+_ULYSSES = "sequences are not split over ranks; ROLL's own key is left where it is"
+_FREEZE = "frozen parameters are sharded like the others; freezing stays with the trainer"
+
+ROLL = Dialect(
+    "roll",
+    "ROLL with FSDP2",
+    _find,
+    _ROWS,
+    (
+        Row("*.ulysses_size", _NOT, "no sequence is split", (1, None)),
+        Row("*.ulysses_size", _UN, _ULYSSES, options=("remove it",)),
+        Row("*.freeze_module_prefix", _K, _FREEZE),
+    ),
+    _finish,
+)

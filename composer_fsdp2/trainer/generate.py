@@ -1,0 +1,79 @@
+"""`generate` of a Hugging Face model whose weights are sharded.
+
+[Note: generating in step] Every forward gathers weights, so ranks that are done early have to go on
+calling it until all are. transformers does so by repeating the last step (`synced_gpus`), and fails
+where that step does not fit any more: without a cache, or past the last position. Here every
+forward is announced, and a rank that is done calls forward with a word of its own. An encoder runs
+once on every rank, before all that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from composer.utils import dist
+
+from composer_fsdp2.ranks import any_rank
+from composer_fsdp2.shard.summon import holds_shards
+
+__all__ = ["generate"]
+
+
+def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands in for `GenerationMixin.generate`: ranks may have other prompts and other ends.
+
+    Collective: yes, for a sharded model, unless `synced_gpus=False` says that all ranks call
+    forward equally often. An error of one rank, outside of forward, is raised when the others are
+    done.
+    """
+    alone = dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False
+    if alone or not holds_shards(model):
+        return original(model, *args, **kwargs)
+    kwargs["synced_gpus"] = False
+    word = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    encodes = model.config.is_encoder_decoder and kwargs.get("encoder_outputs") is None
+
+    inside = False
+
+    def encoded(*_: Any) -> None:
+        nonlocal encodes
+        encodes = False
+
+    def before(*_: Any) -> None:
+        nonlocal inside
+        any_rank(True, word.device)
+        inside = True
+
+    def after(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    hooks = (
+        model.register_forward_pre_hook(before, prepend=True),
+        model.register_forward_hook(after),
+    )
+    if encodes:
+        hooks += (model.get_encoder().register_forward_pre_hook(encoded),)
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        # After an error inside a forward, nobody can join the gathers the others wait in.
+        with torch.no_grad():
+            if encodes:
+                model._prepare_encoder_decoder_kwargs_for_generation(
+                    word, {}, None, model.generation_config
+                )
+            while not inside and any_rank(False, word.device):
+                model(**_step_of(model, word), use_cache=False)
+
+
+def _step_of(model: Any, word: torch.Tensor) -> dict[str, Any]:
+    """What forward takes for one word; of a model with an encoder, for its decoder alone."""
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": word, "attention_mask": torch.ones_like(word)}
+    nothing = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=word.device)
+    return {"decoder_input_ids": word, "encoder_outputs": (nothing,)}

@@ -1,0 +1,297 @@
+"""Saving checkpoints of Composer's Trainer: whole or absent, and on request in the background.
+
+The functions here stand in for Composer's (see `patches`). Runs under FSDP1 keep Composer's own
+saving; their full checkpoints are written atomically too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.callbacks import CheckpointSaver
+from composer.core import State
+from composer.utils import checkpoint as composers
+from composer.utils import dist, reproducibility
+from composer.utils.misc import ParallelismType
+
+from composer_fsdp2.checkpoint.staging import staged
+from composer_fsdp2.checkpoint.write import (
+    Savers,
+    Staging,
+    point_to,
+    together,
+    write_sharded,
+)
+from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.ranks import agree
+from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
+from composer_fsdp2.trainer.load import Ignore, StateDict, drop_keys, plain_name
+
+__all__ = [
+    "check_saved_adapters",
+    "finish_background_save",
+    "leave_background_save",
+    "save_checkpoint",
+    "save_in_background",
+    "write_whole_file",
+]
+
+_ATTRIBUTE = "_fsdp2_background"
+_LEAVE_SECONDS = 60.0
+
+
+def check_saved_adapters(state: State) -> None:
+    """Refuses checkpoints of adapters alone where more than the adapters is trained.
+
+    Collective: no. Every rank has the same model and callbacks.
+
+    Raises:
+        ConfigError: a resumed run would go on from other weights.
+    """
+    model: Any = state.model
+    saves = any(isinstance(callback, CheckpointSaver) for callback in state.callbacks)
+    if not saves or not (getattr(model, "using_peft", False) and model.should_save_peft_only):
+        return
+    kept = set(model.state_dict())
+    lost = [
+        name
+        for name in (plain_name(n) for n, param in model.named_parameters() if param.requires_grad)
+        if name not in kept
+    ]
+    if lost:
+        raise ConfigError(
+            f"should_save_peft_only is on, and its checkpoints leave out {len(lost)} weights that "
+            f"are trained: {', '.join(repr(name) for name in lost[:5])}. A resumed run would go on "
+            "from other values. Write should_save_peft_only: false, or train adapters only (no "
+            "modules_to_save)."
+        )
+
+
+def save_checkpoint(
+    state: State, save_filename: str, *, weights_only: bool = False, ignore_keys: Ignore = None
+) -> str | None:
+    """Stands in for `_save_checkpoint`: returns when the checkpoint is complete.
+
+    Collective: yes.
+
+    Returns:
+        The file this rank wrote, if it is one of those that write.
+
+    Raises:
+        CheckpointError: it could not be written; nothing appears then. On every rank.
+    """
+    if isinstance(state, _Written):
+        return state.saved_path
+    return _snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
+
+
+def write_whole_file(
+    original: Callable[[StateDict, str], None], state_dict: StateDict, filename: str
+) -> None:
+    """Stands in for `_write_checkpoint_file`, and has it write under a hidden name.
+
+    Raises:
+        CheckpointError: the file could not be written; what had its name is as it was.
+    """
+    with staged(Path(filename), folder=False, replace=True) as temporary:
+        original(state_dict, str(temporary))
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What is to be saved, and where."""
+
+    values: StateDict
+    path: Path
+    """the file this rank writes, or would"""
+    sharded: bool
+    planner: Any
+
+    def write(self, savers: Savers, publish: Callable[[], None] | None = None) -> str | None:
+        """Writes it. Collective: yes, over `savers.everyone`."""
+        first = dist.get_global_rank() == 0
+        if self.sharded:
+            folder = self.path.parent
+            write_sharded(self.values, folder, savers, self.planner, publish)
+            return str(self.path) if savers.writes else None
+        together(savers.everyone, lambda: self._write_file() if first else None, self.path)
+        if publish is not None:
+            publish()
+        return str(self.path) if first else None
+
+    def _write_file(self) -> None:
+        composers._write_checkpoint_file(self.values, str(self.path))
+
+
+def _snapshot(
+    state: State, save_filename: str, weights_only: bool, ignore_keys: Ignore
+) -> _Snapshot:
+    """Collects what is to be saved. Collective: yes."""
+    if weights_only:
+        values: StateDict = {
+            "state": {
+                "model": state.get_model_state_dict(),
+                "integrations": state._get_integrations_state_dict(),
+                "metadata": state._get_state_metadata(),
+            }
+        }
+    else:
+        values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+    sharded = state.fsdp_sharded_state_dict_enabled
+    if "algorithms" in values["state"]:
+        keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
+        found = spread_averages(given) if sharded else whole_averages(given, keep=keep)
+        values["state"]["algorithms"] = found
+    if sharded or dist.get_global_rank() == 0:
+        values = drop_keys(values, ignore_keys)
+    if sharded and dist.get_global_rank() > 0:
+        values.pop("rng", None)  # rank 0 has those of all ranks
+    planner = getattr(state.fsdp_config, "save_planner", None)
+    return _Snapshot(values, Path(save_filename), sharded, planner)
+
+
+def _savers(state: State) -> Savers:
+    """Everyone, on the default group; with HSDP the first replica writes."""
+    mesh = state.device_mesh
+    first_on_node = dist.get_local_rank() == 0
+    replicate = ParallelismType.DATA_PARALLEL_REPLICATE.value
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or replicate not in names:
+        return Savers(None, None, writes=True, first_on_node=first_on_node)
+    writes = mesh.get_local_rank(names.index(replicate)) == 0
+    shard = names.index(ParallelismType.DATA_PARALLEL_SHARD.value)
+    group = mesh.get_group(shard) if writes else None
+    return Savers(None, group, writes=writes, first_on_node=first_on_node)
+
+
+# --- Saving while training goes on ---
+
+
+class _Written:
+    """The state at the moment of a save, for what Composer does after one."""
+
+    def __init__(self, state: State, saved_path: str | None) -> None:
+        self._state = state
+        self.timestamp = state.timestamp
+        self.saved_path = saved_path
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+class _Background:
+    """The saves of one CheckpointSaver, at most one of them being written.
+
+    Its ranks talk on process groups of their own, so that training's collectives keep their order.
+    """
+
+    def __init__(self, state: State) -> None:
+        """Makes the groups. Collective: yes."""
+        savers = _savers(state)
+        ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
+        everyone = torch.distributed.new_group(backend="gloo")
+        writers = torch.distributed.new_group(ranks, backend="gloo")
+        self.savers = replace(savers, everyone=everyone, writers=writers if savers.writes else None)
+        self.staging = Staging()
+        self.thread: threading.Thread | None = None
+        self.error: Exception | None = None
+        self.written: _Written | None = None
+
+    def start(self, snapshot: _Snapshot, link: Path | None, state: State) -> None:
+        """Copies what is to be saved, and writes the copy in a thread. Collective: no."""
+        snapshot = replace(snapshot, values=self.staging.copy(snapshot.values))
+        target = snapshot.path.parent if snapshot.sharded else snapshot.path
+        self.error, self.written = None, _Written(state, None)
+        written = self.written
+
+        def publish() -> None:
+            if link is not None and dist.get_global_rank() == 0:
+                point_to(link, target)
+
+        def write() -> None:
+            try:
+                written.saved_path = snapshot.write(self.savers, publish)
+            except Exception as error:  # told by `finish`, on the training's thread
+                self.error = error
+
+        # A daemon: a rank that is lost must not keep the others from ending.
+        self.thread = threading.Thread(target=write, name="checkpoint", daemon=True)
+        self.thread.start()
+
+    def finish(self) -> _Written | None:
+        """Waits for the save in flight, if there is one. Collective: yes.
+
+        Raises:
+            CheckpointError: it failed; on every rank.
+        """
+        if self.thread is None:
+            return None
+        self.thread.join()
+        self.thread = None
+        error = self.error
+        if error is not None and not isinstance(error, CheckpointError):
+            error = CheckpointError(f"A save in the background failed: {error}")
+        agree({}, error)
+        return self.written
+
+
+def save_in_background(
+    original: Callable[[CheckpointSaver, Any, Any], None],
+    saver: CheckpointSaver,
+    state: State,
+    logger: Any,
+) -> None:
+    """Stands in for `CheckpointSaver._save_checkpoint`.
+
+    Collective: yes. With `async_save` it returns when the state has been copied. What Composer does
+    after a save (links, uploads, removal of old checkpoints) is done before the next one starts.
+
+    Raises:
+        CheckpointError: this save failed, or the one before that was still being written.
+    """
+    if not getattr(state.fsdp_config, "async_save", False):
+        original(saver, state, logger)
+        return
+    finish_background_save(original, saver, logger)
+    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    if background is None:
+        background = _Background(state)
+        setattr(saver, _ATTRIBUTE, background)
+    saver.last_checkpoint_batch = state.timestamp.batch
+    name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
+    # The checkpoint lists itself, as it does without a background.
+    saver.all_saved_checkpoints_to_timestamp[name] = state.timestamp
+    snapshot = _snapshot(state, name, saver.weights_only, saver.ignore_keys)
+    latest = saver.latest_filename if saver.num_checkpoints_to_keep != 0 else None
+    link = None if latest is None else Path(latest.format(state))
+    background.start(snapshot, link, state)
+
+
+def finish_background_save(
+    original: Callable[[CheckpointSaver, Any, Any], None], saver: CheckpointSaver, logger: Any
+) -> None:
+    """Waits for a save that is being written and lets Composer do what comes after one.
+
+    Collective: yes.
+
+    Raises:
+        CheckpointError: the save failed; on every rank.
+    """
+    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    written = None if background is None else background.finish()
+    if written is not None:
+        latest = saver.last_checkpoint_batch
+        original(saver, written, logger)
+        saver.last_checkpoint_batch = latest
+
+
+def leave_background_save(saver: CheckpointSaver) -> None:
+    """Gives a save in flight a minute at the end of a run that failed. Collective: no."""
+    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    if background is not None and background.thread is not None:
+        background.thread.join(_LEAVE_SECONDS)

@@ -1,0 +1,117 @@
+"""Evaluations that gather once, or hold little; training goes on as it was told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Callback
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.shard.eval_reshard import resharding
+from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.support.parity import OPTIMIZERS
+from tests.support.traffic import Bytes
+from tests.support.training import (
+    built,
+    largest_difference,
+    loader_of,
+    samples_of,
+    train_alone,
+    trainer_for,
+)
+
+IDS, TARGETS = batches(1, 2)[0]
+
+
+def sent(model: nn.Module, config: dict[str, Any], eval_reshard: bool | None) -> list[int]:
+    """Bytes gathered in an evaluation of three batches, by batch, and in a step after it."""
+    _, units = prepare_fully_shard(model, None, config)
+    counts: list[int] = []
+    with resharding(units, eval_reshard), torch.no_grad():
+        for _ in range(3):
+            with Bytes() as traffic:
+                model(IDS)
+            counts.append(traffic.gathered.total())
+    if eval_reshard is not None:
+        assert all(isinstance(param, DTensor) for param in model.parameters())
+    for unit in units.values():
+        unit.reshard()
+    with Bytes() as traffic:
+        lm_loss(model(IDS), TARGETS).backward()
+    return [*counts, traffic.gathered.total()]
+
+
+def nbytes(model: nn.Module) -> int:
+    return sum(-(-p.shape[0] // 2) * 2 * p.shape[1:].numel() * 4 for p in model.parameters())
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reshard", ["auto", True, False])
+@pytest.mark.parametrize("eval_reshard", [True, False, None])
+def test_gathers_of_an_evaluation(reshard: Any, eval_reshard: bool | None):
+    """Before the first step too, when torch has not yet looked at which unit is outermost."""
+    model = TinyLM()
+    whole, blocks = nbytes(model), nbytes(model.blocks)
+    found = sent(model, {"reshard_after_forward": reshard}, eval_reshard)
+    usual = {"auto": [whole, blocks, blocks], True: [whole] * 3, False: [whole, 0, 0]}[reshard]
+    evaluation = {True: [whole] * 3, False: [whole, 0, 0], None: usual}[eval_reshard]
+    training = {"auto": whole + blocks, True: 2 * whole, False: whole}[reshard]
+    assert found == [*evaluation, training]
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("eval_reshard", [True, False])
+def test_a_number_of_ranks_comes_back(eval_reshard: bool):
+    config = {"reshard_after_forward": 2}
+    plain, model = TinyLM(), TinyLM()
+    assert sent(model, config, eval_reshard)[-1] == sent(plain, config, None)[-1]
+
+
+class Evaluation(Callback):
+    """Counts what an evaluation gathers, and how much of it is still there in its last batch."""
+
+    def __init__(self) -> None:
+        self.traffic = Bytes()
+        self.whole = 0
+
+    def eval_start(self, state: Any, logger: Any) -> None:
+        del state, logger
+        self.traffic.__enter__()
+
+    def eval_batch_end(self, state: Any, logger: Any) -> None:
+        del logger
+        self.whole = sum(not isinstance(param, DTensor) for param in state.model.parameters())
+
+    def eval_end(self, state: Any, logger: Any) -> None:
+        del state, logger
+        self.traffic.__exit__(None, None, None)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("eval_reshard", [True, False])
+def test_evaluations_of_the_trainer(eval_reshard: bool):
+    samples, model, seen = samples_of(2, 8), built(TinyComposer), Evaluation()
+    with installed():
+        trainer = trainer_for(
+            model,
+            OPTIMIZERS["sgd"](model.parameters()),
+            samples,
+            {"eval_reshard_after_forward": eval_reshard},
+            eval_dataloader=loader_of(samples_of(1, 24), 4),
+            eval_interval="1ba",
+            callbacks=[seen],
+        )
+        trainer.fit()
+        trainer.predict(loader_of(samples_of(1, 8), 4))
+        trainer.close()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    assert seen.whole == (0 if eval_reshard else len(list(model.parameters())))
+    times = 3 if eval_reshard else 1
+    assert seen.traffic.gathered.total() == 2 * times * nbytes(model)
+    expected = built(TinyComposer)
+    train_alone(expected, OPTIMIZERS["sgd"](expected.parameters()), samples, 8)
+    assert largest_difference(model, expected) <= 1e-6

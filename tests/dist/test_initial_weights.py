@@ -1,0 +1,288 @@
+"""Every rank starts from the same weights: rank 0's, or those of the model's own initialisers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaForCausalLM
+
+from composer_fsdp2 import PlanError, prepare_fully_shard
+from tests.support.models import WIDTH, TinyLM, batches, llama_config
+from tests.support.pairs import parametrize_pairs
+from tests.support.parity import (
+    OPTIMIZERS,
+    check_parity_from_here,
+    full,
+    gathered,
+    model_loss,
+)
+
+Make = Callable[[], nn.Module]
+
+
+class Tables(nn.Module):
+    """A block with every kind of tensor that is not a parameter."""
+
+    def __init__(self, size: int = WIDTH) -> None:
+        super().__init__()
+        self.size = size
+        self.register_buffer("kept", torch.empty(size))
+        self.register_buffer("hidden", torch.empty(size), persistent=False)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mask", torch.empty(size, dtype=torch.bool), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.kept.uniform_(0.5, 1.5)
+            self.hidden.copy_(torch.arange(self.size) / self.size)
+            self.seen.zero_()
+            self.mask.copy_(torch.arange(self.size) % 3 > 0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.kept * self.mask + self.hidden
+
+
+class WithTables(TinyLM):
+    def __init__(self, tie: str = "two modules") -> None:
+        super().__init__(tie)
+        self.extra = Tables()
+
+
+class Uninitialised(nn.Module):
+    """Its parameter is set by its constructor, whose arguments nobody can read back."""
+
+    def __init__(self, how_wide: int, fill: float) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((how_wide,), fill))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain
+
+
+def llama(tied: bool = True) -> LlamaForCausalLM:
+    return LlamaForCausalLM(llama_config(tied, pad_token_id=0))
+
+
+def build(make: Make, device: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return make()
+
+
+def on_meta(make: Make, seed: int = 0) -> nn.Module:
+    return build(make, "meta", seed)
+
+
+def parameters_on_meta(make: Make, seed: int = 0) -> nn.Module:
+    """Parameters on meta, buffers real: accelerate's `init_empty_weights()`."""
+    model = build(make, "cpu", seed)
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                moved.setdefault(param, nn.Parameter(param.to("meta")))
+                module._parameters[name] = moved[param]
+    return model
+
+
+def sharded(model: nn.Module, config: dict[str, Any] | None = None) -> nn.Module:
+    prepare_fully_shard(model, None, config or {})
+    return model
+
+
+MODELS: dict[str, Make] = {
+    "tables": WithTables,
+    "all layers": functools.partial(TinyLM, "all layers"),
+    "module registered twice": functools.partial(TinyLM, "module registered twice"),
+    "llama": llama,
+    "llama, untied": functools.partial(llama, tied=False),
+}
+
+
+@pytest.mark.world_size(2)
+@parametrize_pairs(name=MODELS, others=("cpu", "meta"), optimizer=OPTIMIZERS)
+def test_rank_0_wins(name: str, others: str, optimizer: str):
+    rank = dist.get_rank()
+    make = MODELS[name]
+    model = sharded(build(make, "cpu" if rank == 0 else others, seed=rank))
+    expected = build(make, "cpu", seed=0)
+    _assert_equal(gathered(expected), gathered(model))
+    assert _ties(model) == _ties(expected)
+    _assert_sharded(model)
+    check_parity_from_here(model, expected, optimizer)
+
+
+@pytest.mark.world_size(2)
+@parametrize_pairs(name=MODELS, make_meta=(on_meta, parameters_on_meta), optimizer=OPTIMIZERS)
+def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: str):
+    make = MODELS[name]
+    model = sharded(make_meta(make, seed=dist.get_rank()))
+    expected = build(make, "cpu", seed=0)
+    assert not any(tensor.is_meta for tensor in _tensors(model))
+    assert all(full(tensor).isfinite().all() for tensor in _tensors(model))
+    assert _ties(model) == _ties(expected)
+    _assert_sharded(model)
+    _assert_initialised_alike(expected, model)
+    check_parity_from_here(model, expected, optimizer)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("tie", ["none", "two modules", "all layers", "module registered twice"])
+def test_units_may_cut_through_ties(tie: str):
+    make = functools.partial(TinyLM, tie)
+    policy = {"names": ["re:blocks\\.\\d+", "head"], "embeddings": True}
+    model = sharded(on_meta(make), {"wrap_policy": policy})
+    check_parity_from_here(model, build(make, "cpu"))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_rotary_tables_and_pad_row(start: str):
+    model = sharded(build(llama, start))
+    expected = build(llama, "cpu")
+    rotary, expected_rotary = model.model.rotary_emb, expected.model.rotary_emb
+    assert torch.equal(rotary.inv_freq, expected_rotary.inv_freq)
+    assert torch.equal(rotary.original_inv_freq, expected_rotary.original_inv_freq)
+    assert not full(model.model.embed_tokens.weight)[0].any()
+
+
+@pytest.mark.world_size(2)
+def test_llama_from_meta_trains():
+    model = sharded(build(llama, "meta"))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    losses = []
+    for batch in batches(10, 4):
+        loss = model_loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert all(torch.tensor(losses).isfinite())
+
+
+@pytest.mark.parametrize("name", ["tables", "llama"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_weights_do_not_depend_on_the_number_of_ranks(
+    name: str, device: str, ranks: Callable[..., list[Any]]
+):
+    results = [ranks(size, _weights, name, device) for size in (1, 2, 4)]
+    first = results[0][0]
+    for weights in (rank for result in results for rank in result):
+        _assert_equal(first, weights)
+
+
+def _weights(name: str, device: str) -> dict[str, torch.Tensor]:
+    return gathered(sharded(build(MODELS[name], device, seed=11)))
+
+
+@pytest.mark.world_size(2)
+def test_ranks_with_the_same_seed_keep_drawing_the_same_numbers():
+    model = on_meta(WithTables)
+    sharded(model)
+    drawn = [torch.empty(3) for _ in range(2)]
+    dist.all_gather(drawn, torch.rand(3))
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.world_size(2)
+def test_only_rank_0_on_meta_is_an_error():
+    model = build(WithTables, "meta" if dist.get_rank() == 0 else "cpu")
+    with pytest.raises(PlanError, match=r"Rank 0 holds the model on meta .* and rank 1 does not"):
+        sharded(model)
+    _in_step()
+
+
+@pytest.mark.world_size(2)
+def test_rank_0_partly_on_meta_is_an_error_unless_all_are():
+    make = parameters_on_meta if dist.get_rank() == 0 else on_meta
+    with pytest.raises(PlanError, match=r"some of it\) and rank 1 does not \(all of it"):
+        sharded(make(WithTables))
+    _in_step()
+
+
+@pytest.mark.world_size(2)
+def test_what_nothing_initialises_is_named():
+    def make() -> nn.Module:
+        model = TinyLM()
+        model.blocks[1].gain = Uninitialised(WIDTH, 2.0)
+        return model
+
+    with pytest.raises(PlanError, match=r"Nothing initialises 'blocks\.1\.gain\.gain'"):
+        sharded(build(make, "meta"))
+    _in_step()
+
+
+@pytest.mark.world_size(2)
+def test_the_models_own_function_initialises():
+    model = build(functools.partial(TinyLM, "inside one module"), "meta")
+    model.param_init_fn = _fill_with_ones
+    sharded(model)
+    assert all((full(param) == 1).all() for param in model.parameters())
+    assert model.extra.there is model.extra.back
+
+
+def _fill_with_ones(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        nn.init.ones_(param)
+
+
+# --- What is compared. ---
+
+
+def _assert_equal(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(tensor, got[name]), name
+
+
+def _assert_sharded(model: nn.Module) -> None:
+    """Ranks hold different rows of every weight."""
+    weights = [p for p in model.parameters() if isinstance(p, DTensor) and p.ndim == 2]
+    assert weights
+    for weight in weights:
+        assert weight.to_local().shape[0] < weight.shape[0]
+    local = weights[0].to_local().detach()
+    others = [torch.empty_like(full(weights[0])) for _ in range(dist.get_world_size())]
+    padded = torch.zeros_like(others[0])
+    padded[: local.shape[0]] = local
+    dist.all_gather(others, padded)
+    assert not torch.equal(others[0], others[1])
+
+
+def _assert_initialised_alike(expected: nn.Module, model: nn.Module) -> None:
+    """Constants are equal; random weights have the spread the constructor gives."""
+    got = gathered(model)
+    for name, tensor in gathered(expected).items():
+        if tensor.numel() < 2 or not tensor.is_floating_point() or name.endswith("kept"):
+            continue
+        if tensor.std() == 0 or "hidden" in name or "inv_freq" in name:
+            assert torch.equal(tensor, got[name]), name
+        else:
+            assert tensor.std() / 2 < got[name].std() < 2 * tensor.std(), name
+
+
+def _ties(model: nn.Module) -> set[tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    return {tuple(group) for group in names.values() if len(group) > 1}
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    plain = [v for m in model.modules() for v in vars(m).values() if isinstance(v, torch.Tensor)]
+    return [*model.parameters(), *model.buffers(), *plain]
+
+
+def _in_step() -> None:
+    """Every rank is here, and collectives of the same kind still meet."""
+    value = torch.ones(())
+    dist.all_reduce(value)
+    assert value == dist.get_world_size()

@@ -1,0 +1,123 @@
+"""Mixtures of experts, routed by force sample by sample, so that ranks use different ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from tests.support import models
+from tests.support.models import WIDTH, Block, TinyLM
+
+EXPERTS = 4
+
+
+class Mixture(nn.Module):
+    """Sends the tokens of each sample to one expert; one that gets none is not called."""
+
+    def __init__(self, attribute: str = "experts") -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.attribute = attribute
+        setattr(self, attribute, nn.ModuleList(Block() for _ in range(EXPERTS)))
+        self.chosen: list[int] = []
+        """by sample"""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.gate(x).softmax(-1)
+        out = torch.zeros_like(x)
+        for number in sorted(set(self.chosen)):
+            rows = torch.tensor([i for i, c in enumerate(self.chosen) if c == number])
+            seen = getattr(self, self.attribute)[number](x[rows]) * weight[rows][..., number, None]
+            out = out.index_add(0, rows, seen)
+        return x + out
+
+
+class Sparse(TinyLM):
+    """Dense blocks and mixtures in turns."""
+
+    def __init__(self, attribute: str = "experts") -> None:
+        super().__init__()
+        self.blocks[1] = Mixture(attribute)
+        self.blocks.append(Mixture(attribute))
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Mixture) or any(module is block for block in self.blocks)
+
+
+def choose(model: nn.Module, chosen: list[int]) -> None:
+    """Sets the expert of each sample of the next batch."""
+    for module in model.modules():
+        if hasattr(module, "chosen"):
+            module.chosen = chosen  # pyright: ignore[reportAttributeAccessIssue]
+
+
+SIZES = {**models.SIZES, "num_experts_per_tok": 1}
+
+
+def _mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS)
+    return transformers.MixtralForCausalLM(config)
+
+
+def _qwen3() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=6, num_experts=EXPERTS, moe_intermediate_size=16, mlp_only_layers=[]
+    )
+    return transformers.Qwen3MoeForCausalLM(config)
+
+
+def _olmoe() -> nn.Module:
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, num_experts=EXPERTS))
+
+
+def _deepseek() -> nn.Module:
+    attention = {"kv_lora_rank": 4, "q_lora_rank": 4, "v_head_dim": 6}
+    heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6}
+    groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    config = transformers.DeepseekV3Config(
+        **(SIZES | {"num_key_value_heads": 2}),
+        **attention,
+        **heads,
+        **groups,
+        n_routed_experts=EXPERTS,
+        moe_intermediate_size=16,
+    )
+    return transformers.DeepseekV3ForCausalLM(config)
+
+
+FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "Mixtral": (_mixtral, "MixtralBlockSparseTop2MLP"),
+    "Qwen3-MoE": (_qwen3, "Qwen3MoeMLP"),
+    "OLMoE": (_olmoe, "OlmoeMLP"),
+    "DeepSeek-V3": (_deepseek, "DeepseekV3MLP"),
+}
+"""and the class of one expert"""
+
+
+def force(model: nn.Module) -> nn.Module:
+    """Has the routers of a Hugging Face model listen to `choose`; their weights still count."""
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            module.chosen = []  # pyright: ignore[reportAttributeAccessIssue]
+            module.register_forward_hook(_rerouted)
+    return model
+
+
+def _rerouted(gate: Any, _args: object, output: Any) -> Any:
+    if isinstance(output, tuple) and len(output) == 3:  # logits, weights, indices: transformers 5
+        logits, weights, indices = output
+        return logits, weights, _by_token(gate.chosen, len(indices))[:, None]
+    if isinstance(output, tuple):  # indices and weights of DeepSeek
+        indices, weights = output
+        return _by_token(gate.chosen, len(indices))[:, None], weights
+    wanted = F.one_hot(_by_token(gate.chosen, len(output)), EXPERTS)
+    return output + 5.0 * wanted
+
+
+def _by_token(chosen: list[int], tokens: int) -> torch.Tensor:
+    return torch.tensor(chosen).repeat_interleave(tokens // len(chosen))

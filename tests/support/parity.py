@@ -1,0 +1,232 @@
+"""The one oracle for numerics: an unsharded copy, trained on the same global batches.
+
+Losses are compared at every step, gradients at the first one, where both have the same weights, and
+parameters, buffers and optimizer state at the end. All ranks call these functions together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.models import ComposerModel
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import prepare_fully_shard
+from tests.support.models import batches, lm_loss
+
+TOLERANCE = 1e-6
+"""of parameters; of losses and gradients too, relative to their size where it is above one"""
+STATE_TOLERANCE = 1e-5
+"""State sums up gradients and is multiplied by a learning rate <= 0.02 before it is a parameter."""
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    # Larger steps take a tiny Llama to where rounding grows with every step, on some CPUs to 1e-6.
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.02, momentum=0.9),
+    # A gradient that is zero but for rounding would be blown up to a full step by a smaller eps.
+    "adamw": lambda params: torch.optim.AdamW(params, lr=3e-3, eps=1e-5),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What happens in each step besides forward and backward."""
+
+    steps: int = 20
+    batch_size: int = 8
+    microbatches: int = 1
+    clip_norm: float | None = None
+    clip_value: float | None = None
+    evaluate: bool = False
+
+
+Batch = tuple[torch.Tensor, ...]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def model_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a `TinyLM`, a ComposerModel, or a Hugging Face language model."""
+    if isinstance(model, ComposerModel):
+        return model.loss(model(batch), batch)
+    outputs = model(batch[0])
+    return lm_loss(getattr(outputs, "logits", outputs), batch[1])
+
+
+def check_parity(
+    make: Callable[[], nn.Module],
+    config: Mapping[str, Any],
+    optimizer: str = "sgd",
+    recipe: Recipe | None = None,
+    *,
+    make_oracle: Callable[[], nn.Module] | None = None,
+) -> nn.Module:
+    """Builds a model twice, shards one of them and trains both; returns the sharded one."""
+    torch.manual_seed(0)
+    oracle = (make_oracle or make)()
+    torch.manual_seed(0)
+    model = make()
+    pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
+    prepare_fully_shard(model, pair[1], config)
+    train_together(oracle, pair[0], model, pair[1], recipe or Recipe())
+    return model
+
+
+def check_parity_from_here(model: nn.Module, oracle: nn.Module, optimizer: str = "sgd") -> None:
+    """Trains a sharded model against an oracle that is given its present values."""
+    copy_values(model, oracle)
+    pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
+    train_together(oracle, pair[0], model, pair[1], Recipe())
+
+
+def train_together(
+    oracle: nn.Module,
+    oracle_optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    loss: Loss = model_loss,
+) -> None:
+    """Trains both and asserts at every step that they agree."""
+    data = batches(recipe.steps, recipe.batch_size)
+    for number, batch in enumerate(data):
+        if recipe.evaluate:
+            assert_close("eval loss", *_evaluate_both(oracle, model, batch, loss))
+        expected = _backward(oracle, [batch], loss)
+        got = _backward(model, _microbatches(_of_this_rank(batch), recipe.microbatches), loss)
+        assert_close(f"loss of step {number}", expected, _mean_over_ranks(got))
+        if number == 0:
+            assert_same_gradients(oracle, model)
+        assert_close("norm", _clip(oracle, recipe), _clip(model, recipe))
+        for trained, stepped in ((oracle, oracle_optimizer), (model, optimizer)):
+            stepped.step()
+            trained.zero_grad()  # an optimizer clears no more than what it steps
+    assert_same_values(oracle, model)
+    assert_same_state(oracle_optimizer, optimizer)
+
+
+def _backward(model: nn.Module, microbatches: list[Batch], loss: Loss) -> torch.Tensor:
+    total = torch.zeros(())
+    for microbatch in microbatches:
+        value = loss(model, microbatch) / len(microbatches)
+        value.backward()
+        total += value.detach()
+    return total
+
+
+def _evaluate_both(
+    oracle: nn.Module, model: nn.Module, batch: Batch, loss: Loss
+) -> tuple[torch.Tensor, torch.Tensor]:
+    for one in (oracle, model):
+        one.eval()
+    with torch.no_grad():
+        expected, got = loss(oracle, batch), loss(model, _of_this_rank(batch))
+    for one in (oracle, model):
+        one.train()
+    return expected, _mean_over_ranks(got)
+
+
+def _of_this_rank(batch: Batch) -> Batch:
+    return tuple(part.chunk(dist.get_world_size())[dist.get_rank()] for part in batch)
+
+
+def _microbatches(batch: Batch, count: int) -> list[Batch]:
+    return list(zip(*(part.chunk(count) for part in batch), strict=True))
+
+
+def _mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def _clip(model: nn.Module, recipe: Recipe) -> torch.Tensor:
+    if recipe.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(model.parameters(), recipe.clip_value)
+    if recipe.clip_norm is None:
+        return torch.zeros(())
+    return full(torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip_norm))
+
+
+# --- Comparing: names are those of `state_dict()`, whatever wraps the modules. ---
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor. Collective: yes, for a DTensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer, also those `state_dict()` leaves out, as whole tensors."""
+    tensors = dict(model.state_dict()) | dict(model.named_buffers(remove_duplicate=False))
+    return {_plain(name): full(tensor).clone() for name, tensor in tensors.items()}
+
+
+def copy_values(source: nn.Module, target: nn.Module) -> None:
+    """Gives an unsharded model the values of a sharded one, buffers included."""
+    values = gathered(source)
+    own = dict(target.state_dict(keep_vars=True)) | dict(target.named_buffers())
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(values[name])
+
+
+def assert_close(what: str, expected: torch.Tensor, got: torch.Tensor) -> None:
+    """Within the tolerance, relative to the size of what is larger than one."""
+    size = expected.abs().max().item() if expected.numel() else 0.0
+    _assert_within(TOLERANCE * max(1.0, size), what, expected, got)
+
+
+def _assert_within(tolerance: float, what: str, expected: torch.Tensor, got: torch.Tensor) -> None:
+    assert (expected.shape, expected.dtype) == (got.shape, got.dtype), what
+    if expected.numel():
+        difference = (expected.double() - got.double()).abs().max().item()
+        assert difference <= tolerance, f"{what} differs by {difference:.2e}"  # NaN is not <=
+
+
+def assert_same_values(oracle: nn.Module, model: nn.Module) -> None:
+    expected, got = gathered(oracle), gathered(model)
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        _assert_within(TOLERANCE, name, tensor, got[name])
+
+
+def assert_same_gradients(oracle: nn.Module, model: nn.Module) -> None:
+    expected, got = _gradients(oracle), _gradients(model)
+    assert expected.keys() == got.keys()
+    for name, tensor in expected.items():
+        assert_close(f"gradient of {name}", tensor, got[name])
+
+
+def assert_same_state(expected: torch.optim.Optimizer, got: torch.optim.Optimizer) -> None:
+    """Compares groups and the state of each parameter in them, in order."""
+    for expected_group, group in zip(expected.param_groups, got.param_groups, strict=True):
+        assert expected_group.keys() == group.keys()
+        pairs = zip(expected_group["params"], group["params"], strict=True)
+        for number, (expected_param, param) in enumerate(pairs):
+            _assert_same_entries(
+                str(number), expected.state.get(expected_param, {}), got.state.get(param, {})
+            )
+
+
+def _assert_same_entries(where: str, expected: Mapping[str, Any], got: Mapping[str, Any]) -> None:
+    assert expected.keys() == got.keys(), where
+    for key, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            what = f"optimizer state {key} of parameter {where}"
+            size = max(1.0, value.abs().max().item())
+            _assert_within(STATE_TOLERANCE * size, what, value, full(got[key]))
+        else:
+            assert value == got[key], f"{key} of parameter {where}"
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    params = model.named_parameters()
+    return {_plain(name): full(p.grad) for name, p in params if p.grad is not None}
+
+
+def _plain(name: str) -> str:
+    return name.replace("_checkpoint_wrapped_module.", "")

@@ -1,0 +1,119 @@
+"""The oracle for numerics, and Composer's Trainer on the same global batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.models import ComposerModel
+from composer.utils import dist
+from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from tests.support.models import batches
+from tests.support.parity import full
+
+Samples = TensorDataset
+
+
+def samples_of(steps: int, size: int, seed: int = 7) -> Samples:
+    """(ids, targets) of `steps` global batches of `size` samples, one after the other.
+
+    Composer's sampler deals sample `i` to rank `i % world_size`, so the ranks' k-th batches
+    together are the k-th `size` samples.
+    """
+    ids, targets = zip(*batches(steps, size, seed=seed), strict=True)
+    return TensorDataset(torch.cat(ids), torch.cat(targets))
+
+
+class Tokens(Dataset[dict[str, torch.Tensor]]):
+    """Six ready tokens a sample, labelled with themselves."""
+
+    def __init__(self, samples: int) -> None:
+        self.ids = torch.randint(31, (samples, 6), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+def built(make: Callable[[], ComposerModel], seed: int = 0) -> ComposerModel:
+    """A model whose weights depend on the seed alone."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def loader_of(samples: Samples, batch: int) -> DataLoader[Any]:
+    """Batches of `batch` samples for this rank."""
+    return DataLoader(samples, batch_size=batch, sampler=dist.get_sampler(samples, shuffle=False))
+
+
+def composers_own(**values: Any) -> ComposerFSDP2Config:
+    """Composer's own config, which says of itself that it is experimental."""
+    with pytest.warns(UserWarning, match="experimental"):
+        return ComposerFSDP2Config(**values)
+
+
+def trainer_for(
+    model: ComposerModel,
+    optimizer: torch.optim.Optimizer | None,
+    samples: Samples,
+    fsdp2: Any = None,
+    *,
+    batch: int = 4,
+    **kwargs: Any,
+) -> Trainer:
+    """A Trainer on this rank's CPU; `batch` samples per rank and step, one epoch."""
+    settings: dict[str, Any] = {
+        "parallelism_config": {"fsdp2": fsdp2 or {}},
+        "max_duration": "1ep",
+        "device": "cpu",
+        "precision": "fp32",
+        "progress_bar": False,
+        "train_dataloader": loader_of(samples, batch),
+    }
+    return Trainer(model=model, optimizers=optimizer, **(settings | kwargs))
+
+
+def train_alone(
+    model: ComposerModel,
+    optimizer: torch.optim.Optimizer,
+    samples: Samples,
+    size: int,
+    *,
+    change_gradients: Callable[[list[nn.Parameter]], object] = len,
+    after_step: Callable[[], object] = int,
+) -> list[float]:
+    """Trains an unsharded model on the global batches of `size`; returns the losses."""
+    losses: list[float] = []
+    for start in range(0, len(samples), size):
+        batch = samples[start : start + size]
+        loss = model.loss(model(batch), batch)
+        loss.backward()
+        losses.append(loss.item())
+        change_gradients(list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        after_step()
+    return losses
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Copies of all weights and buffers under their plain names. Collective: yes."""
+    return {name: full(value).clone() for name, value in model.state_dict().items()}
+
+
+def largest_difference(
+    found: dict[str, torch.Tensor] | nn.Module, expected: dict[str, torch.Tensor] | nn.Module
+) -> float:
+    """The largest difference between equally named weights. Collective: yes."""
+    a = weights(found) if isinstance(found, nn.Module) else found
+    b = weights(expected) if isinstance(expected, nn.Module) else expected
+    assert a.keys() == b.keys()
+    return max((a[name] - b[name]).abs().max().item() for name in a)

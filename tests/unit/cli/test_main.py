@@ -1,0 +1,165 @@
+"""The command line: what it refuses before a process starts, and what it hands on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli.main import main
+
+ROOT = Path(__file__).parents[3]
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """Runs `composer-fsdp2 train` in this process; starting ranks would be a failure."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(main, "_launch", lambda *args: pytest.fail(f"ranks started: {args}"))
+
+    def run(*args: str):
+        return CliRunner().invoke(main.app, ["train", *map(str, args)])
+
+    return run
+
+
+def refused(result, *parts: str) -> None:
+    assert result.exit_code == 2
+    assert "Traceback" not in result.stderr
+    message = " ".join(result.stderr.split())
+    for part in parts:
+        assert part in message
+
+
+# --- Refused before ranks start. ---
+
+
+def test_missing_file(train):
+    refused(train("nowhere.yaml"), "ConfigError", "no file 'nowhere.yaml'", "from /")
+
+
+def test_broken_yaml(train, write):
+    refused(train(write("a: [1, 2")), "is not valid YAML", "line 1")
+
+
+def test_binary_file(train, tmp_path):
+    (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
+    refused(train(tmp_path / "run.yaml"), "is not valid YAML")
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "{}"])
+def test_yaml_without_settings(train, write, text):
+    refused(train(write(text)), "holds no settings", "quickstart.yaml")
+
+
+@pytest.mark.parametrize("item", ["max_duration", "=1ba", "max_duration:1ba"])
+def test_malformed_override(train, write, item):
+    refused(train(write("a: 1"), item), f"'{item}' is not an override", "Write key=value")
+
+
+def test_override_with_a_broken_value(train, write):
+    refused(train(write("a: 1"), "a=1", "b=[1"), "The override 'b=[1' cannot be applied")
+
+
+def test_wrong_parallelism_config(train, write):
+    result = train(write("parallelism_config: {fsdp2: {reshard_after_forwrd: true}}"))
+    refused(result, "'reshard_after_forwrd'", "Did you mean 'reshard_after_forward'?")
+
+
+def test_degrees_that_do_not_fit_the_ranks(train, write):
+    path = write("parallelism_config: {fsdp2: {data_parallel_shard_degree: 3}}")
+    refused(train(path, "-n", "2"), "data_parallel_shard_degree 3", "to the world size 2")
+
+
+def test_wrong_parallelism_config_in_an_override(train, write):
+    path = write("parallelism_config: {fsdp2: {}}")
+    refused(train(path, "parallelism_config.fsdp2.verbose=3"), "verbose: 3 is invalid")
+
+
+def test_interpolation_that_leads_nowhere(train, write):
+    path = write("parallelism_config: {fsdp2: {verbose: '${nowhere}'}}")
+    refused(train(path), "interpolation cannot be resolved", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("module", "advice"),
+    [("llmfoundry", "composer-fsdp2[foundry]"), ("pkg_resources", "setuptools<81")],
+)
+def test_missing_package(train, write, monkeypatch, module, advice):
+    monkeypatch.setitem(sys.modules, module, None)
+    refused(train(write("a: 1")), "pip install", advice)
+
+
+def test_options_of_another_launcher(train, write, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(train(write("a: 1"), "-n", "2"), "a launcher has already started the ranks")
+
+
+def test_zero_ranks(train, write):
+    result = train(write("a: 1"), "-n", "0")
+    assert result.exit_code == 2
+    assert "'--ranks'" in result.stderr
+
+
+# --- Accepted. ---
+
+
+def test_interpolations_elsewhere_may_wait(train, write, monkeypatch):
+    """A file in `code_paths` may bring the resolver."""
+    started = []
+    monkeypatch.setattr(main, "_launch", lambda *args: started.append(args))
+    path = write("data: ${later:1}\nparallelism_config: {fsdp2: {}}")
+    assert train(path, "a.b=1", "-n", "3").exit_code == 0
+    assert started == [(["train", str(path), "a.b=1"], 3, None)]
+
+
+def test_eval_starts_ranks_that_evaluate(train, write, monkeypatch):
+    started = []
+    monkeypatch.setattr(main, "_launch", lambda *args: started.append(args))
+    path = write("parallelism_config: {fsdp2: {}}")
+    result = CliRunner().invoke(main.app, ["eval", str(path), "a.b=1", "-n", "3"])
+    assert result.exit_code == 0
+    assert started == [(["eval", str(path), "a.b=1"], 3, None)]
+
+
+def test_eval_refuses_what_train_refuses(train, write):
+    path = write("parallelism_config: {fdsp2: {}}")
+    refused(CliRunner().invoke(main.app, ["eval", str(path)]), "Did you mean 'fsdp2'?")
+
+
+# The runner's standard error is no file, which torch's error recording remarks on.
+@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1", "has no `parallelism_config.fsdp2` and runs without FSDP."),
+        ("fsdp_config: {a: 1}", "runs with FSDP1 (`fsdp_config`)."),
+        ("parallelism_config: {fsdp2: {}}", None),
+    ],
+)
+def test_as_a_rank_it_says_when_fsdp2_is_not_requested(train, write, monkeypatch, text, said):
+    trained = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(main, "_train_from_yaml", lambda *args: trained.append(args))
+    path = write(text)
+    result = train(path, "b=2")
+    assert trained == [(path, ["b=2"])]
+    assert ("FSDP2 is not requested" in result.stderr) == (said is not None)
+    assert said is None or said in " ".join(result.stderr.split())
+
+
+def test_help_is_quick_and_lists_the_commands():
+    code = "import sys; from composer_fsdp2.cli.main import app; "
+    code += "app(['--help'], standalone_mode=False); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert "train" in done.stdout, done.stderr
+    assert "doctor" in done.stdout
+    assert done.stdout.endswith("False\n")

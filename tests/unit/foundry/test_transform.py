@@ -1,0 +1,332 @@
+"""The config transform: where settings go, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.transform import (
+    parse_run_config,
+    read_in_slices,
+    requests_fsdp2,
+    transform,
+)
+
+OTHERS = {"max_seq_len": 128, "model": {"name": "mpt_causal_lm"}}
+
+
+@pytest.fixture
+def uninstalled():
+    from composer_fsdp2.trainer import patches
+
+    patches.uninstall()
+    yield patches
+    patches.uninstall()
+
+
+# --- Where settings go. ---
+
+
+def test_fsdp2_goes_to_fsdp_config_with_the_marker():
+    cfg = {**OTHERS, "parallelism_config": {"fsdp2": {"activation_checkpointing": True}}}
+    parsed = parse_run_config(cfg)
+    assert parsed == {
+        **OTHERS,
+        "fsdp_config": {
+            "activation_checkpointing": True,
+            "state_dict_type": "sharded",
+            "load_monolith_rank0_only": False,
+            "version": 2,
+        },
+    }
+    assert requests_fsdp2(parsed)
+
+
+def test_a_full_checkpoint_leaves_rank0_loading_to_llm_foundry():
+    """For `init_device: mixed` it reads the checkpoint on rank 0 only, unless the key is there."""
+    parsed = parse_run_config({"parallelism_config": {"fsdp2": {"state_dict_type": "full"}}})
+    assert parsed["fsdp_config"] == {"state_dict_type": "full", "version": 2}
+
+
+def test_fsdp2_through_llm_foundrys_own_key():
+    parsed = parse_run_config({"fsdp_config": {"version": 2, "verbose": True}})
+    assert parsed["fsdp_config"]["verbose"] is True
+    assert requests_fsdp2(parsed)
+
+
+@pytest.mark.parametrize("key", ["fsdp", "tp"])
+def test_other_keys_go_to_llm_foundrys_place(key: str):
+    parsed = parse_run_config({"parallelism_config": {key: {"a": 1}}})
+    assert parsed == {f"{key}_config": {"a": 1}}
+    assert not requests_fsdp2(parsed)
+
+
+def test_fsdp2_and_tp_together():
+    parsed = parse_run_config({"parallelism_config": {"fsdp2": {}, "tp": {"strategy": "ffn"}}})
+    assert parsed["tp_config"] == {"strategy": "ffn"}
+    assert requests_fsdp2(parsed)
+
+
+@pytest.mark.parametrize("block", [None, {}, {"fsdp": None, "tp": None}])
+def test_an_empty_block_asks_for_nothing(block):
+    assert parse_run_config({**OTHERS, "parallelism_config": block}) == OTHERS
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        OTHERS,
+        {**OTHERS, "fsdp_config": {"sharding_strategy": "FULL_SHARD", "anything": 1}},
+        {**OTHERS, "fsdp_config": None, "tp_config": {"tensor_parallel_degree": 2}},
+    ],
+)
+def test_a_run_without_fsdp2_stays_as_it_is(cfg):
+    before = copy.deepcopy(cfg)
+    assert transform(cfg) == before
+    assert cfg == before
+
+
+def test_version_1_is_fsdp1_without_the_marker():
+    """Composer's FSDPConfig takes any key as an attribute, so the marker must not reach it."""
+    parsed = parse_run_config({"fsdp_config": {"version": 1, "limit_all_gathers": True}})
+    assert parsed == {"fsdp_config": {"limit_all_gathers": True}}
+
+
+def test_parsing_twice_changes_nothing():
+    """`composer-fsdp2 train` registers the transform that the entry point has registered too."""
+    once = parse_run_config({"parallelism_config": {"fsdp2": {}}})
+    assert parse_run_config(once) == once
+
+
+# --- What it does besides. ---
+
+
+def test_transform_leaves_the_given_config_alone(uninstalled):
+    cfg = {"parallelism_config": {"fsdp2": {}}}
+    transform(cfg)
+    assert cfg == {"parallelism_config": {"fsdp2": {}}}
+
+
+def test_transform_installs_for_fsdp2_only(uninstalled):
+    from composer.trainer import Trainer
+
+    original = Trainer._parse_parallelism_config
+    transform({"fsdp_config": {"sharding_strategy": "FULL_SHARD"}})
+    assert Trainer._parse_parallelism_config is original
+    transform({"parallelism_config": {"fsdp2": {}}})
+    assert Trainer._parse_parallelism_config is not original
+
+
+@pytest.mark.parametrize(("node_rank", "expected"), [(None, "3"), ("1", "1")])
+def test_node_rank_comes_from_torchrun(monkeypatch, node_rank, expected):
+    monkeypatch.setenv("NODE_RANK", "removed at the end")
+    monkeypatch.delenv("NODE_RANK")
+    monkeypatch.setenv("GROUP_RANK", "3")
+    if node_rank is not None:
+        monkeypatch.setenv("NODE_RANK", node_rank)
+    transform(dict(OTHERS))
+    assert os.environ["NODE_RANK"] == expected
+
+
+def test_importing_it_is_light():
+    """LLM Foundry imports every entry point, in runs without FSDP2 too."""
+    code = "import sys, composer_fsdp2.foundry.transform; print('torch' in sys.modules)"
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_llm_foundry_finds_it():
+    found = importlib.metadata.entry_points(group="llmfoundry_config_transforms")
+    ours = [entry for entry in found if entry.name == "composer_fsdp2"]
+    assert ours, "composer-fsdp2 is only on the path; install it, or LLM Foundry finds nothing"
+    assert ours[0].load() is transform
+
+
+def test_llm_foundry_finds_the_callback():
+    from composer_fsdp2.trainer.monitor import NAME, FSDP2Monitor
+
+    found = importlib.metadata.entry_points(group="llmfoundry_callbacks")
+    ours = [entry for entry in found if entry.name == NAME]
+    assert ours, "composer-fsdp2 is only on the path; install it, or LLM Foundry finds nothing"
+    assert ours[0].load() is FSDP2Monitor
+
+
+# --- What it refuses, and what it says. ---
+
+
+@pytest.mark.parametrize(
+    ("cfg", "parts"),
+    [
+        (
+            {"parallelism_config": {"fdsp2": {}}},
+            ["does not know 'fdsp2'", "train as if it were not there", "Did you mean 'fsdp2'?"],
+        ),
+        (
+            {"parallelism_config": {"zzz": 1, "yyy": 2}},
+            ["'zzz', 'yyy'", "Write fsdp2 or fsdp or tp."],
+        ),
+        (
+            {"parallelism_config": "fsdp2"},
+            ["is 'fsdp2'", "takes a mapping", "parallelism_config: {fsdp2: {}}"],
+        ),
+        ({"parallelism_config": []}, ["is []", "takes a mapping"]),
+        (
+            {"parallelism_config": {"fsdp2": None}},
+            ["'parallelism_config.fsdp2' is None", "not clear", "Write fsdp2: {}"],
+        ),
+        ({"parallelism_config": {"fsdp2": True}}, ["is True", "takes a mapping"]),
+        (
+            {"parallelism_config": {"fsdp2": {}, "fsdp": {}}},
+            ["both 'fsdp' and 'fsdp2'", "sharded by one", "Remove 'fsdp'"],
+        ),
+        (
+            {"parallelism_config": {"fsdp2": {}}, "fsdp_config": {"verbose": True}},
+            ["'parallelism_config.fsdp2' and 'fsdp_config'", "ignore the other", "Move"],
+        ),
+        (
+            {"parallelism_config": {"fsdp": {}}, "fsdp_config": {}},
+            ["'parallelism_config.fsdp' and 'fsdp_config'"],
+        ),
+        (
+            {"parallelism_config": {"tp": {}}, "tp_config": {}},
+            ["'parallelism_config.tp' and 'tp_config'"],
+        ),
+        (
+            {"parallelism_config": {"fsdp2": {"reshard_after_forwrd": True}}},
+            ["'reshard_after_forwrd'", "Did you mean 'reshard_after_forward'?"],
+        ),
+        (
+            {"fsdp_config": {"version": 3}},
+            ["'fsdp_config.version' is 3", "another way than asked", "version: 2 for FSDP2"],
+        ),
+        ({"fsdp_config": {"version": "2"}}, ["is '2'"]),
+    ],
+)
+def test_refuses(cfg, parts):
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config(cfg)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_reports_all_wrong_settings_at_once():
+    settings = {"verbose": "yes", "tied_weights": "untie", "shard": 2}
+    with pytest.raises(ConfigError) as caught:
+        parse_run_config({"parallelism_config": {"fsdp2": settings}})
+    assert all(f"'{key}'" in str(caught.value) for key in settings)
+
+
+# --- Pretrained models. ---
+
+
+@pytest.fixture
+def two_ranks(monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+
+def pretrained(folder: Path, config: str = "{}", weights: str = "model.safetensors") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(config)
+    (folder / weights).touch()
+    return folder
+
+
+def run_of(path: Path | str, fsdp2: dict | None = None, **model) -> dict:
+    settings = {
+        "name": "hf_causal_lm",
+        "pretrained_model_name_or_path": str(path),
+        "init_device": "mixed",
+    }
+    return {"model": settings | model, "parallelism_config": {"fsdp2": fsdp2 or {}}}
+
+
+def in_slices(cfg: dict) -> dict:
+    return read_in_slices(parse_run_config(cfg))
+
+
+@pytest.mark.parametrize("device", ["mixed", "meta"])
+@pytest.mark.parametrize("flag", [{}, {"pretrained": True}])
+@pytest.mark.parametrize("weights", ["model.safetensors", "model.safetensors.index.json"])
+def test_a_local_folder_is_read_in_slices(device, flag, weights, two_ranks, tmp_path, capsys):
+    folder = pretrained(tmp_path / "model", weights=weights)
+    cfg = run_of(folder, init_device=device, **flag)
+    before = copy.deepcopy(cfg)
+    parsed = in_slices(cfg)
+    expected = {**cfg["model"], "pretrained": False, "init_device": "meta"}
+    assert parsed["model"] == expected
+    assert parsed["fsdp_config"]["pretrained_weights"] == str(folder)
+    assert f"only its shards of '{folder}'" in capsys.readouterr().err
+    assert cfg == before
+
+
+def test_other_ranks_do_not_say_it_again(two_ranks, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert "pretrained_weights" in in_slices(run_of(pretrained(tmp_path)))["fsdp_config"]
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"init_device": "cpu"},
+        {"pretrained": False},
+        {"name": "hf_t5"},
+        {"peft_config": {"r": 8}},
+        {"pretrained_lora_id_or_path": "there"},
+        {"load_in_8bit": True},
+        {"allow_embedding_resizing": True},
+        {"pretrained_model_name_or_path": "org/not-in-the-cache"},
+        {"pretrained_model_name_or_path": "not a name: of anything"},
+    ],
+    ids=lambda model: next(iter(model)),
+)
+def test_what_else_stays_with_llm_foundry(model, two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path), **model)
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+@pytest.mark.parametrize(
+    "config", ['{"text_config": {"a": 1}}', "[]", "", '{"quantization_config": {"b": 4}}']
+)
+def test_folders_that_are_more_than_a_model(config, two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path, config))
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+def test_pickles_stay_with_llm_foundry(two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path, weights="pytorch_model.bin"))
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+@pytest.mark.parametrize("path", [None, "/other"])
+def test_what_is_written_is_followed(path, two_ranks, tmp_path):
+    cfg = run_of(pretrained(tmp_path), {"pretrained_weights": path})
+    assert in_slices(cfg) == parse_run_config(cfg)
+
+
+def test_one_rank_reads_it_too(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    folder = pretrained(tmp_path)
+    assert in_slices(run_of(folder))["fsdp_config"]["pretrained_weights"] == str(folder)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_name_in_the_local_cache(nodes, two_ranks, tmp_path, monkeypatch):
+    """On several nodes the caches may differ."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("WORLD_SIZE", str(2 * nodes))
+    repository = tmp_path / "models--org--name"
+    folder = pretrained(repository / "snapshots" / "a1b2")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a1b2")
+    found = in_slices(run_of("org/name"))["fsdp_config"].get("pretrained_weights")
+    assert found == (str(folder) if nodes == 1 else None)

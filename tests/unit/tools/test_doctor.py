@@ -1,0 +1,492 @@
+"""`composer-fsdp2 doctor`: facts to findings, and the command around them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from composer.utils.misc import ParallelismType
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli.main import main
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.shard.torch_private import members
+from composer_fsdp2.shard.torch_private.members import (
+    EVERY_RUN,
+    PRIVATE_MEMBERS,
+    MemberState,
+    PrivateMember,
+)
+from composer_fsdp2.tools.doctor import Finding, Machine, Run, describe_run, examine, mesh_of
+from composer_fsdp2.trainer import patches
+from composer_fsdp2.trainer.patches import PATCHES, PatchState
+
+ROOT = Path(__file__).parents[3]
+QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
+
+# --- Facts to findings. Nothing is wrong with these two. ---
+
+FITS = PatchState(
+    target="composer.a:b",
+    feature="core",
+    why="does a thing",
+    upstream="https://github.com/mosaicml/composer/blob/v0.32.1/composer/a.py#L1",
+    versions="mosaicml 0.32.1",
+    state="fits",
+)
+MACHINE = Machine(
+    versions={"torch": "2.7.0", "mosaicml": "0.32.1", "llm-foundry": "0.22.0"}, patches=(FITS,)
+)
+RUN = Run(
+    asks="FSDP2", settings=parse_config({}), ranks=8, ranks_per_node=8, on_gpus=True, others={}
+)
+HSDP = {"data_parallel_shard_degree": 8, "data_parallel_replicate_degree": -1}
+
+
+def machine(**changes: Any) -> Machine:
+    return dataclasses.replace(MACHINE, **changes)
+
+
+def without(package: str) -> dict[str, str | None]:
+    return {**MACHINE.versions, package: None}
+
+
+def run(fsdp2: dict[str, Any] | None = None, **changes: Any) -> Run:
+    """The good run, with FSDP2 settings and other facts; keys with dots are those of `others`."""
+    others = {key: value for key, value in changes.items() if key not in Run.__slots__}
+    facts = {key: value for key, value in changes.items() if key in Run.__slots__}
+    return dataclasses.replace(RUN, settings=parse_config(fsdp2 or {}), others=others, **facts)
+
+
+def fsdp1(**changes: Any) -> Run:
+    return dataclasses.replace(run(**changes), asks="FSDP1", settings=None)
+
+
+CPU = {"on_gpus": False, "precision": "fp32", "ranks": 2, "ranks_per_node": 2}
+TWO_NODES = {"ranks": 16}
+MISFIT = dataclasses.replace(FITS, state="does not fit", problem="The source differs.")
+GONE = MemberState(PrivateMember("torch.a:Unit", "_gone", EVERY_RUN, "read"), found=False)
+FP8_GONE = MemberState(PrivateMember("torch.a:Unit", "_cast", "fp8", "reset"), found=False)
+OFF = dataclasses.replace(MISFIT, state="switched off", feature="SWA")
+LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2"}
+SWITCHED = {"FSDP_VERSION": "2"}
+
+# What is said -> (machine, run, level, part of what it says, part of what to do).
+CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
+    "patch": (machine(patches=(FITS, MISFIT)), None, "problem", "1 of 2", "mosaicml 0.32.1"),
+    "feature": (machine(patches=(FITS, OFF)), None, "warning", "SWA", "mosaicml 0.32.1"),
+    "version": (
+        machine(versions={**MACHINE.versions, "mosaicml": "0.33.0"}),
+        None,
+        "warning",
+        "mosaicml 0.33.0 is not a version",
+        "Install mosaicml 0.32.1",
+    ),
+    "private member": (
+        machine(members=(GONE,)),
+        None,
+        "problem",
+        "torch 2.7.0 has no Unit._gone. Runs with FSDP2 stop",
+        "Install a torch",
+    ),
+    "private member of a feature": (
+        machine(members=(FP8_GONE,)),
+        None,
+        "warning",
+        "Runs with fp8 stop",
+        "leave fp8 out",
+    ),
+    "no foundry": (
+        machine(versions=without("llm-foundry")),
+        run(),
+        "problem",
+        "LLM Foundry is not installed",
+        "composer-fsdp2[foundry]",
+    ),
+    "no pkg_resources": (
+        machine(has_pkg_resources=False),
+        None,
+        "problem",
+        "'pkg_resources' is missing",
+        "setuptools<81",
+    ),
+    "launched": (
+        machine(environment=LAUNCHED),
+        None,
+        "warning",
+        "takes itself for one rank",
+        "unset RANK WORLD_SIZE",
+    ),
+    "switch": (machine(environment=SWITCHED), None, "warning", "FSDP_VERSION=2", "unset"),
+    "tensor parallel": (
+        MACHINE,
+        run(tensor_parallel=True),
+        "problem",
+        "does not go with FSDP2 yet",
+        "Take it out",
+    ),
+    "neither": (
+        MACHINE,
+        dataclasses.replace(run(), asks="neither", settings=None),
+        "warning",
+        "FSDP2 is not asked for",
+        "parallelism_config: {fsdp2: {}}",
+    ),
+    "FSDP1": (MACHINE, fsdp1(path="a.yaml"), "warning", "FSDP1's", "migrate a.yaml -o NEW.yaml"),
+    "one rank": (MACHINE, run(ranks=1), "warning", "nobody to share with", "--ranks 2"),
+    "batch size": (
+        MACHINE,
+        run(global_train_batch_size=100),
+        "problem",
+        "100 cannot be divided by 8",
+        "example 104",
+    ),
+    "unknown precision": (
+        MACHINE,
+        run(precision="amp_int4"),
+        "problem",
+        "precision 'amp_int4' is not supported",
+        "Use fp32",
+    ),
+    "degrees": (
+        MACHINE,
+        run({"data_parallel_replicate_degree": 3}),
+        "problem",
+        "does not multiply to the world size 8",
+        "Set degrees whose product is 8",
+    ),
+    "reshard": (
+        MACHINE,
+        run({"reshard_after_forward": 3}),
+        "problem",
+        "does not divide the shard degree 8",
+        "Use one of 1, 2, 4, 8",
+    ),
+    "reshard in a node": (
+        MACHINE,
+        run({"reshard_after_forward": 2}),
+        "warning",
+        "keeps 1/2 of the parameters between forward and backward instead of 1/8",
+        "Write auto",
+    ),
+    "over nodes": (
+        MACHINE,
+        run(**TWO_NODES),
+        "warning",
+        "The 16 ranks of one copy are on more than one node",
+        "data_parallel_shard_degree: 8 and data_parallel_replicate_degree: -1. "
+        "Or reshard_after_forward: 8",
+    ),
+    "mixed": (
+        MACHINE,
+        run(**{"model.init_device": "mixed"}),
+        "warning",
+        "rank 0 holds the whole model",
+        "init_device: meta",
+    ),
+    "asynchronous and full": (
+        MACHINE,
+        run({"async_save": True, "state_dict_type": "full"}),
+        "warning",
+        "training waits until rank 0 has gathered",
+        "state_dict_type: sharded",
+    ),
+    "full on many": (
+        MACHINE,
+        run({**HSDP, "state_dict_type": "full"}, **TWO_NODES),
+        "warning",
+        "full on 16 ranks",
+        "checkpoint convert",
+    ),
+    "no weights": (
+        MACHINE,
+        run({"pretrained_weights": "no/where"}),
+        "problem",
+        "'no/where', which is no folder",
+        "safetensors",
+    ),
+    "gloo": (MACHINE, run(**CPU), "warning", "sums gradients", "Nothing here"),
+}
+
+
+def test_a_good_run_gives_no_findings():
+    assert examine(MACHINE, RUN) == []
+    assert examine(MACHINE, None) == []
+    newer = machine(versions={**MACHINE.versions, "torch": "2.13.0"})
+    assert examine(newer, run(**CPU)) == []
+    assert examine(MACHINE, run({**HSDP, "reshard_after_forward": 4}, **TWO_NODES)) == []
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_finding(case: str):
+    on, asked, level, what, advice = CASES[case]
+    (found,) = examine(on, asked)
+    assert found.level == level
+    assert what in found.what
+    assert advice in found.advice
+
+
+def said(on: Machine, asked: Run | None) -> list[tuple[str, str]]:
+    return [(found.level, found.what) for found in examine(on, asked)]
+
+
+def test_auto_microbatches_without_a_gpu():
+    automatic = run(device_train_microbatch_size="auto", **CPU)
+    refused = "device_train_microbatch_size is auto, which Composer refuses on the CPU."
+    newer = machine(versions={**MACHINE.versions, "torch": "2.13.0"})
+    assert examine(newer, automatic) == []
+    assert ("problem", refused) in said(newer, dataclasses.replace(automatic, asks="neither"))
+
+
+def test_problems_come_first():
+    found = said(machine(environment=LAUNCHED), run(tensor_parallel=True))
+    assert [level for level, _ in found] == ["problem", "warning"]
+
+
+@pytest.mark.parametrize(
+    ("others", "shown"),
+    [({}, "precision is amp_bf16, LLM Foundry's default,"), ({"precision": "amp_fp16"}, "16, and")],
+)
+def test_low_precision_on_the_cpu(others: dict[str, str], shown: str):
+    asked = run(ranks=2, ranks_per_node=2, on_gpus=False, **others)
+    (level, what), (_, gloo) = said(MACHINE, asked)
+    assert level == "problem"
+    assert shown in what
+    assert "gloo" in gloo
+
+
+def test_fsdp1_on_the_cpu():
+    levels = [level for level, _ in said(MACHINE, fsdp1(**CPU))]
+    assert levels == ["problem", "warning"]
+    assert [level for level, _ in said(MACHINE, fsdp1(**{**CPU, "ranks": 1}))] == ["warning"]
+
+
+def test_composers_switch_with_fsdp1_settings():
+    texts = " ".join(what for _, what in said(machine(environment=SWITCHED), fsdp1()))
+    assert "go to Composer's own FSDP2, which ignores sharding_strategy" in texts
+    assert examine(machine(environment=SWITCHED), RUN) == []
+
+
+@pytest.mark.parametrize("asked", [fsdp1(ranks=1), dataclasses.replace(run(), asks="neither")])
+def test_mixed_initialisation_without_fsdp(asked: Run):
+    asked = dataclasses.replace(asked, others={"model.init_device": "mixed"})
+    assert any(level == "problem" and "mixed" in what for level, what in said(MACHINE, asked))
+
+
+@pytest.mark.parametrize(
+    ("fsdp2", "per_node", "expected"),
+    [
+        ({"data_parallel_shard_degree": 16}, 8, 1),
+        ({"reshard_after_forward": 8}, 8, 1),
+        ({"reshard_after_forward": 16}, 8, 2),
+        ({"data_parallel_shard_degree": 4, "data_parallel_replicate_degree": -1}, 2, 1),
+        ({"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": -1}, 2, 0),
+    ],
+)
+def test_groups_that_cross_nodes(fsdp2: dict[str, Any], per_node: int, expected: int):
+    found = examine(MACHINE, run(fsdp2, ranks=16, ranks_per_node=per_node))
+    assert len([f for f in found if "network" in f.what]) == expected
+
+
+# --- The run in words. ---
+
+
+def test_axis_names_are_composers():
+    text = dict(describe_run(run(HSDP, **TWO_NODES)))["mesh"]
+    shard, replicate = ParallelismType.DATA_PARALLEL_SHARD, ParallelismType.DATA_PARALLEL_REPLICATE
+    assert text == f"{replicate.value} 2 x {shard.value} 8"
+
+
+@pytest.mark.parametrize(
+    ("degrees", "groups"),
+    [
+        ((8, None), "each copy on 8 ranks: 0-7"),
+        ((2, 4), "each copy on 2 ranks: 0-1, 2-3, 4-5, 6-7"),
+        ((1, 8), "each copy on 1 rank: 0, 1, 2, 3, ..."),
+    ],
+)
+def test_ranks_of_a_copy(degrees: tuple[int, int | None], groups: str):
+    names = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
+    asked = run(dict(zip(names, degrees, strict=True)))
+    assert groups in [text for _, text in describe_run(asked)]
+    assert mesh_of(asked) == MeshShape(shard=degrees[0], replicate=degrees[1])
+
+
+def test_precision_and_settings_in_words():
+    settings = {
+        "mixed_precision": "PURE",
+        "reshard_after_forward": 2,
+        "activation_checkpointing": True,
+        "wrap_policy": {"classes": ["Block"]},
+    }
+    lines = dict(describe_run(run(settings)))
+    assert "computes in bfloat16, reduces gradients in bfloat16" in lines["precision"]
+    assert lines["reshard"] == "2: after forward, groups of 2 ranks keep one copy"
+    assert lines["activation_checkpointing"] == "true"
+    assert "pattern: Block" in lines["wrap_policy"]
+    assert "async_save" not in lines
+
+
+def test_what_does_not_work_out_is_still_described():
+    lines = dict(describe_run(run({"data_parallel_replicate_degree": 3}, precision="amp_int4")))
+    assert lines["mesh"] == "none fits the ranks, see below"
+    assert lines["precision"] == "amp_int4: not supported, see below"
+    assert mesh_of(fsdp1()) is None
+
+
+def test_defaults_are_those_of_llm_foundry():
+    config_utils = pytest.importorskip(
+        "llmfoundry.utils.config_utils", reason="needs the extra foundry"
+    )
+    default = config_utils.TrainConfig.__dataclass_fields__["precision"].default
+    assert RUN.value("precision") == default
+
+
+# --- The command. ---
+
+
+@pytest.fixture
+def doctor(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "FSDP_VERSION"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda *args: CliRunner().invoke(main.app, ["doctor", *map(str, args)])
+
+
+def test_shows_versions_and_patches(doctor):
+    result = doctor()
+    assert result.exit_code == 0, result.output
+    for name in ("python", "composer-fsdp2", "torch", "mosaicml", "GPUs", "backend"):
+        assert any(line.startswith(f"{name} ") for line in result.stdout.splitlines())
+    for point in PATCHES:
+        assert f"{point.target}\n  fits, not installed\n  because it {point.why}" in result.stdout
+    text = " ".join(result.stdout.split())
+    for member in PRIVATE_MEMBERS:
+        assert member.title in text
+    assert "MISSING" not in text
+
+
+def test_a_private_member_that_is_gone(doctor, monkeypatch):
+    monkeypatch.setattr(members, "PRIVATE_MEMBERS", (GONE.member, PRIVATE_MEMBERS[0]))
+    result = doctor(QUICKSTART, "--gpus-per-node", 8)
+    assert result.exit_code == 1
+    assert "Unit._gone (MISSING)" in result.stdout
+    assert PRIVATE_MEMBERS[0].title not in result.stdout
+    assert "problem: torch" in result.stdout
+
+
+def test_shows_what_a_run_does(doctor):
+    result = doctor(QUICKSTART, "--ranks", 4, "--gpus-per-node", 2, "precision=amp_bf16")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert f"all {len(PATCHES)} fit" in text
+    assert f"all {len(PRIVATE_MEMBERS)} found" in text
+    assert "asks for FSDP2 ranks 4 on 2 nodes, on GPUs mesh data_parallel_shard 4" in text
+    assert "init_device cpu" in text
+    assert "warning: The 4 ranks of one copy are on more than one node" in text
+    assert max(map(len, result.stdout.splitlines())) <= 100
+
+
+def test_a_problem_is_exit_code_1(doctor):
+    result = doctor(QUICKSTART, "-n", 4, "parallelism_config.fsdp2.data_parallel_shard_degree=3")
+    assert result.exit_code == 1
+    assert "problem: data_parallel_shard_degree 3 x" in result.stdout
+
+
+def test_a_patch_that_does_not_fit(doctor, monkeypatch):
+    row = dataclasses.replace(PATCHES[0], fingerprints=frozenset({"0" * 16}))
+    monkeypatch.setattr(patches, "PATCHES", (row, PATCHES[1]))
+    result = doctor(QUICKSTART, "--gpus-per-node", 8)
+    assert result.exit_code == 1
+    assert f"{row.target}\n  cannot be installed: " in result.stdout
+    assert PATCHES[1].target not in result.stdout
+    assert "problem: 1 of 2 places in Composer" in result.stdout
+
+
+def test_a_missing_module(doctor, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pkg_resources", None)
+    result = doctor(QUICKSTART, "--gpus-per-node", 8)
+    assert result.exit_code == 1
+    assert "'pkg_resources' is missing" in result.stdout
+
+
+def test_the_environment(doctor, monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "ranks            4 on " in doctor(QUICKSTART).stdout
+    result = doctor()
+    assert result.exit_code == 0
+    assert "RANK and WORLD_SIZE are set" in result.stdout
+    assert "FSDP_VERSION=2 is set" in result.stdout
+
+
+BAD: dict[str, tuple[str, list[str]]] = {
+    "empty": ("", []),
+    "no YAML": ("a: [1, 2", []),
+    "unknown key": ("parallelism_config: {fsdp2: {reshard_after_forwrd: true}}", []),
+    "both": ("parallelism_config: {fsdp: {verbose: true}, fsdp2: {}}", []),
+    "override": ("a: 1", ["max_duration"]),
+    "wrong override": ("parallelism_config: {fsdp2: {}}", ["parallelism_config.fsdp2.verbose=3"]),
+    "interpolation": ("parallelism_config: {fsdp2: {verbose: '${nowhere}'}}", []),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_config_is_what_it_is_for_train(doctor, write, case: str):
+    pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+    text, overrides = BAD[case]
+    path = write(text)
+    result = doctor(path, *overrides)
+    trained = CliRunner().invoke(main.app, ["train", str(path), *overrides])
+    assert (result.exit_code, trained.exit_code) == (2, 2)
+    assert result.stderr == trained.stderr
+    assert "ConfigError" in result.stderr
+    assert "mosaicml " in result.stdout  # a bug report has the versions all the same
+
+
+def test_settings_that_cannot_be_resolved_yet_are_left_out(doctor, write):
+    path = write("precision: ${later:1}\nparallelism_config: {fsdp2: {}}\nmodel: 3")
+    result = doctor(path, "--gpus-per-node", 8)
+    assert result.exit_code == 0, result.output
+    assert "FSDP2" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "2"], "without CONFIG"),
+        ([QUICKSTART, "-n", "12", "--gpus-per-node", "8"], "12 ranks do not fill nodes of 8 GPUs"),
+        (["nowhere.yaml"], "no file 'nowhere.yaml'"),
+    ],
+)
+def test_options_that_cannot_be(doctor, options: list[str], message: str):
+    result = doctor(*options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_json(doctor):
+    result = doctor(QUICKSTART, "--json", "-n", 16, "--gpus-per-node", 8)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["error"] is None
+    assert document["machine"]["versions"]["mosaicml"]
+    assert len(document["machine"]["patches"]) == len(PATCHES)
+    assert len(document["machine"]["members"]) == len(PRIVATE_MEMBERS)
+    assert document["run"]["mesh"] == {"shard": 16, "replicate": None}
+    assert document["run"]["settings"]["state_dict_type"] == "sharded"
+    assert (document["run"]["nodes"], document["run"]["backend"]) == (2, "nccl")
+    levels = {Finding(**found).level for found in document["findings"]}
+    assert levels == {"warning"}
+
+
+def test_json_of_a_bad_config(doctor, write):
+    result = doctor(write("parallelism_config: 3"), "--json")
+    assert result.exit_code == 2
+    document = json.loads(result.stdout)
+    assert document["run"] is None
+    assert document["error"] in " ".join(result.stderr.split())

@@ -1,0 +1,519 @@
+"""Configurations of Accelerate, Hugging Face, ROLL and DeepSpeed, row by row."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
+from composer_fsdp2.tools.migrate.document import Document, dump
+from composer_fsdp2.tools.migrate.engine import migrate
+from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
+from composer_fsdp2.tools.migrate.roll import ROLL
+from tests.support.migrating import (
+    check_stable,
+    entry_of,
+    files,
+    missing,
+    rows_without_a_case,
+    settings_of,
+    text_of,
+)
+
+K, R, C, NOT, CH = (
+    Status.KEPT,
+    Status.RENAMED,
+    Status.CONVERTED,
+    Status.NOT_NEEDED,
+    Status.CHANGES,
+)
+DEC, UN = Status.DECISION, Status.UNSUPPORTED
+SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+RESHARD = "reshard_after_forward"
+AUTO, KEEP = {RESHARD: "auto"}, {RESHARD: False}
+NODES = {SHARD: 4, REPLICATE: -1}
+COPIES = {SHARD: 1, REPLICATE: -1, RESHARD: False}
+BF16 = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}}
+FP16 = {"mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "fp16"}}
+CLASSES = {"wrap_policy": {"classes": ["A", "B"]}}
+SIZE = {"wrap_policy": {"min_num_params": 100}}
+
+# In the block `fsdp_config`, with the prefix `fsdp_`.
+BLOCK = [
+    ("sharding_strategy", "FULL_SHARD", C, AUTO),
+    ("sharding_strategy", 2, C, KEEP),
+    ("sharding_strategy", "NO_SHARD", C, COPIES),
+    ("sharding_strategy", "HYBRID_SHARD", C, AUTO | NODES),
+    ("sharding_strategy", "HYBRID_SHARD_ZERO2", C, KEEP | NODES),
+    (RESHARD, True, C, AUTO),
+    (RESHARD, False, K, KEEP),
+    (RESHARD, "FULL_SHARD", C, AUTO),
+    (RESHARD, "SHARD_GRAD_OP", C, KEEP),
+    (RESHARD, "NO_SHARD", C, COPIES),
+    (RESHARD, "HYBRID_SHARD", C, AUTO | NODES),
+    (RESHARD, "5", C, KEEP | NODES),
+    ("version", 2, NOT, {}),
+    ("auto_wrap_policy", None, NOT, {}),
+    ("auto_wrap_policy", "TRANSFORMER_BASED_WRAP", NOT, {}),
+    ("auto_wrap_policy", "SIZE_BASED_WRAP", C, {}),
+    ("auto_wrap_policy", "NO_WRAP", CH, {}),
+    ("transformer_layer_cls_to_wrap", "A, B", R, CLASSES),
+    ("transformer_layer_cls_to_wrap", None, NOT, {}),
+    ("min_num_params", 100, R, SIZE),
+    ("min_num_params", 0, NOT, {}),
+    ("state_dict_type", "FULL_STATE_DICT", C, {"state_dict_type": "full"}),
+    ("state_dict_type", "SHARDED_STATE_DICT", C, {"state_dict_type": "sharded"}),
+    ("state_dict_type", "LOCAL_STATE_DICT", DEC, {}),
+    ("offload_params", False, NOT, {}),
+    ("offload_params", True, R, {"cpu_offload": True}),
+    ("activation_checkpointing", True, K, {"activation_checkpointing": True}),
+    ("activation_checkpointing", False, K, {"activation_checkpointing": False}),
+    ("cpu_ram_efficient_loading", True, NOT, {}),
+    ("sync_module_states", True, NOT, {}),
+    ("sync_module_states", False, CH, {}),
+    ("use_orig_params", True, NOT, {}),
+    ("use_orig_params", False, CH, {}),
+    ("forward_prefetch", True, NOT, {}),
+    ("backward_prefetch", "BACKWARD_PRE", NOT, {}),
+    ("backward_prefetch_policy", "BACKWARD_PRE", NOT, {}),
+    ("limit_all_gathers", True, NOT, {}),
+    ("ignored_modules", None, NOT, {}),
+    ("ignored_modules", "x", DEC, {}),
+    ("xla", False, NOT, {}),
+    ("xla", True, UN, {}),
+    ("xla_fsdp_v2", False, NOT, {}),
+    ("xla_fsdp_v2", True, UN, {}),
+    ("xla_fsdp_settings", {"a": 1}, NOT, {}),
+    ("xla_fsdp_grad_ckpt", True, NOT, {}),
+    ("sharding_strateggy", 1, DEC, {}),
+]
+TOP = [
+    ("num_processes", 8, NOT, {}),
+    ("num_machines", 1, NOT, {}),
+    ("use_parallelism_config", True, NOT, {}),
+    ("mixed_precision", "bf16", C, BF16),
+    ("mixed_precision", "fp16", C, FP16),
+    ("mixed_precision", "no", C, {"mixed_precision": "FULL"}),
+    ("mixed_precision", "fp8", UN, {}),
+]
+# In Accelerate's block `parallelism_config`, with that prefix.
+DEGREES = [
+    ("dp_replicate_size", 1, NOT, {}),
+    ("dp_replicate_size", 2, R, {REPLICATE: 2}),
+    ("dp_shard_size", 4, R, {SHARD: 4}),
+    ("dp_shard_size", 1, C, {SHARD: 1}),
+    ("tp_size", 1, NOT, {}),
+    ("tp_size", 2, UN, {}),
+    ("cp_size", 1, NOT, {}),
+    ("cp_size", 2, UN, {}),
+    ("cp_comm_strategy", "allgather", NOT, {}),
+]
+LAUNCHING = [row.key for row in ACCELERATE.rows if "launcher" in row.reason]
+ARGUMENTS = [
+    ("fsdp", "", NOT, {}),
+    ("fsdp", "full_shard auto_wrap", C, AUTO),
+    ("fsdp", ["shard_grad_op"], CH, KEEP),
+    ("fsdp", "no_shard", CH, COPIES),
+    ("fsdp", "hybrid_shard auto_wrap", C, AUTO | NODES),
+    ("fsdp", "full_shard auto_wrap offload", C, {**AUTO, "cpu_offload": True}),
+    ("fsdp", True, CH, AUTO),
+    ("fsdp", "ful_shard", DEC, {}),
+    ("fsdp_transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
+    ("fsdp_transformer_layer_cls_to_wrap", None, NOT, {}),
+    ("fsdp_min_num_params", 0, NOT, {}),
+    ("fsdp_min_num_params", 100, R, SIZE),
+    ("bf16", True, C, BF16),
+    ("bf16", False, NOT, {}),
+    ("fp16", True, C, FP16),
+    ("fp16", False, NOT, {}),
+    ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
+    ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
+]
+EXPERTS = "wrap_policy.moe_experts"
+STRATEGY = [
+    ("fsdp_size", 4, C, NODES),
+    ("fsdp_size", 8, C, {SHARD: 8}),
+    ("fsdp_size", 1, NOT, {}),
+    ("fsdp_size", -1, NOT, {}),
+    ("param_dtype", "half", R, {"mixed_precision": {"param_dtype": "fp16"}}),
+    ("reduce_dtype", "float32", R, {"mixed_precision": {"reduce_dtype": "float32"}}),
+    ("async_save_ckpt", True, R, {"async_save": True}),
+    (RESHARD, True, C, AUTO),
+    (RESHARD, 2, K, {RESHARD: 2}),
+    ("offload_policy", False, NOT, {}),
+    ("offload_policy", True, C, {"cpu_offload": True}),
+    ("wrap_policy.transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
+    ("wrap_policy.transformer_layer_cls_to_wrap", None, NOT, {}),
+    (EXPERTS, ["A", "B"], NOT, {}),
+    ("wrap_policy.wrap_embeddings", False, NOT, {}),
+    ("wrap_policy.wrap_embeddings", True, R, {"wrap_policy": {"embeddings": True}}),
+    ("wrap_policy.wrap_lm_output", False, NOT, {}),
+    ("wrap_policy.wrap_lm_output", True, R, {"wrap_policy": {"lm_head": True}}),
+    ("apply_expert_patch", False, NOT, {}),
+    ("apply_expert_patch", True, UN, {}),
+    ("ep_size", 1, NOT, {}),
+    ("ep_size", 4, UN, {}),
+    ("apply_tiled_mlp", False, NOT, {}),
+    ("apply_tiled_mlp", True, R, {"tiled_mlp": {"shards": 4}}),
+    ("tiled_num_shards", 4, NOT, {}),
+    ("model_type", "qwen3", NOT, {}),
+    ("ulysses_size", 1, NOT, {}),
+    ("ulysses_size", 2, UN, {}),
+]
+MODEL_ARGS = [("ulysses_size", 1, NOT), ("ulysses_size", 2, UN), ("freeze_module_prefix", "v", K)]
+Z = "zero_optimization"
+GATHERED = [
+    "gather_16bit_weights_on_model_save",
+    "stage3_gather_16bit_weights_on_model_save",
+    "stage3_gather_fp16_weights_on_model_save",
+]
+UNPINNED = {"cpu_offload": {"pin_memory": False}}
+OFFLOADS = ["offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param"]
+FEATURES = [
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "zenflow",
+]
+DEEP = [
+    (f"{Z}.stage", 0, C, COPIES),
+    (f"{Z}.stage", 1, CH, KEEP),
+    (f"{Z}.stage", 2, C, KEEP),
+    (f"{Z}.stage", 3, C, AUTO),
+    (f"{Z}.zero_hpz_partition_size", 1, NOT, {}),
+    (f"{Z}.zero_hpz_partition_size", 4, C, {RESHARD: 4}),
+    (f"{Z}.mics_shard_size", -1, NOT, {}),
+    (f"{Z}.mics_shard_size", 4, C, NODES),
+    (f"{Z}.mics_hierarchical_params_gather", True, NOT, {}),
+    *((f"{Z}.{name}", {"device": "none", "pin_memory": True}, NOT, {}) for name in OFFLOADS),
+    *((f"{Z}.{name}", {"device": "cpu"}, CH, UNPINNED) for name in OFFLOADS),
+    *((f"{Z}.{name}", True, CH, {"cpu_offload": True}) for name in OFFLOADS),
+    *((f"{Z}.{name}", {"device": "nvme"}, UN, {}) for name in OFFLOADS),
+    *((f"{Z}.{name}", True, C, {"state_dict_type": "full"}) for name in GATHERED),
+    *((f"{Z}.{name}", False, C, {"state_dict_type": "sharded"}) for name in GATHERED),
+    *((f"{Z}.{name}", True, UN, {}) for name in FEATURES),
+    *((f"{Z}.{name}", None, NOT, {}) for name in FEATURES),
+    ("bf16.enabled", True, C, BF16),
+    ("bf16.enabled", False, NOT, {}),
+    ("bf16.enabled", "auto", DEC, {}),
+    ("fp16.enabled", True, C, FP16),
+    ("fp16.enabled", False, NOT, {}),
+    ("fp16.enabled", "auto", DEC, {}),
+    ("communication_data_type", None, NOT, {}),
+    ("communication_data_type", "bfp16", R, {"mixed_precision": {"reduce_dtype": "bf16"}}),
+    ("gradient_clipping", 0, NOT, {}),
+    ("gradient_clipping", 1.0, R, {}),
+    ("gradient_clipping", "auto", DEC, {}),
+]
+REDUCED = {"communication_data_type": "fp32"}
+SWITCHED = [(True, CH, KEEP), (False, C, COPIES)]
+ALWAYS = [
+    row.key
+    for row in DEEPSPEED.rows
+    if "no buckets" in row.reason or "loss scaling" in row.reason or "own engine" in row.reason
+]
+
+
+def nested(key, value):
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+def migrate_data(data):
+    return migrate(dump(data), world_size=8, gpus_per_node=4)
+
+
+def in_block(key, value, top=True):
+    launcher = {"distributed_type": "FSDP"} if top else {}
+    return migrate_data({**launcher, "fsdp_config": {"fsdp_debug": None, f"fsdp_{key}": value}})
+
+
+def at_top(key, value):
+    data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
+    return migrate_data({**data, key: value})
+
+
+def in_degrees(key, value):
+    data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
+    other = {"parallelism_config_dp_debug": None}
+    block = {**other, f"parallelism_config_{key}": value}
+    return migrate(dump({**data, "parallelism_config": block}))
+
+
+def in_arguments(key, value):
+    data = {"fsdp_config": {"fsdp_use_orig_params": True}, key: value}
+    return migrate_data({"training": data})
+
+
+def in_strategy(key, value):
+    return migrate_data({"a": {"strategy_config": nested(key, value)}})
+
+
+def in_model_args(key, value):
+    return migrate_data({"strategy_config": {"fsdp_size": 4}, "model_args": {key: value}})
+
+
+def in_deepspeed(key, value):
+    data = nested(key, value)
+    # `stage` is given, as its default would be written out.
+    return migrate_data(data | {Z: {"stage": 2} | data.get(Z, {})})
+
+
+def check(report, dialect, key, status, becomes, default):
+    assert report.dialect == dialect.name
+    entry = entry_of(report, key)
+    assert (entry.status, entry.settings) == (status, becomes)
+    assert entry.reason
+    assert bool(entry.options) == (status in (DEC, UN))
+    if not key.endswith("state_dict_type"):
+        assert settings_of(report) == {**default, **becomes}
+    parse_config(settings_of(report))
+    check_stable(report)
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), BLOCK)
+def test_block_of_accelerate_and_of_training_arguments(key, value, status, becomes):
+    default = {"state_dict_type": "sharded" if key == "version" else "full"}
+    name = f"fsdp_config.fsdp_{key}"
+    check(in_block(key, value), ACCELERATE, name, status, becomes, default)
+    report = in_block(key, value, top=False)
+    check(report, TRAINING_ARGUMENTS, name, status, becomes, default)
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), TOP)
+def test_top_of_accelerate(key, value, status, becomes):
+    check(at_top(key, value), ACCELERATE, key, status, becomes, {"state_dict_type": "full"})
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), ARGUMENTS)
+def test_training_arguments(key, value, status, becomes):
+    report, default = in_arguments(key, value), {"state_dict_type": "full"}
+    check(report, TRAINING_ARGUMENTS, f"training.{key}", status, becomes, default)
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), STRATEGY)
+def test_roll(key, value, status, becomes):
+    report = in_strategy(key, value)
+    default = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    given = becomes.get("mixed_precision", {})
+    entry = entry_of(report, f"a.strategy_config.{key}")
+    if given:
+        assert entry.settings == {"mixed_precision": default | given}
+        becomes = entry.settings
+    both = {"mixed_precision": default | given}
+    check(report, ROLL, entry.key, status, becomes, both)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_roll_says_in_two_keys_how_many_tiles(on):
+    report = migrate_data({"strategy_config": {"apply_tiled_mlp": on, "tiled_num_shards": 8}})
+    settings = entry_of(report, "strategy_config.apply_tiled_mlp").settings
+    assert settings == ({"tiled_mlp": {"shards": 8}} if on else {})
+
+
+@pytest.mark.parametrize(("key", "value", "status"), MODEL_ARGS)
+def test_model_args_of_roll_stay(key, value, status):
+    report = in_model_args(key, value)
+    assert entry_of(report, f"model_args.{key}").status is status
+    assert OmegaConf.create(report.text)["model_args"] == {key: value}
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), DEEP)
+def test_deepspeed(key, value, status, becomes):
+    check(
+        in_deepspeed(key, value),
+        DEEPSPEED,
+        key,
+        status,
+        becomes,
+        {} if key == f"{Z}.stage" else KEEP,
+    )
+
+
+def test_what_trainers_have_beside_the_block():
+    """Precision and clipping are the trainer's; what the file itself says of them stays."""
+    data = {Z: {"stage": 3}, "bf16": {"enabled": True}, "gradient_clipping": 0.5}
+    new = OmegaConf.create(migrate_data(data).text)
+    assert new.precision == "amp_bf16"
+    clipping = {"clipping_type": "norm", "clipping_threshold": 0.5}
+    assert new.algorithms == {"gradient_clipping": clipping}
+    report = migrate_data({**data, "precision": "fp32"})
+    assert OmegaConf.create(report.text).precision == "fp32"
+    assert "has its own `precision`" in entry_of(report, "bf16.enabled").reason
+    assert migrate(report.text).text == report.text
+
+
+def test_reduction_of_deepspeed_follows_its_own_key():
+    """Whichever of the two keys comes first."""
+    switch = {"bf16": {"enabled": True}}
+    for data in ({**REDUCED, **switch}, {**switch, **REDUCED}):
+        report = migrate_data({Z: {"stage": 3}, **data})
+        dtypes = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+        assert settings_of(report)["mixed_precision"] == dtypes
+
+
+def test_deepspeed_without_a_stage_replicates():
+    report = migrate_data({Z: {"overlap_comm": True}})
+    assert settings_of(report) == COPIES
+    assert all(entry.status is Status.ADDED for entry in report.entries if entry.settings)
+
+
+@pytest.mark.parametrize(("value", "status", "becomes"), SWITCHED)
+def test_old_switch_of_deepspeed(value, status, becomes):
+    check(migrate_data({Z: value}), DEEPSPEED, Z, status, becomes, {})
+
+
+def test_version_2_of_accelerate_sets_the_output_too():
+    data = {"distributed_type": "FSDP", "mixed_precision": "bf16"}
+    report = migrate_data({**data, "fsdp_config": {"fsdp_version": 2}})
+    dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), "bf16")
+    assert settings_of(report)["mixed_precision"] == dtypes
+    again = migrate_data({**data, "fsdp_config": {"fsdp_version": 1}})
+    assert "output_dtype" not in settings_of(again)["mixed_precision"]
+
+
+def test_ranks_of_accelerate_are_in_its_file():
+    data = {
+        "distributed_type": "FSDP",
+        "num_processes": 16,
+        "num_machines": 2,
+        "fsdp_config": {"fsdp_sharding_strategy": "HYBRID_SHARD"},
+    }
+    assert settings_of(migrate(dump(data)))[SHARD] == 8
+    assert settings_of(migrate(dump(data), gpus_per_node=4))[SHARD] == 4
+    unknown = migrate(dump(data | {"num_machines": 3}))
+    assert entry_of(unknown, "fsdp_config.fsdp_sharding_strategy").status is DEC
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), DEGREES)
+def test_degrees_of_accelerate(key, value, status, becomes):
+    name = f"parallelism_config.parallelism_config_{key}"
+    report, default = in_degrees(key, value), {"state_dict_type": "full"}
+    check(report, ACCELERATE, name, status, becomes, default)
+
+
+def test_settings_of_training_arguments_in_a_file():
+    report = migrate_data({"training": {"fsdp": "full_shard auto_wrap", "fsdp_config": "a.json"}})
+    assert entry_of(report, "training.fsdp_config").status is DEC
+
+
+def test_nested_settings_have_to_be_moved():
+    nested_report = in_arguments("fsdp", "full_shard auto_wrap")
+    assert "'training.parallelism_config.fsdp2'" in nested_report.remarks[0]
+    assert not at_top("mixed_precision", "bf16").remarks
+
+
+@pytest.mark.parametrize("key", ALWAYS)
+def test_what_deepspeed_tunes_is_not_needed(key):
+    check(in_deepspeed(key, 5), DEEPSPEED, key, NOT, {}, KEEP)
+
+
+def reports_of(dialect: Dialect) -> list[Report]:
+    """One migration of every row of a table and more."""
+    if dialect is ACCELERATE:
+        reports = [in_block(key, value) for key, value, *_ in BLOCK]
+        reports += [at_top(key, value) for key, value, *_ in TOP]
+        reports += [at_top(key, "x") for key in LAUNCHING]
+        return reports + [in_degrees(key, value) for key, value, *_ in DEGREES]
+    if dialect is TRAINING_ARGUMENTS:
+        reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
+        reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        return [*reports, migrate_data({"fsdp": "full_shard", "fsdp_config": "a.json"})]
+    if dialect is ROLL:
+        reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
+        return reports + [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
+    reports = [in_deepspeed(key, value) for key, value, *_ in DEEP]
+    reports += [in_deepspeed(key, 5) for key in ALWAYS]
+    return reports + [migrate_data({Z: value}) for value, *_ in SWITCHED]
+
+
+@pytest.mark.parametrize("dialect", [ACCELERATE, TRAINING_ARGUMENTS, ROLL, DEEPSPEED])
+def test_every_row_has_a_case(dialect: Dialect):
+    assert rows_without_a_case(dialect, reports_of(dialect)) == []
+
+
+@pytest.mark.parametrize("file", files("*.yaml"), ids=lambda file: file.stem)
+def test_every_key_of_the_collection_is_in_the_report(file):
+    report = migrate(text_of(file))
+    assert missing(Document(text_of(file), file.name).data, report) == []
+    parse_config(settings_of(report))
+    check_stable(report)
+
+
+def test_the_collection_has_what_its_tests_are_about():
+    """Each dialect several times, and what a reader of YAML may trip over."""
+    texts = [text_of(file) for file in files("**/*.yaml")]
+    found = Counter(migrate(text).dialect for text in texts)
+    assert found["composer"] > 10
+    assert min(found[name] for name in ("accelerate", "huggingface", "roll")) >= 4
+    assert found["none"] > 0
+    whole = "\n".join(texts)
+    strategies = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
+    for part in (*strategies, "\r\n", "<<: *", "${variables.", "\nparameters:", "'8'", "é"):
+        assert part in whole, part
+    statuses = {entry.status for text in texts for entry in migrate(text).entries}
+    assert statuses == set(Status)
+
+
+ROLES = """\
+actor_train:
+  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 4}}
+reference:
+  strategy_args:
+    strategy_name: fsdp2_infer
+    strategy_config:
+      param_dtype: fp16  # smaller
+actor_infer:
+  strategy_args:
+    strategy_name: vllm
+    strategy_config: {block_size: 16}
+"""
+
+
+def test_every_role_of_roll_is_migrated_and_other_engines_are_left():
+    report = migrate(ROLES)
+    new = OmegaConf.create(report.text)
+    trained = new.actor_train.strategy_args.parallelism_config.fsdp2
+    assert trained[SHARD] == 4
+    assert "# smaller" in report.text
+    frozen = new.reference.strategy_args.parallelism_config.fsdp2.mixed_precision
+    assert frozen == {"param_dtype": "fp16", "reduce_dtype": "fp32"}
+    assert new.actor_infer.strategy_args.strategy_config == {"block_size": 16}
+    assert len(report.remarks) == 2
+    check_stable(report)
+
+
+def test_another_dialect_can_be_asked_for():
+    """Accelerate's own keys, read as what they also are: arguments of transformers."""
+    text = dump({"distributed_type": "FSDP", "fsdp_config": {"fsdp_min_num_params": 5}})
+    assert migrate(text).dialect == "accelerate"
+    assert migrate(text, dialect="huggingface").dialect == "huggingface"
+
+
+VALUES = st.one_of(st.booleans(), st.none(), st.integers(-1, 5), st.sampled_from(["a", "bf16"]))
+NAMES = sorted(
+    {
+        name
+        for dialect in (ACCELERATE, TRAINING_ARGUMENTS, ROLL, DEEPSPEED)
+        for row in dialect.rows
+        for name in row.key.split(".")
+    }
+    | {"fsdp_config", "strategy_config", "fsdp_state_dict_type", "model"}
+)
+FLAT = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.dictionaries(st.sampled_from(NAMES), st.one_of(VALUES, FLAT), min_size=1, max_size=6))
+def test_no_key_is_missing(data):
+    report = migrate(dump(data))
+    assert missing(data, report) == []
+    check_stable(report)

@@ -1,0 +1,58 @@
+"""The table of callbacks and algorithms: complete, shown in the README, and refusing in full."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from composer import algorithms, callbacks
+from composer.algorithms import GradientClipping, StochasticDepth
+from composer.core import Algorithm, Callback
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.trainer.extensions import (
+    ALGORITHMS,
+    CALLBACKS,
+    Extension,
+    check_extensions,
+    note_extensions,
+)
+from tests.support.extension_table import MARK, PAGE, table
+
+REFUSING = [entry for entry in (*CALLBACKS, *ALGORITHMS) if entry.refusal is not None]
+
+
+@pytest.mark.parametrize(
+    ("package", "base", "listed"),
+    [(callbacks, Callback, CALLBACKS), (algorithms, Algorithm, ALGORITHMS)],
+)
+def test_everything_composer_exports_is_listed(
+    package: Any, base: type, listed: tuple[Extension, ...]
+):
+    exported = [name for name in package.__all__ if issubclass(getattr(package, name), base)]
+    assert sorted(exported) == [entry.name for entry in listed]
+
+
+def test_the_readme_shows_the_table():
+    """`python -m tests.support.extension_table` writes it."""
+    assert [text for _, text in MARK.findall(PAGE.read_text())] == [table()]
+
+
+@pytest.mark.parametrize("entry", REFUSING, ids=lambda entry: entry.name)
+def test_a_refusal_has_three_sentences(entry: Extension):
+    assert entry.refusal is not None
+    assert len(re.findall(r"[a-z`'\])][.](?: |$)", entry.refusal.message)) == 2
+
+
+class OwnDepth(StochasticDepth):
+    pass
+
+
+def test_what_a_user_derives_is_refused_too():
+    trainer: Any = SimpleNamespace()
+    algorithms = [GradientClipping("norm", 1.0), OwnDepth("ResNetBottleneck")]
+    note_extensions(trainer, {"algorithms": algorithms})
+    with pytest.raises(ConfigError, match=r"^StochasticDepth with `stochastic_method: block`"):
+        check_extensions(trainer)
