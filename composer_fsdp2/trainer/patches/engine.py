@@ -333,7 +333,7 @@ def _problem(row: PatchPoint) -> str | None:
         )
     try:
         found = fingerprint(_read(row))
-    except (ImportError, AttributeError, OSError, TypeError) as error:
+    except (ImportError, AttributeError, OSError, SyntaxError, TypeError) as error:
         found = f"cannot be read: {error}"
     if found in row.fingerprints:
         return None
