@@ -14,6 +14,7 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
   not raise fails, and one that hangs is reported with its stack. The pool survives it.
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
 - `new_python` for a test whose new processes import large libraries; such tests run first.
+- `smoke` for a test that runs on every version of the README's table, there without LLM Foundry.
 - `fault("what happens", "survived")` puts it into the table of faults:
   `tests/support/faults_table.py`.
 - A skip names what is missing in the words of `tests/support/skips.py`, or it is a failure.
