@@ -84,6 +84,9 @@ def text(what: str) -> ValueType:
 def null_or(values: ValueType) -> ValueType:
     """The same values, or null."""
 
+    def accepts(value: Any) -> bool:
+        return value is None or values.accepts(value)
+
     def check_inside(key: str, value: Any, errors: list[str]) -> None:
         if value is not None:
             values.check_inside(key, value, errors)
@@ -91,7 +94,7 @@ def null_or(values: ValueType) -> ValueType:
     return dataclasses.replace(
         values,
         expected=f"{values.expected}, or null",
-        accepts=lambda value: value is None or values.accepts(value),
+        accepts=accepts,
         check_inside=check_inside,
     )
 

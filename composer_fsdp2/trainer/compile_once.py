@@ -30,7 +30,7 @@ def check_compiled_once(trainer: Trainer, config: object) -> None:
         ConfigError: saying which two.
     """
     whole = getattr(trainer, _WHOLE, None)
-    if isinstance(config, TrainerFSDP2Config) and config.compile and whole is not None:
+    if isinstance(config, TrainerFSDP2Config) and config.settings.compile and whole is not None:
         raise ConfigError(
             f"parallelism_config.fsdp2.compile is set, and {whole}. Blocks would be compiled "
             "inside a graph that contains them. Take one of them out: blocks compile faster, and "
