@@ -15,6 +15,7 @@ from composer.models import ComposerModel
 from composer.utils.parallelism import FSDPConfig
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import (
@@ -23,6 +24,7 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     summon_full_params,
 )
+from composer_fsdp2.shard.torch_private import members
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.trainer import patches, save_pretrained
 from composer_fsdp2.trainer.config import parse_parallelism_config
@@ -157,6 +159,16 @@ def another_composer() -> None:
         patch.setattr(owner, name, another_method)
         with installed():
             pass
+
+
+def another_torch() -> None:
+    members._is_there.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delattr(FSDPModule, "_get_fsdp_state")
+            prepare(TinyLM())
+    finally:
+        members._is_there.cache_clear()
 
 
 def read_and_write_on_rank_0() -> None:
@@ -304,6 +316,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "Nothing initialises": lambda _: nothing_initialises(),
     "Rank 0 holds the model on meta": lambda _: meta_on_rank_0(),
     "is not one the replacement was written for": lambda _: another_composer(),
+    "cannot work without it, and would fail in the middle of a run": lambda _: another_torch(),
     "rank0_only and writeback were both asked for": lambda _: read_and_write_on_rank_0(),
     "no rank can gather them alone": saved_by_one_rank,
     "holds weights only": weights_only,

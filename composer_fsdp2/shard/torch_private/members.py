@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from composer_fsdp2.errors import PatchError
 
@@ -243,6 +244,8 @@ def _has(owner: Any, name: str, use: Use) -> bool:
         # Newer torch does the same work in a module beside it.
         beside = [importlib.import_module(f"{_SHARD}._fsdp_init"), inspect.getmodule(owner)]
         return any(name in code.co_names for place in beside for code in _functions_of(place))
+    if owner is nn.Module:  # whose methods the compiler replaces
+        return hasattr(nn.Module(), name)
     if isinstance(owner, type):
         in_class = inspect.getattr_static(owner, name, None)
         if use == "reset" and isinstance(in_class, property) and in_class.fset is None:

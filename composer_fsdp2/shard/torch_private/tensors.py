@@ -62,9 +62,10 @@ _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 
 # --- Modules and tensors. ---
 
-PROFILER_MARKS = (
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
+_OPERATORS: Any = torch.ops
+PROFILER_MARKS: tuple[Any, ...] = (
+    _OPERATORS.profiler._record_function_enter_new.default,
+    _OPERATORS.profiler._record_function_exit._RecordFunction,
 )
 """operators by which torch marks a span in a profile"""
 
@@ -97,7 +98,7 @@ def is_view(tensor: torch.Tensor) -> bool:
 
 def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the same values in the same memory, and no view for autograd."""
-    return torch.ops.aten._unsafe_view(tensor, tensor.shape)
+    return _OPERATORS.aten._unsafe_view(tensor, tensor.shape)
 
 
 def storage_id(tensor: torch.Tensor) -> int:
