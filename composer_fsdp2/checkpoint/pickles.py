@@ -135,7 +135,7 @@ class _DataUnpickler(pickle.Unpickler):
         if (module, name) in (("collections", "OrderedDict"), ("torch._utils", _REBUILD)):
             return super().find_class(module, name)
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: load_object(data, self._where)
+            return lambda data: load_object(data, self._where)  # pyright: ignore[reportUnknownLambdaType]
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == _RECONSTRUCT:
             return super().find_class(module, name)
         if (module, name) in self._types:
@@ -176,7 +176,7 @@ def load_object(data: bytes | memoryview, where: str, *, trusted: bool = False) 
     Raises:
         CheckpointError: it is damaged, or asks for something that could execute code.
     """
-    return _load(lambda **kwargs: torch.load(io.BytesIO(data), **kwargs), where, trusted)
+    return _load(lambda **kwargs: torch.load(io.BytesIO(data), **kwargs), where, trusted)  # pyright: ignore[reportUnknownLambdaType]
 
 
 def load_file(path: Path) -> Any:
@@ -192,7 +192,7 @@ def load_file(path: Path) -> Any:
         raise unreadable(path, FileNotFoundError("there is no such file"))
     with path.open("rb") as file:
         mapped = file.read(4) == b"PK\x03\x04"  # older files are not zip archives
-    return _load(lambda **kwargs: torch.load(path, mmap=mapped, **kwargs), str(path), trusts(path))
+    return _load(lambda **kwargs: torch.load(path, mmap=mapped, **kwargs), str(path), trusts(path))  # pyright: ignore[reportUnknownLambdaType]
 
 
 def _load(load: Callable[..., Any], where: str, trusted: bool) -> Any:

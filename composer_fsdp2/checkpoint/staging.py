@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -48,7 +48,7 @@ def check_destination(path: Path, *, folder: bool) -> None:
 
 
 @contextmanager
-def staged(destination: Path, *, folder: bool, replace: bool = False) -> Iterator[Path]:
+def staged(destination: Path, *, folder: bool, replace: bool = False) -> Generator[Path]:
     """Yields a path beside `destination` that becomes it once everything is on the disk.
 
     Whatever goes wrong, Ctrl-C included, nothing stays behind. See [Note: visible at once].

@@ -12,7 +12,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Savers:
 
 
 @contextlib.contextmanager
-def _signals_after() -> Iterator[None]:
+def _signals_after() -> Generator[None]:
     """Puts SIGTERM and SIGINT off to the end of a block; in the main thread, nothing elsewhere.
 
     What their handlers raise would come out of torch's writers as a file that could not be written.

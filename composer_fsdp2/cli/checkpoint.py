@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -200,7 +200,7 @@ def _torch_type(dtype: FloatType | None) -> torch.dtype | None:
 
 
 @contextmanager
-def _interruptible(destination: Path) -> Iterator[None]:
+def _interruptible(destination: Path) -> Generator[None]:
     try:
         yield
     except KeyboardInterrupt:
@@ -225,7 +225,7 @@ def _bytes(text: str) -> int:
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def _progress(what: str) -> Generator[Callable[[int, int], None]]:
     """A bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import typer
@@ -17,7 +17,7 @@ _USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
 
 
 @contextmanager
-def reported() -> Iterator[None]:
+def reported() -> Generator[None]:
     """What the user can correct becomes one message and exit code 2, without a traceback."""
     from composer_fsdp2.cli.launch import RankError
 
@@ -38,7 +38,7 @@ def say(markup: str) -> None:
 
 
 @contextmanager
-def counting(total: int) -> Iterator[Callable[[str, int], None]]:
+def counting(total: int) -> Generator[Callable[[str, int], None]]:
     """A bar with a title on standard error, if that is a terminal; gone when it is done."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -175,7 +175,7 @@ def _ending(failure: ProcessFailure) -> str:
 
 
 @contextmanager
-def rank_guard() -> Iterator[None]:
+def rank_guard() -> Generator[None]:
     """Ends this rank when its launcher is gone, and soon after a signal even in a collective.
 
     Does nothing under another launcher, which has its own ways.

@@ -6,7 +6,7 @@ import json
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -222,7 +222,7 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
 
 
 @contextmanager
-def _shown(job: Job, place: Path, steps: int) -> Iterator[None]:
+def _shown(job: Job, place: Path, steps: int) -> Generator[None]:
     """Follows the file that a run writes, from a thread: this one waits for the ranks."""
     from composer_fsdp2.tools.parity.compare import read_steps
 

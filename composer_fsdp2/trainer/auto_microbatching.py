@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ _ATTEMPTS = "_fsdp2_attempts"
 @contextmanager
 def note_auto(
     init: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Iterator[inspect.BoundArguments]:
+) -> Generator[inspect.BoundArguments]:
     """Gives the arguments of `Trainer.__init__` without an `auto` that Composer would refuse.
 
     It starts with the batch of a rank either way. Allowed on a CPU too, where memory does not run

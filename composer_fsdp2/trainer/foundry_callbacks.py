@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -114,7 +114,7 @@ def _whole_state(state: State, config: TrainerFSDP2Config, keep_optimizers: bool
 
 
 @contextlib.contextmanager
-def _local_folder(saver: Any, folder: str) -> Iterator[str]:
+def _local_folder(saver: Any, folder: str) -> Generator[str]:
     """Where the file is written: a temporary folder when it is to be uploaded."""
     if saver.remote_ud is None:
         yield folder

@@ -24,7 +24,7 @@ def save_lions_as_text(optimizers: Any) -> None:
     """Has these optimizers save text and load it. Collective: no."""
     for optimizer in ensure_tuple(optimizers):
         if type(optimizer).__name__ in ADAPTIVE_LIONS:
-            optimizer.register_state_dict_post_hook(lambda _, saved: lion_as_text(saved))
+            optimizer.register_state_dict_post_hook(lambda _, saved: lion_as_text(saved))  # pyright: ignore[reportUnknownLambdaType]
             optimizer.register_load_state_dict_pre_hook(_with_objects)
 
 

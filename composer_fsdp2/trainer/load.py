@@ -16,7 +16,7 @@ import os
 import tarfile
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def _agreed(act: Callable[[], Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _state_type(state: State, kind: Kind) -> Iterator[None]:
+def _state_type(state: State, kind: Kind) -> Generator[None]:
     """Composer's state dicts are of this kind for a while."""
     config: Any = state.fsdp_config
     if config is None:
@@ -153,7 +153,7 @@ def _state_type(state: State, kind: Kind) -> Iterator[None]:
 @contextlib.contextmanager
 def _fetched(
     path: str, object_store: Any, state: State, progress_bar: bool
-) -> Iterator[tuple[Path, Any]]:
+) -> Generator[tuple[Path, Any]]:
     """Where the checkpoint is on this machine; for a folder elsewhere a reader that fetches it."""
     set_node_rank()
     path = composers._format_path_with_rank_zero(path) if "{" in path else path
@@ -519,7 +519,7 @@ def _tell(notes: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def unpacking_safely() -> Iterator[None]:
+def unpacking_safely() -> Generator[None]:
     """Archives are unpacked inside their folder, and hold nothing but files and folders.
 
     Raises:

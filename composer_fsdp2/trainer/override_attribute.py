@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["override_attribute"]
 
 
 @contextmanager
-def override_attribute(owner: Any, name: str, value: Any) -> Iterator[None]:
+def override_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
     """Gives one object an attribute of its own for the duration of a block."""
     before = dict(vars(owner))
     setattr(owner, name, value)

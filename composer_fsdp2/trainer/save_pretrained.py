@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from composer.utils import dist
@@ -18,7 +18,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import agree
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
 from composer_fsdp2.shard.torch_private.tensors import default_store
-from composer_fsdp2.trainer.uneven_batches import standing_in
+from composer_fsdp2.trainer.uneven_batches import override_attribute
 
 __all__ = ["save_pretrained"]
 
@@ -73,7 +73,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 @contextlib.contextmanager
-def _as_its_own_class(model: nn.Module) -> Iterator[None]:
+def _as_its_own_class(model: nn.Module) -> Generator[None]:
     """FSDP2 gives a module another class, whose name would get into `config.json`."""
     sharded = type(model)
     model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
@@ -88,7 +88,7 @@ def _wherever_it_is(model: nn.Module) -> contextlib.AbstractContextManager[None]
     decides = "should_save_on_this_rank"
     if not hasattr(model, decides):
         return contextlib.nullcontext()
-    return standing_in(model, decides, bool)
+    return override_attribute(model, decides, bool)
 
 
 def _await_everyone() -> None:

@@ -16,7 +16,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -118,7 +118,7 @@ class _EvenTraining(_Even):
         self.left, self.adding = len(self._added), False
 
     @contextmanager
-    def one_added(self, trainer: Any) -> Iterator[None]:
+    def one_added(self, trainer: Any) -> Generator[None]:
         """Around one that was added."""
         kept, of_numpy = Snapshot(self._device), np.random.get_state()
         kept.keep(trainer.state.model.buffers())

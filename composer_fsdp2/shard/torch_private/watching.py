@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import torch
@@ -42,7 +42,7 @@ _watched: list[tuple[Any, str, Any]] = []
 
 
 @contextlib.contextmanager
-def watching(watcher: Watcher) -> Iterator[None]:
+def watching(watcher: Watcher) -> Generator[None]:
     """Tells a watcher of FSDP's collectives and waits for the duration of a block.
 
     Collective: no. Every call goes on to the original with its arguments as they are, so there is

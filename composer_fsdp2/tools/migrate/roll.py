@@ -25,7 +25,7 @@ def _is_dtype(value: Any) -> bool:
 
 
 def _dtype(name: str) -> Any:
-    return lambda value: {"mixed_precision": {name: _SPELLINGS.get(value.lower(), value)}}
+    return lambda value: {"mixed_precision": {name: _SPELLINGS.get(value.lower(), value)}}  # pyright: ignore[reportUnknownLambdaType]
 
 
 def _is_size(value: Any) -> bool:

@@ -17,7 +17,7 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -223,7 +223,7 @@ def _restore(targets: Set[str]) -> None:
 
 
 @contextlib.contextmanager
-def installed(rows: Sequence[PatchPoint]) -> Iterator[None]:
+def installed(rows: Sequence[PatchPoint]) -> Generator[None]:
     """Installs for the duration of a block, and leaves things as they were."""
     before, off = set(_originals), set(_off)
     install(rows)
