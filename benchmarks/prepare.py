@@ -36,7 +36,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from composer_fsdp2.plan.planner import WrapPlan
+    from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 WORLD_SIZE = 8
 NESTED = ("Leaf",)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 if TYPE_CHECKING:
-    from composer_fsdp2.plan.planner import WrapPlan
+    from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 # --- models ---
 

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from composer_fsdp2.config.schema import FSDP2Config, parse_config
     from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
     from composer_fsdp2.plan.module_tree import tied_groups
-    from composer_fsdp2.plan.planner import ShardUnit, WrapPlan, plan_wrapping
+    from composer_fsdp2.plan.planner import plan_wrapping
+    from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
     from composer_fsdp2.shard.apply import apply_plan
     from composer_fsdp2.shard.summon import summon_full_params
     from composer_fsdp2.trainer.config import TrainerFSDP2Config

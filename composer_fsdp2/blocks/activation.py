@@ -23,6 +23,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.block_positions import (
@@ -41,7 +42,13 @@ from composer_fsdp2.shard.torch_private.tensors import (
     wrapped_module,
 )
 
-__all__ = ["ActivationPlan", "ActivationSpec", "apply_activation", "plan_activation"]
+__all__ = [
+    "ActivationCheckpointing",
+    "ActivationPlan",
+    "ActivationSpec",
+    "apply_activation",
+    "plan_activation",
+]
 
 Choice = Callable[[str, nn.Module], bool]
 
@@ -66,7 +73,7 @@ class ActivationPlan:
 
 
 def plan_activation(
-    model: nn.Module,
+    model: nn.Module | ModuleTree,
     settings: ActivationSpec | bool = True,
     *,
     choose: Choice | None = None,
@@ -77,7 +84,7 @@ def plan_activation(
     Collective: no. The root is never wrapped.
 
     Args:
-        model: the whole model, sharded or not.
+        model: the whole model, sharded or not, or its tree.
         settings: `activation_checkpointing`; false to offload alone.
         choose: whether the module of this name is wrapped, where the settings do not say; the
             members of the model's lists of blocks by default.
@@ -112,6 +119,28 @@ def plan_activation(
         selective=spec.mode == "selective",
         preserve_rng_state=spec.preserve_rng_state,
     )
+
+
+class ActivationCheckpointing(Transformation[ActivationPlan]):
+    """`activation_checkpointing` and `activation_cpu_offload`."""
+
+    exchanges_modules = True
+
+    def plan(self, facts: ModelFacts) -> ActivationPlan | None:
+        """Returns the modules to checkpoint; with `memory_budget` the compiler recomputes."""
+        recompute, offload = (
+            facts.settings.activation_checkpointing,
+            facts.settings.activation_cpu_offload,
+        )
+        if isinstance(recompute, ActivationSpec) and recompute.memory_budget is not None:
+            recompute = False
+        if recompute is False and not offload:
+            return None
+        return plan_activation(facts.tree, recompute, choose=facts.is_checkpointed, offload=offload)
+
+    def apply(self, tree: ModuleTree, plan: ActivationPlan) -> None:
+        """Wraps the modules of the plan."""
+        apply_activation(tree, plan)
 
 
 def _choice(tree: ModuleTree, spec: ActivationSpec) -> Choice:
@@ -153,7 +182,7 @@ def _is_in(spec: ActivationSpec, position: BlockPosition | None) -> bool:
     return position.index % spec.every == 0
 
 
-def apply_activation(model: nn.Module, plan: ActivationPlan) -> None:
+def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> None:
     """Wraps the modules of the plan in place; a module registered twice is wrapped once.
 
     What is in such a wrapper already is left as it is.

@@ -21,13 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
-from composer_fsdp2.plan.planner import WrapPlan
 from composer_fsdp2.plan.rules import output_heads
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.shard.torch_private.tensors import (
     TENSOR_FACTS,
     TORCH_FUNCTION_OFF,
@@ -35,7 +36,14 @@ from composer_fsdp2.shard.torch_private.tensors import (
     tree_leaves,
 )
 
-__all__ = ["ChunkedLogits", "ChunkingPlan", "apply_chunking", "kept_for_loss", "plan_chunking"]
+__all__ = [
+    "ChunkedLogits",
+    "ChunkedLoss",
+    "ChunkingPlan",
+    "apply_chunking",
+    "kept_for_loss",
+    "plan_chunking",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +57,13 @@ class ChunkingPlan:
         return f"loss in {self.chunks} chunks: {', '.join(self.heads)}"
 
 
-def plan_chunking(model: nn.Module, settings: ChunkingSpec) -> ChunkingPlan:
+def plan_chunking(model: nn.Module | ModuleTree, settings: ChunkingSpec) -> ChunkingPlan:
     """Decides which heads leave their logits to the loss.
 
     Collective: no.
 
     Args:
-        model: the whole model, before anything is wrapped.
+        model: the whole model, before anything is wrapped, or its tree.
         settings: `chunked_loss`.
 
     Raises:
@@ -93,6 +101,23 @@ def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
         for unit in plan.units
     ]
     return replace(plan, units=tuple(units))
+
+
+class ChunkedLoss(Transformation[ChunkingPlan]):
+    """`chunked_loss`."""
+
+    def plan(self, facts: ModelFacts) -> ChunkingPlan | None:
+        """Returns the heads that leave their logits to the loss."""
+        spec = facts.settings.chunked_loss
+        return None if spec is None else plan_chunking(facts.tree, spec)
+
+    def adjust_units(self, plan: ChunkingPlan, units: WrapPlan) -> WrapPlan:
+        """Returns the units with those of the heads kept after forward."""
+        return kept_for_loss(units, plan)
+
+    def apply(self, tree: ModuleTree, plan: ChunkingPlan) -> None:
+        """Lets the heads of the plan leave their logits to the loss."""
+        apply_chunking(tree.root, plan)
 
 
 def _chosen(tree: ModuleTree, settings: ChunkingSpec) -> list[str]:

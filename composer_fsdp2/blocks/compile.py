@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.config.blocks import CompileSpec
+from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
+from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -26,7 +27,7 @@ from composer_fsdp2.shard.torch_private.tensors import (
     compiler_modes,
 )
 
-__all__ = ["CompilePlan", "apply_compile", "plan_compile"]
+__all__ = ["CompileBlocks", "CompilePlan", "apply_compile", "plan_compile"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,24 @@ def plan_compile(
     return CompilePlan(modules=names, settings=settings, memory_budget=memory_budget)
 
 
+class CompileBlocks(Transformation[CompilePlan]):
+    """`compile`, and `activation_checkpointing.memory_budget`, which the compiler keeps."""
+
+    def plan(self, facts: ModelFacts) -> CompilePlan | None:
+        """Returns the blocks to compile."""
+        spec = facts.settings.compile
+        if spec is False:
+            return None
+        spec = CompileSpec() if spec is True else spec
+        recompute = facts.settings.activation_checkpointing
+        budget = recompute.memory_budget if isinstance(recompute, ActivationSpec) else None
+        return plan_compile(facts.blocks, spec, memory_budget=budget)
+
+    def apply(self, tree: ModuleTree, plan: CompilePlan) -> None:
+        """Compiles the blocks, the wrappers of activation checkpointing included."""
+        apply_compile(tree.root, plan)
+
+
 _KEEPS_BUDGETS = ("inductor", "aot_eager")
 """backends that split a graph with torch's own partitioner"""
 
@@ -96,14 +115,20 @@ def apply_compile(model: nn.Module, plan: CompilePlan) -> None:
 
     Collective: no. To be called after `apply_activation`. The work is done in the first batch.
     """
-    outermost: dict[str, nn.Module] = {}
-    for visit in ModuleTree.read(model).visits:
-        if visit.path not in outermost or isinstance(outermost[visit.path], OffloadWrapper):
-            outermost[visit.path] = visit.module
     arguments = _arguments(plan)
     for name in plan.modules:
-        module = outermost[name]
+        module = _outermost(model, name)
         module.forward = torch.compile(module.forward, **arguments)
+
+
+def _outermost(model: nn.Module, name: str) -> nn.Module:
+    """Returns the module of this name with its wrappers, but for the one that offloads."""
+    above, _, last = name.rpartition(".")
+    module = model.get_submodule(above)._modules[last] if name else model
+    while isinstance(module, OffloadWrapper):
+        module = module._checkpoint_wrapped_module
+    assert isinstance(module, nn.Module)
+    return module
 
 
 def _arguments(plan: CompilePlan) -> dict[str, Any]:

@@ -13,31 +13,22 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
-from composer_fsdp2.plan.planner import WrapPlan
-from composer_fsdp2.shard.torch_private.units import (
-    init_all_gather_extensions,
-    local_shard,
-    param_groups,
-    params_of,
-    sharded_param,
-)
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 
-__all__ = ["Float8Plan", "apply_float8", "check_float8", "gather_in_float8", "plan_float8"]
+__all__ = ["Float8Linear", "Float8Plan", "apply_float8", "check_float8", "plan_float8"]
 
 _ORIGIN = (8, 9)
 """the first CUDA capability that multiplies fp8"""
@@ -141,6 +132,30 @@ def plan_float8(
     return Float8Plan(modules=tuple(chosen), gathered=tuple(gathered), settings=settings)
 
 
+class Float8Linear(Transformation[Float8Plan]):
+    """`fp8`. What is cast before it is sent is set up after sharding: `shard.fp8_gather`."""
+
+    def plan(self, facts: ModelFacts) -> Float8Plan | None:
+        """Returns the linear layers to convert."""
+        spec = facts.settings.fp8
+        if spec is False:
+            return None
+        spec = Float8Spec() if spec is True else spec
+        # Before the model is asked: without torchao nothing else about fp8 is worth a word.
+        check_float8(spec, facts.device_type)
+        return plan_float8(
+            facts.tree,
+            facts.units,
+            spec,
+            blocks=facts.units.blocks(),
+            shard_ranks=facts.shard_ranks,
+        )
+
+    def apply(self, tree: ModuleTree, plan: Float8Plan) -> None:
+        """Gives the layers torchao's forward."""
+        apply_float8(tree.root, plan)
+
+
 def _pays(layer: nn.Linear) -> bool:
     return layer.weight.requires_grad and min(layer.weight.shape) >= _WORTHWHILE
 
@@ -198,60 +213,3 @@ def apply_float8(model: nn.Module, plan: Float8Plan) -> None:
         for attribute, value in vars(converted).items():
             vars(layer).setdefault(attribute, value)
         layer.__class__ = type(converted)
-
-
-def gather_in_float8(model: nn.Module, units: Iterable[FSDPModule], plan: Float8Plan) -> None:
-    """Has weights of the plan cast before they are sent. Collective: no; after sharding."""
-    layers = {model.get_submodule(name).weight: name for name in plan.gathered}
-    for group in (group for unit in units for group in param_groups(unit)):
-        held = [param for param in params_of(group) if sharded_param(param) in layers]
-        shards = [local_shard(param) for param in held]
-        scales = _Scales(shards)
-        for index, (param, shard) in enumerate(zip(held, shards, strict=True)):
-            layer = model.get_submodule(layers[sharded_param(param)])
-            _CastForGather(layer, shard, scales, index).take_place()
-            init_all_gather_extensions(param)
-
-
-class _Scales:
-    """Of the weights that one collective gathers in fp8, found anew for each gather.
-
-    Whether they have changed cannot be told: in-place operations on a DTensor do not count up the
-    version of the shard inside.
-    """
-
-    def __init__(self, shards: Sequence[torch.Tensor]) -> None:
-        self._shards = shards
-        self._found: dict[int, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def of(self, index: int, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
-        """Collective: yes, for the first of each gather, whatever became of the one before."""
-        if index not in self._found:
-            largest = torch.stack(
-                [torch.linalg.vector_norm(shard, float("inf")) for shard in self._shards]
-            )
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
-            scales = _torchao("float8.float8_utils").amax_to_scale(largest, dtype)
-            self._found = dict(enumerate(scales.unbind()))
-        return self._found.pop(index)
-
-
-class _CastForGather:
-    """What FSDP2 asks a shard for around its gather."""
-
-    def __init__(self, layer: Any, shard: torch.Tensor, scales: _Scales, index: int) -> None:
-        kind = _torchao("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
-        self._shard, self._scales, self._index = shard, scales, index
-        self._dtype = layer.config.cast_config_weight.target_dtype
-        self._cast = kind(shard.detach(), layer.linear_mm_config, self._dtype)
-
-    def take_place(self) -> None:
-        """Torch looks for methods of these names on the shard itself."""
-        shard: Any = self._shard
-        shard.fsdp_pre_all_gather = self._before
-        shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
-
-    def _before(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        self._cast._precomputed_scale = self._scales.of(self._index, self._dtype, mesh)
-        return self._cast.fsdp_pre_all_gather(mesh)

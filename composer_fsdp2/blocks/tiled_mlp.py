@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import TilingSpec
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.block_positions import outer_names
@@ -25,7 +26,7 @@ from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_n
 from composer_fsdp2.ranks import agree
 from composer_fsdp2.shard.torch_private.tensors import BatchNorm
 
-__all__ = ["TilingPlan", "apply_tiling", "plan_tiling"]
+__all__ = ["TiledMLP", "TilingPlan", "apply_tiling", "plan_tiling"]
 
 _USUAL_NAMES = ("mlp", "ffn", "feed_forward")
 
@@ -42,14 +43,14 @@ class TilingPlan:
 
 
 def plan_tiling(
-    model: nn.Module, settings: TilingSpec, *, units: Collection[str] = ()
+    model: nn.Module | ModuleTree, settings: TilingSpec, *, units: Collection[str] = ()
 ) -> TilingPlan:
     """Decides which modules run in tiles.
 
     Collective: no.
 
     Args:
-        model: the whole model, before anything is wrapped.
+        model: the whole model, before anything is wrapped, or its tree.
         settings: `tiled_mlp`.
         units: names of the modules that gather their own parameters.
 
@@ -67,6 +68,21 @@ def plan_tiling(
     for name, module in chosen.items():
         _check(name, module, chosen, units)
     return TilingPlan(modules=tuple(chosen), shards=settings.shards)
+
+
+class TiledMLP(Transformation[TilingPlan]):
+    """`tiled_mlp`."""
+
+    def plan(self, facts: ModelFacts) -> TilingPlan | None:
+        """Returns the MLPs to cut."""
+        if facts.settings.tiled_mlp is None:
+            return None
+        units = [name for unit in facts.units.units for name in unit.modules if name]
+        return plan_tiling(facts.tree, facts.settings.tiled_mlp, units=units)
+
+    def apply(self, tree: ModuleTree, plan: TilingPlan) -> None:
+        """Makes the modules of the plan run in tiles."""
+        apply_tiling(tree.root, plan)
 
 
 def _chosen(tree: ModuleTree, settings: TilingSpec) -> dict[str, nn.Module]:

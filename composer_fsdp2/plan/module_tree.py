@@ -64,11 +64,14 @@ class ModuleTree:
     """id(module) of every module, children before parents on every path"""
 
     @classmethod
-    def read(cls, model: nn.Module) -> ModuleTree:
+    def read(cls, model: nn.Module | ModuleTree) -> ModuleTree:
         """Walks the model; linear in the number of paths.
 
-        A module that contains itself is followed once.
+        A module that contains itself is followed once. A tree is returned as it is, so that whoever
+        has one can hand it on.
         """
+        if isinstance(model, ModuleTree):
+            return model
         tree = cls()
         on_path: set[int] = set()
         finished: dict[int, None] = {}
@@ -104,6 +107,11 @@ class ModuleTree:
             if param is not None:
                 self.uses.append(ParamUse(f"{path}.{name}" if path else name, param, index))
         return index
+
+    @property
+    def root(self) -> nn.Module:
+        """The whole model."""
+        return self.visits[0].module
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         """Every module once, under its first path, parents before children."""

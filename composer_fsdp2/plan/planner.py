@@ -11,13 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import hashlib
-import json
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -34,124 +31,21 @@ from composer_fsdp2.plan.module_tree import (
     has_forward,
     is_wrapper,
 )
+from composer_fsdp2.plan.param_checks import check_params
 from composer_fsdp2.plan.unit_size import (
-    FROZEN_MAY_DIFFER,
     NO_BOUNDS,
     UnitSizes,
     divide_by_dtype,
     divide_by_size,
     too_small,
 )
+from composer_fsdp2.plan.wrap_plan import LEFT_OUT, Decision, Rule, ShardUnit, WrapPlan
 
-__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "plan_wrapping"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """A rule's answer for one module."""
-
-    wrap: bool
-    reason: str
-    settings: UnitSettings = field(default_factory=UnitSettings)
-    role: Role | None = None
-
-
-Role = Literal["embedding", "head", "fp32"]
-"""what is special about a unit: its backward reads no weight; its backward follows its forward at
-once; it computes in fp32 whatever is around it"""
-
-LEFT_OUT = "parts may be left out"
-"""reason of units that hold what some rank may leave out of a step, and would not be units else"""
-
-Rule = Callable[[str, nn.Module], Decision | None]
-"""Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardUnit:
-    """Parameters gathered and reduced by one collective."""
-
-    modules: tuple[str, ...]
-    """names given to `fully_shard` together; '' is the root"""
-    params: tuple[str, ...]
-    """names owned by this unit and by no other, every name of a tied parameter included"""
-    numel: int
-    """elements over all ranks"""
-    reshard_after_forward: bool | int
-    """resolved: frees the parameters after forward, keeps them, or reshards to that many ranks"""
-    reason: str
-    mixed_precision: str | PrecisionSpec | None = None
-    """`None` follows the run's"""
-    top_level: bool = False
-    """no other unit contains it"""
-    role: Role | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WrapPlan:
-    """Which modules become FSDP units. A value: no tensors, no modules, no process group."""
-
-    units: tuple[ShardUnit, ...]
-    """children before parents, the order of application"""
-    tied: tuple[tuple[str, ...], ...] = ()
-    ignored: tuple[str, ...] = ()
-
-    def owner_of(self) -> dict[str, ShardUnit]:
-        """Maps every parameter name to its unit."""
-        return {name: unit for unit in self.units for name in unit.params}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values in a stable order, for logs and comparisons."""
-        units = [
-            {
-                "modules": list(unit.modules),
-                "params": list(unit.params),
-                "numel": unit.numel,
-                "reshard_after_forward": unit.reshard_after_forward,
-                "mixed_precision": str(unit.mixed_precision) if unit.mixed_precision else None,
-                "reason": unit.reason,
-            }
-            for unit in self.units
-        ]
-        return {
-            "units": units,
-            "tied": [list(names) for names in self.tied],
-            "ignored": list(self.ignored),
-        }
-
-    def digest(self) -> str:
-        """A short text that differs between different plans."""
-        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
-
-    def __str__(self) -> str:
-        """The plan as a table."""
-        header = ("unit", "params", "elements", "reshard", "reason")
-        rows = [header, *(_row(unit) for unit in self.units)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = [_line(row, widths) for row in rows]
-        lines += [f"tied: {' = '.join(names)}" for names in self.tied]
-        if self.ignored:
-            lines.append(f"ignored: {', '.join(self.ignored)}")
-        return "\n".join(lines)
-
-
-def _row(unit: ShardUnit) -> tuple[str, str, str, str, str]:
-    name = ", ".join(module or "<root>" for module in unit.modules)
-    reshard = str(unit.reshard_after_forward).lower()
-    return name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = zip(row, widths, strict=True)
-    return "  ".join(_align(cell, width, i) for i, (cell, width) in enumerate(cells)).rstrip()
-
-
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.rjust(width) if column in (1, 2) else cell.ljust(width)
+__all__ = ["plan_wrapping"]
 
 
 def plan_wrapping(
-    model: nn.Module,
+    model: nn.Module | ModuleTree,
     rules: Sequence[Rule],
     *,
     reshard_after_forward: Reshard = "auto",
@@ -159,14 +53,13 @@ def plan_wrapping(
     ignored_params: Iterable[str] = (),
     sizes: UnitSizes = NO_BOUNDS,
     optional: Collection[str] = (),
-    tree: ModuleTree | None = None,
 ) -> WrapPlan:
     """Decides which modules become FSDP units.
 
     Collective: no. Linear in the number of modules; works on the meta device.
 
     Args:
-        model: the whole model; its name is ''.
+        model: the whole model, whose name is '', or its tree.
         rules: asked in order for every module; the first answer wins, no answer is no unit.
         reshard_after_forward: for units whose decision does not say.
         tied_weights: what to do with a weight shared between units.
@@ -174,13 +67,12 @@ def plan_wrapping(
         sizes: bounds of what a unit gathers.
         optional: names of modules that some rank may leave out of a step; neither they nor what is
             in them become units (see [Note: modules that may be left out]).
-        tree: the model as `ModuleTree.read` gave it, when the caller has it.
 
     Raises:
         PlanError: with every scalar, non-contiguous or mixed-dtype parameter, container without
             `forward`, unmatched pattern or forbidden tie in one message.
     """
-    tree = tree or ModuleTree.read(model)
+    tree = ModuleTree.read(model)
     _refuse_sharded(tree)
     weight_of = alias_representatives(tree.uses)
     chosen, refused, problems = _choose(tree, rules)
@@ -198,7 +90,7 @@ def plan_wrapping(
     for unit, held in owned.items():
         sizes.warn_of_large(tree.visits[unit].path, held)
     units = _make_units(tree, owned, weight_of, nearest_unit, chosen, reshard_after_forward)
-    _check_params(units, uses, problems)
+    check_params(units, uses, problems)
     if problems:
         raise PlanError(problems[0] if len(problems) == 1 else _numbered(problems))
     tied = tuple(tuple(use.name for use in group) for group in ties)
@@ -405,14 +297,17 @@ def _divided(
         for module, dtype in divide_by_dtype(tree, unit, uses, taken):
             settings = _inner(chosen[id(tree.visits[unit].module)].settings)
             reason = f"dtype {str(dtype).removeprefix('torch.')}"
-            added[id(module)] = Decision(wrap=True, reason=reason, settings=settings)
+            added[id(module)] = Decision(
+                wrap=True, reason=reason, settings=settings, is_block=False
+            )
     if added:
         return added
     for unit, uses in owned.items():
         for module in divide_by_size(tree, unit, uses, taken, sizes):
             settings = _inner(chosen[id(tree.visits[unit].module)].settings)
-            decision = Decision(wrap=True, reason="max_unit_bytes", settings=settings)
-            added[id(module)] = decision
+            added[id(module)] = Decision(
+                wrap=True, reason="max_unit_bytes", settings=settings, is_block=False
+            )
     return added
 
 
@@ -527,6 +422,7 @@ def _make_units(
                 mixed_precision=decision.settings.mixed_precision,
                 top_level=top_level,
                 role=decision.role,
+                is_block=decision.is_block,
             )
         )
     return made
@@ -566,48 +462,3 @@ def _resolve_reshard(decision: Decision, used_at_once: bool, run_reshard: Reshar
     if reshard == "auto":
         return not used_at_once
     return False if used_at_once and own is None else reshard
-
-
-def _check_params(
-    units: Iterable[ShardUnit], uses: Iterable[ParamUse], problems: list[str]
-) -> None:
-    """Finds what FSDP2 would refuse, some of it only at the first forward."""
-    params = {use.name: use.param for use in uses}
-    for unit in units:
-        dtypes: dict[str, str] = {}
-        for name in unit.params:
-            param = params[name]
-            if param.requires_grad or not FROZEN_MAY_DIFFER:
-                dtypes.setdefault(str(param.dtype).removeprefix("torch."), name)
-            if param.ndim == 0:
-                problems.append(_scalar(name))
-            elif not param.is_contiguous():
-                problems.append(_non_contiguous(name, param))
-        if len(dtypes) > 1:
-            problems.append(_mixed_dtypes(unit, dtypes))
-
-
-def _scalar(name: str) -> str:
-    return (
-        f"'{name}' is a scalar parameter. FSDP2 shards the first dimension, and a scalar has none. "
-        "Give it shape (1,), or freeze it and list it in ignored_params."
-    )
-
-
-def _non_contiguous(name: str, param: nn.Parameter) -> str:
-    return (
-        f"'{name}' is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}). FSDP2 "
-        "cuts the memory into rows, so it needs rows that follow each other. "
-        "Store it as `nn.Parameter(weight.contiguous())`."
-    )
-
-
-def _mixed_dtypes(unit: ShardUnit, dtypes: Mapping[str, str]) -> str:
-    found = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
-    where = f"The unit '{unit.modules[0]}'" if unit.modules[0] else "The root unit"
-    return (
-        f"{where} holds parameters of different dtypes: {found}. One "
-        "collective gathers one dtype, and torch would stop at the first forward. Modules of one "
-        "dtype are made units of their own, but these share a module: cast them to one dtype, or "
-        "list frozen ones in ignored_params."
-    )

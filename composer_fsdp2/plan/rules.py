@@ -20,7 +20,7 @@ from composer_fsdp2.plan.module_tree import (
     may_be_unit,
 )
 from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
-from composer_fsdp2.plan.planner import Decision, Role, Rule
+from composer_fsdp2.plan.wrap_plan import Decision, Role, Rule
 
 __all__ = [
     "by_class",
@@ -74,7 +74,7 @@ def by_name(pattern: str, settings: UnitSettings | None = None) -> Rule:
     return rule
 
 
-def by_hf_blocks(model: nn.Module) -> Rule | None:
+def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
     """Makes units of the blocks a Hugging Face model lists in `_no_split_modules`.
 
     The list is a hint about devices and not about sharding: some models name an embedding or a
@@ -84,11 +84,12 @@ def by_hf_blocks(model: nn.Module) -> Rule | None:
         The rule, or `None` when nothing in the model has such a list.
     """
     listed: set[str] = set()
-    for module in model.modules():
+    modules = [module for _, module in ModuleTree.read(model).modules()]
+    for module in modules:
         listed.update(getattr(module, "_no_split_modules", None) or ())
     members = {
         id(child)
-        for module in model.modules()
+        for module in modules
         if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         for child in module.children()
         if type(child).__name__ in listed
@@ -104,7 +105,7 @@ def by_hf_blocks(model: nn.Module) -> Rule | None:
     return rule
 
 
-def policy_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
+def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule]:
     """The rules a `wrap_policy` asks for, in order: names, classes, embeddings, head, size.
 
     Raises:
@@ -133,7 +134,7 @@ def policy_rules(model: nn.Module, policy: WrapPolicy) -> list[Rule]:
     return rules
 
 
-def ends_of_models(model: nn.Module, policy: WrapPolicy) -> dict[int, Decision]:
+def ends_of_models(model: nn.Module | ModuleTree, policy: WrapPolicy) -> dict[int, Decision]:
     """Embeddings and heads to take out of the root unit of their model, as `id(module): decision`.
 
     The root keeps what it gathered through the whole of backward. A head of its own is free once
@@ -142,18 +143,19 @@ def ends_of_models(model: nn.Module, policy: WrapPolicy) -> dict[int, Decision]:
     Face's getters, which MPT has too), whose weights nothing else holds, and of some size.
     """
     found: dict[int, tuple[nn.Module, Decision]] = {}
-    for owner in model.modules():
+    tree = ModuleTree.read(model)
+    for _, owner in tree.modules():
         embedding, head = _asked(owner, "get_input_embeddings"), _asked(owner, _HEAD)
         if head is None or head is embedding:
             continue  # without a head of its own, logits may come from the embedding
         if policy.embeddings is None and isinstance(embedding, nn.Embedding):
-            decision = Decision(wrap=True, reason="embeddings", role="embedding")
+            decision = Decision(wrap=True, reason="embeddings", role="embedding", is_block=False)
             found[id(embedding)] = embedding, decision
         if policy.lm_head is None and isinstance(head, nn.Linear):
-            found[id(head)] = head, Decision(wrap=True, reason="lm_head", role="head")
+            decision = Decision(wrap=True, reason="lm_head", role="head", is_block=False)
+            found[id(head)] = head, decision
     if not found:
         return {}
-    tree = ModuleTree.read(model)
     weight_of = alias_representatives(tree.uses)
     names = Counter(weight_of[id(use.param)] for use in tree.uses)
     return {
@@ -177,7 +179,7 @@ def _asked(owner: nn.Module, getter: str) -> object:
 
 
 def with_fp32_islands(
-    model: nn.Module,
+    model: nn.Module | ModuleTree,
     patterns: Sequence[str] | None,
     gathered_in: torch.dtype | None,
     rules: Sequence[Rule],
@@ -236,7 +238,7 @@ def _islands(
         settings = UnitSettings(mixed_precision=precision)
         decisions.update((id(inside), None) for inside in module.modules())
         decisions[id(module)] = Decision(
-            wrap=True, reason="keep_fp32", settings=settings, role="fp32"
+            wrap=True, reason="keep_fp32", settings=settings, role="fp32", is_block=False
         )
     return decisions
 
@@ -275,7 +277,8 @@ def _members(
             "Take it out, or choose the modules with wrap_policy.names."
         )
     ids = {id(module) for module in modules}
-    decision = Decision(wrap=True, reason=key, settings=settings, role=role)
+    is_block = key == "min_num_params"
+    decision = Decision(wrap=True, reason=key, settings=settings, role=role, is_block=is_block)
 
     def rule(_name: str, module: nn.Module) -> Decision | None:
         return decision if id(module) in ids else None

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.planner import WrapPlan
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 __all__ = ["TrafficMeter"]
 

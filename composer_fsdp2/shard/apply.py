@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamUse, alias_representatives
-from composer_fsdp2.plan.planner import ShardUnit, WrapPlan
+from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import GradientReduction, probe_reduction
 from composer_fsdp2.shard.eval_reshard import kept_for_now
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
@@ -191,6 +191,7 @@ def apply_plan(
     seed: int | None = None,
     source: WeightSource | None = None,
     offload: CPUOffload | None = None,
+    tree: ModuleTree | None = None,
 ) -> dict[str, FSDPModule]:
     """Shards a model in place, unit by unit, children before parents.
 
@@ -211,6 +212,8 @@ def apply_plan(
         source: has the values of all parameters, and of the buffers it knows, on every rank (see
             [Note: weights from a source]); the two flags above are then about the rest.
         offload: keeps the shards in CPU memory; the groups of the mesh then reduce there too.
+        tree: the model as `ModuleTree.read` gave it, when the caller has it. Its parameters are
+            dropped, so that no full one outlives the sharding of its unit.
 
     Returns:
         The units by name.
@@ -221,7 +224,8 @@ def apply_plan(
         PatchError: when this torch lacks a private member of FSDP2, before anything is changed.
     """
     check_private_members()
-    if merge_aliases(tree := ModuleTree.read(model)):
+    tree = tree or ModuleTree.read(model)
+    if merge_aliases(tree):
         tree = ModuleTree.read(model)
     reduction = probe_reduction(mesh)
     layout = _Layout.read(tree, plan)

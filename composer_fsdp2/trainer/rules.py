@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,10 +15,8 @@ from torchmetrics import Metric, MetricCollection
 from composer_fsdp2.config.fsdp1 import convert_fsdp1_unit
 from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.plan.module_tree import has_forward
-from composer_fsdp2.plan.planner import Decision, Rule, WrapPlan
+from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.rules import (
     by_hf_blocks,
     ends_of_models,
@@ -26,12 +24,13 @@ from composer_fsdp2.plan.rules import (
     root_rule,
     with_fp32_islands,
 )
+from composer_fsdp2.plan.wrap_plan import Decision, Rule
 
-__all__ = ["activation_choice", "block_units", "trainer_rules"]
+__all__ = ["activation_choice", "trainer_rules"]
 
 
 def trainer_rules(
-    model: nn.Module,
+    model: nn.Module | ModuleTree,
     policy: WrapPolicy,
     shape: MeshShape | None = None,
     *,
@@ -48,7 +47,7 @@ def trainer_rules(
     a block is replaces `fsdp_wrap_fn`. Any other module is the root itself and its `fsdp_wrap_fn`.
 
     Args:
-        model: a ComposerModel or any other module.
+        model: a ComposerModel or any other module, or its tree.
         policy: what the settings say about units.
         shape: of the run's mesh, with which a mesh in an answer of `fsdp_wrap_fn` is compared.
         keep_fp32: as in the settings.
@@ -57,18 +56,20 @@ def trainer_rules(
     Raises:
         PlanError: for parts of the policy that match nothing.
     """
+    tree = ModuleTree.read(model)
+    model = tree.root
     tops = _tops(model)
     rules: list[Rule] = [] if model in tops else [_metric_rule(model)]
-    ends = ends_of_models(model, policy)
-    rules.append(_adapter_rule(model, _attribute_rule(tops, ends)))
-    rules += policy_rules(model, policy)
+    ends = ends_of_models(tree, policy)
+    rules.append(_adapter_rule(tree, _attribute_rule(tops, ends)))
+    rules += policy_rules(tree, policy)
     if not policy.selects_blocks:
         hooks = _hook_rule(tops, shape)
-        blocks = hooks or by_hf_blocks(model)
+        blocks = hooks or by_hf_blocks(tree)
         rules += [blocks] if blocks else []
     rules.append(lambda _name, module: ends.get(id(module)))
     rules.append(root_rule if model in tops else _direct_child_rule(tops))
-    return with_fp32_islands(model, keep_fp32, gathered_in, rules)
+    return with_fp32_islands(tree, keep_fp32, gathered_in, rules)
 
 
 def _tops(model: nn.Module) -> list[nn.Module]:
@@ -107,13 +108,13 @@ def _attribute_rule(tops: list[nn.Module], ends: Mapping[int, Decision]) -> Rule
     return rule
 
 
-def _adapter_rule(model: nn.Module, others: Rule) -> Rule:
+def _adapter_rule(tree: ModuleTree, others: Rule) -> Rule:
     """PEFT's adapters stay in the unit of their layer; all other modules are left to `others`.
 
     LLM Foundry marks every adapter as a unit, because FSDP1 could not freeze a part of a unit.
     """
     adapters: set[int] = set()
-    for layer in model.modules():
+    for _, layer in tree.modules():
         base = getattr(layer, "base_layer", None)
         if isinstance(base, nn.Module) and hasattr(layer, "adapter_layer_names"):
             kept = {id(module) for module in (layer, *base.modules())}
@@ -185,26 +186,30 @@ def _direct_child_rule(tops: list[nn.Module]) -> Rule:
     ids = {id(top) for top in tops if has_forward(top) and id(top) not in inside}
 
     def rule(_name: str, module: nn.Module) -> Decision | None:
-        return Decision(wrap=True, reason="direct child") if id(module) in ids else None
+        return (
+            Decision(wrap=True, reason="direct child", is_block=False)
+            if id(module) in ids
+            else None
+        )
 
     return rule
 
 
-def activation_choice(model: nn.Module, plan: WrapPlan) -> Callable[[str, nn.Module], bool]:
+def activation_choice(
+    tree: ModuleTree, blocks: Collection[str]
+) -> Callable[[str, nn.Module], bool]:
     """Which modules are checkpointed.
 
     `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
-    it lies in. A model with neither is checkpointed at its FSDP blocks: units inside another unit
-    that contain none; direct children, embeddings and head left out.
+    it lies in. A model with neither is checkpointed at its FSDP blocks, see `WrapPlan.blocks`.
     """
     asked: dict[int, Callable[[nn.Module], Any]] = {}
-    for top in _tops(model):
+    for top in _tops(tree.root):
         hook = getattr(top, "activation_checkpointing_fn", None)
         if callable(hook):
             asked.update((id(module), hook) for module in top.modules())
-    if asked or any(hasattr(module, "_activation_checkpointing") for module in model.modules()):
+    if asked or any(hasattr(module, "_activation_checkpointing") for _, module in tree.modules()):
         return lambda _name, module: _asked_to_checkpoint(asked, module)
-    blocks = set(block_units(plan))
     return lambda name, _module: name in blocks
 
 
@@ -216,16 +221,3 @@ def _asked_to_checkpoint(
         return bool(own)
     hook = asked.get(id(module))
     return bool(hook(module)) if hook is not None else False
-
-
-_PARTS = ("direct child", "dtype ", "embeddings", "keep_fp32", "lm_head", "max_unit_bytes")
-"""reasons of units that are no blocks, and lie beside or inside them"""
-
-
-def block_units(plan: WrapPlan) -> list[str]:
-    """The units that are blocks: inside another unit, containing none, no part of a block."""
-    inner = [unit for unit in plan.units if not unit.top_level]
-    names = {unit.modules[0] for unit in inner if not unit.reason.startswith(_PARTS)}
-    parents = {name.rpartition(".")[0] for name in names}
-    blocks = names - {outer for name in parents for outer in outer_names(name)}
-    return [unit.modules[0] for unit in inner if unit.modules[0] in blocks]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.plan.planner import WrapPlan
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.runtime.accumulation import Accumulation
 from composer_fsdp2.shard.eval_reshard import resharding
 

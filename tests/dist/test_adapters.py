@@ -21,7 +21,6 @@ from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
-from composer_fsdp2.trainer.rules import block_units
 from composer_fsdp2.trainer.sharding import sharding_of
 from tests.support.models import llama_config
 from tests.support.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
@@ -226,5 +225,5 @@ def test_the_blocks_of_a_model_with_adapters_are_its_layers():
     prepare_fully_shard(model, None, {})
     sharding = sharding_of(model)
     assert sharding is not None
-    blocks = [name.rpartition(".model.")[2] for name in block_units(sharding.plan)]
+    blocks = [name.rpartition(".model.")[2] for name in sharding.plan.blocks()]
     assert blocks == ["layers.0", "layers.1"]

@@ -15,9 +15,10 @@ from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.conditional_modules import optional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.planner import LEFT_OUT, WrapPlan, plan_wrapping
+from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, by_name
 from composer_fsdp2.plan.unit_size import UnitSizes
+from composer_fsdp2.plan.wrap_plan import LEFT_OUT, WrapPlan
 from tests.support.experts import FAMILIES, Mixture, Sparse
 from tests.support.models import TinyLM, llama_config
 

@@ -18,9 +18,10 @@ from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward, tied_groups
-from composer_fsdp2.plan.planner import Decision, Rule, ShardUnit, WrapPlan, plan_wrapping
+from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, by_hf_blocks, by_name, root_rule
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
+from composer_fsdp2.plan.wrap_plan import Decision, Rule, ShardUnit, WrapPlan
 from composer_fsdp2.trainer.rules import trainer_rules
 from tests.support.models import (
     TIES,

@@ -9,8 +9,9 @@ from torch import nn
 
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.planner import Rule, WrapPlan, plan_wrapping
+from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, by_hf_blocks, by_name, policy_rules, root_rule
+from composer_fsdp2.plan.wrap_plan import Rule, WrapPlan
 from tests.support.models import Block, TinyLM
 
 FREE = UnitSettings(reshard_after_forward=False)

@@ -12,9 +12,10 @@ from torch import nn
 
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.planner import WrapPlan, plan_wrapping
+from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule, with_fp32_islands
 from composer_fsdp2.plan.unit_size import UnitSizes
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.trainer.rules import trainer_rules
 from tests.support.models import Block, TinyLM, llama_config
 

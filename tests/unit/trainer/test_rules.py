@@ -11,7 +11,9 @@ from torchmetrics import MeanMetric, MetricCollection
 from composer_fsdp2.blocks.activation import plan_activation
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.plan.planner import ShardUnit, plan_wrapping
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.planner import plan_wrapping
+from composer_fsdp2.plan.wrap_plan import ShardUnit
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 from tests.support.models import AcrossChildren, Block, TinyComposer, TinyLM
 
@@ -240,7 +242,8 @@ def test_a_policy_that_matches_nothing_is_an_error():
 
 
 def checkpointed(model: nn.Module, **policy) -> tuple[str, ...]:
-    return plan_activation(model, choose=activation_choice(model, plan(model, **policy))).modules
+    tree, units = ModuleTree.read(model), plan(model, **policy)
+    return plan_activation(tree, choose=activation_choice(tree, units.blocks())).modules
 
 
 def test_the_hook_decides():

@@ -1,0 +1,116 @@
+"""A change of the model that is made before FSDP2 shards it, as one object.
+
+[Note: transformations] Every transformation has the same four steps. `plan` decides on names,
+`check` compares the decision with the machine and the units, `apply` changes the model, `describe`
+says what is done. Ranks compare the descriptions before any of them changes its model. Their order
+is one tuple, `TRANSFORMATIONS` in `trainer/prepare.py`: a new transformation is a file with its
+class, its setting, and its place in that tuple.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torch import nn
+
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+
+__all__ = ["ModelFacts", "PlannedTransformation", "Transformation", "plan_transformations"]
+
+Plan = TypeVar("Plan")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The run as transformations may know it before anything is changed."""
+
+    tree: ModuleTree
+    """the model, read once"""
+    settings: FSDP2Config
+    units: WrapPlan
+    """as the transformations before have left it"""
+    blocks: tuple[str, ...]
+    """names of the model's blocks; those in a tower too, which are no units"""
+    shard_ranks: int
+    """ranks that share one copy of the parameters"""
+    device_type: str
+    is_checkpointed: Callable[[str, nn.Module], bool] | None = None
+    """whether the model itself asks for activation checkpointing of a module; `None` is unknown"""
+
+
+class Transformation(ABC, Generic[Plan]):
+    """One change of the model; see [Note: transformations]."""
+
+    exchanges_modules: ClassVar[bool] = False
+    """whether `apply` puts other modules into the model, so that its tree has to be read again"""
+
+    @abstractmethod
+    def plan(self, facts: ModelFacts) -> Plan | None:
+        """Returns names and numbers, or `None` where the settings do not ask for it.
+
+        Collective: no. Changes nothing.
+
+        Raises:
+            ConfigError: for settings that this model makes impossible.
+            PlanError: for a model in which nothing, or something impossible, is chosen.
+        """
+
+    def check(self, plan: Plan, facts: ModelFacts) -> None:
+        """Refuses what this machine, this torch or the units make impossible. Collective: no."""
+
+    def adjust_units(self, plan: Plan, units: WrapPlan) -> WrapPlan:
+        """Returns the units as this transformation needs them. Collective: no."""
+        return units
+
+    @abstractmethod
+    def apply(self, tree: ModuleTree, plan: Plan) -> None:
+        """Changes the model in place. Collective: no."""
+
+    def describe(self, plan: Plan) -> str:
+        """Returns the line that `verbose` shows and that ranks compare."""
+        return str(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTransformation:
+    """A transformation that this run asks for, with its plan."""
+
+    step: Transformation[Any]
+    plan: Any
+
+    def __str__(self) -> str:
+        return self.step.describe(self.plan)
+
+
+def plan_transformations(
+    steps: Sequence[Transformation[Any]], facts: ModelFacts
+) -> tuple[tuple[PlannedTransformation, ...], ModelFacts]:
+    """Plans and checks transformations, each with the units as those before it need them.
+
+    Collective: no.
+
+    Args:
+        steps: in the order in which they are applied.
+        facts: `units` are those of the settings alone.
+
+    Returns:
+        Those that the settings ask for, in order, and the facts with the units they need.
+
+    Raises:
+        ConfigError: from `plan` or `check`.
+        PlanError: likewise.
+    """
+    planned: list[PlannedTransformation] = []
+    for step in steps:
+        plan = step.plan(facts)
+        if plan is None:
+            continue
+        step.check(plan, facts)
+        facts = replace(facts, units=step.adjust_units(plan, facts.units))
+        planned.append(PlannedTransformation(step, plan))
+    return tuple(planned), facts

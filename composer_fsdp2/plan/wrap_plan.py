@@ -1,0 +1,138 @@
+"""The plan of a run as a value: which modules become FSDP units, and why."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import UnitSettings
+from composer_fsdp2.plan.block_positions import outer_names
+
+__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """A rule's answer for one module."""
+
+    wrap: bool
+    reason: str
+    settings: UnitSettings = field(default_factory=UnitSettings)
+    role: Role | None = None
+    is_block: bool = True
+    """whether the module can be a block of the model, and not a part beside or inside blocks"""
+
+
+Role = Literal["embedding", "head", "fp32"]
+"""what is special about a unit: its backward reads no weight; its backward follows its forward at
+once; it computes in fp32 whatever is around it"""
+
+
+LEFT_OUT = "parts may be left out"
+"""reason of units that hold what some rank may leave out of a step, and would not be units else"""
+
+
+Rule = Callable[[str, nn.Module], Decision | None]
+"""Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardUnit:
+    """Parameters gathered and reduced by one collective."""
+
+    modules: tuple[str, ...]
+    """names given to `fully_shard` together; '' is the root"""
+    params: tuple[str, ...]
+    """names owned by this unit and by no other, every name of a tied parameter included"""
+    numel: int
+    """elements over all ranks"""
+    reshard_after_forward: bool | int
+    """resolved: frees the parameters after forward, keeps them, or reshards to that many ranks"""
+    reason: str
+    mixed_precision: str | PrecisionSpec | None = None
+    """`None` follows the run's"""
+    top_level: bool = False
+    """no other unit contains it"""
+    role: Role | None = None
+    is_block: bool = True
+    """as in its `Decision`; see `WrapPlan.blocks`"""
+
+
+@dataclass(frozen=True, slots=True)
+class WrapPlan:
+    """Which modules become FSDP units. A value: no tensors, no modules, no process group."""
+
+    units: tuple[ShardUnit, ...]
+    """children before parents, the order of application"""
+    tied: tuple[tuple[str, ...], ...] = ()
+    ignored: tuple[str, ...] = ()
+
+    def owner_of(self) -> dict[str, ShardUnit]:
+        """Maps every parameter name to its unit."""
+        return {name: unit for unit in self.units for name in unit.params}
+
+    def blocks(self) -> tuple[str, ...]:
+        """Returns the units that are blocks: inside another unit, containing none, no part of one.
+
+        Direct children of the model, embeddings, heads and what was divided are no blocks.
+        """
+        inner = [unit for unit in self.units if not unit.top_level]
+        names = {unit.modules[0] for unit in inner if unit.is_block}
+        parents = {name.rpartition(".")[0] for name in names}
+        found = names - {outer for name in parents for outer in outer_names(name)}
+        return tuple(unit.modules[0] for unit in inner if unit.modules[0] in found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values in a stable order, for logs and comparisons."""
+        units = [
+            {
+                "modules": list(unit.modules),
+                "params": list(unit.params),
+                "numel": unit.numel,
+                "reshard_after_forward": unit.reshard_after_forward,
+                "mixed_precision": str(unit.mixed_precision) if unit.mixed_precision else None,
+                "reason": unit.reason,
+            }
+            for unit in self.units
+        ]
+        return {
+            "units": units,
+            "tied": [list(names) for names in self.tied],
+            "ignored": list(self.ignored),
+        }
+
+    def digest(self) -> str:
+        """A short text that differs between different plans."""
+        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
+
+    def __str__(self) -> str:
+        """The plan as a table."""
+        header = ("unit", "params", "elements", "reshard", "reason")
+        rows = [header, *(_row(unit) for unit in self.units)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        lines = [_line(row, widths) for row in rows]
+        lines += [f"tied: {' = '.join(names)}" for names in self.tied]
+        if self.ignored:
+            lines.append(f"ignored: {', '.join(self.ignored)}")
+        return "\n".join(lines)
+
+
+def _row(unit: ShardUnit) -> tuple[str, str, str, str, str]:
+    name = ", ".join(module or "<root>" for module in unit.modules)
+    reshard = str(unit.reshard_after_forward).lower()
+    return name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason
+
+
+def _line(row: Sequence[str], widths: Sequence[int]) -> str:
+    cells = zip(row, widths, strict=True)
+    return "  ".join(_align(cell, width, i) for i, (cell, width) in enumerate(cells)).rstrip()
+
+
+def _align(cell: str, width: int, column: int) -> str:
+    return cell.rjust(width) if column in (1, 2) else cell.ljust(width)

@@ -1,0 +1,85 @@
+"""Shards that are cast to fp8 before they are gathered; see [Note: fp8] in `blocks.fp8`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.blocks.fp8 import Float8Plan
+from composer_fsdp2.shard.torch_private.units import (
+    init_all_gather_extensions,
+    local_shard,
+    param_groups,
+    params_of,
+    sharded_param,
+)
+
+__all__ = ["gather_in_float8"]
+
+
+def _torchao(name: str) -> Any:
+    return importlib.import_module(f"torchao.{name}")
+
+
+def gather_in_float8(model: nn.Module, units: Iterable[FSDPModule], plan: Float8Plan) -> None:
+    """Has weights of the plan cast before they are sent. Collective: no; after sharding."""
+    layers = {model.get_submodule(name).weight: name for name in plan.gathered}
+    for group in (group for unit in units for group in param_groups(unit)):
+        held = [param for param in params_of(group) if sharded_param(param) in layers]
+        shards = [local_shard(param) for param in held]
+        scales = _Scales(shards)
+        for index, (param, shard) in enumerate(zip(held, shards, strict=True)):
+            layer = model.get_submodule(layers[sharded_param(param)])
+            _CastForGather(layer, shard, scales, index).take_place()
+            init_all_gather_extensions(param)
+
+
+class _Scales:
+    """Of the weights that one collective gathers in fp8, found anew for each gather.
+
+    Whether they have changed cannot be told: in-place operations on a DTensor do not count up the
+    version of the shard inside.
+    """
+
+    def __init__(self, shards: Sequence[torch.Tensor]) -> None:
+        self._shards = shards
+        self._found: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def of(self, index: int, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
+        """Collective: yes, for the first of each gather, whatever became of the one before."""
+        if index not in self._found:
+            largest = torch.stack(
+                [torch.linalg.vector_norm(shard, float("inf")) for shard in self._shards]
+            )
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
+            scales = _torchao("float8.float8_utils").amax_to_scale(largest, dtype)
+            self._found = dict(enumerate(scales.unbind()))
+        return self._found.pop(index)
+
+
+class _CastForGather:
+    """What FSDP2 asks a shard for around its gather."""
+
+    def __init__(self, layer: Any, shard: torch.Tensor, scales: _Scales, index: int) -> None:
+        kind = _torchao("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+        self._shard, self._scales, self._index = shard, scales, index
+        self._dtype = layer.config.cast_config_weight.target_dtype
+        self._cast = kind(shard.detach(), layer.linear_mm_config, self._dtype)
+
+    def take_place(self) -> None:
+        """Torch looks for methods of these names on the shard itself."""
+        shard: Any = self._shard
+        shard.fsdp_pre_all_gather = self._before
+        shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
+
+    def _before(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        self._cast._precomputed_scale = self._scales.of(self._index, self._dtype, mesh)
+        return self._cast.fsdp_pre_all_gather(mesh)

@@ -1,0 +1,286 @@
+"""What is decided before a model is sharded: names and numbers that all ranks must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.core import Precision
+from composer.core.precision import _validate_precision
+from composer.devices import Device, DeviceGPU
+from composer.models import ComposerModel
+from composer.utils import ensure_tuple, get_device
+from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from composer_fsdp2.blocks.transformation import (
+    ModelFacts,
+    PlannedTransformation,
+    Transformation,
+    plan_transformations,
+)
+from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
+from composer_fsdp2.config.describe import describe_values
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.conditional_modules import optional_modules
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.planner import plan_wrapping
+from composer_fsdp2.plan.unit_size import UnitSizes
+from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.ranks import installation
+from composer_fsdp2.runtime.order_check import check_order_check
+from composer_fsdp2.shard.apply import check_forward_methods, check_hooks
+from composer_fsdp2.shard.communication import check_communication
+from composer_fsdp2.shard.initial_weights import Origins, shared_seed
+from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
+from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
+
+__all__ = ["PreparePlan", "make_plan"]
+
+_ENCODE = "_prepare_encoder_decoder_kwargs_for_generation"
+"""what transformers' `generate` calls the encoder in"""
+
+_PACKAGES = ("torch", "mosaicml", "composer-fsdp2", "transformers", "llm-foundry", "peft")
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class PreparePlan:
+    """Everything settled before the model is touched."""
+
+    tree: ModuleTree
+    settings: FSDP2Config
+    shape: MeshShape
+    mesh: DeviceMesh | None
+    device_type: str
+    compute: torch.dtype
+    units: WrapPlan
+    conditional: list[str]
+    transformations: tuple[PlannedTransformation, ...]
+    forward_methods: list[tuple[str, str]]
+    optimizer: torch.optim.Optimizer | None
+    weights: PretrainedWeights | None
+
+    def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
+        """The policy of one unit; the run's output dtype is that of what leaves the model."""
+        own = unit.mixed_precision
+        policy = resolve_precision(own or self.settings.mixed_precision, self.compute)
+        if own is None and not unit.top_level:
+            policy = dataclasses.replace(policy, output_dtype=None)
+        return policy
+
+    def describe(self) -> str:
+        """Returns the text of `verbose`: the units, then every transformation."""
+        return f"{self.units}\n{self.describe_transformations()}".rstrip()
+
+    def describe_transformations(self) -> str:
+        """Returns a line for each transformation of this run, in order."""
+        return "\n".join(str(planned) for planned in self.transformations)
+
+    def plan_of(self, kind: type[Transformation[Any]]) -> Any:
+        """Returns the plan of a transformation, `None` where this run does not ask for it."""
+        return next((p.plan for p in self.transformations if isinstance(p.step, kind)), None)
+
+    def facts(self) -> dict[str, Any]:
+        """What the ranks must have in common, and what each of them has to tell."""
+        return {
+            **installation(_PACKAGES),
+            "configuration": describe_values(self.settings),
+            "precision and device": f"{self.compute} {self.device_type}",
+            "plan": str(self.units),
+            "set of modules that may be left out": "\n".join(self.conditional),
+            "set of parameters and buffers": _describe_tensors(self.tree),
+            "plan of transformations": self.describe_transformations(),
+            "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
+            "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
+            "~origins": dataclasses.astuple(Origins.read(self.tree, self.weights or ())),
+            "~seed": shared_seed(),
+        }
+
+
+def _describe_tensors(tree: ModuleTree) -> str:
+    lines = [
+        f"{use.name} {use.param.shape} {use.param.dtype} {use.param.requires_grad}"
+        for use in tree.uses
+    ]
+    for path, module in tree.modules():
+        lines += [
+            f"{path}.{name} {buffer.shape} {buffer.dtype}"
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+    return "\n".join(lines)
+
+
+def make_plan(
+    model: nn.Module,
+    optimizers: Any,
+    settings: FSDP2Config,
+    precision: Any,
+    device: Any,
+    *,
+    mesh: DeviceMesh | None,
+    transformations: Sequence[Transformation[Any]],
+) -> PreparePlan:
+    """Settles everything that can be settled without touching the model. Collective: no.
+
+    Args:
+        model: as for `prepare_fully_shard`, like the next four.
+        optimizers: at most one.
+        settings: of FSDP2.
+        precision: of the run.
+        device: where the shards live.
+        mesh: the mesh of the run, where the caller has built it.
+        transformations: in the order in which they are applied.
+    """
+    if device is None and mesh is not None:
+        device = "gpu" if mesh.device_type == "cuda" else mesh.device_type
+    place = get_device(device)
+    device_type = "cuda" if isinstance(place, DeviceGPU) else place.name
+    _check_offload(settings, device_type)
+    check_communication(settings.communication, device_type)
+    check_order_check(settings.order_check)
+    optimizer = _single_optimizer(optimizers)
+    tree = ModuleTree.read(model)
+    check_hooks(tree)
+    shape = MeshShape.resolve(settings, distributed.get_world_size())
+    compute = _compute_dtype(precision, place)
+    conditional = _conditional(tree, settings)
+    units = _plan_units(tree, settings, shape, compute, conditional)
+    blocks = units.blocks()
+    if conditional and (settings.activation_checkpointing or settings.compile):
+        # A block of a tower is one, whatever unit its parameters are in.
+        blocks = _plan_units(tree, settings, shape, compute, []).blocks()
+    facts = ModelFacts(
+        tree=tree,
+        settings=settings,
+        units=units,
+        blocks=blocks,
+        shard_ranks=shape.shard,
+        device_type=device_type,
+        is_checkpointed=activation_choice(tree, frozenset(blocks)),
+    )
+    planned, facts = plan_transformations(transformations, facts)
+    _check_reshards(shape, settings, facts.units)
+    methods = check_forward_methods(tree, settings.forward_methods, facts.units)
+    methods += _eval_methods(model, facts.units)
+    if optimizer is not None:
+        check_optimizer(optimizer, tree, gives_values=distributed.get_rank() == 0)
+    return PreparePlan(
+        tree=tree,
+        settings=settings,
+        shape=shape,
+        mesh=mesh,
+        device_type=device_type,
+        compute=compute,
+        units=facts.units,
+        conditional=conditional,
+        transformations=planned,
+        forward_methods=methods,
+        optimizer=optimizer,
+        weights=_open_weights(settings.pretrained_weights, tree),
+    )
+
+
+def _check_offload(settings: FSDP2Config, device_type: str) -> None:
+    if settings.cpu_offload and device_type == "cpu":
+        raise ConfigError(
+            "'cpu_offload' is set in a run on the CPU. Everything is in CPU memory already, so it "
+            "would have no effect. Take it out, or train on a GPU."
+        )
+    if settings.cpu_offload and not distributed.is_gloo_available():
+        raise ConfigError(
+            "'cpu_offload' is set, and this torch has no gloo. Norms of what lives in CPU memory "
+            "are reduced there, which other backends cannot. Install a torch with gloo."
+        )
+
+
+def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | None:
+    if path is None:
+        return None
+    weights = open_pretrained(path, tree)
+    if weights.plan.skipped and distributed.get_rank() == 0:
+        warnings.warn(
+            f"'{path}' was saved with a head that this model has not: its "
+            f"{', '.join(weights.plan.skipped[:20])} will not be read.",
+            stacklevel=5,
+        )
+    return weights
+
+
+def _conditional(tree: ModuleTree, settings: FSDP2Config) -> list[str]:
+    named = settings.unused_parameters
+    if named is False:
+        return []
+    return optional_modules(tree, named if isinstance(named, tuple) else ())
+
+
+def _plan_units(
+    tree: ModuleTree,
+    settings: FSDP2Config,
+    shape: MeshShape,
+    compute: torch.dtype,
+    conditional: list[str],
+) -> WrapPlan:
+    policy = settings.wrap_policy
+    gathered_in = resolve_precision(settings.mixed_precision, compute).param_dtype
+    rules = trainer_rules(
+        tree, policy, shape, keep_fp32=settings.keep_fp32, gathered_in=gathered_in
+    )
+    return plan_wrapping(
+        tree,
+        rules,
+        reshard_after_forward=settings.reshard_after_forward,
+        tied_weights=settings.tied_weights,
+        ignored_params=settings.ignored_params,
+        sizes=UnitSizes(
+            least=policy.min_unit_bytes, most=policy.max_unit_bytes, gathered_in=gathered_in
+        ),
+        optional=conditional,
+    )
+
+
+def _single_optimizer(optimizers: Any) -> torch.optim.Optimizer | None:
+    given = ensure_tuple(optimizers)
+    if len(given) > 1:
+        raise ConfigError(
+            f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer with "
+            "several parameter groups."
+        )
+    return given[0] if given else None
+
+
+def _compute_dtype(precision: str | Precision | None, device: Device) -> torch.dtype:
+    if precision is None:
+        precision = Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
+    name = precision.value if isinstance(precision, Precision) else str(precision)
+    dtype = compute_dtype(name)
+    _validate_precision(Precision(name), device)
+    return dtype
+
+
+def _check_reshards(shape: MeshShape, settings: FSDP2Config, plan: WrapPlan) -> None:
+    shape.check_reshard(settings.reshard_after_forward, "the run")
+    for unit in plan.units:
+        shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
+
+
+def _eval_methods(model: nn.Module, plan: WrapPlan) -> list[tuple[str, str]]:
+    """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks.
+
+    So do `generate` of a PEFT model, which calls that of the model inside, and that of a model with
+    an encoder, which calls the encoder.
+    """
+    units = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
+    methods = [(name, "generate") for name, m in units.items() if hasattr(m, "get_base_model")]
+    methods += [(name, _ENCODE) for name in units]
+    if "" in units and isinstance(model, ComposerModel):
+        methods.append(("", "eval_forward"))
+    return [(name, method) for name, method in methods if hasattr(units[name], method)]
