@@ -25,6 +25,7 @@ from composer_fsdp2.shard.torch_private.tensors import (
     compile_within,
     compiler_backends,
     compiler_modes,
+    wrapped_module,
 )
 
 __all__ = ["CompileBlocks", "CompilePlan", "apply_compile", "plan_compile"]
@@ -126,7 +127,7 @@ def _outermost(model: nn.Module, name: str) -> nn.Module:
     above, _, last = name.rpartition(".")
     module = model.get_submodule(above)._modules[last] if name else model
     while isinstance(module, OffloadWrapper):
-        module = module._checkpoint_wrapped_module
+        module = wrapped_module(module)
     assert isinstance(module, nn.Module)
     return module
 

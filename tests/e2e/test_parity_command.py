@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from composer_fsdp2.cli import launch
-from composer_fsdp2.cli.main import main
+from composer_fsdp2.cli import launch, main
 from composer_fsdp2.tools.migrate.engine import migrate
 from tests.e2e.test_quickstart import SMALL
 from tests.support.forked import PRELOAD, ROOT, command

@@ -24,8 +24,7 @@ from torch import distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from typer.testing import CliRunner
 
-from composer_fsdp2.cli import launch
-from composer_fsdp2.cli.main import main
+from composer_fsdp2.cli import launch, main
 from tests.support.foundry import PRELOAD
 from tests.support.pool import start_server
 

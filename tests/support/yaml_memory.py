@@ -37,7 +37,7 @@ GPUS_PER_NODE = 8
 GB = 1e9
 FP32_BYTES = 4
 ADAM_STATES = 2
-TABLE = re.compile(r"(`python -m tests\.yaml_memory`:\n#\n)(?:#   .*\n)+")
+TABLE = re.compile(r"(`python -m tests\.support\.yaml_memory`:\n#\n)(?:#   .*\n)+")
 STATED = re.compile(r"of 8 GPUs with (\d+) GB")
 
 

@@ -66,7 +66,7 @@ POINTS = (
     Point(
         5,
         "ranks that start from other seeds train a patchwork of their weights",
-        (f"{_D}test_initialise.py::test_rank_0_wins",),
+        (f"{_D}test_initial_weights.py::test_rank_0_wins",),
     ),
     Point(
         6,
@@ -85,23 +85,26 @@ POINTS = (
         8,
         "a model on meta on every rank gets the same random rows in every shard",
         (
-            f"{_D}test_initialise.py::test_all_on_meta",
-            f"{_D}test_initialise.py::test_weights_do_not_depend_on_the_number_of_ranks",
+            f"{_D}test_initial_weights.py::test_all_on_meta",
+            f"{_D}test_initial_weights.py::test_weights_do_not_depend_on_the_number_of_ranks",
         ),
     ),
     Point(
         9,
         "from meta, rotary tables and norms are left as uninitialised memory",
         (
-            f"{_D}test_initialise.py::test_rotary_tables_and_pad_row",
-            f"{_D}test_initialise.py::test_llama_from_meta_trains",
-            f"{_D}test_initialise.py::test_what_nothing_initialises_is_named",
+            f"{_D}test_initial_weights.py::test_rotary_tables_and_pad_row",
+            f"{_D}test_initial_weights.py::test_llama_from_meta_trains",
+            f"{_D}test_initial_weights.py::test_what_nothing_initialises_is_named",
         ),
     ),
     Point(
         10,
         "two parameters over one memory are untied",
-        (f"{_D}test_parity.py::test_ties", f"{_U}test_plan.py::test_table_of_every_layout_of_ties"),
+        (
+            f"{_D}test_parity.py::test_ties",
+            f"{_U}plan/test_planner.py::test_table_of_every_layout_of_ties",
+        ),
     ),
     Point(
         11,
@@ -109,7 +112,7 @@ POINTS = (
         (
             f"{_D}test_bad_input.py::test_wrong_settings",
             f"{_D}test_units.py::test_fsdp1_strategies",
-            f"{_U}test_trainer_config.py::test_keys_that_would_change_the_run_are_refused",
+            f"{_U}config/test_fsdp1.py::test_keys_that_would_change_the_run_are_refused",
         ),
     ),
     Point(
@@ -134,7 +137,7 @@ POINTS = (
         "activation checkpointing without a function that chooses wraps nothing",
         (
             f"{_D}test_trainer.py::test_activation_checkpointing_changes_nothing",
-            f"{_U}test_trainer_rules.py::test_neither_hook_nor_blocks_is_an_error",
+            f"{_U}trainer/test_rules.py::test_neither_hook_nor_blocks_is_an_error",
         ),
     ),
     Point(
@@ -158,15 +161,15 @@ POINTS = (
         17,
         "unequal numbers of microbatches hang until the timeout",
         (
-            f"{_D}test_unequal_work.py::test_trains_like_one_process",
-            f"{_D}test_unequal_work.py::test_evaluation",
+            f"{_D}test_uneven_batches.py::test_trains_like_one_process",
+            f"{_D}test_uneven_batches.py::test_evaluation",
         ),
     ),
     Point(
         18,
         "a model on meta on every rank needs CUDA",
         (
-            f"{_D}test_initialise.py::test_all_on_meta",
+            f"{_D}test_initial_weights.py::test_all_on_meta",
             f"{_D}test_upstream.py::test_a_model_on_meta_everywhere_trains_in_the_trainer",
         ),
     ),
@@ -208,13 +211,13 @@ POINTS = (
             f"{_D}test_units.py::test_mixed_precision_of_one_unit",
             f"{_D}test_bad_input.py::test_scalar_parameter",
             f"{_D}test_bad_input.py::test_applying_twice",
-            f"{_U}test_trainer_rules.py::test_strategies_of_torch_are_understood_too",
+            f"{_U}trainer/test_rules.py::test_strategies_of_torch_are_understood_too",
         ),
     ),
     Point(
         24,
         "preparing is quadratic in the number of parents of wrapped modules",
-        (f"{_U}test_plan.py::test_every_rule_is_asked_once_for_every_module",),
+        (f"{_U}plan/test_planner.py::test_every_rule_is_asked_once_for_every_module",),
         benchmark="benchmarks/prepare.py",
     ),
 )

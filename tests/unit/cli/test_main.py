@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from composer_fsdp2.cli.main import main
+from composer_fsdp2.cli import main
 
 ROOT = Path(__file__).parents[3]
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")

@@ -210,7 +210,6 @@ def test_a_module_registered_twice_has_two_visits_and_one_name():
     tree = ModuleTree.read(model)
     assert paths(tree) == ["", "left", "left.left", "left.right", "right"]
     assert [path for path, _ in tree.modules()] == ["", "left", "left.left", "left.right"]
-    assert tree.path_of(shared) == "left.left"
     assert [use.name for use in tree.uses] == [
         "left.left.weight",
         "left.left.bias",

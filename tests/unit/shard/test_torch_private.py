@@ -23,7 +23,7 @@ from composer_fsdp2.shard.torch_private.members import (
 )
 
 ROOT = Path(__file__).parents[3] / "composer_fsdp2"
-ONLY_PLACE = ROOT / "core" / "torch_private"
+ONLY_PLACE = ROOT / "shard" / "torch_private"
 ELSEWHERE = sorted(file for file in ROOT.rglob("*.py") if ONLY_PLACE not in file.parents)
 
 ANYWHERE = {"_buffers", "_modules", "_parameters", "_version"}
@@ -32,6 +32,7 @@ ANYWHERE = {"_buffers", "_modules", "_parameters", "_version"}
 NOT_TORCHS = {
     # Composer
     *("_activation_checkpointing", "_apply_fsdp", "_ensure_valid_checkpoint", "_fsdp_wrap"),
+    "_save_checkpoint",
     *("_format_path_with_rank_zero", "_get_integrations_state_dict", "_get_local_rank_zero_path"),
     *("_get_num_ranks_that_saved_rng", "_get_state_metadata", "_original_model"),
     *("_train_data_spec", "_write_checkpoint_file"),

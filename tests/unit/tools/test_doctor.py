@@ -12,7 +12,7 @@ import pytest
 from composer.utils.misc import ParallelismType
 from typer.testing import CliRunner
 
-from composer_fsdp2.cli.main import main
+from composer_fsdp2.cli import main
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.torch_private import members

@@ -13,8 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
-from composer_fsdp2.cli import launch
-from composer_fsdp2.cli.main import main
+from composer_fsdp2.cli import launch, main
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.parity.compare import (

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import PatchError
 from composer_fsdp2.fingerprint import fingerprint_text
-from composer_fsdp2.foundry.transform import transform
+from composer_fsdp2.foundry import transform
 from composer_fsdp2.trainer import patches
 from composer_fsdp2.trainer.extensions import note_extensions
 from composer_fsdp2.trainer.patches import (
