@@ -277,9 +277,9 @@ def plan(model: nn.Module, classes: tuple[str, ...], **options: Any) -> WrapPlan
     """The plan of the same units as `shard_by_hand`, but for untied ends."""
     from composer_fsdp2.config.wrapping import WrapPolicy
     from composer_fsdp2.plan.planner import plan_wrapping
-    from composer_fsdp2.plan.rules import by_class, ends_of_models, root_rule
+    from composer_fsdp2.plan.rules import by_class, find_embedding_and_head, root_rule
 
-    ends = ends_of_models(model, WrapPolicy())
+    ends = find_embedding_and_head(model, WrapPolicy())
     rules = [by_class(*classes), lambda _name, module: ends.get(id(module)), root_rule]
     return plan_wrapping(model, rules, **options)
 

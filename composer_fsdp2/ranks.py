@@ -27,13 +27,13 @@ from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, Plan
 __all__ = [
     "AverageOverReplicas",
     "GradientReduction",
-    "agree",
+    "all_reduce_min_max",
     "any_rank",
     "broadcast_from_rank0",
     "installation",
     "is_fake",
-    "least_and_most",
     "probe_reduction",
+    "raise_on_all_ranks",
 ]
 
 
@@ -149,7 +149,7 @@ class AverageOverReplicas:
         reduced.div_(self._group.size())
 
 
-def agree(
+def raise_on_all_ranks(
     facts: Mapping[str, Any],
     error: Exception | None = None,
     group: dist.ProcessGroup | None = None,
@@ -228,7 +228,7 @@ _VARIABLES = (
 
 
 def installation(packages: Iterable[str]) -> dict[str, str]:
-    """What the ranks of a run must have in common besides the model, as facts for `agree`."""
+    """Returns the facts, besides the model, that must be the same on all ranks of a run."""
     found = [f"{name}={os.environ[name]}" for name in _VARIABLES if name in os.environ]
     return {
         "set of packages": _versions(tuple(packages), tuple(sys.path)),
@@ -255,7 +255,7 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     return bool(found.item())
 
 
-def least_and_most(number: int, device: torch.device) -> tuple[int, int]:
+def all_reduce_min_max(number: int, device: torch.device) -> tuple[int, int]:
     """Of the ranks' numbers. Collective: yes, over the default group."""
     if dist.get_world_size() == 1:
         return number, number

@@ -192,7 +192,7 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
     """
     tree = ModuleTree.read(model)
     wanted = set(plan.modules)
-    wrapped = {visit.path for visit in tree.visits if is_wrapper(visit.module)}
+    wrapped = {entry.path for entry in tree.paths if is_wrapper(entry.module)}
     wrappers: dict[int, nn.Module] = {}
     for name, module in tree.modules():
         if name in wanted and name not in wrapped:

@@ -140,10 +140,10 @@ def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:
     the logits themselves. An embedding that is the head as well goes on looking up tokens. A model
     whose first forward in training calls no head is told of in a warning.
     """
-    heads: list[_Deferring] = []
+    heads: list[ChunkedHead] = []
     for name in plan.heads:
         module = model.get_submodule(name)
-        heads.append(_Deferring(name, module, module.forward, plan.chunks))
+        heads.append(ChunkedHead(name, module, module.forward, plan.chunks))
         module.forward = heads[-1]
 
     def look(module: nn.Module, _inputs: object, _output: object) -> None:
@@ -162,7 +162,7 @@ def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _Deferring:
+class ChunkedHead:
     """The forward of a head, which computes nothing yet when a loss will follow."""
 
     name: str
@@ -183,7 +183,7 @@ class _Deferring:
             raise PlanError(_called_otherwise(self.name))
         self.called = True
         # In one piece, so that rows are found again by where they are.
-        return ChunkedLogits(_Call.of(self, hidden, args[1:], kwargs), hidden.contiguous())
+        return ChunkedLogits(HeadCall.of(self, hidden, args[1:], kwargs), hidden.contiguous())
 
 
 def _called_otherwise(head: str) -> str:
@@ -199,7 +199,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
+class HeadCall:
     """One forward of a head, up to its backward."""
 
     head: str
@@ -219,8 +219,8 @@ class _Call:
 
     @classmethod
     def of(
-        cls, head: _Deferring, hidden: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> _Call:
+        cls, head: ChunkedHead, hidden: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> HeadCall:
         kind = hidden.device.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
@@ -275,7 +275,7 @@ class _Call:
         losses = torch.cat(parts)
         self.rows, self.targets, self.losses = rows.detach(), targets, losses.detach()
         self.predicted = torch.cat(predicted[: self.chunks])
-        return _Joined.apply(self.token, losses)  # pyright: ignore[reportReturnType]
+        return PrependZeroGrad.apply(self.token, losses)  # pyright: ignore[reportReturnType]
 
     def _knows(self, rows: Tensor) -> bool:
         return (
@@ -289,7 +289,7 @@ class _Call:
         return self.predicted if self._knows(rows) else None
 
 
-class _Joined(torch.autograd.Function):
+class PrependZeroGrad(torch.autograd.Function):
     """The second of two, whose gradient the first gets too, as zero and before all else."""
 
     @staticmethod
@@ -310,14 +310,14 @@ class ChunkedLogits(Tensor):
     dimension is known too. Anything else is a `PlanError`.
     """
 
-    _call: _Call
+    _call: HeadCall
     _hidden: Tensor
     _changes: tuple[Change, ...]
 
     @staticmethod
     def __new__(  # noqa: D102  (made here alone)
         cls: type[ChunkedLogits],
-        call: _Call,
+        call: HeadCall,
         hidden: Tensor,
         changes: tuple[Change, ...] = (),
         dtype: torch.dtype | None = None,

@@ -23,7 +23,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
-from composer_fsdp2.ranks import agree
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import BatchNorm
 
 __all__ = ["TiledMLP", "TilingPlan", "apply_tiling", "plan_tiling"]
@@ -151,7 +151,7 @@ class _Tiled:
             return self.whole(inputs)  # a token at a time, as in generation
         tiles = inputs.tensor_split(min(self.shards, inputs.size(1)), dim=1)
         if type(self.module) not in self.compared:
-            agree({}, self._difference(inputs, tiles))
+            raise_on_all_ranks({}, self._difference(inputs, tiles))
             self.compared.add(type(self.module))
         outputs: list[Any] = [checkpoint(self.whole, tile, use_reentrant=False) for tile in tiles]
         return torch.cat(outputs, dim=1)

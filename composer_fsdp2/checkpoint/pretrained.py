@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.plan.module_tree import ModuleTree, alias_representatives
+from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.shard.torch_private.tensors import non_persistent_buffers
 
 __all__ = [
@@ -198,10 +198,10 @@ class ModelTensors:
     @classmethod
     def of(cls, tree: ModuleTree) -> ModelTensors:
         """Reads names, shapes and ties; values may be on meta. Collective: no."""
-        tensors = {use.name: (tuple(use.param.shape), use.param.dtype) for use in tree.uses}
+        tensors = {ref.name: (tuple(ref.param.shape), ref.param.dtype) for ref in tree.params}
         recomputed: set[str] = set()
-        for visit in tree.visits:
-            module, prefix = visit.module, f"{visit.path}." if visit.path else ""
+        for entry in tree.paths:
+            module, prefix = entry.module, f"{entry.path}." if entry.path else ""
             for name, buffer in module._buffers.items():
                 if name in non_persistent_buffers(module):
                     recomputed.add(prefix + name)
@@ -228,10 +228,10 @@ def _conventions(tree: ModuleTree) -> tuple[str, tuple[str, ...]]:
 
 
 def _tied(tree: ModuleTree) -> list[tuple[str, ...]]:
-    weight_of = alias_representatives(tree.uses)
+    weight_of = canonical_param_ids(tree.params)
     names: dict[int, list[str]] = defaultdict(list)
-    for use in tree.uses:
-        names[weight_of[id(use.param)]].append(use.name)
+    for ref in tree.params:
+        names[weight_of[id(ref.param)]].append(ref.name)
     return [tuple(group) for group in names.values() if len(group) > 1]
 
 

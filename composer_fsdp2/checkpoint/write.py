@@ -30,7 +30,7 @@ from composer_fsdp2.checkpoint.load import reason_of
 from composer_fsdp2.checkpoint.source import CHECKSUMS, METADATA, digest_of
 from composer_fsdp2.checkpoint.staging import hidden, sync, unwritten
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import agree
+from composer_fsdp2.ranks import raise_on_all_ranks
 
 __all__ = [
     "REPLACED",
@@ -150,7 +150,7 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
     except Exception as failed:  # whatever it is, the other ranks must hear of it
         error = CheckpointError(f"{type(failed).__name__}: {failed}")
     try:
-        agree({}, error, group)
+        raise_on_all_ranks({}, error, group)
     except CheckpointError as agreed:
         if "could not be written" in str(agreed):
             raise

@@ -16,12 +16,12 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
 
-__all__ = ["optional_modules"]
+__all__ = ["conditional_modules"]
 
 _ROUTERS = frozenset({"gate", "gating", "router", "wg"})
 
 
-def optional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[str]:
+def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[str]:
     """Names of the outermost modules that a rank may leave out, by structure and by `patterns`.
 
     Lists of experts, and the towers of a Hugging Face model whose main input is text.
@@ -38,20 +38,20 @@ def optional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[str
     towers = _towers(tree)
     inside: set[int] = set()
     found: list[str] = []
-    for index in tree.first_visit.values():
-        visit = tree.visits[index]
-        if visit.parent < 0:
+    for index in tree.first_path.values():
+        entry = tree.paths[index]
+        if entry.parent < 0:
             continue
-        above, named = tree.visits[visit.parent].module, visit.path.rpartition(".")[2]
-        if id(visit.module) in inside:
+        above, named = tree.paths[entry.parent].module, entry.path.rpartition(".")[2]
+        if id(entry.module) in inside:
             continue
         if (
-            id(visit.module) in towers
-            or _holds_experts(visit.module, named, above)
-            or any(matches(visit.path) for matches in matchers)
+            id(entry.module) in towers
+            or _holds_experts(entry.module, named, above)
+            or any(matches(entry.path) for matches in matchers)
         ):
-            found.append(visit.path)
-            inside.update(id(module) for module in visit.module.modules())
+            found.append(entry.path)
+            inside.update(id(module) for module in entry.module.modules())
     return found
 
 

@@ -18,10 +18,10 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.torch_private.tensors import storage_id
 
 __all__ = [
+    "ModulePath",
     "ModuleTree",
-    "ParamUse",
-    "Visit",
-    "alias_representatives",
+    "ParamRef",
+    "canonical_param_ids",
     "has_forward",
     "is_wrapper",
     "may_be_unit",
@@ -34,33 +34,33 @@ _WRAPPED = "_checkpoint_wrapped_module"
 
 # Not frozen: setting the fields of a frozen one takes most of the time of reading a large model.
 @dataclass(slots=True, eq=False)
-class Visit:
-    """One path to a module; a module registered twice has two visits."""
+class ModulePath:
+    """One path to a module; a module registered twice has two paths."""
 
     path: str
     module: nn.Module
     parent: int
-    """index of the parent's visit, -1 for the root"""
+    """index of the parent's entry, -1 for the root"""
 
 
 @dataclass(slots=True, eq=False)
-class ParamUse:
+class ParamRef:
     """One name of a parameter."""
 
     name: str
     param: nn.Parameter
-    visit: int
+    path_index: int
 
 
 @dataclass(slots=True, eq=False)
 class ModuleTree:
     """Every path through a model, read once; planning works on this and not on the model."""
 
-    visits: list[Visit] = field(default_factory=list[Visit])
-    uses: list[ParamUse] = field(default_factory=list[ParamUse])
-    first_visit: dict[int, int] = field(default_factory=dict[int, int])
-    """id(module) -> index of its first visit"""
-    finished: list[int] = field(default_factory=list[int])
+    paths: list[ModulePath] = field(default_factory=list[ModulePath])
+    params: list[ParamRef] = field(default_factory=list[ParamRef])
+    first_path: dict[int, int] = field(default_factory=dict[int, int])
+    """id(module) -> index of its first path"""
+    postorder: list[int] = field(default_factory=list[int])
     """id(module) of every module, children before parents on every path"""
 
     @classmethod
@@ -74,20 +74,20 @@ class ModuleTree:
             return model
         tree = cls()
         on_path: set[int] = set()
-        finished: dict[int, None] = {}
+        postorder: dict[int, None] = {}
         stack: list[tuple[str, nn.Module, int, bool]] = [("", model, -1, True)]
         while stack:
             path, module, parent, entering = stack.pop()
             key = id(module)
             if not entering:
                 on_path.discard(key)
-                finished.setdefault(key)
+                postorder.setdefault(key)
                 continue
             if key in on_path:
                 continue
             index = tree._enter(path, module, parent)
             if not module._modules:
-                finished.setdefault(key)
+                postorder.setdefault(key)
                 continue
             on_path.add(key)
             stack.append((path, module, index, False))
@@ -96,45 +96,45 @@ class ModuleTree:
                 for name, child in reversed(module._modules.items())
                 if child is not None
             )
-        tree.finished = list(finished)
+        tree.postorder = list(postorder)
         return tree
 
     def _enter(self, path: str, module: nn.Module, parent: int) -> int:
-        index = len(self.visits)
-        self.visits.append(Visit(path, module, parent))
-        self.first_visit.setdefault(id(module), index)
+        index = len(self.paths)
+        self.paths.append(ModulePath(path, module, parent))
+        self.first_path.setdefault(id(module), index)
         for name, param in module._parameters.items():
             if param is not None:
-                self.uses.append(ParamUse(f"{path}.{name}" if path else name, param, index))
+                self.params.append(ParamRef(f"{path}.{name}" if path else name, param, index))
         return index
 
     @property
     def root(self) -> nn.Module:
         """The whole model."""
-        return self.visits[0].module
+        return self.paths[0].module
 
     def modules(self) -> Iterable[tuple[str, nn.Module]]:
         """Every module once, under its first path, parents before children."""
-        return ((self.visits[i].path, self.visits[i].module) for i in self.first_visit.values())
+        return ((self.paths[i].path, self.paths[i].module) for i in self.first_path.values())
 
-    def lowest_common_parent(self, visits: Iterable[int]) -> int:
-        """The deepest visit above all of `visits` whose module has a `forward`."""
-        lines = [self.line_to(index) for index in visits]
+    def lowest_common_parent(self, paths: Iterable[int]) -> int:
+        """The deepest path above all of `paths` whose module has a `forward`."""
+        lines = [self.line_to(index) for index in paths]
         common = 0
         for level in zip(*lines, strict=False):
             if len(set(level)) > 1:
                 break
             common = level[0]
-        while common > 0 and not has_forward(self.visits[common].module):
-            common = self.visits[common].parent
+        while common > 0 and not has_forward(self.paths[common].module):
+            common = self.paths[common].parent
         return common
 
     def line_to(self, index: int, below: int = -1) -> list[int]:
-        """The visits on the way down to one, beginning under another or with the root."""
+        """The paths on the way down to one, beginning under another or with the root."""
         line: list[int] = []
         while index not in (below, -1):
             line.append(index)
-            index = self.visits[index].parent
+            index = self.paths[index].parent
         return line[::-1]
 
 
@@ -166,23 +166,23 @@ def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
     Raises:
         PlanError: when two parameters overlap in memory without being the same view of it.
     """
-    uses = ModuleTree.read(model).uses
-    representative = alias_representatives(uses)
+    refs = ModuleTree.read(model).params
+    representative = canonical_param_ids(refs)
     names: dict[int, list[str]] = defaultdict(list)
-    for use in uses:
-        names[representative[id(use.param)]].append(use.name)
+    for ref in refs:
+        names[representative[id(ref.param)]].append(ref.name)
     return tuple(tuple(group) for group in names.values() if len(group) > 1)
 
 
-def alias_representatives(uses: Iterable[ParamUse]) -> dict[int, int]:
+def canonical_param_ids(refs: Iterable[ParamRef]) -> dict[int, int]:
     """Maps id(parameter) to the id of the first parameter over the same memory.
 
     Raises:
         PlanError: when two parameters overlap in memory without being the same view of it.
     """
     params: dict[int, tuple[str, nn.Parameter]] = {}
-    for use in uses:
-        params.setdefault(id(use.param), (use.name, use.param))
+    for ref in refs:
+        params.setdefault(id(ref.param), (ref.name, ref.param))
     by_storage: dict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, param in params.values():
         # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 
 from composer_fsdp2.plan.module_tree import (
-    ParamUse,
+    ParamRef,
 )
 from composer_fsdp2.plan.unit_size import (
     FROZEN_MAY_DIFFER,
@@ -17,9 +17,9 @@ from composer_fsdp2.plan.wrap_plan import ShardUnit
 __all__ = ["check_params"]
 
 
-def check_params(units: Iterable[ShardUnit], uses: Iterable[ParamUse], problems: list[str]) -> None:
+def check_params(units: Iterable[ShardUnit], refs: Iterable[ParamRef], problems: list[str]) -> None:
     """Finds what FSDP2 would refuse, some of it only at the first forward."""
-    params = {use.name: use.param for use in uses}
+    params = {ref.name: ref.param for ref in refs}
     for unit in units:
         dtypes: dict[str, str] = {}
         for name in unit.params:

@@ -26,8 +26,8 @@ from composer_fsdp2.config.wrapping import Reshard, UnitSettings
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
-    ParamUse,
-    alias_representatives,
+    ParamRef,
+    canonical_param_ids,
     has_forward,
     is_wrapper,
 )
@@ -74,27 +74,27 @@ def plan_wrapping(
     """
     tree = ModuleTree.read(model)
     _refuse_sharded(tree)
-    weight_of = alias_representatives(tree.uses)
+    weight_of = canonical_param_ids(tree.params)
     chosen, refused, problems = _choose(tree, rules)
     refused |= _keep_whole(tree, frozenset(optional), chosen, problems)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
-    uses = [use for use in tree.uses if weight_of[id(use.param)] not in ignored]
-    ties = _ties(uses, weight_of)
-    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights, problems)
-    if merged := _merged(tree, uses, ties, nearest_unit, chosen, sizes):
+    refs = [ref for ref in tree.params if weight_of[id(ref.param)] not in ignored]
+    ties = _ties(refs, weight_of)
+    nearest_unit = _settle_units(tree, refs, ties, chosen, tied_weights, problems)
+    if merged := _merged(tree, refs, ties, nearest_unit, chosen, sizes):
         chosen = {key: decision for key, decision in chosen.items() if key not in merged}
-    nearest_unit = _settle_units(tree, uses, ties, chosen, tied_weights, problems, sizes, refused)
+    nearest_unit = _settle_units(tree, refs, ties, chosen, tied_weights, problems, sizes, refused)
     if tied_weights == "error":
         problems += _forbidden_ties(tree, nearest_unit, ties)
-    owned = _owned(tree, uses, ties, nearest_unit)
+    owned = _owned(tree, refs, ties, nearest_unit)
     for unit, held in owned.items():
-        sizes.warn_of_large(tree.visits[unit].path, held)
+        sizes.warn_of_large(tree.paths[unit].path, held)
     units = _make_units(tree, owned, weight_of, nearest_unit, chosen, reshard_after_forward)
-    check_params(units, uses, problems)
+    check_params(units, refs, problems)
     if problems:
         raise PlanError(problems[0] if len(problems) == 1 else _numbered(problems))
-    tied = tuple(tuple(use.name for use in group) for group in ties)
-    ignored_names = tuple(use.name for use in tree.uses if weight_of[id(use.param)] in ignored)
+    tied = tuple(tuple(ref.name for ref in group) for group in ties)
+    ignored_names = tuple(ref.name for ref in tree.params if weight_of[id(ref.param)] in ignored)
     return WrapPlan(tuple(units), tied, ignored_names)
 
 
@@ -145,25 +145,25 @@ def _keep_whole(
 ) -> set[int]:
     """Moves units out of optional modules, to what runs on every rank; returns what is in those."""
     host_of: dict[int, int] = {}
-    for index in tree.first_visit.values():
-        visit = tree.visits[index]
-        if visit.parent in host_of:
-            host_of[index] = host_of[visit.parent]
-        elif visit.path in optional:
-            host_of[index] = tree.lowest_common_parent([visit.parent])
+    for index in tree.first_path.values():
+        entry = tree.paths[index]
+        if entry.parent in host_of:
+            host_of[index] = host_of[entry.parent]
+        elif entry.path in optional:
+            host_of[index] = tree.lowest_common_parent([entry.parent])
     moved: dict[str, str] = {}
     for index, host in host_of.items():
-        visit, around = tree.visits[index], tree.visits[host]
-        decision = chosen.pop(id(visit.module), None)
+        entry, around = tree.paths[index], tree.paths[host]
+        decision = chosen.pop(id(entry.module), None)
         if decision is None:
             continue
         if decision.settings != UnitSettings():
-            problems.append(_own_settings(visit.path, decision))
+            problems.append(_own_settings(entry.path, decision))
         chosen.setdefault(id(around.module), Decision(wrap=True, reason=LEFT_OUT))
-        moved[visit.path] = around.path
+        moved[entry.path] = around.path
     if moved:
         _warn_of_moved(moved)
-    return {id(tree.visits[index].module) for index in host_of}
+    return {id(tree.paths[index].module) for index in host_of}
 
 
 def _warn_of_moved(moved: Mapping[str, str]) -> None:
@@ -202,19 +202,19 @@ def _match_ignored(
 ) -> set[int]:
     """The ignored weights; one ignored name is enough for a tied one."""
     ignored: set[int] = set()
-    names = [use.name for use in tree.uses]
+    names = [ref.name for ref in tree.params]
     for pattern in patterns:
-        matched = [use for use in tree.uses if fnmatch.fnmatchcase(use.name, pattern)]
-        ignored.update(weight_of[id(use.param)] for use in matched)
+        matched = [ref for ref in tree.params if fnmatch.fnmatchcase(ref.name, pattern)]
+        ignored.update(weight_of[id(ref.param)] for ref in matched)
         if not matched:
             problems.append(
                 f"'{pattern}' of ignored_params matches no parameter. What you meant to leave "
                 f"alone would be sharded.{nearest(pattern, names)} Correct it or take it out."
             )
-    for use in tree.uses:
-        trainable = use.param.requires_grad and not isinstance(use.param, DTensor)
-        if trainable and weight_of[id(use.param)] in ignored:
-            problems.append(_trainable_ignored(use.name))
+    for ref in tree.params:
+        trainable = ref.param.requires_grad and not isinstance(ref.param, DTensor)
+        if trainable and weight_of[id(ref.param)] in ignored:
+            problems.append(_trainable_ignored(ref.name))
     return ignored
 
 
@@ -225,40 +225,40 @@ def _trainable_ignored(name: str) -> str:
     )
 
 
-def _ties(uses: list[ParamUse], weight_of: Mapping[int, int]) -> list[list[ParamUse]]:
+def _ties(refs: list[ParamRef], weight_of: Mapping[int, int]) -> list[list[ParamRef]]:
     """Uses of the same weight, for every weight with more than one name."""
-    groups: dict[int, list[ParamUse]] = defaultdict(list)
-    for use in uses:
-        groups[weight_of[id(use.param)]].append(use)
+    groups: dict[int, list[ParamRef]] = defaultdict(list)
+    for ref in refs:
+        groups[weight_of[id(ref.param)]].append(ref)
     return [group for group in groups.values() if len(group) > 1]
 
 
 def _settle_units(
     tree: ModuleTree,
-    uses: list[ParamUse],
-    ties: list[list[ParamUse]],
+    refs: list[ParamRef],
+    ties: list[list[ParamRef]],
     chosen: dict[int, Decision],
     tied_weights: str,
     problems: list[str],
     sizes: UnitSizes | None = None,
     refused: Iterable[int] = (),
 ) -> list[int]:
-    """Unit of every visit (index of the unit's first visit), after adding what is needed.
+    """Unit of every entry (index of the unit's first path), after adding what is needed.
 
     Ties need the units that hold them; with `sizes`, units that are too large or of several dtypes
     are divided. Adding a unit can put another tied pair on two sides of it, so this repeats until
     none is left; every round adds at least one unit.
     """
-    root = tree.visits[0].module
+    root = tree.paths[0].module
     while True:
         units = _nearest_units(tree, chosen)
         added: dict[int, Decision] = {}
-        if any(units[use.visit] < 0 for use in uses):
+        if any(units[ref.path_index] < 0 for ref in refs):
             added[id(root)] = Decision(wrap=True, reason="root")
         if tied_weights == "lift":
             added.update(_parents_of_crossing_ties(tree, units, ties, chosen))
         if not added and sizes is not None:
-            owned = _owned(tree, uses, ties, units)
+            owned = _owned(tree, refs, ties, units)
             added = _divided(tree, owned, chosen, {*chosen, *refused}, sizes)
         if not added:
             return units
@@ -269,8 +269,8 @@ def _settle_units(
 
 def _merged(
     tree: ModuleTree,
-    uses: list[ParamUse],
-    ties: list[list[ParamUse]],
+    refs: list[ParamRef],
+    ties: list[list[ParamRef]],
     units: list[int],
     chosen: Mapping[int, Decision],
     sizes: UnitSizes,
@@ -280,31 +280,31 @@ def _merged(
     def may_merge(module: nn.Module) -> bool:
         return id(module) in chosen and chosen[id(module)].settings == UnitSettings()
 
-    owned, around = _owned(tree, uses, ties, units), _nesting(tree, units, chosen)
+    owned, around = _owned(tree, refs, ties, units), _nesting(tree, units, chosen)
     return too_small(tree, owned, around, may_merge, sizes)
 
 
 def _divided(
     tree: ModuleTree,
-    owned: Mapping[int, list[ParamUse]],
+    owned: Mapping[int, list[ParamRef]],
     chosen: Mapping[int, Decision],
     taken: set[int],
     sizes: UnitSizes,
 ) -> dict[int, Decision]:
     """Modules that become units because the one they are in is mixed, else because it is large."""
     added: dict[int, Decision] = {}
-    for unit, uses in owned.items():
-        for module, dtype in divide_by_dtype(tree, unit, uses, taken):
-            settings = _inner(chosen[id(tree.visits[unit].module)].settings)
+    for unit, refs in owned.items():
+        for module, dtype in divide_by_dtype(tree, unit, refs, taken):
+            settings = _inner(chosen[id(tree.paths[unit].module)].settings)
             reason = f"dtype {str(dtype).removeprefix('torch.')}"
             added[id(module)] = Decision(
                 wrap=True, reason=reason, settings=settings, is_block=False
             )
     if added:
         return added
-    for unit, uses in owned.items():
-        for module in divide_by_size(tree, unit, uses, taken, sizes):
-            settings = _inner(chosen[id(tree.visits[unit].module)].settings)
+    for unit, refs in owned.items():
+        for module in divide_by_size(tree, unit, refs, taken, sizes):
+            settings = _inner(chosen[id(tree.paths[unit].module)].settings)
             added[id(module)] = Decision(
                 wrap=True, reason="max_unit_bytes", settings=settings, is_block=False
             )
@@ -320,44 +320,44 @@ def _inner(settings: UnitSettings) -> UnitSettings:
 
 
 def _nearest_units(tree: ModuleTree, chosen: Mapping[int, Decision]) -> list[int]:
-    """For every visit the first visit of the nearest chosen module at or above it, else -1."""
+    """For every path the first path of the nearest chosen module at or above it, else -1."""
     units: list[int] = []
-    for visit in tree.visits:
-        if id(visit.module) in chosen:
-            units.append(tree.first_visit[id(visit.module)])
+    for entry in tree.paths:
+        if id(entry.module) in chosen:
+            units.append(tree.first_path[id(entry.module)])
         else:
-            units.append(units[visit.parent] if visit.parent >= 0 else -1)
+            units.append(units[entry.parent] if entry.parent >= 0 else -1)
     return units
 
 
 def _parents_of_crossing_ties(
     tree: ModuleTree,
     units: list[int],
-    ties: list[list[ParamUse]],
+    ties: list[list[ParamRef]],
     chosen: Mapping[int, Decision],
 ) -> dict[int, Decision]:
     added: dict[int, Decision] = {}
     for group in ties:
         if _crosses(units, group):
-            parent = tree.visits[tree.lowest_common_parent(use.visit for use in group)].module
+            parent = tree.paths[tree.lowest_common_parent(ref.path_index for ref in group)].module
             if id(parent) not in chosen:
                 added[id(parent)] = Decision(wrap=True, reason=f"holds tied '{group[0].name}'")
     return added
 
 
-def _crosses(units: list[int], group: list[ParamUse]) -> bool:
-    return len({units[use.visit] for use in group}) > 1
+def _crosses(units: list[int], group: list[ParamRef]) -> bool:
+    return len({units[ref.path_index] for ref in group}) > 1
 
 
-def _forbidden_ties(tree: ModuleTree, units: list[int], ties: list[list[ParamUse]]) -> list[str]:
+def _forbidden_ties(tree: ModuleTree, units: list[int], ties: list[list[ParamRef]]) -> list[str]:
     problems: list[str] = []
     for group in ties:
         if not _crosses(units, group):
             continue
-        paths = sorted({tree.visits[units[use.visit]].path or "<root>" for use in group})
+        paths = sorted({tree.paths[units[ref.path_index]].path or "<root>" for ref in group})
         problems.append(
             f"{_listed(paths)} were all chosen as FSDP units but share the parameter "
-            f"'{group[0].name}' (also {_listed([use.name for use in group[1:]])}). Sharding them "
+            f"'{group[0].name}' (also {_listed([ref.name for ref in group[1:]])}). Sharding them "
             "apart would untie them. Choose fewer of them, or set `tied_weights: lift` to shard "
             "the weight with their parent."
         )
@@ -370,24 +370,24 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def _owned(
-    tree: ModuleTree, uses: list[ParamUse], ties: list[list[ParamUse]], units: list[int]
-) -> dict[int, list[ParamUse]]:
+    tree: ModuleTree, refs: list[ParamRef], ties: list[list[ParamRef]], units: list[int]
+) -> dict[int, list[ParamRef]]:
     """What every unit owns; a tied weight belongs to the unit at its names' common parent."""
     lifted: dict[int, int] = {}
     for group in ties:
-        owner = units[group[0].visit]
+        owner = units[group[0].path_index]
         if _crosses(units, group):
-            owner = units[tree.lowest_common_parent(use.visit for use in group)]
-        lifted.update((id(use.param), owner) for use in group)
-    owned: dict[int, list[ParamUse]] = defaultdict(list)
-    for use in uses:
-        owned[lifted.get(id(use.param), units[use.visit])].append(use)
+            owner = units[tree.lowest_common_parent(ref.path_index for ref in group)]
+        lifted.update((id(ref.param), owner) for ref in group)
+    owned: dict[int, list[ParamRef]] = defaultdict(list)
+    for ref in refs:
+        owned[lifted.get(id(ref.param), units[ref.path_index])].append(ref)
     return owned
 
 
 def _make_units(
     tree: ModuleTree,
-    owned: Mapping[int, list[ParamUse]],
+    owned: Mapping[int, list[ParamRef]],
     weight_of: Mapping[int, int],
     units: list[int],
     chosen: Mapping[int, Decision],
@@ -398,24 +398,24 @@ def _make_units(
     enclosing = set(enclosing_of.values())
     needed = _trained(tree)
     made: list[ShardUnit] = []
-    for key in tree.finished:
+    for key in tree.postorder:
         if key not in chosen:
             continue
-        index = tree.first_visit[key]
+        index = tree.first_path[key]
         # A unit without parameters of its own still ties the units inside it together (one
         # prefetch order and one set of streams); without those either, it would do nothing.
-        uses = owned.get(index, [])
-        if not uses and index not in enclosing:
+        refs = owned.get(index, [])
+        if not refs and index not in enclosing:
             continue
-        weights = {weight_of[id(use.param)]: use.param.numel() for use in uses}
+        weights = {weight_of[id(ref.param)]: ref.param.numel() for ref in refs}
         decision, top_level = chosen[key], index not in enclosing_of
         # What runs next to a head is all of the model around it.
         trains = (enclosing_of.get(index) if decision.role == "head" else index) in needed
         at_once = trains and (top_level or decision.role == "head")
         made.append(
             ShardUnit(
-                modules=(tree.visits[index].path,),
-                params=tuple(use.name for use in uses),
+                modules=(tree.paths[index].path,),
+                params=tuple(ref.name for ref in refs),
                 numel=sum(weights.values()),
                 reshard_after_forward=_resolve_reshard(decision, at_once, run_reshard),
                 reason=decision.reason,
@@ -429,23 +429,23 @@ def _make_units(
 
 
 def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:
-    """First visits of units that lie inside another unit -> that of a unit around them."""
+    """First paths of units that lie inside another unit -> that of a unit around them."""
     return {
-        tree.first_visit[id(visit.module)]: units[visit.parent]
-        for visit in tree.visits
-        if id(visit.module) in chosen and visit.parent >= 0 and units[visit.parent] >= 0
+        tree.first_path[id(entry.module)]: units[entry.parent]
+        for entry in tree.paths
+        if id(entry.module) in chosen and entry.parent >= 0 and units[entry.parent] >= 0
     }
 
 
 def _trained(tree: ModuleTree) -> set[int]:
-    """First visits of modules with a trainable parameter in them, at whatever depth."""
+    """First paths of modules with a trainable parameter in them, at whatever depth."""
     found: set[int] = set()
-    for use in tree.uses:
-        index = use.visit if use.param.requires_grad else -1
+    for ref in tree.params:
+        index = ref.path_index if ref.param.requires_grad else -1
         while index >= 0 and index not in found:
             found.add(index)
-            index = tree.visits[index].parent
-    return {tree.first_visit[id(tree.visits[index].module)] for index in found}
+            index = tree.paths[index].parent
+    return {tree.first_path[id(tree.paths[index].module)] for index in found}
 
 
 def _resolve_reshard(decision: Decision, used_at_once: bool, run_reshard: Reshard) -> bool | int:

@@ -15,7 +15,7 @@ from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
-    alias_representatives,
+    canonical_param_ids,
     has_forward,
     may_be_unit,
 )
@@ -26,7 +26,7 @@ __all__ = [
     "by_class",
     "by_hf_blocks",
     "by_name",
-    "ends_of_models",
+    "find_embedding_and_head",
     "output_heads",
     "policy_rules",
     "root_rule",
@@ -134,7 +134,9 @@ def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule
     return rules
 
 
-def ends_of_models(model: nn.Module | ModuleTree, policy: WrapPolicy) -> dict[int, Decision]:
+def find_embedding_and_head(
+    model: nn.Module | ModuleTree, policy: WrapPolicy
+) -> dict[int, Decision]:
     """Embeddings and heads to take out of the root unit of their model, as `id(module): decision`.
 
     The root keeps what it gathered through the whole of backward. A head of its own is free once
@@ -156,8 +158,8 @@ def ends_of_models(model: nn.Module | ModuleTree, policy: WrapPolicy) -> dict[in
             found[id(head)] = head, decision
     if not found:
         return {}
-    weight_of = alias_representatives(tree.uses)
-    names = Counter(weight_of[id(use.param)] for use in tree.uses)
+    weight_of = canonical_param_ids(tree.params)
+    names = Counter(weight_of[id(ref.param)] for ref in tree.params)
     return {
         key: decision
         for key, (module, decision) in found.items()
@@ -303,15 +305,15 @@ def _large_modules(tree: ModuleTree, least: int, before: list[Rule]) -> list[nn.
     """Modules with at least `least` elements outside nested units, found from the leaves up."""
     chosen: list[nn.Module] = []
     held: dict[int, dict[int, int]] = {}
-    for key in tree.finished:
-        visit = tree.visits[tree.first_visit[key]]
-        params = {id(p): p.numel() for p in visit.module._parameters.values() if p is not None}
-        for child in visit.module.children():
+    for key in tree.postorder:
+        entry = tree.paths[tree.first_path[key]]
+        params = {id(p): p.numel() for p in entry.module._parameters.values() if p is not None}
+        for child in entry.module.children():
             params.update(held.get(id(child), {}))
-        picked = any(rule(visit.path, visit.module) for rule in before)
-        parent = tree.visits[visit.parent].module if visit.parent >= 0 else None
-        large = sum(params.values()) >= least and may_be_unit(visit.module, parent)
+        picked = any(rule(entry.path, entry.module) for rule in before)
+        parent = tree.paths[entry.parent].module if entry.parent >= 0 else None
+        large = sum(params.values()) >= least and may_be_unit(entry.module, parent)
         if large and not picked:
-            chosen.append(visit.module)
+            chosen.append(entry.module)
         held[key] = {} if picked or large else params
     return chosen

@@ -1,6 +1,6 @@
 """How large units are: small ones join the unit around them, large and mixed ones are divided.
 
-Units are given as the index of their first visit, what they own as the uses of parameters.
+Units are given as the index of their first path, what they own as references to parameters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.plan.module_tree import ModuleTree, ParamUse, is_wrapper, may_be_unit
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_wrapper, may_be_unit
 
 __all__ = [
     "FROZEN_MAY_DIFFER",
@@ -29,7 +29,7 @@ FROZEN_MAY_DIFFER = hasattr(FSDPModule, "set_gradient_divide_factor")
 """whether frozen parameters may have another dtype than the trained ones of their unit; torch took
 that up before it had the method"""
 
-Owned = Mapping[int, list[ParamUse]]
+Owned = Mapping[int, list[ParamRef]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,19 +41,19 @@ class UnitSizes:
     gathered_in: torch.dtype | None = None
     """dtype in which units are gathered; `None` is the parameters' own"""
 
-    def bytes_of(self, uses: Iterable[ParamUse]) -> int:
+    def bytes_of(self, refs: Iterable[ParamRef]) -> int:
         """Bytes of the weights behind the names, each once."""
-        return sum(self._bytes(param) for param in {id(u.param): u.param for u in uses}.values())
+        return sum(self._bytes(param) for param in {id(u.param): u.param for u in refs}.values())
 
     def _bytes(self, param: nn.Parameter) -> int:
         cast = self.gathered_in if param.dtype.is_floating_point else None
         return param.numel() * (cast or param.dtype).itemsize
 
-    def warn_of_large(self, unit: str, uses: list[ParamUse]) -> None:
+    def warn_of_large(self, unit: str, refs: list[ParamRef]) -> None:
         """Says which parameter keeps a unit above the bound."""
-        if self.most is None or (size := self.bytes_of(uses)) <= self.most:
+        if self.most is None or (size := self.bytes_of(refs)) <= self.most:
             return
-        largest = max(uses, key=lambda use: use.param.numel())
+        largest = max(refs, key=lambda ref: ref.param.numel())
         warnings.warn(
             f"The unit '{unit or '<root>'}' gathers {size:,} bytes, more than max_unit_bytes "
             f"({self.most:,}), and cannot be divided further: its largest parameter, "
@@ -76,11 +76,11 @@ def too_small(
     """id(module) of the units that are to join the unit around them."""
     if sizes.least is None:
         return set()
-    size = {unit: sizes.bytes_of(uses) for unit, uses in owned.items()}
+    size = {unit: sizes.bytes_of(refs) for unit, refs in owned.items()}
     merged: set[int] = set()
-    for key in tree.finished:
-        unit = tree.first_visit[key]
-        mergeable = unit in enclosing_of and may_merge(tree.visits[unit].module)
+    for key in tree.postorder:
+        unit = tree.first_path[key]
+        mergeable = unit in enclosing_of and may_merge(tree.paths[unit].module)
         if mergeable and 0 < size.get(unit, 0) < sizes.least:
             around = enclosing_of[unit]
             size[around] = size.get(around, 0) + size[unit]
@@ -89,68 +89,68 @@ def too_small(
 
 
 def divide_by_size(
-    tree: ModuleTree, unit: int, uses: list[ParamUse], taken: Container[int], sizes: UnitSizes
+    tree: ModuleTree, unit: int, refs: list[ParamRef], taken: Container[int], sizes: UnitSizes
 ) -> list[nn.Module]:
     """The largest modules directly inside a unit, as many as must leave for the rest to fit."""
-    if sizes.most is None or (left := sizes.bytes_of(uses)) <= sizes.most:
+    if sizes.most is None or (left := sizes.bytes_of(refs)) <= sizes.most:
         return []
     outermost: dict[int, set[int]] = defaultdict(set)
-    for use in uses:
-        line = (i for i in tree.line_to(use.visit, unit) if _fits(tree, i, taken))
+    for ref in refs:
+        line = (i for i in tree.line_to(ref.path_index, unit) if _fits(tree, i, taken))
         top = next(line, None)
-        outermost[id(use.param)].add(-1 if top is None else tree.first_visit[_key(tree, top)])
-    inside: dict[int, list[ParamUse]] = defaultdict(list)
-    for use in uses:
+        outermost[id(ref.param)].add(-1 if top is None else tree.first_path[_key(tree, top)])
+    inside: dict[int, list[ParamRef]] = defaultdict(list)
+    for ref in refs:
         # A weight shared between two of them stays here.
-        if len(outermost[id(use.param)]) == 1 and -1 not in outermost[id(use.param)]:
-            inside[next(iter(outermost[id(use.param)]))].append(use)
+        if len(outermost[id(ref.param)]) == 1 and -1 not in outermost[id(ref.param)]:
+            inside[next(iter(outermost[id(ref.param)]))].append(ref)
     leaving: list[nn.Module] = []
     for index in sorted(inside, key=lambda index: -sizes.bytes_of(inside[index])):
         if left <= sizes.most:
             break
         left -= sizes.bytes_of(inside[index])
-        leaving.append(tree.visits[index].module)
+        leaving.append(tree.paths[index].module)
     return leaving
 
 
 def divide_by_dtype(
-    tree: ModuleTree, unit: int, uses: list[ParamUse], taken: Container[int]
+    tree: ModuleTree, unit: int, refs: list[ParamRef], taken: Container[int]
 ) -> list[tuple[nn.Module, torch.dtype]]:
     """Modules to take out of a unit so that what is left in it has one dtype.
 
     What cannot leave stays, else the dtype of which there is most.
     """
-    if len({use.param.dtype for use in uses}) < 2:
+    if len({ref.param.dtype for ref in refs}) < 2:
         return []
-    bound = [use for use in uses if use.param.requires_grad or not FROZEN_MAY_DIFFER]
+    bound = [ref for ref in refs if ref.param.requires_grad or not FROZEN_MAY_DIFFER]
     elements: Counter[torch.dtype] = Counter()
-    for param in {id(use.param): use.param for use in bound}.values():
+    for param in {id(ref.param): ref.param for ref in bound}.values():
         elements[param.dtype] += param.numel()
     if len(elements) < 2:
         return []
     inside: dict[int, set[torch.dtype]] = defaultdict(set)
-    for use in bound:
-        for index in tree.line_to(use.visit, unit):
-            inside[index].add(use.param.dtype)
+    for ref in bound:
+        for index in tree.line_to(ref.path_index, unit):
+            inside[index].add(ref.param.dtype)
     leaving: dict[torch.dtype, dict[int, nn.Module]] = defaultdict(dict)
     stuck: set[torch.dtype] = set()
-    for use in bound:
-        line = tree.line_to(use.visit, unit)
+    for ref in bound:
+        line = tree.line_to(ref.path_index, unit)
         pure = [i for i in line if len(inside[i]) == 1 and _fits(tree, i, taken)]
         if pure:
-            leaving[use.param.dtype][_key(tree, pure[0])] = tree.visits[pure[0]].module
+            leaving[ref.param.dtype][_key(tree, pure[0])] = tree.paths[pure[0]].module
         else:
-            stuck.add(use.param.dtype)
+            stuck.add(ref.param.dtype)
     kept = max(stuck or elements, key=lambda dtype: elements[dtype])
     return [(m, dtype) for dtype in elements if dtype != kept for m in leaving[dtype].values()]
 
 
 def _key(tree: ModuleTree, index: int) -> int:
-    return id(tree.visits[index].module)
+    return id(tree.paths[index].module)
 
 
 def _fits(tree: ModuleTree, index: int, taken: Container[int]) -> bool:
-    visit = tree.visits[index]
-    parent = tree.visits[visit.parent].module if visit.parent >= 0 else None
-    free = id(visit.module) not in taken and not is_wrapper(visit.module)
-    return free and may_be_unit(visit.module, parent)
+    entry = tree.paths[index]
+    parent = tree.paths[entry.parent].module if entry.parent >= 0 else None
+    free = id(entry.module) not in taken and not is_wrapper(entry.module)
+    return free and may_be_unit(entry.module, parent)

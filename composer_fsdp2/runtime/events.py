@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.runtime.watchdog import Lookout
+from composer_fsdp2.runtime.watchdog import CollectiveWatchdog
 from composer_fsdp2.shard.torch_private.units import label_hook, param_groups
 
-__all__ = ["Event", "Progress"]
+__all__ = ["Event", "UnitEvents"]
 
 Event = Literal["begin", "forward", "gather", "backward", "reduce"]
 """`begin` is a forward of training of the whole model; `gather` and `reduce` are collectives"""
@@ -34,19 +34,19 @@ _EVENTS: Mapping[str, Event | None] = {
 """by label; `None` tells nobody, but shows that the unit has run"""
 
 
-class Progress:
+class UnitEvents:
     """Hears of every event of a model's units, and passes it on.
 
     Args:
         model: its forward is one microbatch.
         units: by name, those that have parameters.
-        lookout: is told of collectives; `None` where no other rank waits.
+        watchdog: is told of collectives; `None` where no other rank waits.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FSDPModule], lookout: Lookout | None
+        self, model: nn.Module, units: Mapping[str, FSDPModule], watchdog: CollectiveWatchdog | None
     ) -> None:
-        self.lookout = lookout
+        self.watchdog = watchdog
         self.listeners: tuple[Callable[[Event, str], None], ...] = ()
         """called with an event and the name of its unit, before torch does it"""
         self._microbatch = 0
@@ -75,5 +75,5 @@ class Progress:
     def _tell(self, event: Event, name: str) -> None:
         for listener in self.listeners:
             listener(event, name)
-        if self.lookout is not None and event in ("gather", "reduce"):
-            self.lookout.entered = (event, name, self._microbatch)
+        if self.watchdog is not None and event in ("gather", "reduce"):
+            self.watchdog.entered = (event, name, self._microbatch)

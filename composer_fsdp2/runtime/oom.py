@@ -1,10 +1,10 @@
 """Back to a clean state after memory ran out in the middle of a step, on every rank together.
 
 [Note: out of memory] A rank whose allocation fails leaves forward or backward where it is, and the
-others would wait for it in the next collective. As long as a `Guard` stands, ranks therefore speak
-to each other before every collective of a unit. The rank that failed answers with `failed` until
-all others have heard it and left as well; then each of them is reset, and all try again with less.
-What they say is what Composer's trainer says for FSDP1, so its waiting loop meets ours.
+others would wait for it in the next collective. While an `OOMGuard` is installed, ranks therefore
+exchange their state before every collective of a unit. The rank that failed answers with `failed`
+until all others have heard it and left as well; then each of them is reset, and all try again with
+less. The messages are those of Composer's trainer for FSDP1, so its waiting loop meets ours.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from composer_fsdp2.shard.torch_private.units import (
     reset_iteration,
 )
 
-__all__ = ["ELSEWHERE", "Guard", "Snapshot", "attempt", "exchange", "reset"]
+__all__ = ["REMOTE_OOM_MESSAGE", "OOMGuard", "Snapshot", "exchange", "reset", "sync_oom"]
 
-ELSEWHERE = "CUDA out of memory encountered on a different rank"
+REMOTE_OOM_MESSAGE = "CUDA out of memory encountered on a different rank"
 """what Composer's trainer looks for in the text of an error"""
 
 
@@ -50,10 +50,10 @@ def exchange(failed: bool, finished: bool, device: torch.device) -> tuple[bool, 
 
 
 @contextmanager
-def attempt(device: torch.device) -> Generator[None]:
+def sync_oom(device: torch.device) -> Generator[None]:
     """Ranks leave together, and all with an out-of-memory error if one of them had one.
 
-    Collective: yes. Inside, the units' collectives are those of a `Guard`.
+    Collective: yes. Inside, the units' collectives are those of an `OOMGuard`.
 
     Raises:
         torch.OutOfMemoryError: on every rank, when any rank raised it.
@@ -67,12 +67,12 @@ def attempt(device: torch.device) -> Generator[None]:
     while not finished:
         failed, finished = exchange(failed, True, device)
     if error is None and failed:
-        error = torch.OutOfMemoryError(ELSEWHERE)
+        error = torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
     if error is not None:
         raise error
 
 
-class Guard:
+class OOMGuard:
     """Has the ranks agree before every collective of some units; see [Note: out of memory].
 
     Costs two small reductions and a wait for the device each time: `remove()` it when the size of
@@ -101,7 +101,7 @@ class Guard:
         def agreed(*args: Any, **kwargs: Any) -> Any:
             reserve(group)
             if exchange(False, False, device_of(group))[0]:
-                raise torch.OutOfMemoryError(ELSEWHERE)
+                raise torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
             return collective(*args, **kwargs)
 
         return agreed

@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.ranks import any_rank
-from composer_fsdp2.runtime.events import Event, Progress
-from composer_fsdp2.runtime.watchdog import Lookout, rank_text, timed_out, unit_text
+from composer_fsdp2.runtime.events import Event, UnitEvents
+from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, timed_out, unit_text
 
 __all__ = ["apply_order_check", "check_order_check"]
 
@@ -48,22 +48,22 @@ def check_order_check(when: str) -> None:
         )
 
 
-def apply_order_check(progress: Progress, when: str, device: torch.device) -> None:
+def apply_order_check(events: UnitEvents, when: str, device: torch.device) -> None:
     """Has ranks compare their collectives, from the first forward of training on.
 
     Collective: yes, the first time in a process. In the steps that are checked the collectives of
     units raise PlanError on every rank.
 
     Args:
-        progress: of the model.
+        events: of the model.
         when: in the `first` step (up to the forward after the first reduction), `always`, `never`.
         device: of the default group's collectives.
     """
-    if when == "never" or progress.lookout is None:
+    if when == "never" or events.watchdog is None:
         return
-    channel = _channel(progress.lookout.late_seconds, device)
+    channel = _channel(events.watchdog.late_seconds, device)
     if channel is not None:
-        _Check(progress, progress.lookout, channel, once=when == "first")
+        _Check(events, events.watchdog, channel, once=when == "first")
 
 
 def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup | None:
@@ -94,23 +94,27 @@ def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup 
 
 class _Check:
     def __init__(
-        self, progress: Progress, lookout: Lookout, channel: dist.ProcessGroup, once: bool
+        self,
+        events: UnitEvents,
+        watchdog: CollectiveWatchdog,
+        channel: dist.ProcessGroup,
+        once: bool,
     ) -> None:
-        self._progress = progress
-        self._lookout = lookout
+        self._events = events
+        self._lookout = watchdog
         self._channel = channel
         self._once = once
         self._began = self._reduced = False
         self._last: deque[str] = deque(maxlen=_SHOWN)
-        progress.listeners += (self._hear,)
+        events.listeners += (self._hear,)
 
     def _hear(self, event: Event, name: str) -> None:
         if event == "begin":
             self._began = True
             self._compare("the next forward of training")
             if self._reduced and self._once:
-                others = (one for one in self._progress.listeners if one != self._hear)
-                self._progress.listeners = tuple(others)
+                others = (one for one in self._events.listeners if one != self._hear)
+                self._events.listeners = tuple(others)
         elif self._began and event in ("gather", "reduce"):
             self._compare(f"{event} {unit_text(name)}")
             self._reduced = self._reduced or event == "reduce"
@@ -132,13 +136,14 @@ class _Check:
         self._last.append(what)
 
 
-def _missed(what: str, lookout: Lookout) -> str:
+def _missed(what: str, watchdog: CollectiveWatchdog) -> str:
     return (
         f"{what} is next on this rank, and another rank did not come to it in "
-        f"{lookout.late_seconds:.0f} s. The ranks would wait until the process group gives up, and "
-        "not learn for whom. Look at the rank that is at another place below: it may have another "
-        "number of microbatches, or wait for data; if it is only slow, raise `dist_timeout`.\n"
-        + lookout.report()
+        f"{watchdog.late_seconds:.0f} s. The ranks would wait until the process group gives up, "
+        "and not learn for whom. Look at the rank that is at another place below: it may have "
+        "another number of microbatches, or wait for data; if it is only slow, raise "
+        "`dist_timeout`.\n"
+        + watchdog.report()
     )
 
 

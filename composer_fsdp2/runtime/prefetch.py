@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.ranks import agree
-from composer_fsdp2.runtime.events import Event, Progress
+from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.runtime.events import Event, UnitEvents
 
 __all__ = ["apply_prefetch"]
 
@@ -26,7 +26,7 @@ __all__ = ["apply_prefetch"]
 def apply_prefetch(
     model: nn.Module,
     units: Mapping[str, FSDPModule],
-    progress: Progress,
+    events: UnitEvents,
     *,
     forward: int = 0,
     backward: int = 0,
@@ -39,12 +39,12 @@ def apply_prefetch(
     Args:
         model: its forward is one microbatch.
         units: by name, those that have parameters.
-        progress: of these units.
+        events: of these units.
         forward: how many units ahead; 0 leaves forward to torch.
         backward: likewise.
     """
     prefetch = _Prefetch(model, units, forward, backward)
-    progress.listeners += (prefetch.hear,)
+    events.listeners += (prefetch.hear,)
 
 
 class _Prefetch:
@@ -90,7 +90,7 @@ class _Prefetch:
 
     def _settle(self) -> None:
         """Turns what was recorded into prefetching. Collective: yes."""
-        agree(
+        raise_on_all_ranks(
             {
                 "order of units in forward": "\n".join(self._ran),
                 "order of units in backward": "\n".join(self._came_back),

@@ -36,7 +36,7 @@ class TrafficMeter:
 
     def __init__(self, model: nn.Module, plan: WrapPlan) -> None:
         tree = ModuleTree.read(model)
-        holders = {use.name: tree.visits[use.visit].module for use in tree.uses}
+        holders = {ref.name: tree.paths[ref.path_index].module for ref in tree.params}
         self._places = [
             (holders[unit.params[0]], unit.params[0].rpartition(".")[2], unit.numel)
             for unit in plan.units

@@ -38,7 +38,7 @@ from composer_fsdp2.shard.torch_private.units import (
     wrap_post_backward,
 )
 
-__all__ = ["pass_gradients", "reduce_unused"]
+__all__ = ["force_backward_through", "reduce_unused"]
 
 
 def reduce_unused(units: Mapping[str, FSDPModule], always: Collection[str]) -> None:
@@ -137,7 +137,7 @@ def _is_complete(group: Any) -> bool:
     return all_reduces(group) and getattr(all_reduce_hook(group), "due", True)
 
 
-def pass_gradients(units: Iterable[FSDPModule]) -> None:
+def force_backward_through(units: Iterable[FSDPModule]) -> None:
     """Makes backward go through units although nothing before them is trained on this rank.
 
     Where a tower runs on another rank, backward goes through them there to reach it: their weights

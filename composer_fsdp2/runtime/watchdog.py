@@ -28,7 +28,14 @@ from torch.distributed.constants import default_pg_timeout
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.torch_private.tensors import default_store, flight_recorder, timeout_of
 
-__all__ = ["Lookout", "explained", "lookout_of", "rank_text", "timed_out", "unit_text"]
+__all__ = [
+    "CollectiveWatchdog",
+    "add_rank_report",
+    "rank_text",
+    "timed_out",
+    "unit_text",
+    "watchdog_of",
+]
 
 _TICK_SECONDS = 5.0
 _LATE = 0.8
@@ -49,7 +56,7 @@ def unit_text(name: str) -> str:
     return f"'{name}'" if name else "the root"
 
 
-class Lookout:
+class CollectiveWatchdog:
     """Keeps the last unit this rank entered, and tells the other ranks when it stays the last.
 
     Args:
@@ -69,7 +76,7 @@ class Lookout:
     def watch(self) -> None:
         """Looks every few seconds, in a thread, as long as its process group is there."""
         look = threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True)
-        look.name = "lookout"
+        look.name = "watchdog"
         look.start()
 
     def look(self, now: float) -> None:
@@ -126,13 +133,13 @@ def _key(rank: int) -> str:
     return f"composer_fsdp2/entered/{rank}"
 
 
-def _look_again(held: weakref.ref[Lookout]) -> None:
+def _look_again(held: weakref.ref[CollectiveWatchdog]) -> None:
     # A store that is gone takes the others with it.
     with contextlib.suppress(RuntimeError, ValueError):
-        while threading.main_thread().is_alive() and (lookout := held()) is not None:
-            lookout.look(time.monotonic())
-            pause = lookout.tick_seconds
-            del lookout  # it lives as long as its process group
+        while threading.main_thread().is_alive() and (watchdog := held()) is not None:
+            watchdog.look(time.monotonic())
+            pause = watchdog.tick_seconds
+            del watchdog  # it lives as long as its process group
             time.sleep(pause)
 
 
@@ -172,10 +179,12 @@ def _flight_record() -> str | None:
     return None
 
 
-_lookouts: weakref.WeakKeyDictionary[dist.ProcessGroup, Lookout] = weakref.WeakKeyDictionary()
+_watchdogs: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveWatchdog] = (
+    weakref.WeakKeyDictionary()
+)
 
 
-def lookout_of(device: torch.device) -> Lookout | None:
+def watchdog_of(device: torch.device) -> CollectiveWatchdog | None:
     """The one of this process: a rank is at one place, whichever model that belongs to.
 
     `None` where no other rank could wait. Collective: no.
@@ -183,22 +192,22 @@ def lookout_of(device: torch.device) -> Lookout | None:
     world: Any = dist.group.WORLD
     if world.size() == 1 or is_fake(world):
         return None
-    if world not in _lookouts:
+    if world not in _watchdogs:
         timeout = timeout_of(world, device) or default_pg_timeout
-        _lookouts[world] = Lookout(timeout.total_seconds())
-        _lookouts[world].watch()
-    return _lookouts[world]
+        _watchdogs[world] = CollectiveWatchdog(timeout.total_seconds())
+        _watchdogs[world].watch()
+    return _watchdogs[world]
 
 
 @contextlib.contextmanager
-def explained() -> Generator[None]:
+def add_rank_report() -> Generator[None]:
     """Adds to the error of a collective that timed out where every rank was. Collective: no."""
     try:
         yield
     except RuntimeError as error:
         world = dist.group.WORLD if dist.is_initialized() else None
-        lookout = None if world is None else _lookouts.get(world)
-        if lookout is not None and timed_out(error):
+        watchdog = None if world is None else _watchdogs.get(world)
+        if watchdog is not None and timed_out(error):
             with contextlib.suppress(RuntimeError):  # of a store that is gone
-                error.args = (f"{error}\n{lookout.report()}",)
+                error.args = (f"{error}\n{watchdog.report()}",)
         raise

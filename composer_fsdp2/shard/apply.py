@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.module_tree import ModuleTree, ParamUse, alias_representatives
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import GradientReduction, probe_reduction
 from composer_fsdp2.shard.eval_reshard import kept_for_now
@@ -95,7 +95,7 @@ def check_hooks(tree: ModuleTree) -> None:
     Raises:
         PlanError: naming the parameters.
     """
-    hooked = [use.name for use in tree.uses if tensor_hooks(use.param)]
+    hooked = [ref.name for ref in tree.params if tensor_hooks(ref.param)]
     if hooked:
         raise PlanError(
             f"{', '.join(repr(name) for name in hooked[:10])} have tensor hooks "
@@ -166,14 +166,14 @@ def merge_aliases(tree: ModuleTree) -> bool:
 
     Collective: no. See [Note: two kinds of ties].
     """
-    representative = alias_representatives(tree.uses)
-    params = {id(use.param): use.param for use in tree.uses}
+    representative = canonical_param_ids(tree.params)
+    params = {id(ref.param): ref.param for ref in tree.params}
     merged = False
-    for use in tree.uses:
-        first = params[representative[id(use.param)]]
-        if first is not use.param:
-            module = tree.visits[use.visit].module
-            module._parameters[use.name.rpartition(".")[2]] = first
+    for ref in tree.params:
+        first = params[representative[id(ref.param)]]
+        if first is not ref.param:
+            module = tree.paths[ref.path_index].module
+            module._parameters[ref.name.rpartition(".")[2]] = first
             merged = True
     return merged
 
@@ -243,7 +243,7 @@ def apply_plan(
     kwargs: dict[str, Any] = {}
     if offload is not None:
         kwargs["offload_policy"] = CPUOffloadPolicy(pin_memory=offload.pin_memory)
-    tree.uses.clear()  # or every full parameter would live until the last unit is sharded
+    tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     full = MixedPrecisionPolicy()
     with weights.seeded():
@@ -313,16 +313,16 @@ class _Layout:
     def read(cls, tree: ModuleTree, plan: WrapPlan) -> _Layout:
         modules: dict[str, nn.Module] = {}
         holders: dict[str, nn.Module] = {}
-        for visit in tree.visits:
-            modules.setdefault(visit.path, visit.module)
-            holders[visit.path] = visit.module
+        for entry in tree.paths:
+            modules.setdefault(entry.path, entry.module)
+            holders[entry.path] = entry.module
         nearest = _nearest_units(
             tree, {id(modules[u.modules[0]]): u.modules[0] for u in plan.units}
         )
         members: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
-        for index in tree.first_visit.values():
+        for index in tree.first_path.values():
             if (unit := nearest[index]) is not None:
-                members[unit].append((tree.visits[index].path, tree.visits[index].module))
+                members[unit].append((tree.paths[index].path, tree.paths[index].module))
         owner_of = {name: unit.modules[0] for unit in plan.units for name in unit.params}
         foreign, hidden = _foreign(tree, nearest, owner_of)
         if hidden:
@@ -355,14 +355,14 @@ class _Layout:
 
 def _nearest_units(tree: ModuleTree, unit_at: Mapping[int, str]) -> list[str | None]:
     nearest: list[str | None] = []
-    for visit in tree.visits:
-        above = nearest[visit.parent] if visit.parent >= 0 else None
-        nearest.append(unit_at.get(id(visit.module), above))
+    for entry in tree.paths:
+        above = nearest[entry.parent] if entry.parent >= 0 else None
+        nearest.append(unit_at.get(id(entry.module), above))
     return nearest
 
 
-def _place(tree: ModuleTree, use: ParamUse) -> Place:
-    return tree.visits[use.visit].module, use.name.rpartition(".")[2]
+def _place(tree: ModuleTree, ref: ParamRef) -> Place:
+    return tree.paths[ref.path_index].module, ref.name.rpartition(".")[2]
 
 
 def _foreign(
@@ -375,17 +375,17 @@ def _foreign(
     """
     foreign: dict[str, list[Place]] = defaultdict(list)
     visible: set[int] = set()
-    lifted: list[tuple[ParamUse, str]] = []
-    for use in tree.uses:
-        owner, unit = owner_of.get(use.name), nearest[use.visit]
+    lifted: list[tuple[ParamRef, str]] = []
+    for ref in tree.params:
+        owner, unit = owner_of.get(ref.name), nearest[ref.path_index]
         if owner == unit:
-            visible.add(id(use.param))
+            visible.add(id(ref.param))
             continue
         if unit is not None:
-            foreign[unit].append(_place(tree, use))
+            foreign[unit].append(_place(tree, ref))
         if owner is not None:
-            lifted.append((use, owner))
-    return foreign, {owner for use, owner in lifted if id(use.param) not in visible}
+            lifted.append((ref, owner))
+    return foreign, {owner for ref, owner in lifted if id(ref.param) not in visible}
 
 
 def _add_everything_below(
@@ -397,14 +397,14 @@ def _add_everything_below(
 ) -> None:
     """Adds to the units in `hidden` all parameters below them that are not theirs."""
     above: list[frozenset[str]] = []
-    for index, visit in enumerate(tree.visits):
-        outer = above[visit.parent] if visit.parent >= 0 else frozenset[str]()
+    for index, entry in enumerate(tree.paths):
+        outer = above[entry.parent] if entry.parent >= 0 else frozenset[str]()
         own = nearest[index]
         above.append(outer | {own} if own in hidden and own not in outer else outer)
-    for use in tree.uses:
-        for unit in above[use.visit]:
-            if owner_of.get(use.name) != unit:
-                foreign[unit].append(_place(tree, use))
+    for ref in tree.params:
+        for unit in above[ref.path_index]:
+            if owner_of.get(ref.name) != unit:
+                foreign[unit].append(_place(tree, ref))
 
 
 def _shard_unit(
@@ -510,11 +510,11 @@ def _reshard_hook(module: nn.Module, _args: object, output: object) -> object:
 def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]:
     """What users hung on parameters: attributes and post-accumulate hooks."""
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
-    for use in tree.uses:
-        hooks = post_accumulate_hooks(use.param)
-        if use.param.__dict__ or hooks:
-            place = _place(tree, use)
-            carried.append((place, dict(use.param.__dict__), hooks))
+    for ref in tree.params:
+        hooks = post_accumulate_hooks(ref.param)
+        if ref.param.__dict__ or hooks:
+            place = _place(tree, ref)
+            carried.append((place, dict(ref.param.__dict__), hooks))
     return carried
 
 

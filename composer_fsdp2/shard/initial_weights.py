@@ -22,18 +22,24 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.ranks import agree, any_rank, broadcast_from_rank0, is_fake
+from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import copy_hooks
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
 
-__all__ = ["InitialWeights", "Origins", "check_origins", "replace_parameter", "shared_seed"]
+__all__ = [
+    "InitialWeights",
+    "MetaDeviceReport",
+    "check_meta_device_reports",
+    "replace_parameter",
+    "shared_seed",
+]
 
 Initialiser = Callable[[nn.Module], object]
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Origins:
+class MetaDeviceReport:
     """What of a model is on meta on one rank."""
 
     on_meta: Literal["none", "all", "some"]
@@ -43,16 +49,16 @@ class Origins:
     """plain tensor attributes; ranks need the same ones only when some rank is on meta"""
 
     @classmethod
-    def read(cls, tree: ModuleTree, sourced: Container[str] = ()) -> Origins:
+    def read(cls, tree: ModuleTree, sourced: Container[str] = ()) -> MetaDeviceReport:
         """Looks at every parameter, buffer and tensor attribute. Collective: no.
 
         Args:
             tree: the model.
             sourced: names that are left out, because a source has their values.
         """
-        uses = [use for use in tree.uses if use.name not in sourced]
-        names = [use.name for use in uses if use.param.is_meta]
-        total = len(uses)
+        refs = [ref for ref in tree.params if ref.name not in sourced]
+        names = [ref.name for ref in refs if ref.param.is_meta]
+        total = len(refs)
         attributes: list[str] = []
         for path, module in tree.modules():
             for name, tensor in _unlearned_tensors(module):
@@ -68,7 +74,7 @@ class Origins:
         return cls(on_meta, digest, "\n".join(attributes))
 
 
-def check_origins(everyone: Sequence[Origins]) -> None:
+def check_meta_device_reports(everyone: Sequence[MetaDeviceReport]) -> None:
     """Checks that rank 0 holds every value that any rank holds.
 
     Collective: no; `everyone` is what each rank has.
@@ -149,10 +155,10 @@ class InitialWeights:
             return weights
         if source is not None:
             weights._sourced = SourcedWeights.take_over(tree, source, device, shards_on or device)
-        for use in tree.uses:
-            module = tree.visits[use.visit].module
-            place = (module, use.name.rpartition(".")[2])
-            weights._places.setdefault(id(use.param), []).append(place)
+        for ref in tree.params:
+            module = tree.paths[ref.path_index].module
+            place = (module, ref.name.rpartition(".")[2])
+            weights._places.setdefault(id(ref.param), []).append(place)
         if not rank0_has_values:
             weights._initialisers = _initialisers(tree)
         return weights
@@ -225,7 +231,7 @@ class InitialWeights:
         except Exception as caught:  # an initialiser is the user's code
             error = caught
         if any_rank(error is not None, self.device):
-            agree({}, error)
+            raise_on_all_ranks({}, error)
 
     def _materialise(self, path: str, module: nn.Module) -> Tensors:
         """Replaces the module's meta tensors by marked memory; returns what was replaced.
@@ -309,13 +315,13 @@ def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
     """Who initialises each module: `param_init_fn` or `_init_weights`, its own or inherited."""
     found: list[Initialiser | None] = []
     by_module: dict[int, Initialiser | None] = {}
-    for visit in tree.visits:
-        inherited = found[visit.parent] if visit.parent >= 0 else None
-        own = getattr(visit.module, "param_init_fn", None)
+    for entry in tree.paths:
+        inherited = found[entry.parent] if entry.parent >= 0 else None
+        own = getattr(entry.module, "param_init_fn", None)
         if own is None and inherited is None:
-            own = getattr(visit.module, "_init_weights", None)
+            own = getattr(entry.module, "_init_weights", None)
         found.append(own if callable(own) else inherited)
-        by_module.setdefault(id(visit.module), found[-1])
+        by_module.setdefault(id(entry.module), found[-1])
     return by_module
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.module_tree import ModuleTree, alias_representatives
+from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
 
 __all__ = [
@@ -55,7 +55,7 @@ def check_optimizer(
         PlanError: for parameters of another model, for one weight in two groups, and for state that
             cannot be divided.
     """
-    names = {id(use.param): use.name for use in reversed(tree.uses)}
+    names = {id(ref.param): ref.name for ref in reversed(tree.params)}
     foreign = [
         _describe_foreign(group, number, index)
         for number, group in enumerate(optimizer.param_groups)
@@ -103,7 +103,7 @@ def _check_aliases(
     optimizer: torch.optim.Optimizer, tree: ModuleTree, names: Mapping[int, str]
 ) -> None:
     """One weight has one group and one state, also where two parameters stand for it."""
-    representative = alias_representatives(tree.uses)
+    representative = canonical_param_ids(tree.params)
     holders: dict[int, str] = {}
     for param in optimizer.state:
         name = names[id(param)]
@@ -154,9 +154,9 @@ def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> Deta
     Collective: no. `check_optimizer` comes first.
     """
     places: dict[int, tuple[nn.Module, str]] = {}
-    for use in tree.uses:
-        attribute = use.name.rpartition(".")[2]
-        places.setdefault(id(use.param), (tree.visits[use.visit].module, attribute))
+    for ref in tree.params:
+        attribute = ref.name.rpartition(".")[2]
+        places.setdefault(id(ref.param), (tree.paths[ref.path_index].module, attribute))
     groups = [[places[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     states = [
         (places[id(param)], param.shape, dict(state)) for param, state in optimizer.state.items()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.ranks import agree, any_rank
+from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 
 __all__ = ["SourcedWeights", "WeightSource"]
 
@@ -63,16 +63,16 @@ class SourcedWeights:
         """
         weights = cls(source, device, shards_on)
         by_param: dict[int, list[tuple[nn.Module, str]]] = {}
-        for use in tree.uses:
-            if use.name not in source:
+        for ref in tree.params:
+            if ref.name not in source:
                 continue
-            places = by_param.setdefault(id(use.param), [])
-            places.append((tree.visits[use.visit].module, use.name.rpartition(".")[2]))
-            weights._places[use.name] = places
-        for use in tree.uses:
-            places = by_param.pop(id(use.param), None)
-            if places is not None and not use.param.is_meta:
-                _put(places, use.param, torch.empty_like(use.param, device="meta"))
+            places = by_param.setdefault(id(ref.param), [])
+            places.append((tree.paths[ref.path_index].module, ref.name.rpartition(".")[2]))
+            weights._places[ref.name] = places
+        for ref in tree.params:
+            places = by_param.pop(id(ref.param), None)
+            if places is not None and not ref.param.is_meta:
+                _put(places, ref.param, torch.empty_like(ref.param, device="meta"))
         return weights
 
     @torch.no_grad()
@@ -105,7 +105,7 @@ class SourcedWeights:
             CheckpointError: as the source raised it.
         """
         if any_rank(self._failure is not None, self.device):
-            agree({}, self._failure)
+            raise_on_all_ranks({}, self._failure)
 
     def _read(self, name: str, param: nn.Parameter) -> torch.Tensor:
         if not isinstance(param, DTensor):

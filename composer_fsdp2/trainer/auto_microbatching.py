@@ -2,8 +2,8 @@
 
 Composer halves the size and tries the batch again when memory runs out. Its loop asks for handles
 of hooks that keep ranks together, and takes them away when three batches in a row have fitted.
-Ours is a `Guard`; what the aborted attempt has changed is put back, so that the second one computes
-what a run of that size would have.
+Ours is an `OOMGuard`; what the aborted attempt has changed is put back, so that the second one
+computes what a run of that size would have.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.ranks import any_rank
-from composer_fsdp2.runtime.oom import Guard, Snapshot, attempt, reset
-from composer_fsdp2.runtime.watchdog import explained
+from composer_fsdp2.runtime.oom import OOMGuard, Snapshot, reset, sync_oom
+from composer_fsdp2.runtime.watchdog import add_rank_report
 from composer_fsdp2.shard.torch_private.units import device_of, param_groups
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 from composer_fsdp2.trainer.override_attribute import override_attribute
@@ -31,8 +31,8 @@ __all__ = [
     "clear_attempt",
     "evaluate",
     "guard_again",
-    "note_auto",
     "restore_unshard",
+    "strip_auto_microbatch_size",
     "train_batch",
 ]
 
@@ -41,7 +41,7 @@ _ATTEMPTS = "_fsdp2_attempts"
 
 
 @contextmanager
-def note_auto(
+def strip_auto_microbatch_size(
     init: Callable[..., None], trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Generator[inspect.BoundArguments]:
     """Gives the arguments of `Trainer.__init__` without an `auto` that Composer would refuse.
@@ -121,7 +121,7 @@ class _Attempts:
         self.begin()
 
 
-@explained()
+@add_rank_report()
 def train_batch(
     original: Callable[..., Mapping[str, torch.Tensor]], trainer: Any, *args: Any, **kwargs: Any
 ) -> Mapping[str, torch.Tensor]:
@@ -131,7 +131,7 @@ def train_batch(
         searching = not trainer.first_train_batch_complete
         if searching and not state.automicrobatch_fsdp_hook_handles:
             state.fsdp_modules = units
-            state.automicrobatch_fsdp_hook_handles = [Guard(units.values())]
+            state.automicrobatch_fsdp_hook_handles = [OOMGuard(units.values())]
         if not hasattr(state, _ATTEMPTS):
             setattr(state, _ATTEMPTS, _Attempts(state))
         getattr(state, _ATTEMPTS).begin()
@@ -141,7 +141,7 @@ def train_batch(
 def guard_again(original: Callable[..., list[Any]], modules: Any, sync_hook: Any) -> list[Any]:
     """Stands in for `_readd_fsdp_sync_hooks`."""
     units = [module for module in modules.values() if isinstance(module, FSDPModule)]
-    return [Guard(units)] if units else original(modules, sync_hook)
+    return [OOMGuard(units)] if units else original(modules, sync_hook)
 
 
 def restore_unshard(
@@ -160,7 +160,7 @@ def clear_attempt(original: Callable[[State], None], state: State) -> None:
         getattr(state, _ATTEMPTS).undo()
 
 
-@explained()
+@add_rank_report()
 def evaluate(
     original: Callable[..., None], trainer: Any, evaluator: Any, *args: Any, **kwargs: Any
 ) -> None:
@@ -170,13 +170,13 @@ def evaluate(
         original(trainer, evaluator, *args, **kwargs)
         return
     standing = trainer.state.automicrobatch_fsdp_hook_handles
-    guards = [] if standing else [Guard(units.values())]
+    guards = [] if standing else [OOMGuard(units.values())]
     forward = model.eval_forward
 
     @functools.wraps(forward)
     def together(*inputs: Any, **settings: Any) -> Any:
         try:
-            with attempt(_device_of(units)):
+            with sync_oom(_device_of(units)):
                 return forward(*inputs, **settings)
         except torch.OutOfMemoryError:
             reset(units.values())

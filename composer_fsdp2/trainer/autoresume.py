@@ -19,7 +19,7 @@ from composer.utils.file_helpers import format_name_with_dist, parse_uri
 from composer_fsdp2.checkpoint.source import Checkpoint, open_checkpoint
 from composer_fsdp2.checkpoint.write import REPLACED, point_to
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import agree
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.compile_once import note_compiled_whole
 from composer_fsdp2.trainer.load import load_checkpoint, set_node_rank
 
@@ -101,7 +101,7 @@ def settle_autoresume(
             found = [tuple(_settle(folder, link, place, trainer.state))]
         except Exception as failed:  # the other ranks wait for what rank 0 finds
             error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
-    agree({}, error)
+    raise_on_all_ranks({}, error)
     dist.broadcast_object_list(found, src=0)
     setattr(trainer.state, _CANDIDATES, _Candidates(link, found[0]))
 

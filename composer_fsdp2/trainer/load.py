@@ -47,7 +47,7 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import agree
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.lion_state import ADAPTIVE_LIONS, lion_as_text
 
 __all__ = [
@@ -131,7 +131,7 @@ def _agreed(act: Callable[[], Any]) -> Any:
     except (Exception, CheckpointException) as failed:  # the other ranks must hear of it
         error = CheckpointError(f"{type(failed).__name__}: {failed}")
         error.__cause__ = failed
-    agree({}, error)
+    raise_on_all_ranks({}, error)
     return found
 
 

@@ -35,18 +35,18 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import build_mesh, with_cpu_backend
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
-from composer_fsdp2.ranks import agree
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.accumulation import Accumulation
-from composer_fsdp2.runtime.events import Progress
-from composer_fsdp2.runtime.oom import Guard
+from composer_fsdp2.runtime.events import UnitEvents
+from composer_fsdp2.runtime.oom import OOMGuard
 from composer_fsdp2.runtime.order_check import apply_order_check
 from composer_fsdp2.runtime.prefetch import apply_prefetch
-from composer_fsdp2.runtime.unused_parameters import pass_gradients, reduce_unused
-from composer_fsdp2.runtime.watchdog import lookout_of
+from composer_fsdp2.runtime.unused_parameters import force_backward_through, reduce_unused
+from composer_fsdp2.runtime.watchdog import watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
 from composer_fsdp2.shard.fp8_gather import gather_in_float8
-from composer_fsdp2.shard.initial_weights import Origins, check_origins
+from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (
     detach_optimizer,
     reattach_optimizer,
@@ -136,12 +136,12 @@ def prepare_fully_shard(
         facts = plan.facts()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    everyone = agree(facts, error)
+    everyone = raise_on_all_ranks(facts, error)
     assert plan is not None
-    origins = [Origins(*fact["~origins"]) for fact in everyone]
-    check_origins(origins)
-    units = apply_to_model(model, plan, origins, seed=everyone[0]["~seed"])
-    return [Guard(units.values())] if auto_microbatching else [], units
+    reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
+    check_meta_device_reports(reports)
+    units = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
+    return [OOMGuard(units.values())] if auto_microbatching else [], units
 
 
 def _check_arguments(te_rng_seed: int) -> None:
@@ -173,7 +173,7 @@ def _given_mesh(config: Any) -> DeviceMesh | None:
 
 
 def apply_to_model(
-    model: nn.Module, plan: PreparePlan, origins: Sequence[Origins], seed: int
+    model: nn.Module, plan: PreparePlan, reports: Sequence[MetaDeviceReport], seed: int
 ) -> dict[str, FSDPModule]:
     """Changes the model and its optimizer as planned. Collective: yes."""
     if plan.settings.verbose and distributed.get_rank() == 0:
@@ -195,8 +195,8 @@ def apply_to_model(
             with_cpu_backend(mesh) if offload else mesh,
             precision_of=plan.precision_of,
             forward_methods=plan.forward_methods,
-            rank0_has_values=origins[0].on_meta == "none",
-            some_on_meta=any(origin.on_meta != "none" for origin in origins),
+            rank0_has_values=reports[0].on_meta == "none",
+            some_on_meta=any(report.on_meta != "none" for report in reports),
             seed=seed,
             source=plan.weights,
             offload=(CPUOffload() if offload is True else offload) or None,
@@ -252,14 +252,14 @@ def install_step_hooks(model: nn.Module, plan: PreparePlan, units: dict[str, FSD
     names = [unit.modules[0] for unit in plan.units.units if unit.params]
     gathered = {name: units[name] for name in names}
     device = torch.device(plan.device_type)
-    progress = Progress(model, gathered, lookout_of(device))
-    apply_order_check(progress, plan.settings.order_check, device)
+    events = UnitEvents(model, gathered, watchdog_of(device))
+    apply_order_check(events, plan.settings.order_check, device)
     forward, backward = plan.settings.forward_prefetch, plan.settings.backward_prefetch
     if forward or backward:
-        apply_prefetch(model, gathered, progress, forward=forward, backward=backward)
+        apply_prefetch(model, gathered, events, forward=forward, backward=backward)
     if plan.settings.unused_parameters is not False:
         reduce_unused(units, _with_unused(plan.units, plan.settings, plan.conditional))
-    pass_gradients(units[name] for name in _beside_towers(model, plan))
+    force_backward_through(units[name] for name in _beside_towers(model, plan))
 
 
 def _accumulation(plan: PreparePlan, units: dict[str, FSDPModule]) -> Accumulation:

@@ -28,7 +28,7 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.conditional_modules import optional_modules
+from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
@@ -38,7 +38,7 @@ from composer_fsdp2.ranks import installation
 from composer_fsdp2.runtime.order_check import check_order_check
 from composer_fsdp2.shard.apply import check_forward_methods, check_hooks
 from composer_fsdp2.shard.communication import check_communication
-from composer_fsdp2.shard.initial_weights import Origins, shared_seed
+from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed
 from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
@@ -100,15 +100,15 @@ class PreparePlan:
             "plan of transformations": self.describe_transformations(),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
-            "~origins": dataclasses.astuple(Origins.read(self.tree, self.weights or ())),
+            "~meta": dataclasses.astuple(MetaDeviceReport.read(self.tree, self.weights or ())),
             "~seed": shared_seed(),
         }
 
 
 def _describe_tensors(tree: ModuleTree) -> str:
     lines = [
-        f"{use.name} {use.param.shape} {use.param.dtype} {use.param.requires_grad}"
-        for use in tree.uses
+        f"{ref.name} {ref.param.shape} {ref.param.dtype} {ref.param.requires_grad}"
+        for ref in tree.params
     ]
     for path, module in tree.modules():
         lines += [
@@ -219,7 +219,7 @@ def _conditional(tree: ModuleTree, settings: FSDP2Config) -> list[str]:
     named = settings.unused_parameters
     if named is False:
         return []
-    return optional_modules(tree, named if isinstance(named, tuple) else ())
+    return conditional_modules(tree, named if isinstance(named, tuple) else ())
 
 
 def _plan_units(

@@ -19,7 +19,7 @@ from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.rules import (
     by_hf_blocks,
-    ends_of_models,
+    find_embedding_and_head,
     policy_rules,
     root_rule,
     with_fp32_islands,
@@ -60,7 +60,7 @@ def trainer_rules(
     model = tree.root
     tops = _tops(model)
     rules: list[Rule] = [] if model in tops else [_metric_rule(model)]
-    ends = ends_of_models(tree, policy)
+    ends = find_embedding_and_head(tree, policy)
     rules.append(_adapter_rule(tree, _attribute_rule(tops, ends)))
     rules += policy_rules(tree, policy)
     if not policy.selects_blocks:

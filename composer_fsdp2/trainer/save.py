@@ -28,7 +28,7 @@ from composer_fsdp2.checkpoint.write import (
     write_sharded,
 )
 from composer_fsdp2.errors import CheckpointError, ConfigError
-from composer_fsdp2.ranks import agree
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.load import Ignore, StateDict, drop_keys, plain_name
 
@@ -236,7 +236,7 @@ class _Background:
         error = self.error
         if error is not None and not isinstance(error, CheckpointError):
             error = CheckpointError(f"A save in the background failed: {error}")
-        agree({}, error)
+        raise_on_all_ranks({}, error)
         return self.written
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import agree
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
 from composer_fsdp2.shard.torch_private.tensors import default_store
 from composer_fsdp2.trainer.uneven_batches import override_attribute
@@ -56,7 +56,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         shown = not any(isinstance(param, DTensor) for param in model.parameters())
         return save(is_main_process) if shown else None
     _await_everyone()
-    mains = [facts["~main"] for facts in agree({"~main": is_main_process})]
+    mains = [facts["~main"] for facts in raise_on_all_ranks({"~main": is_main_process})]
     writer = mains.index(True) if any(mains) else 0
     error = None
     first = writer == 0
@@ -68,7 +68,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
             except Exception as caught:  # the other ranks must hear of it
                 folder = given.arguments["save_directory"]
                 error = CheckpointError(f"save_pretrained could not write '{folder}': {caught}")
-    agree({}, error)
+    raise_on_all_ranks({}, error)
     return None
 
 

@@ -27,7 +27,7 @@ from composer.devices import DeviceCPU
 from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.ranks import least_and_most
+from composer_fsdp2.ranks import all_reduce_min_max
 from composer_fsdp2.runtime.oom import Snapshot
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.sharding import sharding_of
@@ -70,7 +70,7 @@ class _Even:
     def split(self, batch: Any, size: int | float) -> Sequence[Any]:
         """Stands in for `DataSpec.split_batch` of a whole batch. Collective: yes."""
         found = self.parts(batch, size)
-        least, most = least_and_most(len(found), self._device)
+        least, most = all_reduce_min_max(len(found), self._device)
         self.left, self.only_added = most - len(found), not found and most > 0
         if least == most:
             self._added = []
@@ -165,7 +165,7 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
 
 def _from_another(found: Sequence[Any], device: torch.device) -> Any:
     """One of this rank, or else of the last rank that has any. Collective: yes."""
-    _, giver = least_and_most(dist.get_global_rank() if found else -1, device)
+    _, giver = all_reduce_min_max(dist.get_global_rank() if found else -1, device)
     box: list[Any] = [None]
     if dist.get_global_rank() == giver:
         box = [DeviceCPU().batch_to_device(found[-1])]
@@ -193,7 +193,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
     _agree_on_length(state)
     if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
         size: Any = state.device_train_microbatch_size
-        _, state.device_train_microbatch_size = least_and_most(size, _device_of(state))
+        _, state.device_train_microbatch_size = all_reduce_min_max(size, _device_of(state))
     spec = trainer._train_data_spec
     even = _EvenTraining(spec, state, trainer.accumulate_train_batch_on_tokens)
     with (
@@ -206,7 +206,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
 def _agree_on_length(state: State) -> None:
     """Makes an epoch equally long for all: schedules and intervals count in its batches."""
     length = _UNKNOWN if state.dataloader_len is None else int(state.dataloader_len)
-    least, most = least_and_most(length, _device_of(state))
+    least, most = all_reduce_min_max(length, _device_of(state))
     if least == most and least != 0:
         return
     if least == 0:

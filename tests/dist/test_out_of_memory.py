@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.runtime import oom
-from composer_fsdp2.runtime.oom import Guard, Snapshot, attempt, reset
+from composer_fsdp2.runtime.oom import OOMGuard, Snapshot, reset, sync_oom
 from composer_fsdp2.shard.torch_private.units import param_groups
 from tests.support.faults_table import record
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
@@ -206,7 +206,7 @@ class Loop:
         self.size = size
 
     def train(self) -> dict[str, torch.Tensor]:
-        Guard(self.units.values())
+        OOMGuard(self.units.values())
         torch.manual_seed(dist.get_rank())
         for batch in batches(2, 8, seed=dist.get_rank()):
             while not self.fits(batch):
@@ -216,7 +216,7 @@ class Loop:
     def fits(self, batch: tuple[torch.Tensor, ...]) -> bool:
         kept = Snapshot(torch.device("cpu"))
         try:
-            with attempt(torch.device("cpu")):
+            with sync_oom(torch.device("cpu")):
                 for microbatch in zip(*(part.split(self.size) for part in batch), strict=True):
                     loss = self.model.loss(self.model(microbatch), microbatch)
                     (loss * self.size / 8).backward()
@@ -450,7 +450,7 @@ def test_200_times_in_a_row():
         failing.choose()
         while True:
             try:
-                with attempt(torch.device("cpu")):
+                with sync_oom(torch.device("cpu")):
                     lm_loss(model(batch[0]), batch[1]).backward()
                 break
             except torch.OutOfMemoryError:

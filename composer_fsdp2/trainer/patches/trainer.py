@@ -69,13 +69,13 @@ def _parallelize_composer_model(
 
 
 def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-    from composer_fsdp2.trainer.auto_microbatching import note_auto
+    from composer_fsdp2.trainer.auto_microbatching import strip_auto_microbatch_size
     from composer_fsdp2.trainer.autoresume import note_autoresume
     from composer_fsdp2.trainer.extensions import note_extensions
 
     given = inspect.signature(original).bind(trainer, *args, **kwargs)
     note_extensions(trainer, given.arguments)
-    with note_auto(original, trainer, args, kwargs) as given:
+    with strip_auto_microbatch_size(original, trainer, args, kwargs) as given:
         note_autoresume(original, *given.args, **given.kwargs)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.conditional_modules import optional_modules
+from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, by_name
@@ -24,7 +24,7 @@ from tests.support.models import TinyLM, llama_config
 
 
 def found(model: nn.Module, *patterns: str) -> list[str]:
-    return optional_modules(ModuleTree.read(model), patterns)
+    return conditional_modules(ModuleTree.read(model), patterns)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

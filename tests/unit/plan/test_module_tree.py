@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
-    alias_representatives,
+    canonical_param_ids,
     has_forward,
     tied_groups,
 )
@@ -137,7 +137,7 @@ def test_a_chain_of_ties_has_the_first_name_as_representative():
     data = torch.zeros(4)
     model = Holder(a=data, b=data.view(4), c=torch.zeros(4), d=data)
     assert tied_groups(model) == (("a", "b", "d"),)
-    found = alias_representatives(ModuleTree.read(model).uses)
+    found = canonical_param_ids(ModuleTree.read(model).params)
     assert {name: found[id(p)] == id(model.a) for name, p in model._parameters.items()} == {
         "a": True,
         "b": True,
@@ -163,7 +163,7 @@ def test_empty_parameters_tie_by_identity_only():
 
 def test_absent_parameters_have_no_name():
     model = nn.Linear(2, 2, bias=False)
-    assert [use.name for use in ModuleTree.read(model).uses] == ["weight"]
+    assert [ref.name for ref in ModuleTree.read(model).params] == ["weight"]
 
 
 class Elsewhere(torch.Tensor):
@@ -190,17 +190,17 @@ class Pair(nn.Module):
 
 
 def paths(tree: ModuleTree) -> list[str]:
-    return [visit.path for visit in tree.visits]
+    return [entry.path for entry in tree.paths]
 
 
-def finished(tree: ModuleTree) -> list[str]:
-    return [tree.visits[tree.first_visit[key]].path for key in tree.finished]
+def postorder(tree: ModuleTree) -> list[str]:
+    return [tree.paths[tree.first_path[key]].path for key in tree.postorder]
 
 
 def test_paths_in_the_order_of_registration():
     tree = ModuleTree.read(Pair(Pair(nn.Identity(), nn.Identity()), nn.Identity()))
     assert paths(tree) == ["", "left", "left.left", "left.right", "right"]
-    assert finished(tree) == ["left.left", "left.right", "left", "right", ""]
+    assert postorder(tree) == ["left.left", "left.right", "left", "right", ""]
     assert [path for path, _ in tree.modules()] == paths(tree)
 
 
@@ -210,7 +210,7 @@ def test_a_module_registered_twice_has_two_visits_and_one_name():
     tree = ModuleTree.read(model)
     assert paths(tree) == ["", "left", "left.left", "left.right", "right"]
     assert [path for path, _ in tree.modules()] == ["", "left", "left.left", "left.right"]
-    assert [use.name for use in tree.uses] == [
+    assert [ref.name for ref in tree.params] == [
         "left.left.weight",
         "left.left.bias",
         "right.weight",
@@ -223,10 +223,10 @@ def test_children_before_parents_on_every_path():
     shared = Pair(nn.Identity(), nn.Identity())
     model = Pair(Pair(nn.Identity(), shared), Pair(shared, nn.Identity()))
     tree = ModuleTree.read(model)
-    done = [tree.first_visit[key] for key in tree.finished]
-    for visit in tree.visits[1:]:
-        parent = tree.first_visit[id(tree.visits[visit.parent].module)]
-        assert done.index(tree.first_visit[id(visit.module)]) < done.index(parent)
+    done = [tree.first_path[key] for key in tree.postorder]
+    for entry in tree.paths[1:]:
+        parent = tree.first_path[id(tree.paths[entry.parent].module)]
+        assert done.index(tree.first_path[id(entry.module)]) < done.index(parent)
 
 
 def test_a_module_that_contains_itself_is_followed_once():
@@ -234,7 +234,7 @@ def test_a_module_that_contains_itself_is_followed_once():
     model.right = Pair(nn.Identity(), model)
     tree = ModuleTree.read(model)
     assert paths(tree) == ["", "left", "right", "right.left"]
-    assert finished(tree)[-1] == ""
+    assert postorder(tree)[-1] == ""
     assert tied_groups(model) == ()
 
 
@@ -247,11 +247,11 @@ def test_a_module_that_is_its_own_child():
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, offload_wrapper])
 def test_activation_wrappers_do_not_show_in_names(wrap):
     model = TinyLM("two modules")
-    plain = [use.name for use in ModuleTree.read(model).uses]
+    plain = [ref.name for ref in ModuleTree.read(model).params]
     model.blocks[0].up = wrap(model.blocks[0].up)
     for index in range(3):
         model.blocks[index] = wrap(model.blocks[index])
-    assert [use.name for use in ModuleTree.read(model).uses] == plain
+    assert [ref.name for ref in ModuleTree.read(model).params] == plain
     assert plain == list(model.state_dict())
     assert tied_groups(model) == EMBED_AND_HEAD
 
@@ -259,10 +259,10 @@ def test_activation_wrappers_do_not_show_in_names(wrap):
 def test_the_deepest_common_parent_that_has_a_forward():
     model = nn.Sequential(nn.ModuleList([Block(), Block()]), Pair(Block(), Block()))
     tree = ModuleTree.read(model)
-    at = {visit.path: index for index, visit in enumerate(tree.visits)}
+    at = {entry.path: index for index, entry in enumerate(tree.paths)}
 
     def common(*names: str) -> str:
-        return tree.visits[tree.lowest_common_parent(at[name] for name in names)].path
+        return tree.paths[tree.lowest_common_parent(at[name] for name in names)].path
 
     assert common("0.0.up", "0.0.down") == "0.0"
     assert common("0.0.up", "0.0") == "0.0"

@@ -582,12 +582,12 @@ def cases(draw) -> tuple[nn.Module, list[Rule]]:
     return model, [random_rule(draw(st.frozensets(st.sampled_from(names))))]
 
 
-def above(tree: ModuleTree, visit: int) -> list[nn.Module]:
-    """The module of a visit and all above it on that path."""
+def above(tree: ModuleTree, entry: int) -> list[nn.Module]:
+    """The module of a entry and all above it on that path."""
     line = []
-    while visit >= 0:
-        line.append(tree.visits[visit].module)
-        visit = tree.visits[visit].parent
+    while entry >= 0:
+        line.append(tree.paths[entry].module)
+        entry = tree.paths[entry].parent
     return line
 
 
@@ -612,9 +612,9 @@ def test_all_names_of_a_tie_have_one_owner_that_is_called_before_any_use(case):
     model, rules = case
     plan = plan_wrapping(model, rules)
     tree = ModuleTree.read(model)
-    modules = {visit.path: visit.module for visit in tree.visits}
+    modules = {entry.path: entry.module for entry in tree.paths}
     owner = owners(plan)
-    visit_of = {use.name: use.visit for use in tree.uses}
+    visit_of = {ref.name: ref.path_index for ref in tree.params}
     assert plan.tied == tied_groups(model)
     for group in plan.tied:
         assert len({owner[name] for name in group}) == 1, group
@@ -637,8 +637,8 @@ def test_units_are_called_and_children_come_before_parents(case):
     order = {id(modules[unit.modules[0]]): n for n, unit in enumerate(plan.units)}
     assert len(order) == len(plan.units)
     inner = set()
-    for visit in range(len(tree.visits)):
-        for below, over in itertools.pairwise(m for m in above(tree, visit) if id(m) in order):
+    for entry in range(len(tree.paths)):
+        for below, over in itertools.pairwise(m for m in above(tree, entry) if id(m) in order):
             assert order[id(below)] < order[id(over)]
             inner.add(order[id(below)])
     assert {n for n, unit in enumerate(plan.units) if not unit.top_level} == inner

@@ -8,12 +8,16 @@ from torch import nn
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.shard.initial_weights import Origins, check_origins, replace_parameter
+from composer_fsdp2.shard.initial_weights import (
+    MetaDeviceReport,
+    check_meta_device_reports,
+    replace_parameter,
+)
 from tests.support.models import TinyLM
 
 
-def origins(model: nn.Module) -> Origins:
-    return Origins.read(ModuleTree.read(model))
+def origins(model: nn.Module) -> MetaDeviceReport:
+    return MetaDeviceReport.read(ModuleTree.read(model))
 
 
 def test_where_a_model_is():
@@ -38,23 +42,23 @@ def test_buffers_and_tensor_attributes_count():
 
 
 def test_rank_0_must_have_what_any_rank_has():
-    none, everything = Origins("none", "", ""), Origins("all", "all names", "")
-    some = Origins("some", "a name", "")
-    check_origins([none, everything, none])
-    check_origins([everything, everything])
-    check_origins([some, some])
+    none, everything = MetaDeviceReport("none", "", ""), MetaDeviceReport("all", "all names", "")
+    some = MetaDeviceReport("some", "a name", "")
+    check_meta_device_reports([none, everything, none])
+    check_meta_device_reports([everything, everything])
+    check_meta_device_reports([some, some])
     for first, other in ((everything, none), (everything, some), (some, none)):
         with pytest.raises(PlanError) as caught:
-            check_origins([first, first, other])
+            check_meta_device_reports([first, first, other])
         assert f"({first.on_meta} of it) and rank 2" in str(caught.value)
         assert "init_device: mixed" in str(caught.value)
 
 
 def test_attributes_must_agree_only_when_a_rank_is_on_meta():
-    here, there = Origins("none", "", "a"), Origins("none", "", "b")
-    check_origins([here, there])
+    here, there = MetaDeviceReport("none", "", "a"), MetaDeviceReport("none", "", "b")
+    check_meta_device_reports([here, there])
     with pytest.raises(PlanError, match="Modules on rank 1"):
-        check_origins([here, Origins("all", "all names", "b")])
+        check_meta_device_reports([here, MetaDeviceReport("all", "all names", "b")])
 
 
 def test_a_replaced_parameter_keeps_what_hangs_on_it():
