@@ -30,9 +30,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_fsdp2.checkpoint.describe import find_ties
+from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
     CHECKSUMS,
-    METADATA,
     Checkpoint,
     FileCheckpoint,
     FolderCheckpoint,

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
-    METADATA,
     Checkpoint,
     FileCheckpoint,
     FolderCheckpoint,

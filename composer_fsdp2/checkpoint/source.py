@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
 from composer_fsdp2.checkpoint.archive import Archive, map_file
+from composer_fsdp2.checkpoint.metadata import (
+    METADATA,
+    as_today,
+    check_counts,
+    is_inside,
+    senseless_metadata,
+)
 from composer_fsdp2.checkpoint.pickles import load_file, load_object, read_metadata, trusts
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
@@ -35,7 +40,6 @@ from composer_fsdp2.shard.torch_private.tensors import flatten_state_dict
 
 __all__ = [
     "CHECKSUMS",
-    "METADATA",
     "Checkpoint",
     "FileCheckpoint",
     "FolderCheckpoint",
@@ -52,7 +56,6 @@ Kind = Literal["sharded", "full"]
 Way = tuple[str | int, ...]
 """the way to a value, before its parts are joined by dots"""
 
-METADATA = ".metadata"
 CHECKSUMS = "checksums.json"
 """Written by our saves beside `.metadata`: the size of every file, and a digest of `.metadata`.
 The values are covered by the checksums inside the files, see `archive`."""
@@ -188,13 +191,13 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
-        self.metadata = _as_today(read_metadata(path / METADATA), path)
+        self.metadata = as_today(read_metadata(path / METADATA), path)
         self._mapped: dict[str, memoryview] = {}
         try:
             self._index()
             self.problems = dict([*self._find_short_files(), *self._find_gaps()])
         except (AttributeError, TypeError, LookupError) as error:
-            raise _senseless(path, error) from error
+            raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
             raise self._incomplete()
 
@@ -370,8 +373,8 @@ def _read_checksums(folder: Path) -> Mapping[str, Any]:
     try:
         found = json.loads((folder / CHECKSUMS).read_text())
         assert isinstance(found["files"], dict)
-        assert all(_is_inside(name) for name in found["files"])
-        _check_counts(CHECKSUMS, found["files"].values())
+        assert all(is_inside(name) for name in found["files"])
+        check_counts(CHECKSUMS, found["files"].values())
         assert isinstance(found["metadata_sha256"], str)
     except FileNotFoundError:
         return {}  # written by somebody else
@@ -381,83 +384,6 @@ def _read_checksums(folder: Path) -> Mapping[str, Any]:
             "whole. Take another checkpoint, or remove that file to load without this check."
         ) from None
     return found
-
-
-_ROOT = "optimizers"
-
-
-def _as_today(metadata: Metadata, folder: Path) -> Metadata:
-    """Checks what the file says and moves an optimizer at the root under `state`."""
-    ways = metadata.planner_data or {}
-    try:
-        _check_places(metadata, folder)
-        legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
-        if not legacy:
-            return metadata
-
-        def today(key: str) -> str:
-            return f"state.{key}" if key in legacy else key
-
-        return replace(
-            metadata,
-            state_dict_metadata={today(k): v for k, v in metadata.state_dict_metadata.items()},
-            planner_data={
-                today(k): ("state", *way) if k in legacy else way for k, way in ways.items()
-            },
-            storage_data={
-                MetadataIndex(today(index.fqn), index.offset, index.index): info
-                for index, info in metadata.storage_data.items()
-            },
-        )
-    except (AttributeError, TypeError, ValueError, LookupError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise _senseless(folder, error) from error
-
-
-def _senseless(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"'{folder / METADATA}' is damaged: it does not describe a checkpoint ({error}). "
-        "Nothing can be found without it. Take another checkpoint."
-    )
-
-
-def _check_numbers(metadata: Metadata) -> None:
-    for key, entry in metadata.state_dict_metadata.items():
-        key.encode()  # what cannot be written cannot be the name of anything
-        if isinstance(entry, TensorStorageMetadata):
-            parts = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
-            _check_counts(key, itertools.chain(entry.size, *parts))
-    for index, info in metadata.storage_data.items():
-        info.relative_path.encode()
-        _check_counts(index.fqn, (info.offset, info.length))
-
-
-def _check_counts(key: str, numbers: Iterable[Any]) -> None:
-    if any(type(number) is not int or number < 0 for number in numbers):
-        raise ValueError(f"{key!a} has a place or a size that is no number")
-
-
-def _check_places(metadata: Metadata, folder: Path) -> None:
-    _check_numbers(metadata)
-    for index, info in metadata.storage_data.items():
-        if not _is_inside(info.relative_path):
-            raise CheckpointError(
-                f"'{folder / METADATA}' looks for '{index.fqn}' in '{info.relative_path}', outside "
-                "of its own folder. No save writes such a path, and following it could read any "
-                "file. Do not use this checkpoint."
-            )
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(
-                f"'{index.fqn}' in '{folder}' is stored in a transformed form "
-                f"({', '.join(info.transform_descriptors)}), which cannot be read here. Its values "
-                "would be garbage. Save it again without extensions."
-            )
-
-
-def _is_inside(name: str) -> bool:
-    place = PurePosixPath(name)
-    return bool(place.parts) and not place.is_absolute() and ".." not in place.parts
 
 
 class FileCheckpoint(Checkpoint):

@@ -27,7 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
-from composer_fsdp2.checkpoint.source import CHECKSUMS, METADATA, digest_of
+from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.source import CHECKSUMS, digest_of
 from composer_fsdp2.checkpoint.staging import hidden, sync, unwritten
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks

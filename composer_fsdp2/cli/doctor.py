@@ -204,7 +204,7 @@ def _backend(on_gpus: bool) -> str:
 
 
 def _print_run(run: Run | None, findings: list[Finding]) -> None:
-    from composer_fsdp2.tools.doctor import describe_run
+    from composer_fsdp2.tools.doctor_describe import describe_run
 
     if run is not None:
         typer.echo("\nThe run:")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["REPLICATE_AXIS", "SHARD_AXIS", "MeshShape", "build_mesh", "with_cpu_backend"]
+__all__ = [
+    "REPLICATE_AXIS",
+    "SHARD_AXIS",
+    "MeshShape",
+]
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
@@ -85,47 +85,3 @@ def _degrees_error(config: FSDP2Config, world_size: int) -> str:
         f"one shard of one copy. Set degrees whose product is {world_size}, or leave one of them "
         "at -1 to have it filled in."
     )
-
-
-def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """Builds the device mesh, ranks of one copy next to each other.
-
-    Collective: yes (creates process groups). `torch.distributed` must be initialised.
-    """
-    if not torch.distributed.is_initialized():
-        raise ConfigError(
-            "torch.distributed is not initialised. A device mesh needs its process group. "
-            "Call torch.distributed.init_process_group() first, or train through the Trainer."
-        )
-    return init_device_mesh(device_type, shape.degrees, mesh_dim_names=shape.axis_names)
-
-
-def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks and axes, in groups that reduce tensors on the CPU as well.
-
-    Collective: yes (creates process groups). Norms and full tensors of parameters that live in CPU
-    memory are computed there, which a group that was started for the GPU alone cannot.
-    """
-    backend = "gloo"
-    if mesh.device_type != "cpu":
-        backend = f"cpu:gloo,{mesh.device_type}:{_backend_of(mesh)}"
-    groups: list[dist.ProcessGroup] = []
-    for axis in range(mesh.ndim):
-        for ranks in mesh.mesh.swapdims(-1, axis).reshape(-1, mesh.size(axis)).tolist():
-            group = dist.new_group(ranks, backend=backend)
-            if group is not None and dist.get_rank() in ranks:
-                groups.append(group)
-    one = mesh.ndim == 1
-    return DeviceMesh.from_group(
-        groups[0] if one else groups,
-        mesh.device_type,
-        mesh=None if one else mesh.mesh,
-        mesh_dim_names=mesh.mesh_dim_names,
-    )
-
-
-def _backend_of(mesh: DeviceMesh) -> str:
-    """Of the mesh's device, also in a group with several backends (`cpu:gloo,cuda:nccl`)."""
-    written = dist.get_backend(mesh.get_group(0))
-    by_device = dict(part.split(":") for part in written.split(",") if ":" in part)
-    return by_device.get(mesh.device_type, written)

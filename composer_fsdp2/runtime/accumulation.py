@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import GradientSync
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.ranks import AverageOverReplicas
 from composer_fsdp2.runtime.oom import reset
+from composer_fsdp2.shard.averaging import AverageOverReplicas
 from composer_fsdp2.shard.torch_private.units import (
     all_reduce_hook,
     has_run,

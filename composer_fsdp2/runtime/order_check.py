@@ -142,8 +142,7 @@ def _missed(what: str, watchdog: CollectiveWatchdog) -> str:
         f"{watchdog.late_seconds:.0f} s. The ranks would wait until the process group gives up, "
         "and not learn for whom. Look at the rank that is at another place below: it may have "
         "another number of microbatches, or wait for data; if it is only slow, raise "
-        "`dist_timeout`.\n"
-        + watchdog.report()
+        "`dist_timeout`.\n" + watchdog.report()
     )
 
 

@@ -6,9 +6,7 @@ import contextlib
 import fnmatch
 import gc
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,11 +23,12 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.ranks import GradientReduction, probe_reduction
+from composer_fsdp2.shard.averaging import GradientReduction, probe_reduction
 from composer_fsdp2.shard.eval_reshard import kept_for_now
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
+from composer_fsdp2.shard.layout import Layout, Place, place_of
 from composer_fsdp2.shard.precision import InputCast, without_autocast
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import (
@@ -228,7 +227,7 @@ def apply_plan(
     if merge_aliases(tree):
         tree = ModuleTree.read(model)
     reduction = probe_reduction(mesh)
-    layout = _Layout.read(tree, plan)
+    layout = Layout.read(tree, plan)
     carried = _attributes(tree)
     seed = _agreed_seed() if seed is None else seed
     weights = InitialWeights.prepare(
@@ -289,122 +288,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(
         mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
     )
-
-
-Place = tuple[nn.Module, str]
-"""A module and the attribute a parameter sits in; holds no parameter, so sharding can free it."""
-
-
-@dataclass(slots=True, eq=False)
-class _Layout:
-    """Where the plan's names are in this model."""
-
-    modules: dict[str, nn.Module]
-    """name -> module, the activation wrapper where there is one"""
-    holders: dict[str, nn.Module]
-    """name -> the module itself, which holds the parameters of that name"""
-    members: dict[str, list[tuple[str, nn.Module]]]
-    """unit name -> modules whose nearest unit it is"""
-    foreign: dict[str, list[Place]]
-    """unit name -> parameters it would find but another unit owns"""
-    order: list[ShardUnit]
-
-    @classmethod
-    def read(cls, tree: ModuleTree, plan: WrapPlan) -> _Layout:
-        modules: dict[str, nn.Module] = {}
-        holders: dict[str, nn.Module] = {}
-        for entry in tree.paths:
-            modules.setdefault(entry.path, entry.module)
-            holders[entry.path] = entry.module
-        nearest = _nearest_units(
-            tree, {id(modules[u.modules[0]]): u.modules[0] for u in plan.units}
-        )
-        members: dict[str, list[tuple[str, nn.Module]]] = defaultdict(list)
-        for index in tree.first_path.values():
-            if (unit := nearest[index]) is not None:
-                members[unit].append((tree.paths[index].path, tree.paths[index].module))
-        owner_of = {name: unit.modules[0] for unit in plan.units for name in unit.params}
-        foreign, hidden = _foreign(tree, nearest, owner_of)
-        if hidden:
-            _add_everything_below(tree, nearest, owner_of, hidden, foreign)
-        # A unit with hidden parameters is given everything below it, so it comes before the units
-        # inside it, outer ones first; all others come children before parents.
-        first = [unit for unit in reversed(plan.units) if unit.modules[0] in hidden]
-        rest = [unit for unit in plan.units if unit.modules[0] not in hidden]
-        return cls(modules, holders, members, foreign, first + rest)
-
-    def modules_of(self, unit: ShardUnit) -> list[tuple[str, nn.Module]]:
-        """Modules whose tensors must be real before the unit is sharded."""
-        modules = list(self.members[unit.modules[0]])
-        own = {path for path, _ in modules}
-        paths = dict.fromkeys(name.rpartition(".")[0] for name in unit.params)
-        return modules + [(path, self.holders[path]) for path in paths if path not in own]
-
-    def is_frozen(self, unit: ShardUnit) -> bool:
-        """Whether the unit owns parameters and none of them is trained."""
-        places = (name.rpartition(".") for name in unit.params)
-        params = [self.holders[path]._parameters[attribute] for path, _, attribute in places]
-        return bool(params) and not any(p is not None and p.requires_grad for p in params)
-
-    def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
-        """Parameters `fully_shard` must leave alone, as they are registered now."""
-        places = self.foreign.get(unit.modules[0], ())
-        found = (module._parameters[attribute] for module, attribute in places)
-        return {param for param in found if param is not None}
-
-
-def _nearest_units(tree: ModuleTree, unit_at: Mapping[int, str]) -> list[str | None]:
-    nearest: list[str | None] = []
-    for entry in tree.paths:
-        above = nearest[entry.parent] if entry.parent >= 0 else None
-        nearest.append(unit_at.get(id(entry.module), above))
-    return nearest
-
-
-def _place(tree: ModuleTree, ref: ParamRef) -> Place:
-    return tree.paths[ref.path_index].module, ref.name.rpartition(".")[2]
-
-
-def _foreign(
-    tree: ModuleTree, nearest: list[str | None], owner_of: Mapping[str, str]
-) -> tuple[dict[str, list[Place]], set[str]]:
-    """Parameters each unit must leave to another, and units that would not find one of their own.
-
-    `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of every
-    place it is used in (shared by all layers, registered nowhere else) is in none of those.
-    """
-    foreign: dict[str, list[Place]] = defaultdict(list)
-    visible: set[int] = set()
-    lifted: list[tuple[ParamRef, str]] = []
-    for ref in tree.params:
-        owner, unit = owner_of.get(ref.name), nearest[ref.path_index]
-        if owner == unit:
-            visible.add(id(ref.param))
-            continue
-        if unit is not None:
-            foreign[unit].append(_place(tree, ref))
-        if owner is not None:
-            lifted.append((ref, owner))
-    return foreign, {owner for ref, owner in lifted if id(ref.param) not in visible}
-
-
-def _add_everything_below(
-    tree: ModuleTree,
-    nearest: list[str | None],
-    owner_of: Mapping[str, str],
-    hidden: set[str],
-    foreign: dict[str, list[Place]],
-) -> None:
-    """Adds to the units in `hidden` all parameters below them that are not theirs."""
-    above: list[frozenset[str]] = []
-    for index, entry in enumerate(tree.paths):
-        outer = above[entry.parent] if entry.parent >= 0 else frozenset[str]()
-        own = nearest[index]
-        above.append(outer | {own} if own in hidden and own not in outer else outer)
-    for ref in tree.params:
-        for unit in above[ref.path_index]:
-            if owner_of.get(ref.name) != unit:
-                foreign[unit].append(_place(tree, ref))
 
 
 def _shard_unit(
@@ -513,7 +396,7 @@ def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Call
     for ref in tree.params:
         hooks = post_accumulate_hooks(ref.param)
         if ref.param.__dict__ or hooks:
-            place = _place(tree, ref)
+            place = place_of(tree, ref)
             carried.append((place, dict(ref.param.__dict__), hooks))
     return carried
 
@@ -531,7 +414,7 @@ def _carry_over(carried: list[tuple[Place, dict[str, Any], list[Callable[..., No
                 param.register_post_accumulate_grad_hook(hook)
 
 
-def _check_ties(layout: _Layout, plan: WrapPlan) -> None:
+def _check_ties(layout: Layout, plan: WrapPlan) -> None:
     """Proves that every tied name still leads to one parameter."""
     for names in plan.tied:
         found = {
@@ -542,7 +425,7 @@ def _check_ties(layout: _Layout, plan: WrapPlan) -> None:
 
 
 def _register_forward_method(
-    layout: _Layout, path: str, method: str, casts: Mapping[nn.Module, InputCast]
+    layout: Layout, path: str, method: str, casts: Mapping[nn.Module, InputCast]
 ) -> None:
     """Lets a method gather the parameters of its module."""
     module = layout.modules[path]

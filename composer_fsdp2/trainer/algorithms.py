@@ -24,7 +24,7 @@ from composer_fsdp2.runtime.norms import clip_by_unit_norm_, local_part
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves, tree_map_only
-from composer_fsdp2.trainer.load import plain_name
+from composer_fsdp2.trainer.load_steps import plain_name
 
 __all__ = [
     "average_weights",

@@ -19,7 +19,7 @@ from torch import nn
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.runtime.norms import whole_metrics
 from composer_fsdp2.shard.apply import is_sharded, reshard
-from composer_fsdp2.trainer.load import plain_name
+from composer_fsdp2.trainer.load_steps import plain_name
 
 __all__ = [
     "agreed_metric",

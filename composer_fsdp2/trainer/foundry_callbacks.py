@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.write import together
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
-from composer_fsdp2.trainer.load import plain_name
+from composer_fsdp2.trainer.load_steps import plain_name
 
 __all__ = [
     "ReducedNorms",

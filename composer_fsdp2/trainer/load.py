@@ -10,13 +10,10 @@ for the duration of the load.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-import tarfile
 import tempfile
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +24,15 @@ from composer.utils import dist, reproducibility
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from composer.utils.misc import partial_format
-from torch.distributed.checkpoint.api import CheckpointException
 
 from composer_fsdp2.checkpoint.load import (
     Fit,
     check_fit,
     check_groups,
     load_sharded,
-    read_items,
 )
+from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
-    METADATA,
     Checkpoint,
     FileCheckpoint,
     FolderCheckpoint,
@@ -47,27 +42,26 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.lion_state import ADAPTIVE_LIONS, lion_as_text
+from composer_fsdp2.trainer.load_steps import (
+    Ignore,
+    StateDict,
+    drop_keys,
+    left_out_notes,
+    lossy_notes,
+    plain_name,
+    remove_keys,
+    run_on_all_ranks,
+    warn_on_rank_0,
+)
+from composer_fsdp2.trainer.safe_reading import vet_algorithms
 
 __all__ = [
-    "Ignore",
-    "StateDict",
-    "drop_keys",
     "load_checkpoint",
-    "load_sharded_safely",
-    "plain_name",
-    "read_file",
-    "read_folder_data",
-    "read_folder_metadata",
     "set_node_rank",
-    "unpacking_safely",
-    "vet_algorithms",
 ]
 
 Apply = tuple[Any, list[str] | None, list[Any] | None]
-Ignore = Sequence[str] | Callable[[dict[str, Any]], None] | None
-StateDict = dict[str, Any]
 
 
 def set_node_rank() -> None:
@@ -112,27 +106,15 @@ def load_checkpoint(
         "ignore": ignore_keys,
     }
     with _fetched(path, object_store, state, progress_bar) as (local, remote):
-        kind: Kind = _agreed(lambda: "sharded" if remote is not None else detect_kind(local))
+        kind: Kind = run_on_all_ranks(
+            lambda: "sharded" if remote is not None else detect_kind(local)
+        )
         if kind == "sharded" and state.fsdp_config is not None and not state.fsdp_enabled:
             state._apply_fsdp()  # it waited for one file, to be read on rank 0 alone
         with _state_type(state, kind):
             if kind == "sharded":
                 return _ShardedLoad(state, **how).run(local, remote, apply)
             return _FullLoad(state, **how).run(local, apply)
-
-
-def _agreed(act: Callable[[], Any]) -> Any:
-    """Acts, and raises one error on every rank when any rank could not. Collective: yes."""
-    found, error = None, None
-    try:
-        found = act()
-    except CheckpointError as failed:
-        error = failed
-    except (Exception, CheckpointException) as failed:  # the other ranks must hear of it
-        error = CheckpointError(f"{type(failed).__name__}: {failed}")
-        error.__cause__ = failed
-    raise_on_all_ranks({}, error)
-    return found
 
 
 @contextlib.contextmanager
@@ -170,7 +152,9 @@ def _fetched(
                 yield Path(reader.path), reader
             else:
                 fetch = composers.download_checkpoint
-                file, _, _ = _agreed(lambda: fetch(path, folder, object_store, progress_bar))
+                file, _, _ = run_on_all_ranks(
+                    lambda: fetch(path, folder, object_store, progress_bar)
+                )
                 yield Path(file), None
         finally:
             dist.barrier()  # the folder is shared by the ranks of a node
@@ -187,7 +171,7 @@ def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> A
             composers.download_object_or_file(f"{path}/{METADATA}", target, object_store)
 
     # The reader fetches it too, but on one rank alone, and the others would wait for its failure.
-    _agreed(fetch_metadata)
+    run_on_all_ranks(fetch_metadata)
     return composers.DistCPObjectStoreReader(
         source_path=path,
         destination_path=str(Path(folder) / "checkpoint"),
@@ -250,7 +234,7 @@ class _Load:
         globs = () if callable(self.ignore) else tuple(self.ignore or ())
         fit = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
         self.strict = self.strict and not fit.left_out
-        self.notes = [*_lossy(self.saved, flat), *_left_out(self.saved, fit)]
+        self.notes = [*lossy_notes(self.saved, flat), *left_out_notes(self.saved, fit)]
         return fit
 
     def _check_has_state(self) -> None:
@@ -292,10 +276,10 @@ class _Load:
 
     def apply(self, loaded: StateDict, apply: Apply) -> list[dict[str, Any]] | None:
         """Hands what was read to Composer. Collective: yes."""
-        _tell(self.notes)
+        warn_on_rank_0(self.notes)
         logger, excluded, passes = apply
-        _agreed(lambda: vet_algorithms(loaded["state"]))
-        _agreed(lambda: self._check_schedulers(loaded["state"]))
+        run_on_all_ranks(lambda: vet_algorithms(loaded["state"]))
+        run_on_all_ranks(lambda: self._check_schedulers(loaded["state"]))
         load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
         load(
             loaded["state"],
@@ -312,7 +296,7 @@ class _ShardedLoad(_Load):
 
     def run(self, local: Path, remote: Any, apply: Apply) -> list[dict[str, Any]] | None:
         reader: Any = remote or composers.FileSystemReaderWithValidation(str(local))
-        saved = _agreed(lambda: FolderCheckpoint(local, incomplete=remote is not None))
+        saved = run_on_all_ranks(lambda: FolderCheckpoint(local, incomplete=remote is not None))
         self.saved = reader.checkpoint = saved
         wanted = self.wanted()
         theirs = [way[0] for way in saved.under("state", "scaler").values() if way]
@@ -324,11 +308,11 @@ class _ShardedLoad(_Load):
         if "rng" in wanted:
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
             wanted["rng"] = wanted["rng"][:ranks]
-        names: list[str] = _agreed(lambda: self.check_parts(wanted))
+        names: list[str] = run_on_all_ranks(lambda: self.check_parts(wanted))
         groups = {name: _read_groups(saved, reader, name) for name in names}
-        _agreed(lambda: self.check_groups(groups))
-        fit: Fit = _agreed(lambda: self.check_names(wanted))
-        _remove(wanted, fit.left_out)
+        run_on_all_ranks(lambda: self.check_groups(groups))
+        fit: Fit = run_on_all_ranks(lambda: self.check_names(wanted))
+        remove_keys(wanted, fit.left_out)
         config: Any = self.state.fsdp_config
         if config is None or self.state.device.name == "cpu":
             # These are the tensors the run computes with; half a load must not reach them.
@@ -360,7 +344,7 @@ class _FullLoad(_Load):
         reads = dist.get_global_rank() == 0 or not alone
         share = (0, 1) if alone else (dist.get_global_rank(), dist.get_world_size())
         wanted = self._wanted_names()
-        values = _agreed(lambda: self._read(local, share, wanted) if reads else None)
+        values = run_on_all_ranks(lambda: self._read(local, share, wanted) if reads else None)
         if alone:
             values = _from_rank0(values)
         return self.apply(values, apply)
@@ -428,43 +412,6 @@ def _groups_of(state: State, name: str) -> list[list[str]]:
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def plain_name(name: str) -> str:
-    """The name in the model nobody wrapped."""
-    wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-    return ".".join(part for part in name.split(".") if part not in wrappers)
-
-
-def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
-    """The state dict without the keys a user ignores.
-
-    Containers are copied: they may be the very lists that a scheduler goes on with.
-    """
-    if not ignore:
-        return values
-    values = _copied_containers(values)
-    (ignore if callable(ignore) else composers.glob_filter(list(ignore)))(values)
-    values.setdefault("state", {})
-    return values
-
-
-def _copied_containers(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copied_containers(item) for key, item in value.items()}
-    return [_copied_containers(item) for item in value] if type(value) is list else value
-
-
-def _remove(values: StateDict, keys: Sequence[str]) -> None:
-    """Takes keys out of a nested state dict, so that nobody asks the checkpoint for them."""
-    _, ways = flatten(values)
-    for key in keys:
-        if key in ways:
-            *outer, last = ways[key]
-            holder: Any = values
-            for part in outer:
-                holder = holder[part]
-            del holder[last]
-
-
 def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
     """Gives every parameter its own state.
 
@@ -484,143 +431,3 @@ def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
                     if every or place in seen or value.ndim == 0:
                         state[key] = value.clone()
                     seen.add(place)
-
-
-def _lossy(saved: Checkpoint, flat: Mapping[str, Any]) -> Iterator[str]:
-    keys = [
-        key
-        for key, value in flat.items()
-        if isinstance(value, torch.Tensor) and key in saved.tensors
-        if torch.promote_types(saved.tensors[key].dtype, value.dtype) != value.dtype
-    ]
-    if keys:
-        stored, kept = saved.tensors[keys[0]].dtype, flat[keys[0]].dtype
-        yield (
-            f"{len(keys)} tensors of '{saved.path}' lose precision: '{keys[0]}' is stored in "
-            f"{stored} and the run keeps it in {kept}."
-        )
-
-
-def _left_out(saved: Checkpoint, fit: Fit) -> Iterator[str]:
-    described = ("state.metadata.", "state.integrations.")  # nobody reads them back
-    told = [key for key in fit.left_out if not key.startswith(described)]
-    if told:
-        more = f" and {len(told) - 20} more" if len(told) > 20 else ""
-        yield (
-            f"'{saved.path}' and the run do not both have {', '.join(told[:20])}{more}. What the "
-            "run has of it stays as it is."
-        )
-
-
-def _tell(notes: Iterable[str]) -> None:
-    if dist.get_global_rank() == 0:
-        for note in notes:
-            warnings.warn(note, stacklevel=2)
-
-
-@contextlib.contextmanager
-def unpacking_safely() -> Generator[None]:
-    """Archives are unpacked inside their folder, and hold nothing but files and folders.
-
-    Raises:
-        CheckpointError: a member wants to go elsewhere.
-    """
-    unset = object()
-    before = vars(tarfile.TarFile).get("extraction_filter", unset)
-    tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
-    try:
-        yield
-    except tarfile.FilterError as error:
-        raise CheckpointError(
-            f"The archive has a member that does not belong into a checkpoint: {error}. Unpacking "
-            "it could overwrite any file. Do not use this archive."
-        ) from None
-    finally:
-        if before is unset:
-            del tarfile.TarFile.extraction_filter
-        else:
-            tarfile.TarFile.extraction_filter = before
-
-
-def vet_algorithms(state_dict: Mapping[str, Any]) -> None:
-    """Refuses algorithms whose description is more than a call with plain arguments.
-
-    Composer evaluates the description, which comes from the checkpoint.
-
-    Raises:
-        CheckpointError: evaluating it could execute code.
-    """
-    algorithms = state_dict.get("algorithms")
-    for entry in algorithms if isinstance(algorithms, list) else ():
-        name, value = entry
-        text = value.get("repr", "") if isinstance(value, Mapping) else ""
-        if not _is_plain_call(str(name), str(text)):
-            raise CheckpointError(
-                f"The checkpoint describes its algorithm '{name}' as {text[:100]!r}. Composer "
-                "would evaluate that, and it is more than a name with plain arguments, so it could "
-                "execute code. Leave the algorithms out with load_ignore_keys: [state/algorithms]."
-            )
-
-
-def _is_plain_call(name: str, text: str) -> bool:
-    try:
-        call = ast.parse(text, mode="eval").body
-        assert isinstance(call, ast.Call)
-        assert isinstance(call.func, ast.Name)
-        assert call.func.id == name
-        for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-            ast.literal_eval(argument)
-    except (SyntaxError, ValueError, AssertionError, RecursionError):
-        # The default `repr` of an object cannot be evaluated; Composer warns and goes on.
-        return text.startswith("<") and text.endswith(">")
-    return True
-
-
-# --- Composer's own readers, also under FSDP1: the same files, nothing executed ---
-
-
-def read_file(path: str | Path, map_location: str) -> Any:
-    """Stands in for the function that unpickles a file. `map_location` is always the CPU."""
-    del map_location
-    return FileCheckpoint(Path(composers._ensure_valid_checkpoint(path))).values
-
-
-def read_folder_metadata(reader: Any) -> Any:
-    """Stands in for `FileSystemReaderWithValidation.read_metadata`."""
-    folder = Path(reader.path)
-    composers._ensure_valid_checkpoint(folder / METADATA)
-    if not hasattr(reader, "checkpoint"):
-        reader.checkpoint = FolderCheckpoint(folder, incomplete=True)
-    return reader.checkpoint.metadata
-
-
-def read_folder_data(reader: Any, plan: Any, planner: Any) -> Any:
-    """Stands in for `FileSystemReaderWithValidation.read_data`."""
-    folder: FolderCheckpoint = reader.checkpoint
-    specs: dict[str, list[tuple[int, int]]] = {}
-    for item in plan.items:
-        info = folder.metadata.storage_data[item.storage_index]
-        specs.setdefault(info.relative_path, []).append((info.offset, info.length))
-    for name, spec in specs.items():
-        composers._ensure_valid_checkpoint(folder.path / name, spec)
-    read_items(folder, plan, planner)
-    done: torch.futures.Future[None] = torch.futures.Future()
-    done.set_result(None)
-    return done
-
-
-def load_sharded_safely(
-    state_dict: StateDict, storage_reader: Any, load_planner: Any = None
-) -> None:
-    """Stands in for `dist_cp_load`, which meets one missing key by asking for no key at all.
-
-    Raises:
-        CheckpointError: it does not fit, or executes code.
-    """
-    saved = FolderCheckpoint(Path(storage_reader.path), incomplete=True)
-    flat, _ = flatten(state_dict)
-    fit = _agreed(lambda: check_fit(saved, flat, strict=False))
-    _tell(_left_out(saved, fit))
-    _remove(state_dict, [key for key in fit.left_out if not key.startswith("state.model.")])
-    load_sharded(state_dict, storage_reader, load_planner)
-    _agreed(lambda: vet_algorithms(state_dict.get("state", {})))

@@ -32,7 +32,6 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.mesh_shape import build_mesh, with_cpu_backend
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -45,6 +44,7 @@ from composer_fsdp2.runtime.unused_parameters import force_backward_through, red
 from composer_fsdp2.runtime.watchdog import watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
+from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
 from composer_fsdp2.shard.fp8_gather import gather_in_float8
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (

@@ -30,7 +30,7 @@ from composer_fsdp2.checkpoint.write import (
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
-from composer_fsdp2.trainer.load import Ignore, StateDict, drop_keys, plain_name
+from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
 
 __all__ = [
     "check_saved_adapters",

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.mesh_shape import with_cpu_backend
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.shard.apply import apply_plan
+from composer_fsdp2.shard.device_mesh import with_cpu_backend
 from composer_fsdp2.shard.optimizer import detach_optimizer, reattach_optimizer
 from tests.support.models import Block, TinyLM
 from tests.support.parity import OPTIMIZERS, Recipe, train_together

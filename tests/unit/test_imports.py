@@ -225,3 +225,46 @@ def test_importing_has_no_side_effect(module: str):
         [sys.executable, "-c", code], capture_output=True, check=False, cwd=ROOT.parent, text=True
     )
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+MOST_LINES_OF_A_FILE = 500
+MOST_LINES_OF_A_FOLDER = 5000
+MOST_LINES_OF_A_FUNCTION = 60
+
+
+def _lines(file: Path) -> int:
+    return file.read_text().count("\n")
+
+
+def test_no_file_is_too_long_to_be_read():
+    assert {_name(f): _lines(f) for f in FILES if _lines(f) > MOST_LINES_OF_A_FILE} == {}
+
+
+def test_no_folder_holds_several_subjects():
+    """Subfolders count by themselves."""
+    folders = {file.parent for file in FILES}
+    lines = {folder: sum(_lines(f) for f in FILES if f.parent == folder) for folder in folders}
+    assert {f: count for f, count in lines.items() if count > MOST_LINES_OF_A_FOLDER} == {}
+
+
+def long_functions(text: str, most: int = MOST_LINES_OF_A_FUNCTION) -> list[str]:
+    """Names of functions with more lines than that, docstrings left out."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            first = node.body[0]
+            prose = first.end_lineno - first.lineno + 1 if ast.get_docstring(node) else 0
+            if node.end_lineno - node.lineno + 1 - prose > most:
+                found.append(node.name)
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=_name)
+def test_no_function_is_too_long_to_be_read(file: Path):
+    assert not long_functions(file.read_text())
+
+
+def test_a_long_function_is_found():
+    text = 'def f():\n    """One\n    two."""\n    a = 1\n    return a\n'
+    assert long_functions(text, most=2) == ["f"]
+    assert long_functions(text, most=3) == []

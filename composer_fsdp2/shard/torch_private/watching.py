@@ -20,7 +20,7 @@ _COLLECTIVES = (
     "reduce_scatter_single",
     "reduce_scatter_tensor",
 )
-_CALLERS = ("torch.distributed.fsdp.", "composer_fsdp2.ranks")
+_CALLERS = ("torch.distributed.fsdp.", "composer_fsdp2.shard.averaging")
 """modules that reduce and gather for FSDP2; the second one averages where a backend cannot"""
 
 

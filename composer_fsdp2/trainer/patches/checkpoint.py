@@ -62,7 +62,7 @@ def _uses_fsdp1(state: Any) -> bool:
 
 
 def _read_file(_original: Any, checkpoint_filepath: Any, map_location: str) -> Any:
-    from composer_fsdp2.trainer.load import read_file
+    from composer_fsdp2.trainer.safe_reading import read_file
 
     return read_file(checkpoint_filepath, map_location)
 
@@ -77,13 +77,13 @@ def _load_resumption(original: Any, state: Any, load_path: str) -> Any:
 
 
 def _read_metadata(_original: Any, reader: Any) -> Any:
-    from composer_fsdp2.trainer.load import read_folder_metadata
+    from composer_fsdp2.trainer.safe_reading import read_folder_metadata
 
     return read_folder_metadata(reader)
 
 
 def _read_data(_original: Any, reader: Any, plan: Any, planner: Any) -> Any:
-    from composer_fsdp2.trainer.load import read_folder_data
+    from composer_fsdp2.trainer.safe_reading import read_folder_data
 
     return read_folder_data(reader, plan, planner)
 
@@ -91,13 +91,13 @@ def _read_data(_original: Any, reader: Any, plan: Any, planner: Any) -> Any:
 def _dist_cp_load(
     _original: Any, state_dict: Any, storage_reader: Any, load_planner: Any = None
 ) -> None:
-    from composer_fsdp2.trainer.load import load_sharded_safely
+    from composer_fsdp2.trainer.safe_reading import load_sharded_safely
 
     load_sharded_safely(state_dict, storage_reader, load_planner)
 
 
 def _download_checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.load import unpacking_safely
+    from composer_fsdp2.trainer.safe_reading import unpacking_safely
 
     with unpacking_safely():
         return original(*args, **kwargs)
@@ -107,7 +107,7 @@ def _apply_required_algorithms(
     original: Any, state: Any, state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
     from composer_fsdp2.trainer.extensions import check_required
-    from composer_fsdp2.trainer.load import vet_algorithms
+    from composer_fsdp2.trainer.safe_reading import vet_algorithms
 
     vet_algorithms(state_dict)
     check_required(state, state_dict, *args, **kwargs)

@@ -19,13 +19,9 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.checkpoint.convert import write_full, write_sharded
 from composer_fsdp2.checkpoint.huggingface import write_huggingface
+from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.pickles import TRUST_VARIABLE
-from composer_fsdp2.checkpoint.source import (
-    CHECKSUMS,
-    METADATA,
-    FolderCheckpoint,
-    open_checkpoint,
-)
+from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.cli import checkpoint
 from composer_fsdp2.cli.main import app

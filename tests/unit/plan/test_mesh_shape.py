@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, SHARD_AXIS, MeshShape, build_mesh
+from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, SHARD_AXIS, MeshShape
+from composer_fsdp2.shard.device_mesh import build_mesh
 
 
 def resolve(shard: int, replicate: int | None, world_size: int) -> MeshShape:

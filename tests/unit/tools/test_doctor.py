@@ -22,7 +22,8 @@ from composer_fsdp2.shard.torch_private.members import (
     MemberState,
     PrivateMember,
 )
-from composer_fsdp2.tools.doctor import Finding, Machine, Run, describe_run, examine, mesh_of
+from composer_fsdp2.tools.doctor import Finding, Machine, Run, examine, mesh_of
+from composer_fsdp2.tools.doctor_describe import describe_run
 from composer_fsdp2.trainer import patches
 from composer_fsdp2.trainer.patches import PATCHES, PatchState
 

@@ -1,0 +1,126 @@
+"""How gradients are averaged where a backend does not do it.
+
+[Note: averaging] FSDP2 asks the backend for the average of gradients. Some backends return the sum
+without a word, others refuse. Both are found by doing one small reduction; what is wrong is put
+right in `set_all_reduce_hook`, which sees every reduced gradient. NCCL averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2.ranks import is_fake
+
+__all__ = ["AverageOverReplicas", "GradientReduction", "probe_reduction"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientReduction:
+    """How gradients get averaged on one mesh."""
+
+    mesh: DeviceMesh
+    """the mesh to give to `fully_shard`"""
+    make_hook: Callable[[], Callable[[torch.Tensor], None] | None]
+    """of one unit, for `set_all_reduce_hook`; `None` when the backend needs no help"""
+
+
+def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
+    """Finds out how gradients can be averaged on a 1-D or (replicate, shard) mesh.
+
+    Collective: yes, over every group of the mesh.
+
+    A 2-D mesh whose backend cannot run torch's own HSDP is sharded on its shard axis, and the hook
+    averages over the replicate axis: the same arithmetic, with parameters that are DTensors on the
+    shard axis alone.
+    """
+    shard_group = mesh.get_group(mesh.ndim - 1)
+    replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+    sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
+    divide = _divide_by(shard_group.size()) if sums else None
+    if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
+        return GradientReduction(mesh, lambda: divide)
+    shard_mesh = mesh[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
+    return GradientReduction(shard_mesh, lambda: AverageOverReplicas(replicate_group, divide))
+
+
+def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool:
+    if is_fake(group) or group.size() == 1:
+        return True
+    output = torch.zeros(1, device=device_type)
+    values = torch.full((group.size(),), float(group.rank()), device=device_type)
+    # Newer torch renamed it and warns about the old name.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(output, values, op=dist.ReduceOp.AVG, group=group)
+    return abs(output.item() - (group.size() - 1) / 2) < 1e-3
+
+
+def _averages_all_reduce(group: dist.ProcessGroup, device_type: str) -> bool:
+    if is_fake(group):
+        return True
+    value = torch.full((1,), float(group.rank()), device=device_type)
+    try:
+        dist.all_reduce(value, op=dist.ReduceOp.AVG, group=group)
+    except (RuntimeError, ValueError):
+        return False  # the arguments are refused on every rank, before anything is sent
+    return abs(value.item() - (group.size() - 1) / 2) < 1e-3
+
+
+def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
+    return _records_events(device_type) and _averages_all_reduce(group, device_type)
+
+
+def _records_events(device_type: str) -> bool:
+    """HSDP's backward insists on an event from the stream, which CPU streams may not give."""
+    if device_type != "cpu":
+        return True
+    return torch.cpu.current_stream().record_event() is not None
+
+
+def _divide_by(size: int) -> Callable[[torch.Tensor], None]:
+    def divide(reduced: torch.Tensor) -> None:
+        # FSDP2 asks for an average of these two only; others it sums and divides itself.
+        if reduced.dtype in (torch.float32, torch.bfloat16):
+            reduced.div_(size)
+
+    return divide
+
+
+class AverageOverReplicas:
+    """Averages the reduced gradients of one unit over the copies of the model, in place.
+
+    Args:
+        group: one rank of every copy.
+        before: done first, to what the shards' reduction gave.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        self._group = group
+        self._before = before
+        self.due = True
+        """false keeps gradients on this rank until a call with true, as torch's own HSDP does"""
+        self.waiting: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """Drops what waits."""
+        self.due, self.waiting = True, None
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Collective: yes, when it is due."""
+        if self._before is not None:
+            self._before(reduced)
+        if self.waiting is not None:
+            reduced += self.waiting
+        if not self.due:
+            self.waiting = reduced.clone()
+            reduced.zero_()  # FSDP adds it to the gradients of the shards
+            return
+        self.waiting = None
+        dist.all_reduce(reduced, group=self._group)
+        reduced.div_(self._group.size())
