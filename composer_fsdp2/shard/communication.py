@@ -35,7 +35,7 @@ def check_communication(settings: Communication, device_type: str) -> None:
         if not hasattr(FSDPModule, _METHODS[name]):
             raise ConfigError(
                 f"'communication.{name}' is set, and this torch has no `{_METHODS[name]}`. It "
-                "would have no effect. Take it out, or install torch 2.13."
+                "would have no effect. Take it out, or install a newer torch."
             )
         if name in _NCCL_ONLY and device_type != "cuda":
             raise ConfigError(
