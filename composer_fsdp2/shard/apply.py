@@ -225,6 +225,7 @@ def apply_plan(
     check_private_members()
     tree = tree or ModuleTree.read(model)
     if merge_aliases(tree):
+        tree.params.clear()  # the caller may hold it
         tree = ModuleTree.read(model)
     reduction = probe_reduction(mesh)
     layout = Layout.read(tree, plan)

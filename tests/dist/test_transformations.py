@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composer_fsdp2 import ConfigError, PlanError, prepare_fully_shard
+from composer_fsdp2 import ConfigError, PlanError, apply_plan, plan_wrapping, prepare_fully_shard
 from composer_fsdp2.config.schema import declaring
 from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.trainer import prepare
 from tests.support.models import TinyLM
 from tests.support.parity import check_parity
@@ -111,3 +113,14 @@ def test_the_model_is_walked_once(config: dict[str, Any], walks: int):
     with counted_walks() as walked:
         prepare_fully_shard(model, None, config)
     assert walked == [model] * walks
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("tie", ["none", "storage"])
+def test_a_tree_that_is_handed_in_keeps_no_full_parameter(tie: str):
+    """Two parameters over one memory are merged first, and the tree is read again."""
+    model = TinyLM(tie)
+    tree = ModuleTree.read(model)
+    plan = plan_wrapping(tree, [by_class("Block"), root_rule])
+    apply_plan(model, plan, init_device_mesh("cpu", (2,)), tree=tree)
+    assert tree.params == []
