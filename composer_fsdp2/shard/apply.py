@@ -177,6 +177,15 @@ def merge_aliases(tree: ModuleTree) -> bool:
     return merged
 
 
+def _with_merged_aliases(tree: ModuleTree) -> ModuleTree:
+    """Returns the tree as it is when parameters over one memory have become one."""
+    if not merge_aliases(tree):
+        return tree
+    model = tree.root
+    tree.params.clear()  # whoever made it may hold it
+    return ModuleTree.read(model)
+
+
 @collector_paused()
 def apply_plan(
     model: nn.Module,
@@ -223,10 +232,7 @@ def apply_plan(
         PatchError: when this torch lacks a private member of FSDP2, before anything is changed.
     """
     check_private_members()
-    tree = tree or ModuleTree.read(model)
-    if merge_aliases(tree):
-        tree.params.clear()  # the caller may hold it
-        tree = ModuleTree.read(model)
+    tree = _with_merged_aliases(tree or ModuleTree.read(model))
     reduction = probe_reduction(mesh)
     layout = Layout.read(tree, plan)
     carried = _attributes(tree)
