@@ -372,13 +372,15 @@ def digest_of(path: Path) -> str:
 def _read_checksums(folder: Path) -> Mapping[str, Any]:
     try:
         found = json.loads((folder / CHECKSUMS).read_text())
-        assert isinstance(found["files"], dict)
-        assert all(is_inside(name) for name in found["files"])
-        check_counts(CHECKSUMS, found["files"].values())
-        assert isinstance(found["metadata_sha256"], str)
+        files, digest = found["files"], found["metadata_sha256"]
+        if not isinstance(files, dict) or not isinstance(digest, str):
+            raise TypeError("no table of files, or no digest")
+        if not all(is_inside(name) for name in files):
+            raise ValueError("a file outside of the folder")
+        check_counts(CHECKSUMS, files.values())
     except FileNotFoundError:
         return {}  # written by somebody else
-    except (OSError, ValueError, LookupError, TypeError, AssertionError):
+    except (OSError, ValueError, LookupError, TypeError):
         raise CheckpointError(
             f"'{folder / CHECKSUMS}' is damaged. It cannot be told whether the checkpoint is "
             "whole. Take another checkpoint, or remove that file to load without this check."

@@ -268,3 +268,13 @@ def test_a_long_function_is_found():
     text = 'def f():\n    """One\n    two."""\n    a = 1\n    return a\n'
     assert long_functions(text, most=2) == ["f"]
     assert long_functions(text, most=3) == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=_name)
+def test_no_assert_guards_against_input(file: Path):
+    """`python -O` drops asserts, so nobody may wait for what they raise."""
+    handlers = [
+        n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.ExceptHandler)
+    ]
+    caught = [ast.unparse(handler.type) for handler in handlers if handler.type is not None]
+    assert not [names for names in caught if "AssertionError" in names]
