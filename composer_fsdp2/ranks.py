@@ -9,7 +9,7 @@ import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
 __all__ = [
+    "all_reduce_max",
     "all_reduce_min_max",
     "any_rank",
     "broadcast_from_rank0",
@@ -140,12 +141,17 @@ def any_rank(flag: bool, device: torch.device) -> bool:
 
 def all_reduce_min_max(number: int, device: torch.device) -> tuple[int, int]:
     """Of the ranks' numbers. Collective: yes, over the default group."""
-    if dist.get_world_size() == 1:
-        return number, number
-    found = torch.tensor([-number, number], device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    least, most = found.tolist()
+    least, most = all_reduce_max([-number, number], device)
     return -least, most
+
+
+def all_reduce_max(numbers: Sequence[int], device: torch.device) -> list[int]:
+    """Each number's maximum over the ranks. Collective: yes, over the default group."""
+    if dist.get_world_size() == 1:
+        return list(numbers)
+    found = torch.tensor(numbers, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 @torch.no_grad()

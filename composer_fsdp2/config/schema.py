@@ -184,10 +184,10 @@ class FSDP2Config:
     unused_parameters: bool | Literal["auto"] | tuple[str, ...] = setting(
         "auto",
         _UNUSED,
-        "parameters that get a gradient on some ranks only: `auto` reduces them in units that "
-        "hold experts or a tower, and in those where the first step finds any; a list of globs "
-        "(or `re:`) adds modules that a rank may leave out; `true`: any parameter may be unused; "
-        "`false`: as torch does it",
+        "parameters that get a gradient on some ranks only: `auto` reduces a zero for them, and "
+        "compares what was used in units with experts or a tower, and in those that left "
+        "something out; a list of globs (or `re:`) adds modules that a rank may leave out; `true` "
+        "compares in all units; `false`: as torch does it",
         see="experts-and-towers",
     )
     tied_weights: Literal["lift", "error"] = setting(

@@ -1,10 +1,17 @@
 """Parameters that get a gradient on some ranks only, or on none.
 
-[Note: unused parameters] FSDP2 reduces what has a gradient. Where ranks differ in that, it reduces
-tensors of different sizes, or silently one parameter's gradient into another's. So a unit that took
-part in backward reduces a zero where a parameter of its got nothing. The ranks then tell each other
-what was used: a parameter that none of them used is left without a gradient, as in one process, so
-that momentum and weight decay leave it alone.
+[Note: unused parameters] FSDP2 reduces the parameters that have a gradient. Where ranks differ in
+that, it reduces tensors of different sizes, or silently adds one parameter's gradient to another's.
+So every unit that took part in backward reduces a zero where a parameter got no gradient. That is
+local, and costs nothing where all have one. What needs the other ranks is only whether nobody used
+a parameter: it is left without a gradient then, as in one process, so that momentum and weight
+decay leave it alone.
+
+Units with experts or a tower compare that in a collective after each backward, and so do the units
+in which the first backward left anything out. Elsewhere nothing is sent. A rank that has to fill in
+a zero there says so in the store of the process group before it reduces. When its reduction is
+done, every rank has begun that reduction, so every rank that filled in too has said so. If all
+have, nobody used the parameter. `must_compare` asks for the collective from then on.
 """
 
 from __future__ import annotations
@@ -19,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.torch_private.tensors import tree_leaves
+from composer_fsdp2.shard.torch_private.tensors import default_store, tree_leaves
 from composer_fsdp2.shard.torch_private.units import (
     add_zero_gradients,
     after_backward,
@@ -38,44 +45,73 @@ from composer_fsdp2.shard.torch_private.units import (
     wrap_post_backward,
 )
 
-__all__ = ["force_backward_through", "reduce_unused"]
+__all__ = ["UnusedParameters", "force_backward_through", "reduce_unused"]
+
+_READ = 2**32
+"""counts, beside the ranks that wrote a key of the store, those that have read it"""
 
 
-def reduce_unused(units: Mapping[str, FSDPModule], always: Collection[str]) -> None:
+def reduce_unused(
+    units: Mapping[str, FSDPModule], always: Collection[str]
+) -> UnusedParameters | None:
     """Makes units reduce every parameter of theirs on every rank.
 
-    Collective: no; the end of a backward that reduces is, over the default group.
+    Collective: no; the end of a backward that reduces is, over the default group, for `always` and
+    in the first step.
 
     Args:
         units: all of them, by name.
-        always: names of those in which parameters may be left out. The others are watched in the
-            first backward, and stay with them where ranks used different parameters.
+        always: names of those that hold experts or a tower, which ranks often leave out.
+
+    Returns:
+        What watches them, or None where there are no other ranks.
     """
-    if dist.get_world_size() > 1 and not is_fake():
-        _Unused(units.values(), [units[name] for name in always])
+    if dist.get_world_size() == 1 or is_fake():
+        return None
+    return UnusedParameters(units.values(), [units[name] for name in always])
 
 
-class _Unused:
+class UnusedParameters:
+    """Has units reduce every parameter of theirs on every rank; see [Note: unused parameters].
+
+    Args:
+        units: all of them.
+        always: those that compare what was used after each backward.
+    """
+
     def __init__(self, units: Iterable[FSDPModule], always: Iterable[FSDPModule]) -> None:
         self._always = {group for unit in always for group in param_groups(unit)}
         self._groups = [group for unit in units for group in param_groups(unit)]
         self._size = dist.get_world_size()
-        self._watching = True
+        self._comparing = True
+        """whether the next backward compares all units"""
+        self.must_compare = False
+        """whether this rank filled in zeros where no rank compares"""
         self._ran: set[Any] = set()
         self._used: set[Any] = set()
         self._fresh: set[Any] = set()
         """had no gradient before the reductions that are still to be agreed on"""
+        self._told: dict[Any, str] = {}
+        """those of which the store knows that this rank filled in a zero, with their keys"""
         self._backward = -1
+        self._complete = 0
+        """number of the backward for the store's keys, the same on all ranks"""
+        self._indices = {id(param): n for n, param in enumerate(self._params(self._groups))}
+        self._prefix = _unique_prefix()
         for group in self._groups:
             wrap_post_backward(group, partial(self._post_backward, group))
             group.forget_unused = self._forget
         for group in self._groups[:1]:
             group.agree_on_used = self._agree_on_used
 
+    def compare(self) -> None:
+        """Has the next backward compare all units; every rank calls it. Collective: no."""
+        self._comparing = True
+        self.must_compare = False
+
     def _post_backward(self, group: Any, reduce: Callable[..., Any], *args: Any) -> Any:
-        if self._watching or group in self._always:
-            self._note(group)
-            self._end_with_this_backward()
+        self._note(group)
+        self._end_with_this_backward()
         return reduce(*args)
 
     def _note(self, group: Any) -> None:
@@ -89,7 +125,23 @@ class _Unused:
             return
         self._ran.discard(group)
         self._fresh.update(param for param in params if sharded_param(param).grad is None)
+        if not missing:
+            return
         add_zero_gradients(params, missing)
+        if not self._compares(group):
+            self.must_compare = True
+            if _is_complete(group):
+                self._tell(missing)
+
+    def _compares(self, group: Any) -> bool:
+        return self._comparing or group in self._always
+
+    def _tell(self, missing: Iterable[Any]) -> None:
+        """Says which of them nobody may have used. Collective: no, and before the reduction."""
+        for param in missing:
+            if param in self._fresh and param not in self._used:
+                self._told[param] = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"
+                default_store().add(self._told[param], 1)
 
     def _end_with_this_backward(self) -> None:
         number = backward_number()
@@ -102,34 +154,78 @@ class _Unused:
     @torch.no_grad()
     def _settle(self) -> None:
         """Takes back the gradients that nobody computed. Collective: yes."""
-        groups = [g for g in self._groups if self._watching or g in self._always]
-        groups = [group for group in groups if _is_complete(group)]
-        params = [param for group in groups for param in trained_params(group)]
-        if not params:
-            return
-        counts = self._groups[0].agree_on_used(params)
-        for param, count in zip(params, counts, strict=True):
-            if count == 0 and param in self._fresh:
-                sharded_param(param).grad = None
-        if self._watching:
-            self._watching = False
-            partly = {p for p, c in zip(params, counts, strict=True) if 0 < c < self._size}
-            self._always.update(g for g in groups if partly.intersection(params_of(g)))
-        self._used.difference_update(params)
-        self._fresh.difference_update(params)
+        self._complete += 1
+        self._take_back_told()
+        complete = [group for group in self._groups if _is_complete(group)]
+        groups = [group for group in complete if self._compares(group)]
+        params = self._params(groups)
+        if params:
+            counts = self._agree(params)
+            for param, count in zip(params, counts, strict=True):
+                if count == 0 and param in self._fresh:
+                    sharded_param(param).grad = None
+            if self._comparing:
+                self._comparing = False
+                left_out = {p for p, c in zip(params, counts, strict=True) if c < self._size}
+                self._always.update(g for g in groups if left_out.intersection(params_of(g)))
+        for waiting in (self._used, self._fresh):
+            if len(complete) == len(self._groups):
+                waiting.clear()
+            else:
+                waiting.difference_update(self._params(complete))
 
-    def _agree_on_used(self, params: list[Any]) -> list[int]:
-        """By how many ranks each was used. Collective: yes."""
+    def _take_back_told(self) -> None:
+        """Of what this rank filled in, what all others did too. Collective: no."""
+        if not self._told:
+            return
+        # A reduction that is done has heard of every rank, and every rank spoke before its own.
+        _wait_for(device_of(self._groups[0]))
+        for param, key in self._told.items():
+            read, told = divmod(default_store().add(key, _READ), _READ)
+            if told == self._size:
+                sharded_param(param).grad = None
+            if read == told:
+                default_store().delete_key(key)  # nobody is left to read it
+        self._told.clear()
+
+    def _agree(self, params: list[Any]) -> list[int]:
+        """By how many ranks each was used, and one number of the backward. Collective: yes."""
         flags = [int(param in self._used) for param in params]
-        counts = torch.tensor(flags, dtype=torch.int32, device=device_of(self._groups[0]))
-        dist.all_reduce(counts)
-        return counts.tolist()
+        number = 0 if dist.get_rank() else self._complete
+        *counts, number = self._groups[0].agree_on_used([*flags, number])
+        if self._comparing:
+            # After a step that was aborted ranks may be a backward apart, and old keys be left.
+            self._complete = number + 2
+        return counts
+
+    def _agree_on_used(self, numbers: list[int]) -> list[int]:
+        """The sum over the ranks; an `OOMGuard` goes around it. Collective: yes."""
+        sums = torch.tensor(numbers, dtype=torch.int64, device=device_of(self._groups[0]))
+        dist.all_reduce(sums)
+        return sums.tolist()
 
     def _forget(self) -> None:
         """Starts anew after a step that was aborted. Collective: no."""
         self._used.clear()
         self._fresh.clear()
         self._ran.clear()
+        self._told.clear()
+        self._comparing = True
+
+    @staticmethod
+    def _params(groups: Iterable[Any]) -> list[Any]:
+        return [param for group in groups for param in trained_params(group)]
+
+
+def _unique_prefix() -> str:
+    """Of the store's keys: ranks prepare the same models in the same order."""
+    rank = dist.get_rank()
+    return f"fsdp2/unused/{default_store().add(f'fsdp2/unused/{rank}', 1)}"
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).current_stream(device).synchronize()
 
 
 def _is_complete(group: Any) -> bool:

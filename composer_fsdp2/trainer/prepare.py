@@ -40,7 +40,11 @@ from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.runtime.oom import OOMGuard
 from composer_fsdp2.runtime.order_check import apply_order_check
 from composer_fsdp2.runtime.prefetch import apply_prefetch
-from composer_fsdp2.runtime.unused_parameters import force_backward_through, reduce_unused
+from composer_fsdp2.runtime.unused_parameters import (
+    UnusedParameters,
+    force_backward_through,
+    reduce_unused,
+)
 from composer_fsdp2.runtime.watchdog import watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
@@ -210,13 +214,14 @@ def apply_to_model(
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
-    install_step_hooks(model, plan, units)
+    unused = install_step_hooks(model, plan, units)
     note_sharding(
         model,
         Sharding(
             plan=plan.units,
             shape=plan.shape,
             accumulation=_accumulation(plan, units),
+            unused=unused,
             units=units,
             eval_reshard=plan.settings.eval_reshard_after_forward,
         ),
@@ -244,10 +249,15 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
     return [name for name in names if name not in around and name.startswith(beside)]
 
 
-def install_step_hooks(model: nn.Module, plan: PreparePlan, units: dict[str, FSDPModule]) -> None:
+def install_step_hooks(
+    model: nn.Module, plan: PreparePlan, units: dict[str, FSDPModule]
+) -> UnusedParameters | None:
     """Installs what happens in every step: order check, prefetch, unused parameters.
 
     Collective: yes.
+
+    Returns:
+        What watches parameters that ranks leave out, if anything does.
     """
     names = [unit.modules[0] for unit in plan.units.units if unit.params]
     gathered = {name: units[name] for name in names}
@@ -257,9 +267,10 @@ def install_step_hooks(model: nn.Module, plan: PreparePlan, units: dict[str, FSD
     forward, backward = plan.settings.forward_prefetch, plan.settings.backward_prefetch
     if forward or backward:
         apply_prefetch(model, gathered, events, forward=forward, backward=backward)
-    if plan.settings.unused_parameters is not False:
-        reduce_unused(units, _with_unused(plan.units, plan.settings, plan.conditional))
     force_backward_through(units[name] for name in _beside_towers(model, plan))
+    if plan.settings.unused_parameters is False:
+        return None
+    return reduce_unused(units, _with_unused(plan.units, plan.settings, plan.conditional))
 
 
 def _accumulation(plan: PreparePlan, units: dict[str, FSDPModule]) -> Accumulation:

@@ -27,7 +27,7 @@ from composer.devices import DeviceCPU
 from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.ranks import all_reduce_min_max
+from composer_fsdp2.ranks import all_reduce_max, all_reduce_min_max
 from composer_fsdp2.runtime.oom import Snapshot
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.sharding import sharding_of
@@ -70,7 +70,7 @@ class _Even:
     def split(self, batch: Any, size: int | float) -> Sequence[Any]:
         """Stands in for `DataSpec.split_batch` of a whole batch. Collective: yes."""
         found = self.parts(batch, size)
-        least, most = all_reduce_min_max(len(found), self._device)
+        least, most = self._agree(len(found))
         self.left, self.only_added = most - len(found), not found and most > 0
         if least == most:
             self._added = []
@@ -78,6 +78,10 @@ class _Even:
         example = found[-1] if least else _from_another(found, self._device)
         self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
         return [*self._added, *found]
+
+    def _agree(self, number: int) -> tuple[int, int]:
+        """The least and the largest number of microbatches of a rank. Collective: yes."""
+        return all_reduce_min_max(number, self._device)
 
     def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
         """The microbatches of this rank that count."""
@@ -100,8 +104,18 @@ class _EvenTraining(_Even):
     def __init__(self, spec: DataSpec, state: State, on_tokens: bool) -> None:
         super().__init__(spec, state)
         self._on_tokens = on_tokens
+        sharding = sharding_of(state.model)
+        self._unused = None if sharding is None else sharding.unused
         self.spec.get_num_samples_in_batch = self.counted(spec.get_num_samples_in_batch)
         self.spec.get_num_tokens_in_batch = self.counted(spec.get_num_tokens_in_batch)
+
+    def _agree(self, number: int) -> tuple[int, int]:
+        unused = self._unused
+        asks = int(unused is not None and unused.must_compare)
+        least, most, compare = all_reduce_max([-number, number, asks], self._device)
+        if unused is not None and compare:
+            unused.compare()
+        return -least, most
 
     def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
         found = super().parts(batch, size)

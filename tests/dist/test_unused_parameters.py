@@ -14,10 +14,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.shard.torch_private.tensors import default_store
 from composer_fsdp2.trainer.sharding import sharding_of
 from tests.support.experts import FAMILIES, Sparse, choose, force
-from tests.support.models import WIDTH, Block, TinyLM, batches
+from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches
 from tests.support.parity import (
     OPTIMIZERS,
     assert_close,
@@ -25,6 +26,13 @@ from tests.support.parity import (
     assert_same_state,
     assert_same_values,
     model_loss,
+)
+from tests.support.training import (
+    built,
+    largest_difference,
+    samples_of,
+    train_alone,
+    trainer_for,
 )
 
 ROUTES = (
@@ -215,6 +223,95 @@ def test_found_in_the_first_step():
 def test_all_units_when_the_first_step_does_not_show_it():
     config = {"unused_parameters": True}
     train_routed(Forked, config, "adamw", (SIDES[1], *SIDES[:2]))
+
+
+CHANGING = (
+    (0, 1, 0, 1, 0, 1, 0, 1),  # every rank goes both ways
+    (0, 0, 0, 0, 1, 1, 1, 1),
+    (1, 1, 1, 1, 0, 0, 0, 0),
+    (0, 0, 0, 0, 0, 0, 0, 0),  # nobody goes right
+    (0, 1, 0, 1, 0, 1, 0, 1),
+    (1, 1, 1, 1, 1, 1, 1, 1),
+)
+
+
+class NeverSpare(Forked):
+    """Leaves nothing out in a step in which both ways are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.spare
+
+
+@pytest.mark.fault("ranks run other branches of a model after the first step", "survived")
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("make", [NeverSpare, Forked])
+def test_branches_that_differ_after_the_first_step(
+    make: Callable[[], nn.Module], optimizer: str, ranks: int
+):
+    copies = {"gradient_sync": "reduce_scatter_only", "data_parallel_replicate_degree": 2}
+    for changes in (
+        {},
+        {"gradient_sync": "last"},
+        {"activation_checkpointing": True},
+        copies if ranks > 2 else {"reshard_after_forward": False},
+    ):
+        train_routed(make, changes, optimizer, CHANGING, microbatches=2)
+        train_routed(make, changes, optimizer, CHANGING, microbatches=1)
+
+
+class ForkedComposer(TinyComposer):
+    """Samples go left or right by their first token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = NeverSpare()
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        self.net.chosen = (batch[0][:, 0] % 2).tolist()
+        return self.net(batch[0])
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("sync", ["every", "last"])
+def test_the_trainer_compares_from_the_next_batch_on(sync: str):
+    samples = samples_of(len(CHANGING), 8)
+    # Composer deals every other sample to a rank.
+    ways = [[route[n // 2 + n % 2 * 4] for n in range(8)] for route in CHANGING]
+    samples.tensors[0][:, 0] = torch.tensor(ways).flatten()
+    oracle, model = built(ForkedComposer), built(ForkedComposer)
+    optimizers = [OPTIMIZERS["adamw"](one.parameters()) for one in (oracle, model)]
+    train_alone(oracle, optimizers[0], samples, 8)
+    with installed():
+        trainer = trainer_for(
+            model,
+            optimizers[1],
+            samples,
+            {"gradient_sync": sync},
+            device_train_microbatch_size=2,
+        )
+        trainer.fit()
+    assert largest_difference(model, oracle) <= 1e-6
+    assert_same_state(*optimizers)
+    sharding = sharding_of(trainer.state.model)
+    assert sharding is not None
+    assert sharding.unused is not None
+    root = max(sharding.unused._groups, key=lambda group: len(group.fsdp_params))
+    assert sharding.unused._always == {root}
+    assert not sharding.unused.must_compare
+    trainer.close()
+
+
+@pytest.mark.world_size(2)
+def test_nothing_is_left_in_the_store():
+    """Ranks tell each other through it that they left something out."""
+    counts: list[int] = []
+    for _ in range(2):  # the first makes process groups too
+        train_routed(NeverSpare, {}, "adamw", CHANGING)
+        dist.barrier()
+        counts.append(default_store().num_keys())
+    assert counts[0] == counts[1]
 
 
 @pytest.mark.world_size(2)
