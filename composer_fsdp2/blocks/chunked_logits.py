@@ -129,15 +129,16 @@ class HeadCall:
             predicted.append(logits.detach().argmax(-1))
             return losses
 
+        chunks = max(1, min(self.chunks, len(rows)))  # an empty one costs a whole head
         for part, target in zip(
-            rows.tensor_split(self.chunks), targets.tensor_split(self.chunks), strict=True
+            rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True
         ):
             computed = checkpoint(loss, part, target, use_reentrant=False)
             assert isinstance(computed, Tensor)
             parts.append(computed)
         losses = torch.cat(parts)
         self.rows, self.targets, self.losses = rows.detach(), targets, losses.detach()
-        self.predicted = torch.cat(predicted[: self.chunks])
+        self.predicted = torch.cat(predicted[:chunks])
         return PrependZeroGrad.apply(self.token, losses)  # pyright: ignore[reportReturnType]
 
     def _knows(self, rows: Tensor) -> bool:

@@ -152,6 +152,21 @@ def test_one_chunk_of_logits_exists_at_a_time():
     assert peaks[16] < (4 / 16 + 0.1) * logits
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+def test_no_chunk_is_empty(tokens: int):
+    """More chunks than tokens: a head for each that has some, and one where there are none."""
+    model = Model()
+    computed: list[int] = []
+    run = model.lm_head.forward
+    model.lm_head.forward = lambda hidden: computed.append(len(hidden)) or run(hidden)
+    chunked(model, 99)
+    logits = model.logits(some_tokens(1, tokens))
+    assert computed == [0]  # for its shape
+    found = F.cross_entropy(logits.view(-1, VOCABULARY), some_tokens(1, tokens).view(-1))
+    found.backward()
+    assert computed[1:] == ([1] * tokens or [0]) * 2  # and again in backward
+
+
 def test_evaluation_and_generation_get_logits():
     torch.manual_seed(0)
     whole = Model()
