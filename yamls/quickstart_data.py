@@ -49,6 +49,8 @@ def prepare_data(cfg: dict[str, Any]) -> dict[str, Any]:
     others wait for the new name. Nodes that share a disk may race; the first rename wins, and the
     data are the same.
     """
+    if not asked_for(cfg):
+        return cfg
     settings = {**cfg["variables"]["text"], "max_seq_len": cfg["max_seq_len"]}
     folder = Path(cfg["variables"]["data"])
     if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not folder.exists():
@@ -56,6 +58,11 @@ def prepare_data(cfg: dict[str, Any]) -> dict[str, Any]:
     wait_for(folder / "settings.json")
     check_settings(folder, settings)
     return cfg
+
+
+def asked_for(cfg: dict[str, Any]) -> bool:
+    """Whether the run names this file; LLM Foundry applies transforms to every later run too."""
+    return Path(__file__).resolve() in (Path(p).resolve() for p in cfg.get("code_paths") or [])
 
 
 def wait_for(file: Path) -> None:

@@ -30,6 +30,7 @@ from llmfoundry.utils.config_utils import (
     make_dataclass_and_log_config,
     update_batch_size_info,
 )
+from llmfoundry.utils.registry_utils import import_file
 
 from composer_fsdp2 import prepare_fully_shard
 from tests.support import yaml_memory, yaml_models
@@ -129,6 +130,18 @@ def test_llm_foundry_would_refuse_another_key(path: Path):
 def test_its_code_is_where_it_says(path: Path):
     for code in load(path).get("code_paths", []):
         assert (ROOT / code).is_file()
+
+
+@pytest.mark.parametrize("file", ["quickstart_data.py", "complete/small_data.py"])
+def test_the_code_of_one_run_leaves_the_next_alone(file: str, tmp_path: Path):
+    """LLM Foundry keeps the transforms of a run for all later ones in the process."""
+    code = import_file(ROOT / "yamls" / file)
+    for other in ({"max_seq_len": 8}, {"code_paths": ["x.py"], "variables": {"data": "x"}}):
+        assert code.prepare_data(copy.deepcopy(other)) == other
+    variables = {"data": str(tmp_path / "data"), "text": {"vocab_size": 300, "megabytes": 0.1}}
+    own = {"max_seq_len": 8, "code_paths": [f"yamls/{file}"], "variables": variables}
+    code.prepare_data(own)
+    assert (tmp_path / "data").is_dir()
 
 
 @every_run

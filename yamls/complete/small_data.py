@@ -30,6 +30,8 @@ def prepare_data(cfg: dict[str, Any]) -> dict[str, Any]:
     LLM Foundry calls this on every rank before `torch.distributed` starts: the first rank of a node
     writes into a folder of its own and renames it, the others wait for the new name.
     """
+    if not asked_for(cfg):
+        return cfg
     folder = Path(cfg["variables"]["data"])
     if int(os.environ.get("LOCAL_RANK", 0)) == 0 and not folder.exists():
         write_data(folder)
@@ -39,6 +41,11 @@ def prepare_data(cfg: dict[str, Any]) -> dict[str, Any]:
             raise TimeoutError(f"{folder} did not appear; see the output of the first rank.")
         time.sleep(0.1)
     return cfg
+
+
+def asked_for(cfg: dict[str, Any]) -> bool:
+    """Whether the run names this file; LLM Foundry applies transforms to every later run too."""
+    return Path(__file__).resolve() in (Path(p).resolve() for p in cfg.get("code_paths") or [])
 
 
 def write_data(folder: Path) -> None:
