@@ -3,17 +3,21 @@
 [Note: order] Before every collective of a unit the ranks compare what comes next, over a group of
 their own. Nobody has entered anything then, so all can raise the same error; and a rank that does
 not come at all is missed long before the timeout of the collective it would have been missed in.
-That is a small message per collective, in the first step only: afterwards the order is known to be
-the same, because the step is.
+That is a small message per collective, in the first step only: afterwards the order is the same
+where the step is. Data may choose another way through the model in a later step, and units of equal
+shape then take each other's weights without a word. So each rank keeps a checksum of the
+collectives of a batch, and the Trainer compares it when the ranks agree on having a next one.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import warnings
 import weakref
 import zlib
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -22,11 +26,15 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.runtime.events import Event, UnitEvents
 from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, timed_out, unit_text
+from composer_fsdp2.shard.torch_private.units import backward_number
 
-__all__ = ["apply_order_check", "check_order_check"]
+__all__ = ["OrderCheck", "apply_order_check", "check_order_check"]
 
 _SHOWN = 4
 """collectives shown before the first difference"""
+_KEPT = 4096
+"""collectives of a batch kept for the text of an error"""
+_CHECKSUM = 2**24
 
 # One for all models: every gloo group has threads of its own, and lasts until the process ends.
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
@@ -48,7 +56,7 @@ def check_order_check(when: str) -> None:
         )
 
 
-def apply_order_check(events: UnitEvents, when: str, device: torch.device) -> None:
+def apply_order_check(events: UnitEvents, when: str, device: torch.device) -> OrderCheck | None:
     """Has ranks compare their collectives, from the first forward of training on.
 
     Collective: yes, the first time in a process. In the steps that are checked the collectives of
@@ -58,12 +66,17 @@ def apply_order_check(events: UnitEvents, when: str, device: torch.device) -> No
         events: of the model.
         when: in the `first` step (up to the forward after the first reduction), `always`, `never`.
         device: of the default group's collectives.
+
+    Returns:
+        What compares whole batches, or None where nothing is compared.
     """
     if when == "never" or events.watchdog is None:
-        return
+        return None
     channel = _channel(events.watchdog.late_seconds, device)
-    if channel is not None:
-        _Check(events, events.watchdog, channel, once=when == "first")
+    if channel is None:
+        return None
+    _Check(events, events.watchdog, channel, once=when == "first")
+    return OrderCheck(events, channel)
 
 
 def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup | None:
@@ -134,6 +147,80 @@ class _Check:
             dist.all_gather_object(everyone, [*self._last, what], group=self._channel)
             raise PlanError(_difference(everyone))
         self._last.append(what)
+
+
+class OrderCheck:
+    """Compares the collectives of whole batches of training, after the batch.
+
+    Args:
+        events: of the model.
+        channel: the group over which ranks tell each other what they ran.
+    """
+
+    def __init__(self, events: UnitEvents, channel: dist.ProcessGroup) -> None:
+        self._channel = channel
+        self._start()
+        events.listeners += (self._hear,)
+
+    def _start(self) -> None:
+        self._checksum = self._count = 0
+        self._last: deque[str] = deque(maxlen=_KEPT)
+
+    def _hear(self, event: Event, name: str) -> None:
+        # Evaluations and generation, which may be a rank's own affair, run without gradients.
+        training = torch.is_grad_enabled() or backward_number() != -1
+        if event in ("gather", "reduce") and training:
+            what = f"{event} {unit_text(name)}"
+            self._checksum = zlib.crc32(what.encode(), self._checksum)
+            self._count += 1
+            self._last.append(what)
+
+    def terms(self) -> tuple[int, int]:
+        """Two numbers whose sums over the ranks `check` needs. Collective: no."""
+        checksum = self._checksum % _CHECKSUM
+        return checksum, checksum**2
+
+    def check(self, total: int, squares: int) -> None:
+        """Raises on every rank if the ranks ran different units since the last call.
+
+        Collective: yes, when they did.
+
+        Args:
+            total: the sum over the ranks of the first of their `terms`.
+            squares: of the second.
+
+        Raises:
+            PlanError: on every rank, with the first difference.
+        """
+        # Only equal numbers have a mean square that is the square of their mean.
+        if total**2 == squares * self._channel.size():
+            self._start()
+            return
+        everyone: list[tuple[int, list[str]]] = [(0, [])] * self._channel.size()
+        mine = (self._count - len(self._last), list(self._last))
+        dist.all_gather_object(everyone, mine, group=self._channel)
+        self._start()
+        raise PlanError(
+            "The ranks ran different units in the last batch, and took each other's weights or "
+            f"gradients for their own.{_first_difference(everyone)} The weights are wrong since "
+            "that batch: resume from a checkpoint from before it. Have every rank run the same "
+            "units in every step, or name modules that a rank may leave out in "
+            "unused_parameters. `order_check: always` finds the difference before the collective."
+        )
+
+
+def _first_difference(everyone: Sequence[tuple[int, list[str]]]) -> str:
+    """The first collective in which ranks differ, if all still know it."""
+    start = max(skipped for skipped, _ in everyone)
+    known = [last[start - skipped :] for skipped, last in everyone]
+    for at in itertools.zip_longest(*known, fillvalue="nothing more"):
+        if len(set(at)) > 1:
+            ranks: dict[str, list[int]] = defaultdict(list)
+            for rank, what in enumerate(at):
+                ranks[what].append(rank)
+            places = [f"{what} on {rank_text(which)}" for what, which in ranks.items()]
+            return f" The first difference: {' and '.join(places[:_SHOWN])}."
+    return ""
 
 
 def _missed(what: str, watchdog: CollectiveWatchdog) -> str:

@@ -38,7 +38,7 @@ from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.accumulation import Accumulation
 from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.runtime.oom import OOMGuard
-from composer_fsdp2.runtime.order_check import apply_order_check
+from composer_fsdp2.runtime.order_check import OrderCheck, apply_order_check
 from composer_fsdp2.runtime.prefetch import apply_prefetch
 from composer_fsdp2.runtime.unused_parameters import (
     UnusedParameters,
@@ -214,13 +214,14 @@ def apply_to_model(
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
-    unused = install_step_hooks(model, plan, units)
+    order, unused = install_step_hooks(model, plan, units)
     note_sharding(
         model,
         Sharding(
             plan=plan.units,
             shape=plan.shape,
             accumulation=_accumulation(plan, units),
+            order=order,
             unused=unused,
             units=units,
             eval_reshard=plan.settings.eval_reshard_after_forward,
@@ -251,26 +252,28 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
 
 def install_step_hooks(
     model: nn.Module, plan: PreparePlan, units: dict[str, FSDPModule]
-) -> UnusedParameters | None:
+) -> tuple[OrderCheck | None, UnusedParameters | None]:
     """Installs what happens in every step: order check, prefetch, unused parameters.
 
     Collective: yes.
 
     Returns:
-        What watches parameters that ranks leave out, if anything does.
+        What compares the order of collectives, and what watches parameters that ranks leave out.
     """
     names = [unit.modules[0] for unit in plan.units.units if unit.params]
     gathered = {name: units[name] for name in names}
     device = torch.device(plan.device_type)
     events = UnitEvents(model, gathered, watchdog_of(device))
-    apply_order_check(events, plan.settings.order_check, device)
+    order = apply_order_check(events, plan.settings.order_check, device)
     forward, backward = plan.settings.forward_prefetch, plan.settings.backward_prefetch
     if forward or backward:
         apply_prefetch(model, gathered, events, forward=forward, backward=backward)
     force_backward_through(units[name] for name in _beside_towers(model, plan))
-    if plan.settings.unused_parameters is False:
-        return None
-    return reduce_unused(units, _with_unused(plan.units, plan.settings, plan.conditional))
+    unused = None
+    if plan.settings.unused_parameters is not False:
+        often = _with_unused(plan.units, plan.settings, plan.conditional)
+        unused = reduce_unused(units, often)
+    return order, unused
 
 
 def _accumulation(plan: PreparePlan, units: dict[str, FSDPModule]) -> Accumulation:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.runtime.accumulation import Accumulation
+from composer_fsdp2.runtime.order_check import OrderCheck
 from composer_fsdp2.runtime.unused_parameters import UnusedParameters
 from composer_fsdp2.shard.eval_reshard import resharding
 
@@ -28,6 +29,7 @@ class Sharding:
     plan: WrapPlan
     shape: MeshShape
     accumulation: Accumulation
+    order: OrderCheck | None
     unused: UnusedParameters | None
     units: Mapping[str, FSDPModule]
     eval_reshard: bool | None

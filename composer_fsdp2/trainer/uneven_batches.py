@@ -29,6 +29,7 @@ from composer.utils import dist
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.ranks import all_reduce_max, all_reduce_min_max
 from composer_fsdp2.runtime.oom import Snapshot
+from composer_fsdp2.runtime.order_check import OrderCheck
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.sharding import sharding_of
 
@@ -241,9 +242,14 @@ def _agree_on_length(state: State) -> None:
 
 
 def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerMode) -> Any:
-    """Stands in for `Trainer._iter_dataloader`. Collective: yes, for every batch."""
+    """Stands in for `Trainer._iter_dataloader`. Collective: yes, for every batch.
+
+    Raises:
+        PlanError: on every rank, when ranks ran different units in the batch before.
+    """
     state: State = trainer.state
-    if sharding_of(state.model) is None:
+    sharding = sharding_of(state.model)
+    if sharding is None:
         yield from original(trainer, mode)
         return
     assert state.dataloader is not None
@@ -254,7 +260,7 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
         if training:
             trainer.engine.run_event(Event.BEFORE_DATALOADER)
         batch = next(batches, _END)
-        finished = _number_of_ranks(batch is _END, device)
+        finished = _number_of_ranks(batch is _END, device, sharding.order if training else None)
         if not finished:
             yield batch
     if training:
@@ -268,10 +274,15 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
         )
 
 
-def _number_of_ranks(flag: bool, device: torch.device) -> int:
-    number = torch.tensor([int(flag)], device=device)
-    dist.all_reduce(number, reduce_operation="SUM")
-    return int(number.item())
+def _number_of_ranks(flag: bool, device: torch.device, order: OrderCheck | None) -> int:
+    """Returns how many ranks have the flag; they have run the same units since the last call."""
+    total, squares = (0, 0) if order is None else order.terms()
+    sums = torch.tensor([int(flag), total, squares], device=device)
+    dist.all_reduce(sums, reduce_operation="SUM")
+    number, total, squares = sums.tolist()
+    if order is not None:
+        order.check(total, squares)
+    return number
 
 
 def train_microbatches(

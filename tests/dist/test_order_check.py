@@ -21,9 +21,9 @@ from torch import nn
 from composer_fsdp2 import ConfigError, PlanError, installed, prepare_fully_shard
 from composer_fsdp2.runtime import order_check
 from composer_fsdp2.runtime.watchdog import rank_text
-from tests.support.models import TinyComposer
+from tests.support.models import Block, TinyComposer
 from tests.support.pool import WorkerPool
-from tests.support.training import built, samples_of, trainer_for
+from tests.support.training import built, loader_of, samples_of, trainer_for
 
 TIMEOUT_SECONDS = 4.0
 
@@ -128,6 +128,54 @@ def test_later_steps_are_compared_on_demand(when: str):
         assert "gather '1' on rank 1" in said_by_all(lambda: step(model))
     else:
         step(model)  # layers of one size, so that nothing hangs
+
+
+class Chosen(TinyComposer):
+    """The first token of a rank's batch chooses one of two units of one size, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sides = nn.ModuleList(Block() for _ in range(2))
+        self.embed, self.head = self.net.embed, self.net.head
+        del self.net
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        x, chosen = self.embed(batch[0]), int(batch[0][0, 0])
+        for number, side in enumerate(self.sides):
+            x = side(x) if chosen in (number, 2) else x
+        return self.head(x)
+
+
+@pytest.mark.fault("ranks run other units after the first step", "reported")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("last", [True, False])
+def test_the_trainer_compares_whole_batches(together: bool, last: bool):
+    """All take another way together, or each its own: in the last batch, or before another."""
+    samples = samples_of(3 - last, 8)
+    first = samples.tensors[0][:, 0].view(-1, 8)
+    first[:] = 2
+    first[1, 0::2] = 0  # Composer deals every other sample to a rank
+    first[1, 1::2] = 1 - int(together)
+    model = built(Chosen)
+    with installed():
+        trainer = trainer_for(
+            model,
+            torch.optim.SGD(model.parameters(), 0.1),
+            samples,
+            {"wrap_policy": {"classes": ["Block"]}},
+            eval_dataloader=loader_of(samples, 4),
+            eval_interval="1ba",
+        )
+        if together:
+            trainer.fit()
+        else:
+            text = said_by_all(trainer.fit)
+            assert "ran different units in the last batch" in text
+            assert "gather 'sides.0' on rank 0 and gather 'sides.1' on rank 1" in text
+            assert "resume from a checkpoint from before it" in text
+    assert int(trainer.state.timestamp.batch) == (len(first) if together else 2)
+    trainer.close()
 
 
 @pytest.mark.world_size(2)
