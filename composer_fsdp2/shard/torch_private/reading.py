@@ -9,8 +9,8 @@ local rows under the whole shape.
 
 Only DTensors on the meshes of models that were prepared here are guarded, with all that is computed
 from them. Those that are replicated, or on one rank, hold the whole value and are read as ever. All
-ways to a number (`item`, `float`, `if`, `torch.tensor([...])`) meet in one operation of torch, which
-no optimizer calls on shards: steps cost what they did.
+ways to a number (`item`, `float`, `if`) meet in one operation of torch, which no optimizer calls on
+shards: steps cost what they did.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _VALUES = (
     "composer_fsdp2.summon_full_params(model):`; `tensor.to_local()` is this rank's part."
 )
 _PICKLED = (
-    "A sharded tensor was to be pickled, as `torch.save` does. The file would hold this rank's rows "
-    "under the shape of the whole tensor. Save with the Trainer (`save_folder`), or write "
+    "A sharded tensor was to be pickled, as `torch.save` does. The file would hold this rank's "
+    "part under the shape of the whole tensor. Save with the Trainer (`save_folder`), or write "
     "`tensor.full_tensor()` of every tensor on every rank and save on one, or save inside `with "
     "composer_fsdp2.summon_full_params(model):`; `tensor.to_local()` is this rank's part."
 )
