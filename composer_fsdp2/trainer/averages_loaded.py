@@ -48,8 +48,9 @@ def check_trains_own_weights(state: State) -> None:
         raise CheckpointError(
             f"'{path}' was saved with the algorithm EMA: its model is the averages, and its "
             "optimizer has the state of the trained weights beside them. Training would go on from "
-            "the averages with the state of other weights. Add EMA to the Trainer's algorithms (and "
-            "leave state/algorithms out of load_ignore_keys); or start anew from the averages with "
-            "load_weights_only: true; or take the trained weights, which the checkpoint holds: "
+            "the averages with the state of other weights. Add EMA to the Trainer's algorithms "
+            "(and leave state/algorithms out of load_ignore_keys); or start anew from the averages "
+            "with load_weights_only: true; or take the trained weights, which the checkpoint "
+            "holds: "
             f"`composer-fsdp2 checkpoint convert {path} NEW.pt --to full --weights trained`."
         )
