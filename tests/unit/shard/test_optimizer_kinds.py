@@ -66,7 +66,7 @@ def test_others_are_not(cls: type[torch.optim.Optimizer]):
 
 
 def test_the_real_ones_are():
-    optim = pytest.importorskip("torchao.optim")
+    optim = pytest.importorskip("torchao.optim", reason="needs the extra fp8")
     for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8", "Adam8bit", "Adam4bit", "AdamFp8"):
         with pytest.raises(PlanError, match=BITS):
             check(getattr(optim, name))
