@@ -13,7 +13,13 @@ if TYPE_CHECKING:
         plan_activation,
     )
     from composer_fsdp2.config.schema import FSDP2Config, parse_config
-    from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+    from composer_fsdp2.errors import (
+        CheckpointError,
+        ConfigError,
+        PatchError,
+        PlanError,
+        ShardReadError,
+    )
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
@@ -35,6 +41,7 @@ _HOMES = {
     "FSDP2Monitor": "trainer.monitor",
     "PatchError": "errors",
     "PlanError": "errors",
+    "ShardReadError": "errors",
     "ShardUnit": "plan.planner",
     "TrainerFSDP2Config": "trainer.config",
     "WrapPlan": "plan.planner",
@@ -60,6 +67,7 @@ __all__ = [
     "FSDP2Monitor",
     "PatchError",
     "PlanError",
+    "ShardReadError",
     "ShardUnit",
     "TrainerFSDP2Config",
     "WrapPlan",

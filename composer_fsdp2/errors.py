@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CheckpointError", "ConfigError", "PatchError", "PlanError"]
+__all__ = ["CheckpointError", "ConfigError", "PatchError", "PlanError", "ShardReadError"]
 
 
 class ConfigError(ValueError):
@@ -19,3 +19,7 @@ class CheckpointError(ValueError):
 
 class PatchError(RuntimeError):
     """A function of another package is not the one our replacement was written for."""
+
+
+class ShardReadError(RuntimeError):
+    """A part of a sharded tensor was about to be read as if it were the whole."""

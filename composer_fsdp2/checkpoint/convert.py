@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from composer_fsdp2.checkpoint.averages import take_trained_weights
 from composer_fsdp2.checkpoint.describe import find_ties
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
@@ -200,7 +201,9 @@ def _saved(value: Any) -> memoryview:
 # --- To one file. ---
 
 
-def write_full(source: Checkpoint, destination: Path, advance: Advance) -> None:
+def write_full(
+    source: Checkpoint, destination: Path, advance: Advance, *, trained: bool = False
+) -> None:
     """Writes one file as Composer's full save does: nested dictionaries with whole tensors.
 
     Tied weights share one tensor. Tensors of an optimizer share none, or each step would count
@@ -211,9 +214,11 @@ def write_full(source: Checkpoint, destination: Path, advance: Advance) -> None:
         destination: a path where nothing is yet. Tensors in several pieces are put together in a
             file without a name beside it, not in memory.
         advance: told how far it is.
+        trained: takes the trained weights in place of EMA's averages.
 
     Raises:
-        CheckpointError: the source is damaged, or the destination cannot be written.
+        CheckpointError: the source is damaged, or the destination cannot be written; or there are
+            no averages.
     """
     with staged(destination, folder=False) as path:
         prove_whole(source)
@@ -233,6 +238,8 @@ def write_full(source: Checkpoint, destination: Path, advance: Advance) -> None:
         for optimizer in nested.get("state", {}).get("optimizers", {}).values():
             # A key of its own in a file; a folder has none for an empty dictionary.
             optimizer.setdefault("state", {})
+        if trained:
+            take_trained_weights(nested)
         with path.open("wb") as file:
             torch.save(nested, file)
         advance(total, total)

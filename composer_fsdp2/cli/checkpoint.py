@@ -50,6 +50,13 @@ class Kind(str, Enum):
     hf = "hf"
 
 
+class Weights(str, Enum):
+    """Which weights of a checkpoint with EMA."""
+
+    saved = "saved"
+    trained = "trained"
+
+
 class FloatType(str, Enum):
     """Floating point types of exported weights."""
 
@@ -98,16 +105,28 @@ def convert(
         Path | None,
         typer.Option(help="config.json, or a folder with it, in place of what is in SRC; hf only."),
     ] = None,
+    weights: Annotated[
+        Weights,
+        typer.Option(
+            help="trained: in place of EMA's averages, which a checkpoint has as its model; "
+            "full only."
+        ),
+    ] = Weights.saved,
     as_json: JsonOption = False,
 ) -> None:
     """Reads with checksums and writes under a temporary name."""
     with reported(), _interruptible(destination):
+        if weights is Weights.trained and to is not Kind.full:
+            raise ConfigError(
+                f"--weights trained is given with --to {to.value}. Only whole weights can be "
+                "exchanged. Write --to full, and convert the file again if need be."
+            )
         if to is not Kind.hf and (dtype or config):
             raise ConfigError(
                 f"--dtype or --config is given with --to {to.value}. It would have no effect: a "
                 "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
             )
-        remarks = _convert(source, destination, to, _bytes(max_shard_size), dtype, config)
+        remarks = _convert(source, destination, to, _bytes(max_shard_size), dtype, config, weights)
         files = [item for item in destination.rglob("*") if item.is_file()] or [destination]
         sizes = {item.name: item.stat().st_size for item in sorted(files)}
         if as_json:
@@ -172,6 +191,7 @@ def _convert(
     max_bytes: int,
     dtype: FloatType | None,
     config: Path | None,
+    weights: Weights,
 ) -> list[str]:
     """Returns remarks for the user."""
     from composer_fsdp2.checkpoint.convert import write_full, write_sharded
@@ -185,7 +205,7 @@ def _convert(
         if to is Kind.sharded:
             write_sharded(opened, destination, max_bytes, advance)
         elif to is Kind.full:
-            write_full(opened, destination, advance)
+            write_full(opened, destination, advance, trained=weights is Weights.trained)
         else:
             return write_huggingface(
                 opened, destination, max_bytes, advance, dtype=_torch_type(dtype), config=config

@@ -8,7 +8,13 @@ from typing import Any
 from composer_fsdp2.config.setting import setting
 from composer_fsdp2.config.value_types import BOOLEAN, count, mapping, null_or
 
-__all__ = ["COMMUNICATION", "CPU_OFFLOAD", "CPUOffload", "Communication"]
+__all__ = ["COMMUNICATION", "CPU_OFFLOAD", "TP_BESIDE_FSDP2", "CPUOffload", "Communication"]
+
+TP_BESIDE_FSDP2 = (
+    "Tensor parallelism ('tp' of parallelism_config, 'tp_config' in a file) and FSDP2 are both "
+    "asked for. Tensor parallelism exchanges parameters of the model, and the optimizer would hold "
+    "those that are gone. Take the tensor parallelism out, or train with FSDP1."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

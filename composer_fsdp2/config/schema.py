@@ -38,7 +38,6 @@ from composer_fsdp2.config.placement import COMMUNICATION, CPU_OFFLOAD, Communic
 from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
 from composer_fsdp2.config.setting import Setting, ValueType, setting, settings_of
 from composer_fsdp2.config.value_types import (
-    ANYTHING,
     BOOLEAN,
     FOLDER,
     FOLDER_NAME,
@@ -50,6 +49,7 @@ from composer_fsdp2.config.value_types import (
     null_or,
     parse_list,
     plain,
+    with_methods,
 )
 from composer_fsdp2.config.wrapping import RESHARD, WRAP_POLICY, Reshard, WrapPolicy
 from composer_fsdp2.errors import ConfigError
@@ -90,6 +90,14 @@ _UNUSED = ValueType(
     accepts=lambda value: isinstance(value, bool | tuple) or value == "auto",
     check_inside=_check_unused,
     parse=parse_list,
+)
+
+
+_LOAD_PLANNER = null_or(
+    with_methods("a LoadPlanner", "set_up_planner", "create_local_plan", "load_bytes")
+)
+_SAVE_PLANNER = null_or(
+    with_methods("a SavePlanner", "set_up_planner", "create_local_plan", "resolve_data")
 )
 
 
@@ -270,10 +278,10 @@ class FSDP2Config:
         False, BOOLEAN, "only rank 0 reads a full checkpoint", check_together=_check_monolith
     )
     load_planner: Any = setting(
-        None, ANYTHING, "of torch's distributed checkpoint", same_on_ranks=False
+        None, _LOAD_PLANNER, "of torch's distributed checkpoint", same_on_ranks=False
     )
     save_planner: Any = setting(
-        None, ANYTHING, "of torch's distributed checkpoint", same_on_ranks=False
+        None, _SAVE_PLANNER, "of torch's distributed checkpoint", same_on_ranks=False
     )
     sharded_ckpt_prefix_dir: str = setting(
         "ep{epoch}-ba{batch}", FOLDER_NAME, "folder of a sharded checkpoint, inside save_folder"

@@ -13,7 +13,6 @@ from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of, un
 from composer_fsdp2.config.setting import Check, Parse, ValueType, keep, settings_of
 
 __all__ = [
-    "ANYTHING",
     "BOOLEAN",
     "FOLDER",
     "FOLDER_NAME",
@@ -31,6 +30,7 @@ __all__ = [
     "parse_mapping",
     "plain",
     "text",
+    "with_methods",
 ]
 
 _MOST = 2**63
@@ -60,9 +60,6 @@ def is_string(value: Any) -> bool:
 
 BOOLEAN = ValueType(expected="true or false", accepts=lambda value: isinstance(value, bool))
 
-# Objects of torch, or names from a registry of Composer, which says itself what it does not know.
-ANYTHING = ValueType(expected="a name or an object", accepts=lambda _: True)
-
 
 def choice(*words: str) -> ValueType:
     """One of these words."""
@@ -79,6 +76,21 @@ def count(things: str, least: int = 1) -> ValueType:
 def text(what: str) -> ValueType:
     """Text that is not empty."""
     return ValueType(expected=what, accepts=is_string)
+
+
+def with_methods(what: str, *methods: str) -> ValueType:
+    """An object of a class that is not imported here, or LLM Foundry's `{name: {options}}`."""
+
+    def accepts(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            options = next(iter(value.values()), None)
+            return len(value) == 1 and isinstance(options, Mapping)
+        has_them = all(callable(getattr(value, method, None)) for method in methods)
+        return has_them and not isinstance(value, type)
+
+    return ValueType(
+        expected=f"{what} (the object; in LLM Foundry {{name: {{options}}}})", accepts=accepts
+    )
 
 
 def null_or(values: ValueType) -> ValueType:

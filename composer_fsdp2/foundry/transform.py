@@ -81,6 +81,10 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     block = parsed.get("fsdp_config")
     if isinstance(block, Mapping) and _MARKER in block:
         parsed["fsdp_config"] = _parse_versioned(block)
+    if requests_fsdp2(parsed) and parsed.get("tp_config"):
+        from composer_fsdp2.config.placement import TP_BESIDE_FSDP2
+
+        raise ConfigError(TP_BESIDE_FSDP2)
     return parsed
 
 
@@ -144,6 +148,8 @@ def _check_free(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -
 
 
 def _marked(value: Any) -> dict[str, Any]:
+    """An empty `fsdp2:` is null in YAML, and asks for default settings."""
+    value = {} if value is None else value
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"'{_BLOCK}.fsdp2' is {value!r}, but it takes a mapping. It is not clear whether FSDP2 "

@@ -31,6 +31,7 @@ from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, Place, place_of
 from composer_fsdp2.shard.precision import InputCast, without_autocast
 from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.torch_private.reading import guard_reading
 from composer_fsdp2.shard.torch_private.tensors import (
     is_view,
     post_accumulate_hooks,
@@ -272,6 +273,7 @@ def apply_plan(
     weights.finish()
     _carry_over(carried)
     _check_ties(layout, plan)
+    guard_reading(model.parameters())
     for path, method in forward_methods:
         _register_forward_method(layout, path, method, casts)
     return {name: _unit(layout.modules[name]) for unit in plan.units for name in unit.modules}

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
+from composer_fsdp2.shard.optimizer_kinds import check_optimizer_kind
 
 __all__ = [
     "DetachedOptimizer",
@@ -52,9 +53,10 @@ def check_optimizer(
         gives_values: whether this rank's state is the one that is kept (rank 0's is).
 
     Raises:
-        PlanError: for parameters of another model, for one weight in two groups, and for state that
-            cannot be divided.
+        PlanError: for parameters of another model, for one weight in two groups, for state that
+            cannot be divided, and for a kind that cannot work on shards.
     """
+    check_optimizer_kind(optimizer)
     names = {id(ref.param): ref.name for ref in reversed(tree.params)}
     foreign = [
         _describe_foreign(group, number, index)

@@ -15,6 +15,7 @@ from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.config.messages import ascii_repr, nearest
+from composer_fsdp2.config.placement import TP_BESIDE_FSDP2
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
@@ -143,16 +144,21 @@ def parse_parallelism_config(
         given: dict[str, Any] = {"fsdp": config.fsdp, "fsdp2": config.fsdp2, "tp": config.tp}
     else:
         given = {str(key): value for key, value in config.items()}
+        # An empty `fsdp2:` in YAML is null, and asks for it with default settings.
+        if "fsdp2" in given and given["fsdp2"] is None:
+            given["fsdp2"] = {}
     _check_keys(given)
     fsdp, fsdp2, tp = given.get("fsdp"), given.get("fsdp2"), given.get("tp")
     if fsdp is not None and _means_fsdp2(fsdp):
         fsdp, fsdp2 = None, fsdp
+    if fsdp2 is not None and tp:
+        raise ConfigError(TP_BESIDE_FSDP2)
     parsed: dict[str, Any] = {}
     if fsdp is not None:
         parsed["fsdp"] = fsdp if isinstance(fsdp, FSDPConfig) else _fsdp1(fsdp)
     if fsdp2 is not None:
         parsed["fsdp2"] = _fsdp2(fsdp2)
-    if tp is not None:
+    if tp is not None and fsdp2 is None:
         parsed["tp"] = tp if isinstance(tp, TPConfig) else _tp(tp)
     return ParallelismConfig(**parsed) if parsed else None
 
@@ -163,7 +169,7 @@ def asks_for_fsdp2(config: ParallelismConfig | Mapping[str, Any] | None) -> bool
         return False
     if isinstance(config, ParallelismConfig):
         return config.fsdp2 is not None or _means_fsdp2(config.fsdp)
-    return config.get("fsdp2") is not None or _means_fsdp2(config.get("fsdp"))
+    return "fsdp2" in config or _means_fsdp2(config.get("fsdp"))
 
 
 def _check_keys(given: Mapping[str, Any]) -> None:
@@ -245,15 +251,32 @@ def _tp(tp: Any) -> TPConfig:
 
 
 def _fsdp2(fsdp2: Any) -> TrainerFSDP2Config:
+    if isinstance(fsdp2, bool):
+        raise ConfigError(
+            f"'fsdp2' of parallelism_config is {ascii_repr(fsdp2)}. It takes settings, and is no "
+            "switch. Write fsdp2: {} for FSDP2 with default settings, or take 'fsdp2' out to train "
+            "without it."
+        )
     if isinstance(fsdp2, Mapping):
         fsdp2 = _without_foundry_keys(fsdp2)
         converted = _from_fsdp1(fsdp2) if _is_fsdp1(fsdp2) else parse_config(fsdp2)
     else:
         converted = resolve_settings(fsdp2)
+    _check_planners(converted)
     # Composer's State builds the mesh; its own checks of the degrees name no numbers.
     shape = MeshShape.resolve(converted, dist.get_world_size())
     shape.check_reshard(converted.reshard_after_forward, "the run")
     return TrainerFSDP2Config.of(converted)
+
+
+def _check_planners(settings: FSDP2Config) -> None:
+    """Refuses a name: LLM Foundry has made an object of it by now."""
+    for key in ("load_planner", "save_planner"):
+        if isinstance(getattr(settings, key), Mapping):
+            raise ConfigError(
+                f"'{key}' is {ascii_repr(getattr(settings, key))}. Only LLM Foundry makes a "
+                f"planner of a name. Give the Trainer the object: {key}=MyPlanner(...)."
+            )
 
 
 def _is_fsdp1(config: Mapping[str, Any]) -> bool:

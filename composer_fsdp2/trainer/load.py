@@ -25,6 +25,7 @@ from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from composer.utils.misc import partial_format
 
+from composer_fsdp2.checkpoint.averages import ACTIVE, holds_averages
 from composer_fsdp2.checkpoint.load import (
     Fit,
     check_fit,
@@ -42,6 +43,8 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.trainer.averages_loaded import note_loaded
 from composer_fsdp2.trainer.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.trainer.load_steps import (
     Ignore,
@@ -191,6 +194,8 @@ class _Load:
         self.strict = strict
         self.ignore = ignore
         self.notes: list[str] = []
+        self.averages = False
+        """whether the checkpoint's model is averages, where this rank has read that"""
 
     @property
     def scaler(self) -> str:
@@ -280,6 +285,10 @@ class _Load:
         logger, excluded, passes = apply
         run_on_all_ranks(lambda: vet_algorithms(loaded["state"]))
         run_on_all_ranks(lambda: self._check_schedulers(loaded["state"]))
+        read_by = raise_on_all_ranks({"~averages": self.averages and str(self.saved.path)})
+        path = next((fact["~averages"] for fact in read_by if fact["~averages"]), None)
+        parts = None if self.weights_only else loaded["state"]
+        note_loaded(self.state, path, parts)
         load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
         load(
             loaded["state"],
@@ -318,6 +327,7 @@ class _ShardedLoad(_Load):
             # These are the tensors the run computes with; half a load must not reach them.
             wanted = Staging().copy(wanted)
         load_sharded(wanted, reader, None if config is None else config.load_planner)
+        self.averages = _model_is_average(saved, reader)
         _rename_scaler(wanted["state"], self.scaler)
         if spread:
             wanted["state"]["algorithms"] = list(wanted["state"]["algorithms"].items())
@@ -334,6 +344,15 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
     found = {"state": {"optimizers": {name: {"param_groups": groups}}}}
     load_sharded(found, reader)
     return [group["params"] for group in found["state"]["optimizers"][name]["param_groups"]]
+
+
+def _model_is_average(saved: FolderCheckpoint, reader: Any) -> bool:
+    """See [Note: EMA in checkpoints]. Collective: yes."""
+    ways = saved.under("state", "algorithms").values()
+    found: StateDict = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
+    if found:
+        load_sharded({"state": {"algorithms": found}}, reader)
+    return holds_averages(found)
 
 
 class _FullLoad(_Load):
@@ -368,6 +387,7 @@ class _FullLoad(_Load):
         for _ in saved.check(share):
             pass
         self.saved = saved
+        self.averages = holds_averages(saved.values.get("state", {}).get("algorithms"))
         values = saved.values = drop_keys(saved.values, self.ignore)
         values.setdefault("state", {})
         saved.refresh()

@@ -30,6 +30,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.ranks import all_reduce_max, all_reduce_min_max
 from composer_fsdp2.runtime.oom import Snapshot
 from composer_fsdp2.runtime.order_check import OrderCheck
+from composer_fsdp2.trainer.averages_loaded import check_trains_own_weights
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.sharding import sharding_of
 
@@ -200,11 +201,13 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
 
     Raises:
         ConfigError: on every rank, when one has no data at all.
+        CheckpointError: on every rank, when averages would be trained.
     """
     state: State = trainer.state
     if sharding_of(state.model) is None:
         original(trainer)
         return
+    check_trains_own_weights(state)
     _agree_on_length(state)
     if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
         size: Any = state.device_train_microbatch_size

@@ -1,4 +1,4 @@
-"""Finds the Python files below a folder, and the uses of FSDP1 in each."""
+"""Finds the Python files below a folder, and what has to change in each."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.code import Use, find_uses
+from composer_fsdp2.tools.migrate.code_reads import find_reads
 from composer_fsdp2.tools.migrate.code_row import Kind
 from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
 
@@ -60,7 +61,9 @@ def migrate_code(path: Path) -> list[CodeFile]:
 
 def _examine(path: Path) -> CodeFile:
     try:
-        return CodeFile(path, find_uses(Source.read(path.read_bytes())))
+        source = Source.read(path.read_bytes())
+        found = [*find_uses(source), *find_reads(source)]
+        return CodeFile(path, sorted(found, key=lambda use: (use.line, use.column)))
     except OSError as error:
         return CodeFile(path, problem=error.strerror or str(error))
     except Unreadable as error:

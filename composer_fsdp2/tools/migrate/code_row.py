@@ -51,6 +51,8 @@ class Found(str, Enum):
     TEXT = "text"
     """inside a string"""
     VARIABLE = "environment variable"
+    READ = "read"
+    """a number, or the values, read out of what comes from `parameters()` or `state_dict()`"""
 
 
 @dataclass(frozen=True, slots=True)

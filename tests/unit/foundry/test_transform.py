@@ -69,10 +69,27 @@ def test_other_keys_go_to_llm_foundrys_place(key: str):
     assert not requests_fsdp2(parsed)
 
 
-def test_fsdp2_and_tp_together():
-    parsed = parse_run_config({"parallelism_config": {"fsdp2": {}, "tp": {"strategy": "ffn"}}})
-    assert parsed["tp_config"] == {"strategy": "ffn"}
-    assert requests_fsdp2(parsed)
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"parallelism_config": {"fsdp2": {}, "tp": {"strategy": "ffn"}}},
+        {"parallelism_config": {"fsdp2": {}}, "tp_config": {"strategy": "ffn"}},
+        {"fsdp_config": {"version": 2}, "tp_config": {"strategy": "ffn"}},
+    ],
+)
+def test_tensor_parallelism_beside_fsdp2_is_refused(cfg):
+    with pytest.raises(
+        ConfigError, match=r"'tp_config' in a file.*Take the tensor parallelism out"
+    ):
+        parse_run_config(cfg)
+
+
+def test_an_empty_fsdp2_is_fsdp2_with_default_settings():
+    empty = {"parallelism_config": {"fsdp2": None}, "tp_config": {}}
+    assert parse_run_config(empty) == parse_run_config(
+        {"parallelism_config": {"fsdp2": {}}, "tp_config": {}}
+    )
+    assert requests_fsdp2(parse_run_config(empty))
 
 
 @pytest.mark.parametrize("block", [None, {}, {"fsdp": None, "tp": None}])
@@ -179,10 +196,6 @@ def test_llm_foundry_finds_the_callback():
             ["is 'fsdp2'", "takes a mapping", "parallelism_config: {fsdp2: {}}"],
         ),
         ({"parallelism_config": []}, ["is []", "takes a mapping"]),
-        (
-            {"parallelism_config": {"fsdp2": None}},
-            ["'parallelism_config.fsdp2' is None", "not clear", "Write fsdp2: {}"],
-        ),
         ({"parallelism_config": {"fsdp2": True}}, ["is True", "takes a mapping"]),
         (
             {"parallelism_config": {"fsdp2": {}, "fsdp": {}}},

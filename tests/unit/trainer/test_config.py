@@ -9,6 +9,7 @@ import pytest
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 from omegaconf import OmegaConf
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
@@ -16,6 +17,7 @@ from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import (
     TrainerFSDP2Config,
+    asks_for_fsdp2,
     parse_parallelism_config,
     resolve_settings,
 )
@@ -56,15 +58,16 @@ def test_it_is_composers_and_says_nothing_about_experiments():
 
 
 def test_composers_fixed_answers_are_real_fields_here():
+    load, save = DefaultLoadPlanner(), DefaultSavePlanner()
     config = TrainerFSDP2Config(
         data_parallel_shard_degree=4,
         data_parallel_replicate_degree=2,
-        load_planner="mine",
-        save_planner="mine",
+        load_planner=load,
+        save_planner=save,
         sharded_ckpt_prefix_dir="ba{batch}",
     )
     assert (config.data_parallel_shard_degree, config.data_parallel_replicate_degree) == (4, 2)
-    assert (config.load_planner, config.save_planner) == ("mine", "mine")
+    assert (config.load_planner, config.save_planner) == (load, save)
     assert config.sharded_ckpt_prefix_dir == "ba{batch}"
     config.device_mesh = None
     config.sync_module_states = True
@@ -155,7 +158,31 @@ def test_anything_else_is_refused_by_its_type(thing):
 def test_nothing_is_nothing():
     assert parse_parallelism_config(None) is None
     assert parse_parallelism_config({}) is None
-    assert parse_parallelism_config({"fsdp": None, "fsdp2": None, "tp": None}) is None
+    assert parse_parallelism_config({"fsdp": None, "tp": None}) is None
+    assert parse_parallelism_config(ParallelismConfig()) is None
+
+
+@pytest.mark.parametrize("written", [{"fsdp2": None}, {"fsdp": None, "fsdp2": None, "tp": None}])
+def test_an_empty_block_is_fsdp2_with_default_settings(written):
+    assert asks_for_fsdp2(written)
+    assert parse_parallelism_config(written) == parse_parallelism_config({"fsdp2": {}})
+
+
+@pytest.mark.parametrize("switch", [True, False])
+def test_fsdp2_is_no_switch(switch):
+    with pytest.raises(ConfigError, match=r"is no switch.*fsdp2: \{\} for FSDP2"):
+        parse_parallelism_config({"fsdp2": switch})
+
+
+def test_tensor_parallelism_beside_it_is_refused():
+    with pytest.raises(ConfigError, match="Take the tensor parallelism out"):
+        parse_parallelism_config({"fsdp2": None, "tp": {"tensor_parallel_degree": 2}})
+
+
+@pytest.mark.parametrize("key", ["load_planner", "save_planner"])
+def test_the_trainer_makes_no_planner_of_a_name(key):
+    with pytest.raises(ConfigError, match=f"'{key}' is .*Only LLM Foundry"):
+        parse_parallelism_config({"fsdp2": {key: {"mine": {}}}})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,112 @@
+"""Reading numbers out of sharded tensors: whole, or an error that says how.
+
+[Note: numbers of shards] `float(param.norm())` of a DTensor is the norm of this rank's rows alone:
+torch reads one number out of the local part, whatever the tensor stands for. Summing over the ranks
+instead would be right only where every rank reads, and a callback that reads on rank 0 alone would
+wait for the others forever. So reading raises on every rank at once, and names `full_tensor()`,
+which whoever calls it knows to be collective. The same holds for `torch.save`, which writes the
+local rows under the whole shape.
+
+Only DTensors on the meshes of models that were prepared here are guarded, with all that is computed
+from them. Those that are replicated, or on one rank, hold the whole value and are read as ever. All
+ways to a number (`item`, `float`, `if`) meet in one operation of torch, which no optimizer calls on
+shards: steps cost what they did.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.errors import ShardReadError
+
+__all__ = ["guard_reading"]
+
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+_NUMBER = (
+    "One number was read out of a sharded tensor (`.item()`, `float()`, `int()`, `bool()`, `if`). "
+    "This rank holds a part of it, so the number would be wrong, and another one on each rank. "
+    "Compute with `param.full_tensor()` on every rank, for example "
+    "`float(param.full_tensor().norm())`, or inside `with "
+    "composer_fsdp2.summon_full_params(model):`."
+)
+_VALUES = (
+    "`{name}` was called on a sharded tensor. This rank holds a part of it, so values would be "
+    "missing. Call `tensor.full_tensor().{name}()` on every rank, or read inside `with "
+    "composer_fsdp2.summon_full_params(model):`; `tensor.to_local()` is this rank's part."
+)
+_PICKLED = (
+    "A sharded tensor was to be pickled, as `torch.save` does. The file would hold this rank's "
+    "part under the shape of the whole tensor. Save with the Trainer (`save_folder`), or write "
+    "`tensor.full_tensor()` of every tensor on every rank and save on one, or save inside `with "
+    "composer_fsdp2.summon_full_params(model):`; `tensor.to_local()` is this rank's part."
+)
+
+
+class _Guard:
+    """What torch calls to read a number out of a DTensor; knows which meshes are guarded."""
+
+    def __init__(self, before: Callable[..., Any] | None) -> None:
+        self.before = before
+        self.meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
+
+    def is_part(self, tensor: DTensor) -> bool:
+        """Whether it is one of ours, and this rank holds less than its value."""
+        mesh = tensor.device_mesh
+        sizes = zip(tensor.placements, mesh.shape, strict=True)
+        incomplete = any(size > 1 and not place.is_replicate() for place, size in sizes)
+        return incomplete and mesh in self.meshes
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if self.is_part(tensor):
+            raise ShardReadError(_NUMBER)
+        if self.before is not None:
+            return self.before(op, args, kwargs)
+        # As torch does: a rank outside the mesh has nothing.
+        return op(tensor._local_tensor) if tensor.device_mesh.get_coordinate() is not None else None
+
+
+def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
+    """Has torch refuse to read parts of these, and of what is computed from them, as the whole.
+
+    Collective: no. See [Note: numbers of shards].
+
+    Args:
+        tensors: parameters after sharding; those that are not DTensors stay as they are.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    guard = handlers.get(_READ_NUMBER)
+    if not isinstance(guard, _Guard):
+        guard = _Guard(guard)
+        handlers[_READ_NUMBER] = guard
+        _guard_methods(guard)
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            guard.meshes.add(tensor.device_mesh)
+
+
+def _guard_methods(guard: _Guard) -> None:
+    """Methods that torch refuses with a sentence about subclasses, or that take the local part."""
+    messages = {name: _VALUES.format(name=name) for name in ("numpy", "tolist")}
+    messages |= {"__reduce_ex__": _PICKLED, "__format__": _NUMBER}
+    for name, message in messages.items():
+        setattr(DTensor, name, _guarded(guard, name, message))
+
+
+def _guarded(guard: _Guard, name: str, message: str) -> Callable[..., Any]:
+    original = getattr(DTensor, name)
+
+    def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        harmless = name == "__format__" and args == ("",)  # its repr, which names the placements
+        if not harmless and guard.is_part(self):
+            raise ShardReadError(message)
+        return original(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method

@@ -1,0 +1,259 @@
+"""Numbers that a user's code reads out of sharded tensors: whole, or an error that says how."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from composer import Callback, Trainer
+from composer.core import State
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from composer_fsdp2 import (
+    ShardReadError,
+    installed,
+    prepare_fully_shard,
+    summon_full_params,
+)
+from tests.support.models import TinyComposer
+from tests.support.parity import OPTIMIZERS, full
+from tests.support.training import built, samples_of, trainer_for
+
+CURES = r"full_tensor\(\).*summon_full_params"
+
+Read = Callable[[torch.Tensor], Any]
+
+READS: dict[str, Read] = {
+    "float of a norm": lambda p: float(p.norm()),
+    "item of a norm": lambda p: p.norm().item(),
+    "item of a vector norm": lambda p: torch.linalg.vector_norm(p).item(),
+    "infinity norm": lambda p: float(torch.linalg.vector_norm(p, float("inf"))),
+    "norm of the data": lambda p: float(p.data.norm()),
+    "norm of a copy": lambda p: float(copy.deepcopy(p).norm()),
+    "norm in another dtype": lambda p: float(p.double().norm()),
+    "sum": lambda p: p.sum().item(),
+    "sum by hand": lambda p: (p**2).sum().sqrt().item(),
+    "mean": lambda p: p.mean().item(),
+    "variance": lambda p: p.var(unbiased=False).item(),
+    "largest": lambda p: p.max().item(),
+    "largest of the absolute": lambda p: p.abs().amax().item(),
+    "smallest": lambda p: p.min().item(),
+    "int": lambda p: int(p.sum()),
+    "complex": lambda p: complex(p.sum()),
+    "math": lambda p: math.sqrt(p.square().sum()),
+    "index": lambda p: list(range(100))[(p > 0).sum()],
+    "none is nan": lambda p: bool(torch.isnan(p).any()),
+    "any in if": lambda p: 1 if (p > 10.5).any() else 0,
+    "all in if": lambda p: 1 if (p > 3).all() else 0,
+    "all finite": lambda p: torch.isfinite(p).all().item(),
+    "compared in if": lambda p: p.norm() > 20.0 and 1,
+    "count": lambda p: (p > 5).sum().item(),
+    "is_nonzero": lambda p: torch.is_nonzero((p - 1).min()),
+    "one element": lambda p: p[0, 0].item(),
+    "last element": lambda p: p[-1, -1].item(),
+    "list of numbers": lambda p: torch.tensor([p.norm(), p.sum()]).tolist(),
+    "stacked": lambda p: torch.stack([p.norm(), p.norm()]).norm().item(),
+    "total norm": lambda p: nn.utils.clip_grad_norm_([p], 1.0).item() if p.grad is not None else 0,
+    "tolist": lambda p: p.tolist(),
+    "tolist of a norm": lambda p: p.norm().tolist(),
+    "numpy": lambda p: p.numpy().tolist(),
+    "numpy on the CPU": lambda p: p.cpu().float().numpy().tolist(),
+    "asarray": lambda p: np.asarray(p).tolist(),
+    "formatted": lambda p: f"{p.norm():.3f}",
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)).tolist(),
+    "torch.save": lambda p: torch.save({"p": p}, io.BytesIO()),
+    "torch.save, old format": lambda p: torch.save(
+        p, io.BytesIO(), _use_new_zipfile_serialization=False
+    ),
+}
+
+
+def _plain_error(error: Exception) -> bool:
+    """Of an operation that this torch has not for shards: nothing was read."""
+    known = ("sharding", "data is not allocated")
+    return isinstance(error, NotImplementedError) or any(k in str(error).lower() for k in known)
+
+
+def _same(found: Any, expected: Any) -> bool:
+    if isinstance(found, str) or found is None:
+        return found == expected
+    difference = torch.tensor(found).cfloat() - torch.tensor(expected).cfloat()
+    return bool((difference.abs() < 1e-4).all())
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        with torch.no_grad():
+            self.layer.weight.copy_(torch.arange(12.0).view(4, 3) + 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+def prepared(**config: Any) -> One:
+    model = One()
+    prepare_fully_shard(model, None, config)
+    return model
+
+
+def of_gradient(model: One) -> torch.Tensor:
+    model(torch.ones(2, 3)).sum().backward()
+    assert model.layer.weight.grad is not None
+    with torch.no_grad():
+        model.layer.weight.grad.copy_(model.layer.weight)
+    return model.layer.weight.grad
+
+
+TENSORS: dict[str, Callable[[One], torch.Tensor]] = {
+    "parameter": lambda model: model.layer.weight.detach(),
+    "state dict": lambda model: model.state_dict()["layer.weight"].detach(),
+    "gradient": of_gradient,
+    "moment": lambda model: torch.ones_like(model.layer.weight.detach()) * model.layer.weight.data,
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_number_is_right_or_an_error(kind: str):
+    _check_reads(TENSORS[kind](prepared()))
+
+
+@pytest.mark.world_size(4)
+def test_a_number_of_replicated_shards_is_right_or_an_error():
+    _check_reads(TENSORS["parameter"](prepared(data_parallel_replicate_degree=2)))
+
+
+def _check_reads(tensor: torch.Tensor) -> None:
+    assert isinstance(tensor, DTensor)
+    whole = full(tensor).clone()
+    refused = sum(_is_refused(name, read, tensor, whole) for name, read in READS.items())
+    assert refused > 20
+
+
+def _is_refused(name: str, read: Read, tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether it is, with the cures; else the number must be right."""
+    try:
+        found = read(tensor)
+    except ShardReadError as error:
+        message = str(error)
+    except Exception as error:
+        if not _plain_error(error):
+            raise
+        return False
+    else:
+        assert _same(found, read(whole)), name
+        return False
+    assert "full_tensor()" in message, name
+    assert "summon_full_params" in message, name
+    return True
+
+
+@pytest.mark.world_size(2)
+def test_one_rank_alone_gets_the_error_and_does_not_wait():
+    model = prepared()
+    if dist.get_rank() == 0:
+        with pytest.raises(ShardReadError, match=CURES):
+            float(model.layer.weight.detach().norm())
+        with pytest.raises(ShardReadError, match=CURES):
+            torch.save(model.state_dict(), io.BytesIO())
+    dist.barrier()
+
+
+RECIPES: dict[str, Read] = {
+    "norm": lambda p: float(full(p).norm()),
+    "norm without the whole": lambda p: float(full(p.norm())),
+    "any": lambda p: float(torch.isnan(full(p)).any()),
+    "all": lambda p: float((full(p) > 3).all()),
+    "largest": lambda p: full(p).max().item(),
+    "mean": lambda p: full(p).mean().item(),
+    "list": lambda p: full(p).tolist(),
+}
+
+
+@pytest.mark.world_size(2)
+def test_what_the_error_says_is_right():
+    model = prepared()
+    param = model.layer.weight.detach()
+    whole = full(param).clone()
+    for name, read in RECIPES.items():
+        assert _same(read(param), read(whole)), name
+    with summon_full_params(model):
+        assert _same(float(model.layer.weight.detach().norm()), float(whole.norm()))
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file)["layer.weight"], whole)
+
+
+@pytest.mark.world_size(2)
+def test_what_is_whole_is_read_as_ever():
+    model = prepared(data_parallel_shard_degree=1, data_parallel_replicate_degree=2)
+    param = model.layer.weight.detach()
+    assert _same(float(param.norm()), float(full(param).norm()))
+    assert _same(param.sum().item(), 78.0)
+    assert str(prepared().layer.weight.norm()).startswith("DTensor")
+    assert "DTensor" in f"{prepared().layer.weight.norm()}"
+
+
+@pytest.mark.world_size(1)
+def test_on_one_rank_everything_is_read():
+    param = prepared().layer.weight.detach()
+    assert float(param.norm()) == float(full(param).norm())
+    assert pickle.loads(pickle.dumps(param)).shape == param.shape
+
+
+@pytest.mark.world_size(2)
+def test_dtensors_of_somebody_else_are_left_alone():
+    prepared()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("theirs",))
+    theirs = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
+    local = theirs.to_local()
+    assert theirs.sum().item() == local.sum().item()
+    assert pickle.dumps(theirs)
+    with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
+        theirs.numpy()
+
+
+class Norms(Callback):
+    """The issue's own example."""
+
+    def __init__(self, read: Callable[[torch.Tensor], float]) -> None:
+        self.read = read
+        self.found: list[float] = []
+
+    def batch_end(self, state: State, logger: Any) -> None:
+        self.found.append(sum(self.read(p.detach()) for p in state.model.parameters()))
+
+
+def _trained(callback: Callback, **kwargs: Any) -> Trainer:
+    model = built(TinyComposer)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    trainer = trainer_for(model, optimizer, samples_of(2, 8), callbacks=[callback], **kwargs)
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+@pytest.mark.world_size(2)
+def test_a_callback_reads_what_it_reads_without_sharding():
+    wrong = Norms(lambda p: float(p.norm()))
+    right = Norms(lambda p: float(full(p).norm()))
+    alone = Norms(lambda p: float(p.norm()))
+    with installed():
+        with pytest.raises(ShardReadError, match=CURES):
+            _trained(wrong)
+        _trained(right)
+        _trained(alone, parallelism_config=None)
+    assert right.found == pytest.approx(alone.found, rel=1e-6)
