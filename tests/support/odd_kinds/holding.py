@@ -331,10 +331,10 @@ class OddNames(nn.Module):
         return x * self._parameters["~w"]
 
 
-@odd("300 levels of nesting")
-def three_hundred_levels() -> nn.Module:
+@odd("250 levels of nesting")
+def deep_nesting() -> nn.Module:
     module: nn.Module = layer()
-    for _ in range(299):
+    for _ in range(249):
         module = nn.Sequential(module)
     return module
 

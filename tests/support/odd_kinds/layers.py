@@ -192,7 +192,7 @@ class Cells(nn.Module):
         return state
 
 
-@odd("`LSTM` with projections")
+@odd("`LSTM` with projections", warns="LSTM with projections")
 def lstm_with_projections() -> nn.Module:
     return Sequences(nn.LSTM(WIDTH, 4, proj_size=2, batch_first=True))
 

@@ -12,6 +12,7 @@ from tests.support.odd_kinds.ties import Chain, layer
 from tests.support.odd_models import WIDTH, odd
 
 DROP = "a layer only where it has a size, `nn.Identity()` else"
+EMPTY = "Initializing zero-element tensors is a no-op"
 PLAIN = "`nn.Parameter` with an attribute of your own, which is kept"
 
 
@@ -62,7 +63,7 @@ def very_uneven() -> nn.Module:
     return nn.Sequential(Holds(torch.randn(4001, 2)), Holds(torch.randn(1)))
 
 
-@odd("a layer without outputs, `Linear(8, 0)`", refused="has no elements", instead=DROP)
+@odd("a layer without outputs, `Linear(8, 0)`", refused="has no elements", instead=DROP, warns=EMPTY)
 class NoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +73,7 @@ class NoOutputs(nn.Module):
         return torch.cat([self.inner(x), self.empty(x)], dim=1)
 
 
-@odd("a layer without inputs, `Linear(0, 8)`", refused="has no elements", instead=DROP)
+@odd("a layer without inputs, `Linear(0, 8)`", refused="has no elements", instead=DROP, warns=EMPTY)
 class NoInputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +265,12 @@ class Doubled(torch.Tensor):
 
 @odd("a tensor subclass that computes otherwise", refused="class", instead=PLAIN)
 def tensor_subclass() -> nn.Module:
-    return Holds(torch.randn(4).as_subclass(Doubled))
+    module = Holds(torch.randn(4))
+    value: Any = torch.randn(4).as_subclass(Doubled).requires_grad_()
+    value._is_param = True
+    del module.held
+    module.register_parameter("held", value)
+    return module
 
 
 @odd("a parameter with attributes of the user's own, which stay")

@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from tests.support.odd_models import VOCAB, WIDTH, odd
 
+MERGED = "Two parameters of shape"
+
 
 def layer() -> nn.Linear:
     return nn.Linear(WIDTH, WIDTH)
@@ -33,7 +35,7 @@ def two_layers_one_weight() -> nn.Module:
     return Chain(first, second)
 
 
-@odd("two layers hold two `Parameter` objects over one memory")
+@odd("two layers hold two `Parameter` objects over one memory", warns=MERGED)
 def two_parameters_over_one_memory() -> nn.Module:
     first, second = layer(), layer()
     second.weight = nn.Parameter(first.weight.data)
@@ -183,7 +185,11 @@ def frozen_tie() -> nn.Module:
     return Chain(first.requires_grad_(False), second.requires_grad_(False), layer())
 
 
-@odd("a tied pair is frozen on one side by another `Parameter` over its memory")
+@odd(
+    "memory that is trained under one name and frozen under another",
+    refused="both are the same memory",
+    instead="one parameter, and its `.detach()` where no gradient is wanted",
+)
 def tie_of_frozen_and_trained() -> nn.Module:
     first, second = layer(), layer()
     second.weight = nn.Parameter(first.weight.data, requires_grad=False)
