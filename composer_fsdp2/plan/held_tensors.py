@@ -44,7 +44,9 @@ def held_tensors(tree: ModuleTree) -> Iterator[HeldTensor]:
     for path, module in tree.modules():
         computed = _computed(module)
         for name, value in vars(module).items():
-            if name in _REGISTERED or name in computed or isinstance(value, _ATOMS):
+            if isinstance(value, _ATOMS) or name in _REGISTERED or name in computed:
+                continue
+            if isinstance(value, dict) and not value:  # most modules have a dozen, for hooks
                 continue
             for tensor in walk.tensors_in(value):
                 yield HeldTensor(tensor, path, name)
@@ -116,12 +118,14 @@ def _plain(values: Iterable[Any]) -> list[Any]:
 
 def _of_function(function: types.FunctionType) -> list[Any]:
     found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
-    return found
+    return found + [_content(cell) for cell in function.__closure__ or ()]
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 def _attributes(value: Any) -> list[Any]:

@@ -144,7 +144,9 @@ def _held_elsewhere(
 def _held(ref: ParamRef, held: HeldTensor) -> str:
     owner = f"of '{held.module}'" if held.module else "of the model"
     if held.tensor is ref.param:
-        what = f"'{ref.name}' is also held by '{held.attribute}' {owner}, where it is not registered"
+        what = (
+            f"'{ref.name}' is also held by '{held.attribute}' {owner}, where it is not registered"
+        )
     else:
         what = f"'{held.attribute}' {owner} shares memory with the parameter '{ref.name}'"
     return (
@@ -161,5 +163,3 @@ def _joined(path: str, name: str) -> str:
 def _listed(names: Sequence[str]) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
     return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"
-
-

@@ -19,10 +19,10 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.torch_private.tensors import storage_id
 
 __all__ = [
+    "Memory",
     "ModulePath",
     "ModuleTree",
     "ParamRef",
-    "Memory",
     "canonical_param_ids",
     "has_forward",
     "is_wrapper",

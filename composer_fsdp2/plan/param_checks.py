@@ -61,19 +61,17 @@ def _cannot_be_sharded(param: nn.Parameter) -> bool:
     return param.ndim == 0 or not param.numel() or param.dtype not in _GATHERED
 
 
-def check_params(
-    units: Iterable[ShardUnit], refs: Iterable[ParamRef], problems: list[str]
-) -> None:
+def check_params(units: Iterable[ShardUnit], refs: Iterable[ParamRef], problems: list[str]) -> None:
     """Finds what FSDP2 would refuse, some of it only at the first forward."""
     params = {ref.name: ref.param for ref in refs}
     for unit in units:
         dtypes: dict[str, str] = {}
         for name in unit.params:
             param = params[name]
-            if param.requires_grad or not FROZEN_MAY_DIFFER:
-                dtypes.setdefault(str(param.dtype).removeprefix("torch."), name)
             if (problem := _problem_of(name, param)) is not None:
                 problems.append(problem)
+            elif param.requires_grad or not FROZEN_MAY_DIFFER:
+                dtypes.setdefault(str(param.dtype).removeprefix("torch."), name)
         if len(dtypes) > 1:
             problems.append(_mixed_dtypes(unit, dtypes))
 

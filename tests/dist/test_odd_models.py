@@ -1,4 +1,4 @@
-"""Odd models, each in three wrappings: trained like an unsharded copy, or refused with a sentence."""
+"""Odd models in three wrappings: trained like an unsharded copy, or refused with a sentence."""
 
 from __future__ import annotations
 

@@ -221,8 +221,10 @@ class OnOneRank(One):
         return self.inner(x) * (self.extra if rank() else 1)
 
 
-@odd("ranks use different layers of one unit after the first step",
-     settings={"wrap_policy": {"names": ["odd"]}})
+@odd(
+    "ranks use different layers of one unit after the first step",
+    settings={"wrap_policy": {"names": ["odd"]}},
+)
 class DifferentLayers(Two):
     def __init__(self) -> None:
         super().__init__()
@@ -281,49 +283,81 @@ class StackedExperts(nn.Module):
         return torch.einsum("bi,eij,be->bj", x, self.experts, chosen)
 
 
-@odd("a method other than `forward` computes with the weights",
-     call=lambda part, x: part.encode(x), refused="forward_methods",
-     only=("automatic", "every module"), instead=METHODS)
+@odd(
+    "a method other than `forward` computes with the weights",
+    call=lambda part, x: part.encode(x),
+    refused="forward_methods",
+    only=("automatic", "every module"),
+    instead=METHODS,
+)
 class OtherMethod(Two):
     def encode(self, x: Tensor) -> Any:
         return F.linear(x, self.inner.weight) + self.inner.bias
 
 
-@odd("a method other than `forward`, named in `forward_methods`",
-     call=lambda part, x: part.encode(x),
-     settings={"forward_methods": ["odd.encode"], "wrap_policy": {"names": ["odd"]}})
-class ListedMethod(One):
+class OwnWeight(nn.Module):
+    """A weight of its own, and no parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return x @ self.weight
+
+
+@odd(
+    "a method other than `forward`, named in `forward_methods`",
+    call=lambda part, x: part.encode(x),
+    settings={"forward_methods": ["odd.encode"], "wrap_policy": {"names": ["odd"]}},
+)
+class ListedMethod(OwnWeight):
     def encode(self, x: Tensor) -> Any:
-        return F.linear(x, self.inner.weight) + self.inner.bias
+        return x @ self.weight
 
 
-@odd("a method other than `forward`, named by the module (`fsdp_forward_methods`)",
-     call=lambda part, x: part.encode(x), settings={"wrap_policy": {"names": ["odd"]}})
-class NamedMethod(One):
+@odd(
+    "a method other than `forward`, named by the module (`fsdp_forward_methods`)",
+    call=lambda part, x: part.encode(x),
+    settings={"wrap_policy": {"names": ["odd"]}},
+)
+class NamedMethod(OwnWeight):
     fsdp_forward_methods = ("encode",)
 
     def encode(self, x: Tensor) -> Any:
-        return F.linear(x, self.inner.weight) + self.inner.bias
+        return x @ self.weight
 
 
-@odd("a method other than `forward` that calls parts only",
-     call=lambda part, x: part.encode(x), refused="forward_methods", only=("automatic",),
-     instead=METHODS)
+@odd(
+    "a method other than `forward` that calls parts only",
+    call=lambda part, x: part.encode(x),
+    refused="forward_methods",
+    only=("automatic",),
+    instead=METHODS,
+)
 class CallsParts(Two):
     def encode(self, x: Tensor) -> Any:
         return self.out(self.inner(x))
 
 
-@odd("a layer's weight is read outside the layer",
-     refused="forward_methods", only=("every module",), instead=METHODS)
+@odd(
+    "a layer's weight is read outside the layer",
+    refused="forward_methods",
+    only=("every module",),
+    instead=METHODS,
+)
 class ReadsWeightOutside(Two):
     def forward(self, x: Tensor) -> Any:
         return self.out(F.linear(x, self.inner.weight))
 
 
-@odd("a part of a block is used outside the block, by the model itself",
-     call=lambda part, x: part(x) + part.block.out(x), refused="forward_methods",
-     only=("automatic",), instead="`wrap_policy.names` with the part, which becomes a unit")
+@odd(
+    "a part of a block is used outside the block, by the model itself",
+    call=lambda part, x: part(x) + part.block.out(x),
+    refused="forward_methods",
+    only=("automatic",),
+    instead="`wrap_policy.names` with the part, which becomes a unit",
+)
 class PartOutside(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -349,8 +383,13 @@ class OwnCall(Two):
         return super().__call__(x) * 2
 
 
-@odd("`forward` is called by its name", call=lambda part, x: part.forward(x),
-     refused="forward_methods", only=("automatic",), instead="call the module: `part(x)`")
+@odd(
+    "`forward` is called by its name",
+    call=lambda part, x: part.forward(x),
+    refused="forward_methods",
+    only=("automatic",),
+    instead="call the module: `part(x)`",
+)
 class CalledByName(Two):
     pass
 
@@ -388,7 +427,9 @@ class Autocast(Two):
             return self.out(self.inner(x)).float()
 
 
-@odd("a module is replaced in forward by an equal one that it holds",)
+@odd(
+    "a module is replaced in forward by an equal one that it holds",
+)
 class Swaps(Two):
     def forward(self, x: Tensor) -> Any:
         self.inner, self.out = self.out, self.inner

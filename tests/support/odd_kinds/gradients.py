@@ -112,8 +112,11 @@ def backward_pre_hooks() -> nn.Module:
     return module
 
 
-@odd("a hook on a parameter (`register_hook`)", refused="tensor hooks",
-     instead="`register_post_accumulate_grad_hook`, or a callback")
+@odd(
+    "a hook on a parameter (`register_hook`)",
+    refused="tensor hooks",
+    instead="`register_post_accumulate_grad_hook`, or a callback",
+)
 def tensor_hook() -> nn.Module:
     module = One()
     module.inner.weight.register_hook(lambda grad: grad * 2)
@@ -199,8 +202,12 @@ def _penalty(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-@odd("double backward, a gradient penalty on the input", step=_penalty, refused="double backward",
-     instead="a penalty from finite differences, or DDP")
+@odd(
+    "double backward, a gradient penalty on the input",
+    step=_penalty,
+    refused="double backward",
+    instead="a penalty from finite differences, or DDP",
+)
 def gradient_penalty() -> nn.Module:
     return Two()
 
@@ -218,8 +225,11 @@ def gradient_of_input() -> nn.Module:
     return Two()
 
 
-@odd("`torch.func.functional_call` on a part with other weights", refused="functional_call",
-     instead="the computation with `torch.nn.functional` and weights of your own")
+@odd(
+    "`torch.func.functional_call` on a part with other weights",
+    refused="functional_call",
+    instead="the computation with `torch.nn.functional` and weights of your own",
+)
 class Functional(Two):
     def forward(self, x: Tensor) -> Any:
         doubled = {name: param * 2 for name, param in self.inner.named_parameters()}
@@ -288,8 +298,7 @@ class Reverse(torch.autograd.Function):
 SCRIPTED = "the module itself, and `compile: true`"
 
 
-@odd("`torch.jit.script` of a part", refused="torch.jit", instead=SCRIPTED,
-     warns=r".*torch.jit")
+@odd("`torch.jit.script` of a part", refused="torch.jit", instead=SCRIPTED, warns=r".*torch.jit")
 def scripted() -> nn.Module:
     return Chain(layer(), torch.jit.script(layer()))
 

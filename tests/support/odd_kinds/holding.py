@@ -120,8 +120,11 @@ class OnAnotherModule(TwoLayers):
         return self.out.kept[0]
 
 
-@odd("a view of a parameter, made when the model was built", refused="shares memory",
-     instead="the view, made in forward")
+@odd(
+    "a view of a parameter, made when the model was built",
+    refused="shares memory",
+    instead="the view, made in forward",
+)
 class HeldView(TwoLayers):
     def keep(self) -> None:
         self.kept = self.inner.weight.detach().t()
@@ -130,8 +133,11 @@ class HeldView(TwoLayers):
         return self.kept
 
 
-@odd("a buffer that aliases a parameter", refused="shares memory",
-     instead="the parameter read in forward, or `.clone()` for values that stay")
+@odd(
+    "a buffer that aliases a parameter",
+    refused="shares memory",
+    instead="the parameter read in forward, or `.clone()` for values that stay",
+)
 class AliasingBuffer(TwoLayers):
     def keep(self) -> None:
         self.register_buffer("kept", self.inner.weight.data)
@@ -140,8 +146,11 @@ class AliasingBuffer(TwoLayers):
         return self.kept
 
 
-@odd("a buffer that aliases a part of a parameter", refused="shares memory",
-     instead="the parameter read in forward, or `.clone()` for values that stay")
+@odd(
+    "a buffer that aliases a part of a parameter",
+    refused="shares memory",
+    instead="the parameter read in forward, or `.clone()` for values that stay",
+)
 class AliasingPart(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -247,8 +256,11 @@ class Parent(nn.Module):
         return self.child(self.inner(x))
 
 
-@odd("a child that registers its parent as a module: a circle", refused="contains itself",
-     instead="the parent outside registration: `self.__dict__['parent'] = parent`")
+@odd(
+    "a child that registers its parent as a module: a circle",
+    refused="contains itself",
+    instead="the parent outside registration: `self.__dict__['parent'] = parent`",
+)
 def cyclic() -> nn.Module:
     return Parent()
 
@@ -280,8 +292,11 @@ class ParentByWeakref(Parent):
     child_class = ChildWithWeakref
 
 
-@odd("a module that registers itself", refused="contains itself",
-     instead="nothing: a module need not hold itself")
+@odd(
+    "a module that registers itself",
+    refused="contains itself",
+    instead="nothing: a module need not hold itself",
+)
 class HoldsItself(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -331,10 +346,10 @@ class OddNames(nn.Module):
         return x * self._parameters["~w"]
 
 
-@odd("250 levels of nesting")
+@odd("200 levels of nesting")
 def deep_nesting() -> nn.Module:
     module: nn.Module = layer()
-    for _ in range(249):
+    for _ in range(199):
         module = nn.Sequential(module)
     return module
 

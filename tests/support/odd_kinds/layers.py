@@ -232,8 +232,10 @@ def encoder() -> nn.Module:
     return Sequences(nn.TransformerEncoder(transformer_layer(), 3))
 
 
-@odd("`TransformerEncoder` in evaluation: torch's fast path reads weights of parts",
-     warns="enable_nested_tensor")
+@odd(
+    "`TransformerEncoder` in evaluation: torch's fast path reads weights of parts",
+    warns="enable_nested_tensor",
+)
 class FastPath(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +365,9 @@ class Remembers(nn.Module):
         return found
 
 
-@odd("an old-style quantisation observer (`FakeQuantize`)", warns="torch.ao.quantization|.*observer")
+@odd(
+    "an old-style quantisation observer (`FakeQuantize`)", warns="torch.ao.quantization|.*observer"
+)
 def fake_quantize() -> nn.Module:
     from torch.ao.quantization import FakeQuantize
 

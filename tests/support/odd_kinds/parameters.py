@@ -63,7 +63,9 @@ def very_uneven() -> nn.Module:
     return nn.Sequential(Holds(torch.randn(4001, 2)), Holds(torch.randn(1)))
 
 
-@odd("a layer without outputs, `Linear(8, 0)`", refused="has no elements", instead=DROP, warns=EMPTY)
+@odd(
+    "a layer without outputs, `Linear(8, 0)`", refused="has no elements", instead=DROP, warns=EMPTY
+)
 class NoOutputs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +205,9 @@ def four_dtypes() -> nn.Module:
     return Chain(*[Cast(dtype) for dtype in dtypes])
 
 
-@odd("one module holds parameters of two dtypes", refused="of different dtypes", instead="one dtype")
+@odd(
+    "one module holds parameters of two dtypes", refused="of different dtypes", instead="one dtype"
+)
 class TwoDtypesOneModule(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -214,8 +218,11 @@ class TwoDtypesOneModule(nn.Module):
         return x @ self.wide.float() + self.narrow
 
 
-@odd("a parameter with the strides of `channels_last`", refused="not contiguous",
-     instead="`nn.Parameter(weight.contiguous())`; images may be `channels_last`")
+@odd(
+    "a parameter with the strides of `channels_last`",
+    refused="not contiguous",
+    instead="`nn.Parameter(weight.contiguous())`; images may be `channels_last`",
+)
 def channels_last_weight() -> nn.Module:
     return Holds(torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last))
 
@@ -225,14 +232,20 @@ def transposed() -> nn.Module:
     return Holds(torch.randn(3, 5).t())
 
 
-@odd("an expanded parameter, one number seen as many", refused="not contiguous",
-     instead="the one number, expanded in forward")
+@odd(
+    "an expanded parameter, one number seen as many",
+    refused="not contiguous",
+    instead="the one number, expanded in forward",
+)
 def expanded() -> nn.Module:
     return Holds(torch.randn(1, 4).expand(3, 4))
 
 
-@odd("a parameter that is every second row of a larger tensor", refused="not contiguous",
-     instead="`.contiguous()`")
+@odd(
+    "a parameter that is every second row of a larger tensor",
+    refused="not contiguous",
+    instead="`.contiguous()`",
+)
 def strided() -> nn.Module:
     return Holds(torch.randn(8, 4)[:, ::2])
 
@@ -284,8 +297,11 @@ class WithAttributes(nn.Module):
         return x @ self.weight
 
 
-@odd("a module that was built lazily and not called", refused="has no shape yet",
-     instead="one call of the model before it is prepared")
+@odd(
+    "a module that was built lazily and not called",
+    refused="has no shape yet",
+    instead="one call of the model before it is prepared",
+)
 def lazy() -> nn.Module:
     return nn.LazyLinear(WIDTH)
 
@@ -363,7 +379,9 @@ class InAList(nn.Module):
 class InADict(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterDict({"a": torch.randn(WIDTH, WIDTH) / 4, "b": torch.ones(WIDTH)})
+        self.weights = nn.ParameterDict(
+            {"a": torch.randn(WIDTH, WIDTH) / 4, "b": torch.ones(WIDTH)}
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weights["a"] + self.weights["b"]

@@ -68,8 +68,11 @@ class CountsScalar(One):
         return self.inner(x) * self.calls
 
 
-@odd("a weight is kept from the first forward", refused="kept",
-     instead="the weight read from its module in every forward")
+@odd(
+    "a weight is kept from the first forward",
+    refused="kept",
+    instead="the weight read from its module in every forward",
+)
 class KeptWeight(Two):
     def forward(self, x: Tensor) -> Any:
         if not hasattr(self, "kept"):
