@@ -24,6 +24,7 @@ from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import Reshard, UnitSettings
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.compiled_modules import keep_graphs_whole
 from composer_fsdp2.plan.module_checks import check_modules, refuse_unreadable
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
@@ -79,6 +80,7 @@ def plan_wrapping(
     weight_of = canonical_param_ids(tree.params)
     chosen, refused, problems = _choose(tree, rules)
     refused |= _keep_whole(tree, frozenset(optional), chosen, problems)
+    refused |= keep_graphs_whole(tree, chosen, problems)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
     ignored |= left_whole(tree.params, weight_of)
     refs = [ref for ref in tree.params if weight_of[id(ref.param)] not in ignored]

@@ -64,6 +64,13 @@ WAITS_FOR: dict[str, str] = {
 """Kinds that are not run yet, and for what."""
 
 
+_SAID_BY_TORCH = (
+    "FSDP2-wrapped module .* returned a view tensor",
+    "The .grad attribute of a Tensor that is not a leaf",
+)
+"""warnings of newer torch: about views, and of its compiler about what the compiler itself does"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Odd:
     """One kind of odd model."""
@@ -195,8 +202,8 @@ def run_kind(name: str, wrappings: Collection[str] = tuple(WRAPPINGS)) -> dict[s
     """Trains a kind unsharded and in the wrappings. Collective: yes."""
     kind = kind_of(name)
     with warnings.catch_warnings():
-        if kind.warns:
-            warnings.filterwarnings("ignore", message=kind.warns)
+        for said in (*_SAID_BY_TORCH, *([kind.warns] if kind.warns else [])):
+            warnings.filterwarnings("ignore", message=said)
         trains = any(not kind.words(wrapping) for wrapping in wrappings)
         alone = _alone(kind) if trains else Trained([], {})
         return {wrapping: _cell(kind, wrapping, alone) for wrapping in wrappings}

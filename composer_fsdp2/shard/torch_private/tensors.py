@@ -34,6 +34,7 @@ __all__ = [
     "base_of",
     "checkpoint_wrapper",
     "compile_within",
+    "compiled_call",
     "compiler_backends",
     "compiler_modes",
     "copy_hooks",
@@ -43,6 +44,7 @@ __all__ = [
     "flight_recorder",
     "is_compiled",
     "is_view",
+    "is_whole_graph",
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -172,6 +174,27 @@ def compile_within(budget: float, backend: str, mode: str | None, graph: Any, in
 def is_compiled(model: object) -> bool:
     """Whether it is what `torch.compile` returned for a module."""
     return isinstance(model, importlib.import_module("torch._dynamo").OptimizedModule)
+
+
+def compiled_call(module: nn.Module) -> object:
+    """Returns what `module.compile()` made of the module's call, hooks included."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+_WHOLE_GRAPH = "ConvertFrameAssert"
+"""class of the step of torch's compiler that takes a graph's end for an error"""
+
+
+def is_whole_graph(compiled: object) -> bool:
+    """Whether something compiled, or what compiles it, was told `fullgraph=True`."""
+    cells = getattr(compiled, "__closure__", None) or ()
+    for held in (compiled, *(getattr(cell, "cell_contents", None) for cell in cells)):
+        step = getattr(held, "callback", None)
+        while step is not None:
+            if type(step).__name__ == _WHOLE_GRAPH:
+                return True
+            step = getattr(step, "_torchdynamo_orig_callable", None)
+    return False
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:

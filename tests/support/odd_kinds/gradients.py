@@ -332,7 +332,7 @@ def _double(x: Tensor) -> Tensor:
     return x * 2
 
 
-OWN = "`compile: true`, which compiles between the hooks of FSDP2"
+MOVED = ".* would be units, and lie in what you compiled"
 
 
 @odd("one's own `torch.compile` around a part")
@@ -350,9 +350,21 @@ def compiled_layer() -> nn.Module:
     return Chain(layer(), torch.compile(layer(), backend="aot_eager"))
 
 
-@odd("one's own `torch.compile(fullgraph=True)` around a block")
+@odd("one's own `torch.compile(fullgraph=True)` around a block", warns=MOVED)
 def compiled_whole_graph() -> nn.Module:
     return Chain(layer(), torch.compile(Two(), backend="aot_eager", fullgraph=True))
+
+
+@odd("one's own `torch.compile(fullgraph=True)` around a layer")
+def compiled_layer_as_a_graph() -> nn.Module:
+    return Chain(layer(), torch.compile(layer(), backend="eager", fullgraph=True))
+
+
+@odd("one's own `module.compile(fullgraph=True)`", warns=MOVED)
+def compiled_in_place_as_a_graph() -> nn.Module:
+    module = Two()
+    module.compile(backend="eager", fullgraph=True)
+    return Chain(layer(), module)
 
 
 @odd("one's own `module.compile()`")
