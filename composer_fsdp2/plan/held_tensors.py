@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.shard.torch_private.tensors import forward_pre_hooks
 
 __all__ = ["HeldTensor", "held_tensors"]
 
@@ -57,7 +58,7 @@ def _computed(module: nn.Module) -> set[str]:
     if isinstance(module, nn.RNNBase):
         return {"_flat_weights"}
     # torch's old weight_norm, spectral_norm and pruning are such hooks.
-    hooks = module._forward_pre_hooks.values()
+    hooks = forward_pre_hooks(module)
     names = (getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name"))
     return {name for name in names if isinstance(name, str)}
 

@@ -42,6 +42,7 @@ __all__ = [
     "fast_chunking",
     "flatten_state_dict",
     "flight_recorder",
+    "forward_pre_hooks",
     "is_compiled",
     "is_view",
     "is_whole_graph",
@@ -131,6 +132,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Returns what `register_forward_pre_hook` was given."""
+    return list(module._forward_pre_hooks.values())
+
+
 @contextlib.contextmanager
 def without_fsdp_hooks_after_load(module: nn.Module) -> Generator[None]:
     """Keeps FSDP2 from looking for shards after `load_state_dict`, for the duration of a block."""
@@ -183,6 +189,8 @@ def compiled_call(module: nn.Module) -> object:
 
 _WHOLE_GRAPH = "ConvertFrameAssert"
 """class of the step of torch's compiler that takes a graph's end for an error"""
+_LINKS = ("callable", "backend")
+"""what older and newer torch call the next step"""
 
 
 def is_whole_graph(compiled: object) -> bool:
@@ -193,7 +201,8 @@ def is_whole_graph(compiled: object) -> bool:
         while step is not None:
             if type(step).__name__ == _WHOLE_GRAPH:
                 return True
-            step = getattr(step, "_torchdynamo_orig_callable", None)
+            links = (getattr(step, f"_torchdynamo_orig_{name}", None) for name in _LINKS)
+            step = next((link for link in links if link is not None), None)
     return False
 
 
