@@ -1,6 +1,6 @@
 """Tensors that modules hold in other places than those torch registers.
 
-[Note: where is looked] In the attributes of every module, and from there through containers,
+[Note: where is looked] In the attributes of every module and its class, and from there through containers,
 functions (closures, defaults, partial), and objects with attributes, some levels deep. Not in other
 registered modules, which are looked at themselves; not in optimizers and other objects of torch.
 """
@@ -51,6 +51,20 @@ def held_tensors(tree: ModuleTree) -> Iterator[HeldTensor]:
                 continue
             for tensor in walk.tensors_in(value):
                 yield HeldTensor(tensor, path, name)
+        yield from _of_class(walk, path, type(module))
+
+
+def _of_class(walk: _Walk, path: str, kind: type) -> Iterator[HeldTensor]:
+    """Tensors in attributes of classes, each class once; their functions are not opened."""
+    if not walk.is_new(kind):
+        return
+    for owner in kind.__mro__:
+        if owner.__module__.partition(".")[0] == "torch" or owner is object:
+            continue
+        for name, value in vars(owner).items():
+            if isinstance(value, (torch.Tensor, dict, *_CONTAINERS)):
+                for tensor in walk.tensors_in(value):
+                    yield HeldTensor(tensor, path, name)
 
 
 def _computed(module: nn.Module) -> set[str]:
@@ -78,10 +92,11 @@ class _Walk:
             found, depth = todo.pop()
             if isinstance(found, torch.Tensor):
                 yield found
-            elif depth <= _DEPTH and not isinstance(found, _ATOMS) and self._is_new(found):
+            elif depth <= _DEPTH and not isinstance(found, _ATOMS) and self.is_new(found):
                 todo += [(inside, depth + 1) for inside in _inside(found)]
 
-    def _is_new(self, value: Any) -> bool:
+    def is_new(self, value: Any) -> bool:
+        """Whether a value is neither looked at elsewhere nor opened yet; it counts as such now."""
         if id(value) in self.registered or id(value) in self._opened:
             return False
         self._opened[id(value)] = value

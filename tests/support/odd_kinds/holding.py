@@ -120,6 +120,17 @@ class OnAnotherModule(TwoLayers):
         return self.out.kept[0]
 
 
+@odd("a parameter also held by its class", refused=HELD, instead=READ)
+class OnItsClass(TwoLayers):
+    kept: list[Tensor]
+
+    def keep(self) -> None:
+        type(self).kept = [self.inner.weight]
+
+    def again(self) -> Tensor:
+        return self.kept[0]
+
+
 @odd(
     "a view of a parameter, made when the model was built",
     refused="shares memory",
