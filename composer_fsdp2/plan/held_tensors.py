@@ -1,8 +1,9 @@
 """Tensors that modules hold in other places than those torch registers.
 
-[Note: where is looked] In the attributes of every module and its class, and from there through containers,
-functions (closures, defaults, partial), and objects with attributes, some levels deep. Not in other
-registered modules, which are looked at themselves; not in optimizers and other objects of torch.
+[Note: where is looked] In the attributes of every module and its class, and from there through
+containers, functions (closures, defaults, partial), and objects with attributes, some levels deep.
+Not in other registered modules, which are looked at themselves; not in optimizers and other objects
+of torch.
 """
 
 from __future__ import annotations
