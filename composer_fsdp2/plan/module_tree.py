@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.torch_private.tensors import storage_id
 
 __all__ = [
+    "Memory",
     "ModulePath",
     "ModuleTree",
     "ParamRef",
@@ -25,6 +27,7 @@ __all__ = [
     "has_forward",
     "is_wrapper",
     "may_be_unit",
+    "memory_of",
     "tied_groups",
 ]
 
@@ -62,6 +65,8 @@ class ModuleTree:
     """id(module) -> index of its first path"""
     postorder: list[int] = field(default_factory=list[int])
     """id(module) of every module, children before parents on every path"""
+    circles: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """paths to modules that are above themselves, and the first path of each"""
 
     @classmethod
     def read(cls, model: nn.Module | ModuleTree) -> ModuleTree:
@@ -84,6 +89,7 @@ class ModuleTree:
                 postorder.setdefault(key)
                 continue
             if key in on_path:
+                tree.circles.append((path, tree.paths[tree.first_path[key]].path))
                 continue
             index = tree._enter(path, module, parent)
             if not module._modules:
@@ -151,13 +157,26 @@ def is_wrapper(module: nn.Module) -> bool:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether calling the module runs something; containers such as `ModuleList` do not."""
+    """Whether calling the module runs something; containers such as `ModuleList` do not.
+
+    Not for classes derived from those two either: `fully_shard` takes none of them.
+    """
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    if isinstance(module, torch.jit.ScriptModule):  # has no forward until it is asked for one
+        return True
     return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
 def may_be_unit(module: nn.Module, parent: nn.Module | None) -> bool:
-    """`MultiheadAttention` reads its projection's weight without calling it."""
-    return has_forward(module) and not isinstance(parent, nn.MultiheadAttention)
+    """Whether a module's parameters are read in its own forward only.
+
+    `MultiheadAttention` reads its projection's weight without calling it. Parts of a
+    parametrization belong to the module whose weight they compute.
+    """
+    return has_forward(module) and not isinstance(
+        parent, nn.MultiheadAttention | parametrize.ParametrizationList
+    )
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -219,7 +238,7 @@ def _aliases_in_storage(group: list[tuple[str, nn.Parameter]]) -> dict[int, int]
     return found
 
 
-def _extent(param: nn.Parameter) -> tuple[int, int]:
+def _extent(param: torch.Tensor) -> tuple[int, int]:
     """First byte in the storage and one past the last."""
     start = int(param.storage_offset())
     reach = sum((size - 1) * step for size, step in zip(param.shape, param.stride(), strict=True))
@@ -228,3 +247,26 @@ def _extent(param: nn.Parameter) -> tuple[int, int]:
 
 def _layout(param: nn.Parameter) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     return param.dtype, param.shape, param.stride()
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """The bytes of a tensor."""
+
+    storage: int
+    """a number that tensors over one storage share"""
+    start: int
+    end: int
+
+    def overlaps(self, other: Memory) -> bool:
+        """Whether the two have bytes in common, or may have: strides are not looked at."""
+        same = self.storage == other.storage
+        return same and self.start < other.end and other.start < self.end
+
+
+def memory_of(tensor: torch.Tensor) -> Memory | None:
+    """Where a tensor is; `None` for one without elements or without a memory of the usual kind."""
+    usual = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not usual or not tensor.numel():
+        return None
+    return Memory(storage_id(tensor), *_extent(tensor))

@@ -24,6 +24,8 @@ from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import Reshard, UnitSettings
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.compiled_modules import keep_graphs_whole
+from composer_fsdp2.plan.module_checks import check_modules, refuse_unreadable
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     ParamRef,
@@ -31,7 +33,7 @@ from composer_fsdp2.plan.module_tree import (
     has_forward,
     is_wrapper,
 )
-from composer_fsdp2.plan.param_checks import check_params
+from composer_fsdp2.plan.param_checks import check_params, check_ties, left_whole
 from composer_fsdp2.plan.unit_size import (
     NO_BOUNDS,
     UnitSizes,
@@ -73,11 +75,14 @@ def plan_wrapping(
             `forward`, unmatched pattern or forbidden tie in one message.
     """
     tree = ModuleTree.read(model)
+    refuse_unreadable(tree)
     _refuse_sharded(tree)
     weight_of = canonical_param_ids(tree.params)
     chosen, refused, problems = _choose(tree, rules)
     refused |= _keep_whole(tree, frozenset(optional), chosen, problems)
+    refused |= keep_graphs_whole(tree, chosen, problems)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
+    ignored |= left_whole(tree.params, weight_of)
     refs = [ref for ref in tree.params if weight_of[id(ref.param)] not in ignored]
     ties = _ties(refs, weight_of)
     nearest_unit = _settle_units(tree, refs, ties, chosen, tied_weights, problems)
@@ -91,6 +96,8 @@ def plan_wrapping(
         sizes.warn_of_large(tree.paths[unit].path, held)
     units = _make_units(tree, owned, weight_of, nearest_unit, chosen, reshard_after_forward)
     check_params(units, refs, problems)
+    check_ties(ties, problems)
+    check_modules(tree, refs, problems)
     if problems:
         raise PlanError(problems[0] if len(problems) == 1 else _numbered(problems))
     tied = tuple(tuple(ref.name for ref in group) for group in ties)
@@ -187,6 +194,12 @@ def _own_settings(path: str, decision: Decision) -> str:
 
 def _container(path: str, module: nn.Module, decision: Decision) -> str:
     kind = type(module).__name__
+    if type(module).forward is not nn.Module.forward:
+        return (
+            f"{_name(path)} ({kind}) was chosen by {decision.reason}, but it is a ModuleList or "
+            "ModuleDict, which FSDP2 takes for a container without a forward. Derive the class "
+            "from nn.Module and hold the list in it, or choose the modules inside."
+        )
     return (
         f"{_name(path)} ({kind}) was chosen by {decision.reason}, but a {kind} has no forward. "
         "FSDP gathers parameters when forward is called, so they would never be there. "

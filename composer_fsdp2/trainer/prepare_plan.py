@@ -30,6 +30,7 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_checks import refuse_unreadable
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.unit_size import UnitSizes
@@ -149,6 +150,7 @@ def make_plan(
     check_order_check(settings.order_check)
     optimizer = _single_optimizer(optimizers)
     tree = ModuleTree.read(model)
+    refuse_unreadable(tree)
     check_hooks(tree)
     shape = MeshShape.resolve(settings, distributed.get_world_size())
     compute = _compute_dtype(precision, place)

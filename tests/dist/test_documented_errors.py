@@ -91,6 +91,12 @@ def scalar() -> None:
     prepare(model)
 
 
+def held_in_a_list() -> None:
+    model = TinyLM()
+    model.kept = [model.norm.weight]
+    prepare(model)
+
+
 def mixed_dtypes() -> None:
     model = TinyLM()
     model.norm.bias = nn.Parameter(model.norm.bias.detach().to(torch.bfloat16))
@@ -268,6 +274,8 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "which share memory": lambda _: one_memory_in_two_groups(),
     "have tensor hooks": lambda _: tensor_hook(),
     "is a scalar parameter": lambda _: scalar(),
+    "has max_norm=": lambda _: prepare(nn.Sequential(nn.Embedding(3, 2, max_norm=1.0))),
+    "is also held by": lambda _: held_in_a_list(),
     "holds parameters of different dtypes": lambda _: mixed_dtypes(),
     "has no forward. FSDP gathers": lambda _: prepare(
         TinyLM(), {"wrap_policy": {"names": ["blocks"]}}

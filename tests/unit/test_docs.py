@@ -21,6 +21,8 @@ from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.support.migration_tables import MARK as TABLE_OF_KEYS
 from tests.support.migration_tables import TABLES, table
+from tests.support.odd_models_page import PAGE as ODD_MODELS
+from tests.support.odd_models_page import page as page_of_odd_models
 from tests.support.settings_mistakes import MARK as TABLE_OF_MISTAKES
 from tests.support.settings_mistakes import WRITTEN, message, sentences
 from tests.support.settings_mistakes import table as table_of_mistakes
@@ -124,3 +126,8 @@ def test_the_tables_of_settings_are_made_from_their_declarations():
     assert describe_page(README) == README
     missing = [key for key in FIELDS if f"| `{key}` |" not in README]
     assert not missing
+
+
+def test_the_page_of_odd_models_is_up_to_date():
+    """`python -m tests.support.odd_models_page` writes it."""
+    assert ODD_MODELS.read_text() == page_of_odd_models()

@@ -77,6 +77,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _GROUP: "fsdp_params device",
             _PARAM: "sharded_param",
             _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
+            _MODULE: "_forward_pre_hooks",
             "torch.ops.aten": "_unsafe_view _local_scalar_dense",
             "torch.distributed.tensor:DTensor": "_op_dispatcher _local_tensor",
             "torch.distributed.tensor._dispatch:OpDispatcher": "_custom_op_handlers",

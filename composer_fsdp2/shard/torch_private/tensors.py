@@ -34,6 +34,7 @@ __all__ = [
     "base_of",
     "checkpoint_wrapper",
     "compile_within",
+    "compiled_call",
     "compiler_backends",
     "compiler_modes",
     "copy_hooks",
@@ -41,8 +42,10 @@ __all__ = [
     "fast_chunking",
     "flatten_state_dict",
     "flight_recorder",
+    "forward_pre_hooks",
     "is_compiled",
     "is_view",
+    "is_whole_graph",
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -129,6 +132,11 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def forward_pre_hooks(module: nn.Module) -> list[Any]:
+    """Returns what `register_forward_pre_hook` was given."""
+    return list(module._forward_pre_hooks.values())
+
+
 @contextlib.contextmanager
 def without_fsdp_hooks_after_load(module: nn.Module) -> Generator[None]:
     """Keeps FSDP2 from looking for shards after `load_state_dict`, for the duration of a block."""
@@ -172,6 +180,30 @@ def compile_within(budget: float, backend: str, mode: str | None, graph: Any, in
 def is_compiled(model: object) -> bool:
     """Whether it is what `torch.compile` returned for a module."""
     return isinstance(model, importlib.import_module("torch._dynamo").OptimizedModule)
+
+
+def compiled_call(module: nn.Module) -> object:
+    """Returns what `module.compile()` made of the module's call, hooks included."""
+    return getattr(module, "_compiled_call_impl", None)
+
+
+_WHOLE_GRAPH = "ConvertFrameAssert"
+"""class of the step of torch's compiler that takes a graph's end for an error"""
+_LINKS = ("callable", "backend")
+"""what older and newer torch call the next step"""
+
+
+def is_whole_graph(compiled: object) -> bool:
+    """Whether something compiled, or what compiles it, was told `fullgraph=True`."""
+    cells = getattr(compiled, "__closure__", None) or ()
+    for held in (compiled, *(getattr(cell, "cell_contents", None) for cell in cells)):
+        step = getattr(held, "callback", None)
+        while step is not None:
+            if type(step).__name__ == _WHOLE_GRAPH:
+                return True
+            links = (getattr(step, f"_torchdynamo_orig_{name}", None) for name in _LINKS)
+            step = next((link for link in links if link is not None), None)
+    return False
 
 
 def storage_info(path: str, offset: int, length: int) -> Any:

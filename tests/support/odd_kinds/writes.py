@@ -1,0 +1,188 @@
+"""Values that are changed in forward"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.support.odd_kinds.calls import One, Two
+from tests.support.odd_kinds.ties import layer
+from tests.support.odd_models import WIDTH, odd
+
+STEP = "a callback after the step, or the change as a part of the computation"
+WRITTEN = "in place"
+Tensor = torch.Tensor
+
+
+@odd("a weight is clamped in forward", refused=WRITTEN, instead=STEP)
+class Clamped(One):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.inner.weight.clamp_(-0.1, 0.1)
+        return self.inner(x)
+
+
+@odd("a weight is assigned in forward (`weight.data = ...`)", refused=WRITTEN, instead=STEP)
+class Assigned(One):
+    def forward(self, x: Tensor) -> Any:
+        self.inner.weight.data = self.inner.weight.data * 0.9
+        return self.inner(x)
+
+
+@odd("a weight is written with `copy_` in forward", refused=WRITTEN, instead=STEP)
+class Copied(One):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            self.inner.weight.copy_(self.inner.weight / self.inner.weight.norm())
+        return self.inner(x)
+
+
+@odd("a weight is written through `.data`", refused=WRITTEN, instead=STEP)
+class WrittenData(One):
+    def forward(self, x: Tensor) -> Any:
+        self.inner.weight.data.mul_(0.9)
+        return self.inner(x)
+
+
+@odd("a frozen parameter is counted up in forward", refused=WRITTEN, instead="a buffer")
+class CountsUp(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros(2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.inner(x) * self.calls.mean()
+
+
+@odd("a frozen scalar is counted up in forward: it is whole on every rank")
+class CountsScalar(One):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Parameter(torch.zeros((), dtype=torch.int64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+@odd(
+    "a weight is kept from the first forward",
+    refused="kept",
+    instead="the weight read from its module in every forward",
+)
+class KeptWeight(Two):
+    def forward(self, x: Tensor) -> Any:
+        if not hasattr(self, "kept"):
+            self.__dict__["kept"] = self.inner.weight
+        return self.out(self.inner(x)) @ self.kept
+
+
+class AddsInPlace(One):
+    """Changes its input."""
+
+    def forward(self, x: Tensor) -> Any:
+        x += 1
+        return self.inner(x)
+
+
+@odd("a part changes its input in place", refused=WRITTEN, instead="`x = x + 1`")
+class InputInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.part = layer(), AddsInPlace()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.part(self.first(x))
+
+
+@odd("the result of a layer is changed in place")
+class OutputInPlace(Two):
+    def forward(self, x: Tensor) -> Any:
+        x = self.inner(x)
+        x.mul_(2)
+        return self.out(x)
+
+
+@odd("the result of a block is changed in place")
+class BlockInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.out = Two(), layer()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.block(x)
+        x += 1
+        return self.out(x)
+
+
+@odd("a view that a part returns is changed in place", refused=WRITTEN, instead="`x = x * 2`")
+class ViewInPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.out = Viewed(), layer()
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.block(x)
+        x *= 2
+        return self.out(x)
+
+
+class Viewed(One):
+    """Returns a view."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x).view(-1, WIDTH)
+
+
+@odd("in-place activations (`ReLU(inplace=True)`)")
+class InPlaceActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.Sequential(layer(), nn.ReLU(inplace=True), layer())
+
+    def forward(self, x: Tensor) -> Any:
+        return self.parts(x)
+
+
+@odd("a result is written into rows of another tensor")
+class WrittenRows(Two):
+    def forward(self, x: Tensor) -> Any:
+        held = torch.zeros(2, *x.shape)
+        held[0] = self.inner(x)
+        held[1] = self.out(x)
+        return held
+
+
+@odd("a new module is registered in the first forward, without parameters")
+class NewModule(One):
+    def forward(self, x: Tensor) -> Any:
+        if not hasattr(self, "act"):
+            self.act = nn.Tanh()
+        return self.act(self.inner(x))
+
+
+@odd("an attribute is counted up in forward")
+class Attribute(One):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.inner(x) * self.calls
+
+
+@odd("an activation of the last step is kept (detached)")
+class KeepsActivation(Two):
+    def forward(self, x: Tensor) -> Any:
+        before = getattr(self, "last", 0)
+        x = self.inner(x)
+        self.last = x.detach()
+        return self.out(x + before)
+
+
+@odd("a random mask that differs between ranks")
+class RandomMask(Two):
+    def forward(self, x: Tensor) -> Any:
+        return self.out(self.inner(x) * torch.bernoulli(torch.full_like(x, 0.5)))
