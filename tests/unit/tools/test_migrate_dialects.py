@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from composer_fsdp2.config.schema import parse_config
-from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.accelerate import ACCELERATE
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
+from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.document import Document, dump
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
