@@ -225,7 +225,7 @@ def finish_without_defaults(context: Context) -> None:
     """The same for keys of FSDP1 in a block for FSDP2, whose defaults are those of FSDP2."""
     settings = _converted(context)
     strategy = context.entries.get("sharding_strategy")
-    if settings is None or strategy is None or strategy.is_open:
+    if settings is None or strategy is None or strategy.status is not Status.CONVERTED:
         return
     names = ("reshard_after_forward", _SHARD, _REPLICATE)
     strategy.becomes |= {k: v for k, v in settings.items() if k in names and v is not None}

@@ -15,7 +15,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.reading import compose, dump, json_mapping, load
+from composer_fsdp2.tools.migrate.reading import check, compose, dump, json_mapping, load
 from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site
 
 __all__ = ["Document", "check_result", "dump", "parse_value"]
@@ -44,7 +44,7 @@ class Document:
         """of the lines that are written, as the file's first one has it"""
         try:
             self.root: Any = compose(self.text)
-            data = _texts(load(self.text, duplicates=True))
+            data = _texts(load(self.text, self.root, duplicates=True))
         except (YAMLError, ValueError) as error:  # the second for dates and numbers out of range
             raise ConfigError(
                 f"'{name}' is not valid YAML: {' '.join(str(error).split())}. None of it can be "
@@ -247,7 +247,7 @@ def check_result(text: str) -> None:
         ConfigError: it is not valid YAML.
     """
     try:
-        load(text, duplicates=True)
+        check(text)
     except YAMLError as error:
         raise ConfigError(
             f"After the replacement the file is not valid YAML: {' '.join(str(error).split())}. "

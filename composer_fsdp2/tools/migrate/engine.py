@@ -86,18 +86,18 @@ def migrate(
     sites = spoken.find(data)
     work = _Work(document, data, spoken, dict(decisions or {}), (world_size, gpus_per_node), folder)
     entries: list[Entry] = []
-    output = document
+    new = text
     # From the last to the first, so that the lines of the others stay where they are.
-    for site in sorted(sites, key=document.first_line, reverse=True):
+    for number, site in enumerate(sorted(sites, key=document.first_line, reverse=True)):
         found = work.site(site)
-        replaced = output.replace(site, found)
-        check_result(replaced)
-        output = Document(replaced, name)
+        output = Document(new, name) if number else document
+        new = output.replace(site, found)
+        check_result(new)
         entries = found + entries
     _check_duplicates(work.duplicates.keys() - {entry.path for entry in entries}, name)
     entries += work.outside(sites)
     _check_used(work.decisions, work.used, entries)
-    new = (_BYTE_ORDER_MARK if mark else "") + (output.text if sites else text)
+    new = _BYTE_ORDER_MARK + new if mark else new
     return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
 
 

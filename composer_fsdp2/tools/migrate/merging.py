@@ -125,13 +125,21 @@ def _join(entries: Sequence[Entry]) -> None:
 
 def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
     """Settings that cannot hold together are a decision of the keys they came from."""
+    degrees = [e for e in entries if any("degree" in setting for setting in e.becomes)]
+    for blamed in (degrees, entries):
+        error = _problem(entries, world_size)
+        for entry in blamed if error else ():
+            if entry.becomes:
+                entry.decide(error, f"{entry.key}=<another value>")
+
+
+def _problem(entries: Sequence[Entry], world_size: int | None) -> str:
+    """What is wrong with all settings together, or ""."""
     settings = {k: v for entry in entries for k, v in _plain(entry).items()}
     try:
         config = parse_config(settings)
         if world_size is not None:
             MeshShape.resolve(config, world_size)
     except ConfigError as error:
-        degrees = [e for e in entries if any("degree" in setting for setting in e.becomes)]
-        for entry in degrees or entries:
-            if entry.becomes:
-                entry.decide(str(error), f"{entry.key}=<another value>")
+        return str(error)
+    return ""

@@ -15,7 +15,7 @@ import yaml
 from ruamel.yaml import YAML
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-__all__ = ["compose", "dump", "json_mapping", "load"]
+__all__ = ["check", "compose", "dump", "json_mapping", "load"]
 
 _LONG = 20_000
 """characters; shorter files are read by ruamel alone"""
@@ -33,8 +33,36 @@ def compose(text: str) -> Any:
     return _compose_fast(text) if _is_fast(text) else YAML().compose(text)
 
 
-def load(text: str, *, duplicates: bool) -> Any:
+def check(text: str) -> None:
+    """Reads a text and keeps nothing of it.
+
+    Raises:
+        YAMLError: as `compose` does.
+        RecursionError: as `compose` does.
+    """
+    if not _is_fast(text):
+        YAML().compose(text)
+        return
+    anchors: set[str] = set()
+    documents = 0
+    try:
+        for event in yaml.parse(text, Loader=yaml.CSafeLoader):
+            documents += isinstance(event, yaml.DocumentStartEvent)
+            anchor = getattr(event, "anchor", None)
+            if documents > 1 or (isinstance(event, yaml.AliasEvent) and anchor not in anchors):
+                raise yaml.YAMLError("several documents, or an alias of nothing")
+            anchors.add(anchor or "")
+    except yaml.YAMLError:
+        YAML().compose(text)
+
+
+def load(text: str, root: Any = None, *, duplicates: bool) -> Any:
     """The data of the one document in a text, keys written twice allowed or not.
+
+    Args:
+        text: the text.
+        root: its node, if it is known.
+        duplicates: whether keys may be written twice.
 
     Raises:
         YAMLError: it is not valid.
@@ -45,7 +73,8 @@ def load(text: str, *, duplicates: bool) -> Any:
     reader.allow_duplicate_keys = duplicates
     if not _is_fast(text):
         return reader.load(text)
-    node = _compose_fast(text)
+    # Constructing what is merged changes the nodes.
+    node = _compose_fast(text) if root is None or "<<" in text else root
     return None if node is None else reader.constructor.construct_document(node)
 
 
@@ -107,7 +136,9 @@ class _Composer:
     def __init__(self, text: str) -> None:
         self.events: Iterator[Any] = iter(yaml.parse(text, Loader=yaml.CSafeLoader))
         self.anchors: dict[str, Node] = {}
-        self.resolve = YAML(typ="safe", pure=True).resolver.resolve
+        self.resolver: Any = YAML(typ="safe", pure=True).resolver
+        self.patterns: dict[Any, Any] = self.resolver.versioned_resolver
+        self.tags: dict[Any, Any] = {}
 
     def document(self) -> Any:
         next(self.events)  # the stream
@@ -130,7 +161,7 @@ class _Composer:
         value: Any = event.value if kind is ScalarNode else []
         tag: Any = event.tag
         if tag is None or tag == "!":
-            tag = self.resolve(kind, value if kind is ScalarNode else None, event.implicit)
+            tag = self._resolved(kind, value if kind is ScalarNode else "", event.implicit)
         place = (event.start_mark, event.end_mark)
         style = event.style if kind is ScalarNode else event.flow_style
         node = kind(tag, value, *place, style, anchor=event.anchor)
@@ -139,6 +170,16 @@ class _Composer:
         if kind is not ScalarNode:
             self._fill(node)
         return node
+
+    def _resolved(self, kind: Any, value: str, implicit: Any) -> Any:
+        """The tag of what has none; ruamel's own function looks up its version every time."""
+        name: Any = kind
+        if kind is ScalarNode and implicit[0]:
+            patterns = (*self.patterns.get(value[:1], ()), *self.patterns.get(None, ()))
+            name = next((tag for tag, pattern in patterns if pattern.match(value)), kind)
+        if name not in self.tags:
+            self.tags[name] = self.resolver.resolve(kind, value, implicit)
+        return self.tags[name]
 
     def _fill(self, node: Any) -> None:
         """Reads items until the end of a collection."""
