@@ -23,6 +23,7 @@ __all__ = ["Document", "check_result", "dump", "parse_value"]
 
 _MOST_VALUES = 1_000_000
 _LONGEST_NOTE = 600
+_LONG_JSON = 20_000
 _WHOLE_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """as YAML 1.2 counts lines; `splitlines` ends them at more characters"""
 
@@ -258,7 +259,7 @@ def check_result(text: str) -> None:
 def _json_as_yaml(text: str) -> str:
     data = json_mapping(text)
     try:
-        return text if data is None else dump(data)
+        return text if data is None else dump(data, is_long=len(text) > _LONG_JSON)
     except RecursionError:
         return text
 

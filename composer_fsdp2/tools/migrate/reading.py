@@ -7,6 +7,7 @@ decided by ruamel's own tables either way.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -78,11 +79,18 @@ def load(text: str, root: Any = None, *, duplicates: bool) -> Any:
     return None if node is None else reader.constructor.construct_document(node)
 
 
-def dump(data: Any) -> str:
+def dump(data: Any, *, is_long: bool = False) -> str:
     """Plain data as YAML blocks, quoted so that readers of YAML 1.1 and of 1.2 agree on it."""
+    if is_long and hasattr(yaml, "CSafeDumper"):
+        with contextlib.suppress(ValueError):  # half a surrogate pair, which libyaml cannot write
+            return _dump(data, _FastDumper)
+    return _dump(data, _Dumper)
+
+
+def _dump(data: Any, dumper: Any) -> str:
     return yaml.dump(
         data,
-        Dumper=_Dumper,
+        Dumper=dumper,
         default_flow_style=False,
         sort_keys=False,
         allow_unicode=True,
@@ -92,6 +100,13 @@ def dump(data: Any) -> str:
 
 class _Dumper(yaml.SafeDumper):
     """Repeats what occurs twice, instead of an anchor."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+class _FastDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+    """The same by libyaml."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -435,6 +435,14 @@ def test_a_long_list_takes_seconds(item):
     assert fsdp2_fast(report) == {"verbose": True, "state_dict_type": "full"}
 
 
+def test_a_long_list_in_json_takes_seconds():
+    items = [{"a": number, "b": "no"} for number in range(60_000)]
+    started = time.monotonic()
+    report = migrate(json.dumps({**ZERO3, "items": items}))
+    assert time.monotonic() - started < 20
+    assert report.text.endswith("- a: 59999\n  b: 'no'\n")
+
+
 def fsdp2_fast(report):
     return yaml.safe_load(report.text.partition("items:")[0])["parallelism_config"]["fsdp2"]
 
