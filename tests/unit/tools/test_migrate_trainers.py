@@ -14,6 +14,9 @@ from composer_fsdp2.cli.main import app
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate import reading
+from composer_fsdp2.tools.migrate.accelerate import BLOCK
+from composer_fsdp2.tools.migrate.dialects.deepspeed_trainers import ACCELERATE_DEEPSPEED
+from composer_fsdp2.tools.migrate.dialects.unsharded import UNSHARDED
 from composer_fsdp2.tools.migrate.document import Document
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Status
@@ -88,6 +91,48 @@ def test_deepspeed_of_accelerate(settings, expected):
 def test_deepspeed_of_accelerate_that_has_to_be_asked(settings, status):
     report = migrate(ACCELERATE.format(settings=settings))
     assert entry_of(report, f"deepspeed_config.{settings.partition(':')[0]}").status is status
+
+
+PLUGIN_CASES = [
+    *(("zero_stage", stage) for stage in range(4)),
+    *(("offload_optimizer_device", device) for device in ("none", "cpu", "nvme")),
+    *(("offload_param_device", device) for device in ("none", "cpu", "nvme")),
+    *((f"offload_{part}_nvme_path", "/x") for part in ("optimizer", "param")),
+    *(("gradient_clipping", value) for value in (0, 1.0, "auto")),
+    ("gradient_accumulation_steps", 4),
+    ("zero3_init_flag", True),
+    *(("zero3_save_16bit_model", value) for value in (True, False)),
+    ("deepspeed_moe_layer_cls_names", "A"),
+    *((f"deepspeed_{name}", "x") for name in ("hostfile", "multinode_launcher")),
+    *((f"deepspeed_{name}", "x") for name in ("exclusion_filter", "inclusion_filter")),
+]
+
+
+def plugin_reports():
+    """One migration of every row that is Accelerate's own."""
+    data = [{"deepspeed_config": {key: value}} for key, value in PLUGIN_CASES]
+    return [migrate(yaml.safe_dump({"distributed_type": "DEEPSPEED", **one})) for one in data]
+
+
+def unsharded_reports():
+    """One migration of every row about files that shard nothing."""
+    kinds = [migrate(f"distributed_type: {kind}\n") for kind in KINDS]
+    blocks = (BLOCK, "deepspeed_config", "megatron_lm_config")
+    return kinds + [migrate(f"distributed_type: 'NO'\n{block}: {{}}\n") for block in blocks]
+
+
+KINDS = ("MULTI_GPU", "MEGATRON_LM", "XLA", "SOMETHING")
+OWN_ROWS = [
+    row
+    for row in ACCELERATE_DEEPSPEED.rows
+    if row.key.startswith("config.") and ".deepspeed_config_file." not in row.key
+]
+
+
+def test_every_row_has_a_case():
+    reports = [*plugin_reports(), *unsharded_reports()]
+    reached = [id(entry.row) for report in reports for entry in report.entries]
+    assert [row for row in (*OWN_ROWS, *UNSHARDED.outside) if id(row) not in reached] == []
 
 
 JSON = {
