@@ -23,6 +23,7 @@ __all__ = [
     "FSDP_ROWS",
     "OFF",
     "ON",
+    "SHARDING_KEYS",
     "TOP_ROWS",
     "add_precision",
     "distributed_type",
@@ -45,6 +46,10 @@ _SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degr
 OFF = (False, None, "false")
 ON = (True, "true")
 BLOCK = "fsdp_config"
+SHARDING_KEYS = (
+    *(BLOCK, "fsdp", "deepspeed", "deepspeed_config", "strategy_config", "zero_optimization"),
+)
+"""each of them says by itself how a run is sharded"""
 _PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
 _LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start"
 _COUNTS = "the launcher says how many ranks start; the degrees were worked out for this many"
@@ -344,7 +349,8 @@ def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
         return [Site((), {**keys, BLOCK: "config"} if BLOCK in data else keys)]
     names = {f"fsdp_{row.key}" for row in FSDP_ROWS}
     snippet = {key: f"config.{key.removeprefix('fsdp_')}" for key in data if key in names}
-    if BLOCK in data or not snippet.keys() - {"fsdp_version"}:
+    whole = any(data.get(key) for key in SHARDING_KEYS)
+    if BLOCK in data or whole or not snippet.keys() - {"fsdp_version"}:
         return []
     if "min_num_params" in data:
         snippet["min_num_params"] = "config.min_num_params"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.tools.migrate.accelerate import add_precision
+from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision
+from composer_fsdp2.tools.migrate.deepspeed_names import INTERNAL, TUNING
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
 
 __all__ = ["DEEPSPEED", "PRECISION_SWITCHES", "fill_in", "finish_deepspeed"]
@@ -135,6 +136,17 @@ def _parallel(key: str, what: str) -> tuple[Row, ...]:
     )
 
 
+def _besides(key: str) -> tuple[Row, ...]:
+    """Rows of another trainer's key, which would be a second way to shard."""
+    reason = "DeepSpeed's settings stand beside it; a run is sharded by one of them"
+    options = (f"{key}=null", "give the file without DeepSpeed's settings")
+    return (
+        Row(key, _NOT, "nothing", (None, False, "")),
+        Row(key, _DEC, reason, options=options),
+    )
+
+
+_OTHERS = tuple(key for key in SHARDING_KEYS if key != _ZERO)
 _AUTOCAST_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
 _ACCUMULATED = "gradients are accumulated in the shards' own dtype, which is fp32"
 
@@ -149,46 +161,6 @@ def _clipping(value: Any) -> dict[str, Any]:
     return {"algorithms": {"gradient_clipping": threshold}}
 
 
-_TUNING = (
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "contiguous_gradients",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "model_persistence_threshold",
-    "module_granularity_threshold",
-    "overlap_comm",
-    "param_persistence_threshold",
-    "prefetch_bucket_size",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "stage3_allgather_sequential",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_partition_stream_chunk_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
-    "use_multi_rank_bucket_allreduce",
-)
-_INTERNAL = (
-    "cpu_offload_use_pin_memory",
-    "elastic_checkpoint",
-    "enable_sanity_checks",
-    "ignore_unused_parameters",
-    "leaf_module",
-    "legacy_stage1",
-    "load_from_fp32_weights",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "override_module_apply",
-    "pipeline_loading_checkpoint",
-    "save_muon_momentum_buffer_in_memory",
-)
 _DTYPES = ("fp32", "fp16", "bf16", "bfp16")
 _CHECKPOINTING = "activation_checkpointing"
 PRECISION_SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled", "amp.enabled")
@@ -240,8 +212,8 @@ _ROWS = (
         for name in ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
         for row in _offload(name)
     ),
-    *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in _TUNING),
-    *(Row(f"{_ZERO}.{name}", _NOT, "speaks of DeepSpeed's own engine") for name in _INTERNAL),
+    *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in TUNING),
+    *(Row(f"{_ZERO}.{name}", _NOT, "speaks of DeepSpeed's own engine") for name in INTERNAL),
     *_gathered("gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_fp16_weights_on_model_save"),
@@ -354,6 +326,7 @@ _ROWS = (
             "zero_force_ds_cpu_optimizer",
         )
     ),
+    *(row for key in _OTHERS for row in _besides(key)),
     Row("sparse_gradients", _NOT, "gradients are dense", (False, None)),
     Row("sparse_gradients", _UN, "gradients are dense", options=("sparse_gradients=false",)),
     Row("fp32_allreduce", _NOT, "off: gradients are reduced in their own dtype", (False, None)),
@@ -398,7 +371,7 @@ _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 def _is_deepspeed(data: Mapping[str, Any]) -> bool:
     switches = [data.get(name) for name in ("bf16", "fp16", "amp")]
     switched = any(isinstance(value, Mapping) and "enabled" in value for value in switches)
-    known = {row.key.partition(".")[0] for row in _ROWS} - {"gradient_clipping"}
+    known = {row.key.partition(".")[0] for row in _ROWS} - {"gradient_clipping", *_OTHERS}
     tensor = data.get("tensor_parallel")
     return (
         switched

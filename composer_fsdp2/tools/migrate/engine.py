@@ -48,6 +48,8 @@ DIALECTS: Mapping[str, Dialect] = {
 }
 """In the order in which they are tried."""
 
+_JOB = "parameters"
+"""where the platform's own files hold the run they start"""
 _LONG_LIST = 1_000
 _BYTE_ORDER_MARK = "\ufeff"
 _OUTSIDE = "not about sharding; left as it is"
@@ -291,10 +293,7 @@ def _check_half_migrated(data: Mapping[str, Any], file: str, path: Path = ()) ->
     block = data.get("parallelism_config")
     if isinstance(block, Mapping) and "fsdp2" in block:
         others = [["parallelism_config", "fsdp"]] if block.get("fsdp") is not None else []
-        others += [["fsdp_config"]] if data.get("fsdp_config") is not None else []
-        rest = {key: value for key, value in data.items() if key != "parallelism_config"}
-        for dialect in () if others else DIALECTS.values():
-            others += [[*site.keys][:1] for site in dialect.find(rest) if not site.parent]
+        others += [[key] for key in accelerate.SHARDING_KEYS if data.get(key)]
         if others:
             place = ".".join([*path, "parallelism_config", "fsdp2"])
             raise ConfigError(
@@ -314,18 +313,23 @@ def _resolve(document: Document) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    data = _without_long_lists(document.data)
     try:
-        tree = OmegaConf.create(_without_long_lists(document.data))
+        tree = OmegaConf.create(data)
     except (OmegaConfBaseException, ValueError):
         return document.data
+    # The platform hands a run on as a file, in which `${...}` start from its own top.
+    inner = OmegaConf.create(data[_JOB]) if isinstance(data.get(_JOB), Mapping) else None
 
     def resolved(path: Path, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: resolved((*path, key), item) for key, item in value.items()}
         if not isinstance(value, str) or "${" not in value:
             return value
+        inside = inner is not None and path[0] == _JOB
         try:
-            found = OmegaConf.select(tree, ".".join(path), default=value)
+            start, place = (inner, path[1:]) if inside else (tree, path)
+            found = OmegaConf.select(start, ".".join(place), default=value)
             whole = OmegaConf.is_config(found)
             return OmegaConf.to_container(found, resolve=True) if whole else found
         except (OmegaConfBaseException, RecursionError):
@@ -343,11 +347,10 @@ def _without_long_lists(value: Any) -> Any:
 
 def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
     """Where the new settings have to go if they are not where LLM Foundry reads them."""
-    # `parameters` is what the platform's own files call the run they start.
     nested = [
         ".".join((*site.parent, *site.wrapper))
         for site in sites
-        if site.parent and site.parent[0] != "parameters"
+        if site.parent and site.parent[0] != _JOB
     ]
     wanted = ".".join(Site((), {}).wrapper)
     return tuple(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from composer_fsdp2.config.schema import parse_config
-from composer_fsdp2.tools.migrate.accelerate import ACCELERATE
+from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, SHARDING_KEYS
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.document import Document, dump
@@ -246,6 +246,8 @@ DEEP = [
     (f"{AC}.contiguous_memory_optimization", True, NOT, {}),
     (f"{AC}.synchronize_checkpoint_boundary", True, NOT, {}),
     (f"{AC}.profile", True, NOT, {}),
+    *((key, False, NOT, {}) for key in SHARDING_KEYS if key != Z),
+    *((key, "x", DEC, {}) for key in SHARDING_KEYS if key != Z),
     ("sparse_gradients", False, NOT, {}),
     ("sparse_gradients", True, UN, {}),
     ("fp32_allreduce", False, NOT, {}),
@@ -610,6 +612,7 @@ FLAT = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), st.one_of(VALUES, FLAT), min_size=1, max_size=6))
 def test_no_key_is_missing(data):
+    assume(sum(bool(data.get(key)) for key in SHARDING_KEYS) < 2)
     report = migrate(dump(data))
     assert missing(data, report) == []
     check_stable(report)

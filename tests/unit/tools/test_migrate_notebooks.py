@@ -105,11 +105,12 @@ def test_an_old_notebook(tmp_path):
     assert places(examined(tmp_path, text)) == [(1, 1, 36)]
 
 
-def test_the_report_names_the_cell(tmp_path):
+def test_the_report_names_the_cell(tmp_path, monkeypatch):
     examined(tmp_path, notebook("x", FSDP))
-    result = CliRunner().invoke(app, ["migrate", "--code", str(tmp_path)])
-    assert "train.ipynb:cell 2:1:36" in result.stdout.replace("\n", "")
-    asked = CliRunner().invoke(app, ["migrate", "--code", str(tmp_path), "--json"])
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["migrate", "--code", "."])
+    assert "train.ipynb:cell 2:1:36" in result.stdout
+    asked = CliRunner().invoke(app, ["migrate", "--code", ".", "--json"])
     (found,) = json.loads(asked.stdout)["files"][0]["uses"]
     assert (found["cell"], found["line"]) == (2, 1)
 

@@ -271,6 +271,14 @@ def test_version_2_of_axolotl(kind):
     assert fsdp2(report) == {**settings, "mixed_precision": BF16}
 
 
+def test_older_arguments_without_a_block():
+    text = "fsdp: full_shard auto_wrap\nfsdp_transformer_layer_cls_to_wrap: A\nbf16: true\n"
+    report = migrate(f"{text}fsdp_offload_params: true\n")
+    assert report.dialect == "huggingface"
+    assert fsdp2(report)["wrap_policy"] == {"classes": ["A"]}
+    assert fsdp2(report)["cpu_offload"] is True
+
+
 def test_a_word_says_nothing_to_version_2():
     text = "fsdp: shard_grad_op auto_wrap\nfsdp_config:\n  fsdp_version: 2\n"
     assert entry_of(migrate(text), "fsdp").status is DEC
@@ -403,6 +411,25 @@ def test_a_block_that_is_no_mapping_is_a_decision(value):
         f"fsdp_config: {value}\n", decisions={"fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
     )
     assert fsdp2(decided) == {RESHARD: "auto", "state_dict_type": "full"}
+
+
+def test_interpolations_of_a_job_start_from_its_run():
+    text = "parameters:\n  v: {s: SHARD_GRAD_OP}\n  fsdp_config:\n    sharding_strategy: ${v.s}\n"
+    assert fsdp2(migrate(text), "parameters")[RESHARD] is False
+
+
+def test_our_own_block_that_is_a_word_is_a_decision():
+    report = migrate("parallelism_config:\n  fsdp2: FULL_SHARD\n")
+    assert entry_of(report, "parallelism_config.fsdp2").status is DEC
+    assert migrate("parallelism_config:\n  fsdp2:\n").having(DEC) == []
+
+
+def test_deepspeed_of_roll():
+    text = "a:\n  strategy_name: deepspeed_train\n  strategy_config:\n"
+    report = migrate(f"{text}    zero_optimization: {{stage: 2}}\n    bf16: {{enabled: true}}\n")
+    assert fsdp2(report, "a") == {RESHARD: False, "mixed_precision": BF16}
+    named = migrate("strategy_name: deepspeed_infer\nstrategy_config: ${deepspeed_zero3}\n")
+    assert entry_of(named, "strategy_config").status is DEC
 
 
 @pytest.mark.parametrize("version", ["2", "'2'"])

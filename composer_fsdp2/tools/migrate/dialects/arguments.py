@@ -141,6 +141,8 @@ def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list
     if words is True or (words and isinstance(words, str | list)) or fsdp_block(data) is not None:
         known = {row.key.partition(".")[0] for row in _ARGUMENTS}
         keys = {key: key for key in data if key in known}
+        flat = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
+        keys = {key: flat[key] for key in data if key in flat} | keys
         if block is not None:
             keys[BLOCK] = "config"
         sites = [Site(path, keys)]

@@ -40,7 +40,7 @@ def _rows() -> tuple[Row, ...]:
 def _is_mixed(block: Any) -> bool:
     """Whether a block for FSDP2 holds what only another dialect knows."""
     if not isinstance(block, Mapping):
-        return False
+        return block is not None
     known = {*known_settings(), "version"}
     return (
         any(key not in known for key in block)

@@ -31,6 +31,7 @@ _SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degr
 _CONFIG = "deepspeed_config"
 _FILE = "config.deepspeed_config_file"
 _ARGUMENT = "deepspeed"
+_STRATEGY = "strategy_config"
 _TWO = {"reshard_after_forward": False}
 
 _TRAINING_KEYS = (
@@ -167,6 +168,8 @@ ACCELERATE_DEEPSPEED = Dialect(
 def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
     """Mappings at any depth that name DeepSpeed's settings or hold them."""
     sites = []
+    if _is_rolls(data):
+        return [Site(path, {_STRATEGY: _ARGUMENT})]
     for name in (_ARGUMENT, _CONFIG):
         if data.get(name) and isinstance(data[name], str | Mapping | list):
             _check_alone(data, name, path)
@@ -177,6 +180,13 @@ def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
         return sites
     inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
     return [site for key, value in inner for site in _find_arguments(value, (*path, key))]
+
+
+def _is_rolls(data: Mapping[str, Any]) -> bool:
+    """Whether it is ROLL's way to ask for DeepSpeed."""
+    block, name = data.get(_STRATEGY), data.get("strategy_name")
+    zero = isinstance(block, Mapping) and "zero_optimization" in block
+    return bool(block) and (zero or (isinstance(name, str) and name.startswith("deepspeed")))
 
 
 def _check_alone(data: Mapping[str, Any], name: str, path: Path) -> None:
