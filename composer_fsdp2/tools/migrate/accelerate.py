@@ -343,8 +343,7 @@ def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
         if kind != "FSDP" and (kind or not block):
             return []
         keys = {key: key for key in data if key in known}
-        degrees = data.get("parallelism_config")
-        if isinstance(degrees, Mapping) and any(str(key).startswith(_SIZE) for key in degrees):
+        if "parallelism_config" in data:
             keys["parallelism_config"] = "degrees"
         return [Site((), {**keys, BLOCK: "config"} if BLOCK in data else keys)]
     names = {f"fsdp_{row.key}" for row in FSDP_ROWS}

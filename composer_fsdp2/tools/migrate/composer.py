@@ -191,7 +191,7 @@ def _find_fsdp1(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
     """Blocks at the top of a run, or of the run that another file holds, as under `parameters`."""
     sites = []
     if _is_fsdp1(data.get("fsdp_config")):
-        if data.get("parallelism_config") is not None:
+        if "parallelism_config" in data:
             raise ConfigError(
                 "The configuration has both 'fsdp_config' and 'parallelism_config'. A run follows "
                 "one of them and would ignore the other. Move what you need to "

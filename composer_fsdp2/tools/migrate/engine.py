@@ -139,6 +139,13 @@ class _Work:
         """What became of the keys of one site, and what is added."""
         context = Context({}, self.resolved, site, *self.ranks)
         values = _at(self.resolved, site.parent)
+        head = site.wrapper[0]
+        if head in values and head not in site.keys:
+            raise ConfigError(
+                f"The configuration has both '{next(iter(site.keys))}' and '{head}'. The new "
+                f"settings would stand in a second '{head}'. Remove the one that is there, or move "
+                "what you need to it."
+            )
         for key, first in site.keys.items():
             if key in values:
                 self._walk(context, first, (*site.parent, key), values[key])

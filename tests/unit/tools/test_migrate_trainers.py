@@ -464,6 +464,23 @@ def test_half_migrated_files_are_refused(text):
         migrate(text)
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["fsdp_config: {verbose: true}", "fsdp: full_shard", "deepspeed: {zero_optimization: true}"],
+)
+def test_a_second_block_of_the_same_name_is_refused(key):
+    with pytest.raises(ConfigError, match="and 'parallelism_config'"):
+        migrate(f"{key}\nparallelism_config:\n")
+
+
+@pytest.mark.parametrize("block", ["{}", "null", "{parallelism_config_tp_size: 1}"])
+def test_degrees_of_accelerate_are_written_once(block):
+    text = f"distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\nparallelism_config: {block}\n"
+    report = migrate(text)
+    assert report.text.count("parallelism_config:") == 1
+    assert fsdp2(report) == {"state_dict_type": "sharded"}
+
+
 # --- Text. ---
 
 
