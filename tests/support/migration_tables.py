@@ -16,9 +16,9 @@ from composer_fsdp2.tools.migrate.composer import FSDP1, FSDP_VERSION_2
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.dialects.deepspeed_trainers import ACCELERATE_DEEPSPEED
+from composer_fsdp2.tools.migrate.dialects.roll import ROLL
 from composer_fsdp2.tools.migrate.dialects.unsharded import UNSHARDED
 from composer_fsdp2.tools.migrate.report import SAME, Dialect, Entry, Report, Row
-from composer_fsdp2.tools.migrate.roll import ROLL
 from tests.unit.tools.test_migrate_composer import fsdp1_reports, version2_reports
 from tests.unit.tools.test_migrate_dialects import reports_of
 from tests.unit.tools.test_migrate_trainers import OWN_ROWS, plugin_reports, unsharded_reports

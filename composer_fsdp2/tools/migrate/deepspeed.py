@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision
-from composer_fsdp2.tools.migrate.deepspeed_names import INTERNAL, TUNING
+from composer_fsdp2.tools.migrate.dialects.deepspeed_names import INTERNAL, TUNING
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
 
 __all__ = ["DEEPSPEED", "PRECISION_SWITCHES", "fill_in", "finish_deepspeed"]

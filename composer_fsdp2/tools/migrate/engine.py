@@ -9,11 +9,12 @@ from typing import Any
 from composer_fsdp2.config.fsdp1 import FSDP1_STRATEGIES
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate import accelerate, composer, deepspeed, roll
+from composer_fsdp2.tools.migrate import accelerate, composer, deepspeed
 from composer_fsdp2.tools.migrate.dialects import (
     arguments,
     composer_mixed,
     deepspeed_trainers,
+    roll,
     unsharded,
 )
 from composer_fsdp2.tools.migrate.document import Document, check_result

@@ -13,10 +13,10 @@ from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, SHARDING_KEYS
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.dialects.roll import ROLL
 from composer_fsdp2.tools.migrate.document import Document, dump
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
-from composer_fsdp2.tools.migrate.roll import ROLL
 from tests.support.migrating import (
     check_stable,
     entry_of,

@@ -1,1 +1,1 @@
-"""Dialects made of the tables of others: one trainer's settings in another's file."""
+"""Dialects of their own, and those made of the tables of others."""
