@@ -135,7 +135,8 @@ def read_yaml(path: Path) -> DictConfig:
     if not _holds_a_run(cfg):
         return cfg
     # The platform hands it on as a file, in which `${...}` start from its own top.
-    return OmegaConf.create(OmegaConf.to_container(cfg[_INSIDE], resolve=False))
+    run: Any = OmegaConf.create(OmegaConf.to_container(cfg[_INSIDE], resolve=False))
+    return run
 
 
 def _read_file(path: Path) -> DictConfig:

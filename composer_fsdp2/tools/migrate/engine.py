@@ -277,7 +277,7 @@ def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
     if name is None and composer.is_ours(data):
         _check_half_migrated(data, file)
         return composer_mixed.MIXED if composer_mixed.MIXED.find(data) else composer.FSDP2
-    if name is None and unsharded.is_unsharded(data):
+    if name is None and unsharded.shards_nothing(data):
         return unsharded.UNSHARDED
     if name is None:
         return next((d for d in DIALECTS.values() if d.find(data)), _NOTHING)
@@ -327,7 +327,7 @@ def _resolve(document: Document) -> dict[str, Any]:
     except (OmegaConfBaseException, ValueError):
         return document.data
     # The platform hands a run on as a file, in which `${...}` start from its own top.
-    inner = OmegaConf.create(data[_JOB]) if isinstance(data.get(_JOB), Mapping) else None
+    inner: Any = OmegaConf.create(data[_JOB]) if isinstance(data.get(_JOB), Mapping) else None
 
     def resolved(path: Path, value: Any) -> Any:
         if isinstance(value, Mapping):

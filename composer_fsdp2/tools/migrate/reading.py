@@ -105,7 +105,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-class _FastDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
+class _FastDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # pyright: ignore
     """The same by libyaml."""
 
     def ignore_aliases(self, data: Any) -> bool:

@@ -8,12 +8,12 @@ from typing import Any
 from composer_fsdp2.tools.migrate.accelerate import BLOCK, distributed_type
 from composer_fsdp2.tools.migrate.report import Dialect, Row, Status
 
-__all__ = ["UNSHARDED", "is_unsharded"]
+__all__ = ["UNSHARDED", "shards_nothing"]
 
 _K, _DEC, _UN = Status.KEPT, Status.DECISION, Status.UNSUPPORTED
 
 
-def is_unsharded(data: Mapping[str, Any]) -> bool:
+def shards_nothing(data: Mapping[str, Any]) -> bool:
     """Whether a file of Accelerate's says that it runs neither FSDP nor DeepSpeed."""
     return distributed_type(data) not in ("", "FSDP", "DEEPSPEED")
 
@@ -22,8 +22,10 @@ _COPIES = (
     "a whole copy on every rank, which Composer does without any such block; "
     "`parallelism_config: {fsdp2: {}}` would shard it"
 )
-_PLAIN = ("NO", False, "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA")
-_PLAIN += ("MULTI_NPU", "MULTI_SDAA", "MULTI_XPU", "MULTI_NEURON")
+_PLAIN = (
+    *("NO", False, "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU", "MULTI_MUSA"),
+    *("MULTI_NPU", "MULTI_SDAA", "MULTI_XPU", "MULTI_NEURON"),
+)
 _UNREAD = "`distributed_type` says what is run, and that does not read it; left as it is"
 
 UNSHARDED = Dialect(
@@ -56,4 +58,4 @@ UNSHARDED = Dialect(
         *(Row(key, _K, _UNREAD) for key in (BLOCK, "deepspeed_config", "megatron_lm_config")),
     ),
 )
-"""holds no site to replace; `is_unsharded` recognises it"""
+"""holds no site to replace; `shards_nothing` recognises it"""
