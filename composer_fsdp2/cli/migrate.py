@@ -20,12 +20,13 @@ __all__ = ["HELP", "migrate"]
 HELP = """Write the sharding settings of CONFIG as `parallelism_config.fsdp2`; report on every key.
 
 CONFIG is YAML or JSON in one of these dialects, recognised from its content: Composer and LLM
-Foundry (FSDP1, or `FSDP_VERSION=2`), Accelerate, Hugging Face `TrainingArguments`, ROLL, DeepSpeed.
-It stays as it is; everything else in it, comments included, is in the new file unchanged.
+Foundry (FSDP1, or `FSDP_VERSION=2`), Accelerate and Hugging Face `TrainingArguments` (FSDP or
+DeepSpeed), axolotl, ROLL, DeepSpeed. It stays as it is; everything else in it, comments included,
+is in the new file unchanged. A decision that you have to take is a comment at its place there.
 
-- `composer-fsdp2 migrate old.yaml -o new.yaml`
+- `composer-fsdp2 migrate old.yaml -o new.yaml`: exit code 1 if something is left to decide
 
-- `composer-fsdp2 migrate old.yaml --check`: exit code 1 if something needs a decision
+- `composer-fsdp2 migrate old.yaml --check`: the same, and nothing is written
 
 - `composer-fsdp2 migrate old.yaml --set fsdp_config.auto_wrap=true --set fsdp2.async_save=true`
 
@@ -35,6 +36,8 @@ its place and what to write instead. Nothing in PATH is imported, executed or ch
 - `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be changed
 """
 
+
+_LONGEST = 200
 
 _Decisions = Annotated[
     list[str] | None,
@@ -64,9 +67,7 @@ def migrate(
     decisions: _Decisions = None,
     strict: Annotated[
         bool,
-        typer.Option(
-            help="Exit code 1 also where behaviour changes or something is not supported yet."
-        ),
+        typer.Option(help="Exit code 1 also where behaviour changes, and when printing."),
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Only the report; exit code 1 if a decision is needed.")
@@ -98,13 +99,13 @@ def migrate(
             decisions=_decisions(decisions or []),
         )
         _print(report, whole=output is None and not check, as_json=as_json)
-        raise typer.Exit(_exit_code(report, strict=strict, check=check))
+        raise typer.Exit(_exit_code(report, strict=strict, check=check or output is not None))
 
 
 def _migrate_config(config: Path, output: Path | None, **settings: Any) -> Report:
     from composer_fsdp2.tools.migrate.engine import migrate as migrate_text
 
-    report = migrate_text(_read(config), name=str(config), **settings)
+    report = migrate_text(_read(config), name=str(config), folder=config.parent, **settings)
     if output is not None:
         _write(config, output, report.text)
     return report
@@ -138,8 +139,8 @@ def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
 
 def _read(config: Path) -> str:
     try:
-        return config.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return config.read_bytes().decode()  # with the file's own ends of lines
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"'{config}' cannot be read: {error}. There is nothing to migrate. Give the path of a "
             "YAML or JSON file."
@@ -152,7 +153,7 @@ def _write(config: Path, output: Path, text: str) -> None:
             f"--output is the input '{config}'. The old settings would be lost. Give another path."
         )
     try:
-        output.write_text(text, encoding="utf-8")
+        output.write_bytes(text.encode())
     except OSError as error:
         raise ConfigError(
             f"'{output}' cannot be written: {error}. The migration is not stored. Give a path in a "
@@ -207,9 +208,14 @@ def _describe_entry(entry: Entry) -> list[str]:
     settings = {**entry.settings, **entry.beside}
     new = ", ".join(f"{name}: {value}" for name, value in settings.items())
     arrow = f" -> {new}" if new else ""
-    old = "" if entry.status.value == "added" else f": {entry.value}"
+    old = "" if entry.status.value == "added" else f": {_short(entry.value)}"
     lines = [f"  {entry.key}{old}{arrow}", f"      {entry.reason}"]
     return lines + [f"      decide: {option}" for option in entry.options]
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _as_dict(report: Report) -> dict[str, Any]:
@@ -232,7 +238,7 @@ def _as_dict(report: Report) -> dict[str, Any]:
 def _exit_code(report: Report, *, strict: bool, check: bool) -> int:
     from composer_fsdp2.tools.migrate.report import Status
 
-    refused = {Status.DECISION} if strict or check else set()
+    refused = {Status.DECISION, Status.UNSUPPORTED} if strict or check else set()
     if strict:
-        refused |= {Status.CHANGES, Status.UNSUPPORTED}
+        refused |= {Status.CHANGES}
     return 1 if report.having(*refused) else 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import threading
 import time
@@ -94,6 +95,7 @@ def _prepare(
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
     from composer_fsdp2.foundry.run_file import check_installed, check_ranks, read_parallelism
     from composer_fsdp2.tools.parity.jobs import (
+        check_room,
         check_same,
         describe_differences,
         differences,
@@ -105,10 +107,11 @@ def _prepare(
             "A launcher has started this command as one of several ranks. It starts the ranks of "
             "both runs itself, on this node. Call it without the launcher."
         )
+    ranks = ranks or default_ranks()
+    check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
     check_installed()
     _check_overrides(paths, overrides)
     jobs = _job("old", paths[0], overrides), _job("new", paths[1], overrides)
-    ranks = ranks or default_ranks()
     notes = []
     if allow_different:
         found = differences(jobs[0].config, jobs[1].config)

@@ -9,7 +9,7 @@ from typing import Any
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["FSDP1_KEYS", "Conversion", "convert_fsdp1", "convert_fsdp1_unit"]
+__all__ = ["FSDP1_KEYS", "FSDP1_STRATEGIES", "Conversion", "convert_fsdp1", "convert_fsdp1_unit"]
 
 # Keys that mean the same in both.
 _KEPT = (
@@ -65,6 +65,8 @@ _STRATEGIES: dict[str, tuple[Any, str]] = {
     "_HYBRID_SHARD_ZERO2": (False, "per node"),
     "NO_SHARD": (False, "all"),
 }
+
+FSDP1_STRATEGIES = frozenset(_STRATEGIES)
 
 FSDP1_KEYS = frozenset(
     {*_KEPT, *_NOT_NEEDED, *_NOT_SUPPORTED, "sharding_strategy", "state_dict_type"} - {"device_id"}

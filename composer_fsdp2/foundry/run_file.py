@@ -26,6 +26,8 @@ __all__ = [
 ]
 
 _BLOCKS = ("parallelism_config", "fsdp_config", "tp_config")
+_INSIDE = "parameters"
+"""where a job file of the platform holds the run that it starts"""
 
 
 def load_run(path: Path, overrides: list[str]) -> dict[str, Any]:
@@ -38,6 +40,7 @@ def load_run(path: Path, overrides: list[str]) -> dict[str, Any]:
         ConfigError: it cannot be read, or asks for something impossible.
     """
     check_installed()
+    _check_outermost(path)
     return read_parallelism(read_run(path, overrides))
 
 
@@ -48,6 +51,23 @@ def read_run(path: Path, overrides: list[str]) -> DictConfig:
         ConfigError: one of them cannot be read.
     """
     return merge(read_yaml(path), overrides)
+
+
+def _check_outermost(path: Path) -> None:
+    """Refuses a job file where LLM Foundry itself reads the file."""
+    if _holds_a_run(_read_file(path)):
+        raise ConfigError(
+            f"'{path}' is a job file: its run stands under '{_INSIDE}'. LLM Foundry reads a run at "
+            f"the top of a file, and would find none. Write what is under '{_INSIDE}' to a file of "
+            "its own and give that."
+        )
+
+
+def _holds_a_run(cfg: DictConfig) -> bool:
+    from omegaconf import DictConfig
+
+    own = any(key in cfg for key in ("model", *_BLOCKS))
+    return not own and isinstance(read_setting(cfg, _INSIDE), DictConfig)
 
 
 def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
@@ -104,7 +124,23 @@ def check_installed() -> None:
 
 
 def read_yaml(path: Path) -> DictConfig:
-    """Reads a run, interpolations as they are written.
+    """Reads a run, interpolations as they are written; of a job file the run inside it.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no settings.
+    """
+    from omegaconf import OmegaConf
+
+    cfg = _read_file(path)
+    if not _holds_a_run(cfg):
+        return cfg
+    # The platform hands it on as a file, in which `${...}` start from its own top.
+    run: Any = OmegaConf.create(OmegaConf.to_container(cfg[_INSIDE], resolve=False))
+    return run
+
+
+def _read_file(path: Path) -> DictConfig:
+    """Reads a YAML file, interpolations as they are written.
 
     Raises:
         ConfigError: there is no such file, or it holds no settings.

@@ -11,13 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.accelerate import ACCELERATE
 from composer_fsdp2.tools.migrate.composer import FSDP1, FSDP_VERSION_2
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
+from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.dialects.deepspeed_trainers import ACCELERATE_DEEPSPEED
+from composer_fsdp2.tools.migrate.dialects.roll import ROLL
+from composer_fsdp2.tools.migrate.dialects.unsharded import UNSHARDED
 from composer_fsdp2.tools.migrate.report import SAME, Dialect, Entry, Report, Row
-from composer_fsdp2.tools.migrate.roll import ROLL
 from tests.unit.tools.test_migrate_composer import fsdp1_reports, version2_reports
 from tests.unit.tools.test_migrate_dialects import reports_of
+from tests.unit.tools.test_migrate_trainers import OWN_ROWS, plugin_reports, unsharded_reports
 
 PAGE = Path(__file__).parents[2] / "MIGRATION.md"
 MARK = re.compile(r"(<!-- keys: ([\w-]+) -->\n)(.*?)<!-- end of keys -->", re.DOTALL)
@@ -53,6 +57,9 @@ TABLES = {
         ),
         _whole(ROLL),
         _whole(DEEPSPEED),
+        # The rest is DeepSpeed's own table, and Accelerate's for the launcher.
+        Table(ACCELERATE_DEEPSPEED, tuple(OWN_ROWS), plugin_reports),
+        Table(UNSHARDED, UNSHARDED.outside, unsharded_reports),
     )
 }
 

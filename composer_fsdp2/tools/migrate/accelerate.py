@@ -1,4 +1,4 @@
-"""Accelerate's FSDP files, version 1 and 2, and the `fsdp` settings of `TrainingArguments`."""
+"""Accelerate's files: FSDP, version 1 and 2, and what `distributed_type` says they are."""
 
 from __future__ import annotations
 
@@ -17,30 +17,58 @@ from composer_fsdp2.tools.migrate.report import (
     Status,
 )
 
-__all__ = ["ACCELERATE", "TRAINING_ARGUMENTS"]
+__all__ = [
+    "ACCELERATE",
+    "BLOCK",
+    "FSDP_ROWS",
+    "OFF",
+    "ON",
+    "SHARDING_KEYS",
+    "TOP_ROWS",
+    "add_precision",
+    "distributed_type",
+    "find_ranks",
+    "finish_fsdp",
+    "fsdp_block",
+    "is_names",
+    "is_nothing",
+    "is_number",
+    "min_num_params",
+    "per_node",
+    "precision_row",
+    "under",
+    "wrap_classes",
+]
 
 _K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
 _SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
-_OFF = (False, None, "false")
-_ON = (True, "true")
-_BLOCK = "fsdp_config"
+OFF = (False, None, "false")
+ON = (True, "true")
+BLOCK = "fsdp_config"
+SHARDING_KEYS = (
+    *(BLOCK, "fsdp", "deepspeed", "deepspeed_config", "strategy_config", "zero_optimization"),
+)
+"""each of them says by itself how a run is sharded"""
 _PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
 _LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start"
 _COUNTS = "the launcher says how many ranks start; the degrees were worked out for this many"
+_UNREAD_HERE = "`distributed_type` says what is run, and that does not read it"
 _SIZE = "parallelism_config_dp"
 
 
-def _classes(value: Any) -> dict[str, Any]:
+def wrap_classes(value: Any) -> dict[str, Any]:
+    """Classes of units, in a list or with commas between them."""
     names = value.split(",") if isinstance(value, str) else value
     return {"wrap_policy": {"classes": [str(name).strip() for name in names]}}
 
 
-def _min_num_params(value: Any) -> dict[str, Any]:
+def min_num_params(value: Any) -> dict[str, Any]:
+    """The size of units."""
     return {"wrap_policy": {"min_num_params": int(float(value))}}
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     """A number above 0."""
     try:
         return int(float(value)) > 0
@@ -48,12 +76,12 @@ def _is_number(value: Any) -> bool:
         return False
 
 
-def _is_nothing(value: Any) -> bool:
+def is_nothing(value: Any) -> bool:
     """Nothing, 0 or an empty list."""
     return value in (None, "", 0, "0", [])
 
 
-def _is_names(value: Any) -> bool:
+def is_names(value: Any) -> bool:
     """A name or several."""
     return isinstance(value, str | list) and bool(value)
 
@@ -63,7 +91,8 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
 
-def _precision(key: str, dtype: str, value: Any) -> Row:
+def precision_row(key: str, dtype: str, value: Any) -> Row:
+    """The row of a precision, which the trainer has to know too."""
     return Row(
         key,
         _C,
@@ -98,7 +127,7 @@ _STRATEGIES = {
 _STRATEGY_KEYS = ("sharding_strategy", "reshard_after_forward")
 
 # Without the prefix `fsdp_`, which keys may have or lack.
-_FSDP = (
+FSDP_ROWS = (
     *(
         Row(key, _C, reason, when, settings)
         for key in _STRATEGY_KEYS
@@ -108,7 +137,7 @@ _FSDP = (
         "reshard_after_forward",
         _C,
         "the top-level units keep their parameters until backward, which needs them first",
-        _ON,
+        ON,
         {"reshard_after_forward": "auto"},
     ),
     Row(
@@ -138,16 +167,16 @@ _FSDP = (
         "one unit would gather the whole model at once; here the model's own blocks are units too",
         ("NO_WRAP",),
     ),
-    Row("transformer_layer_cls_to_wrap", _NOT, "names no class", _is_nothing),
+    Row("transformer_layer_cls_to_wrap", _NOT, "names no class", is_nothing),
     Row(
         "transformer_layer_cls_to_wrap",
         _R,
         "`wrap_policy.classes` names the classes of units",
-        _is_names,
-        _classes,
+        is_names,
+        wrap_classes,
     ),
-    Row("min_num_params", _NOT, "0 sets no size", _is_nothing),
-    Row("min_num_params", _R, "`wrap_policy.min_num_params`", _is_number, _min_num_params),
+    Row("min_num_params", _NOT, "0 sets no size", is_nothing),
+    Row("min_num_params", _R, "`wrap_policy.min_num_params`", is_number, min_num_params),
     Row("state_dict_type", _C, "one file", ("FULL_STATE_DICT",), {"state_dict_type": "full"}),
     Row(
         "state_dict_type",
@@ -163,14 +192,14 @@ _FSDP = (
         ("LOCAL_STATE_DICT",),
         options=("fsdp_state_dict_type=SHARDED_STATE_DICT", "fsdp_state_dict_type=FULL_STATE_DICT"),
     ),
-    Row("offload_params", _NOT, "false is what FSDP2 does", _OFF),
-    Row("offload_params", _R, "`cpu_offload`", _ON, {"cpu_offload": True}),
-    Row("activation_checkpointing", _K, "off", _OFF, {"activation_checkpointing": False}),
+    Row("offload_params", _NOT, "false is what FSDP2 does", OFF),
+    Row("offload_params", _R, "`cpu_offload`", ON, {"cpu_offload": True}),
+    Row("activation_checkpointing", _K, "off", OFF, {"activation_checkpointing": False}),
     Row(
         "activation_checkpointing",
         _K,
         "recomputes the units' activations",
-        _ON,
+        ON,
         {"activation_checkpointing": True},
     ),
     Row(
@@ -179,34 +208,35 @@ _FSDP = (
         "`init_device: mixed` or `meta`, or `pretrained_weights`, builds no whole model on every "
         "rank",
     ),
-    Row("sync_module_states", _NOT, "every rank starts from rank 0's weights", _ON),
+    Row("sync_module_states", _NOT, "every rank starts from rank 0's weights", ON),
     Row(
         "sync_module_states",
         _CH,
         "every rank starts from rank 0's weights, also where ranks were built differently",
-        _OFF,
+        OFF,
     ),
-    Row("use_orig_params", _NOT, "FSDP2 keeps every parameter apart", _ON),
+    Row("use_orig_params", _NOT, "FSDP2 keeps every parameter apart", ON),
     Row(
         "use_orig_params",
         _CH,
         "there are no flat parameters: the optimizer sees each parameter with its own shape",
-        _OFF,
+        OFF,
     ),
     Row("forward_prefetch", _NOT, _PREFETCH),
     Row("backward_prefetch", _NOT, _PREFETCH),
     Row("backward_prefetch_policy", _NOT, _PREFETCH),
     Row("limit_all_gathers", _NOT, "FSDP2 frees memory deterministically and needs no limit"),
-    Row("ignored_modules", _NOT, "null is none", _is_nothing),
+    Row("ignored_modules", _NOT, "null is none", is_nothing),
     Row(
         "ignored_modules",
         _DEC,
         "FSDP2 takes names of parameters instead of modules",
         options=("fsdp_ignored_modules=null", "fsdp2.ignored_params=[<globs of names>]"),
     ),
-    Row("xla", _NOT, "false: no XLA", _OFF),
+    Row("final_state_dict_type", _NOT, "the last checkpoint is like the others"),
+    Row("xla", _NOT, "false: no XLA", OFF),
     Row("xla", _UN, "FSDP2 of torch does not run on XLA", options=("xla=false",)),
-    Row("xla_fsdp_v2", _NOT, "false: no XLA", _OFF),
+    Row("xla_fsdp_v2", _NOT, "false: no XLA", OFF),
     Row("xla_fsdp_v2", _UN, "FSDP2 of torch does not run on XLA", options=("xla_fsdp_v2=false",)),
     Row("xla_fsdp_settings", _NOT, "speaks of XLA alone"),
     Row("xla_fsdp_grad_ckpt", _NOT, "speaks of XLA alone"),
@@ -230,12 +260,13 @@ _LAUNCHING = (
     "tpu_use_sudo",
     "use_cpu",
 )
-_TOP = (
+TOP_ROWS = (
     *(Row(key, _NOT, _LAUNCHER) for key in _LAUNCHING),
     *(Row(key, _NOT, _COUNTS) for key in ("num_processes", "num_machines")),
+    *(Row(key, _NOT, _UNREAD_HERE) for key in ("deepspeed_config", "megatron_lm_config")),
     Row("use_parallelism_config", _NOT, "the degrees say it", (True, False)),
-    _precision("mixed_precision", "bf16", "bf16"),
-    _precision("mixed_precision", "fp16", "fp16"),
+    precision_row("mixed_precision", "bf16", "bf16"),
+    precision_row("mixed_precision", "fp16", "fp16"),
     Row(
         "mixed_precision",
         _C,
@@ -276,52 +307,86 @@ _DEGREES = (
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
 
 
-def _under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """A table inside a block."""
     return tuple(replace(row, key=f"{prefix}.{row.key}") for row in rows)
 
 
-def _fsdp_block(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
+_OWN = frozenset({row.key for row in FSDP_ROWS}) - {
+    # Composer's block has keys of these names too.
+    *("version", "sharding_strategy", "reshard_after_forward", "state_dict_type"),
+    *("activation_checkpointing", "sync_module_states", "use_orig_params", "forward_prefetch"),
+    *("backward_prefetch", "limit_all_gathers", "ignored_modules"),
+}
+
+
+def fsdp_block(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """A block `fsdp_config` that is not Composer's."""
-    block = data.get(_BLOCK)
+    block = data.get(BLOCK)
     if not isinstance(block, Mapping):
         return None
-    own = {row.key for row in _FSDP} - {"version"}
-    if any(key.startswith("fsdp_") or key in ("xla", "min_num_params") for key in block):
-        return block
-    return block if "transformer_layer_cls_to_wrap" in block and own else None
+    foreign = any(key.startswith("fsdp_") or key in _OWN for key in block)
+    return block if foreign or "fsdp_version" in data else None
+
+
+def distributed_type(data: Mapping[str, Any]) -> str:
+    """What Accelerate runs, in capitals; "" where the file does not say it."""
+    kind = data.get("distributed_type")
+    # Readers of YAML 1.1 take NO for false.
+    return "NO" if kind is False else "" if kind is None else str(kind).upper()
 
 
 def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
-    known = {row.key for row in _TOP}
-    launcher = "distributed_type" in data or "compute_environment" in data
-    if launcher and isinstance(data.get(_BLOCK), Mapping):
+    known = {row.key for row in TOP_ROWS}
+    kind, block = distributed_type(data), data.get(BLOCK)
+    if kind or "compute_environment" in data:
+        if kind != "FSDP" and (kind or not block):
+            return []
         keys = {key: key for key in data if key in known}
-        degrees = data.get("parallelism_config")
-        if isinstance(degrees, Mapping) and any(str(key).startswith(_SIZE) for key in degrees):
+        if "parallelism_config" in data:
             keys["parallelism_config"] = "degrees"
-        return [Site((), {**keys, _BLOCK: "config"})]
-    names = {f"fsdp_{row.key}" for row in _FSDP}
+        return [Site((), {**keys, BLOCK: "config"} if BLOCK in data else keys)]
+    names = {f"fsdp_{row.key}" for row in FSDP_ROWS}
     snippet = {key: f"config.{key.removeprefix('fsdp_')}" for key in data if key in names}
-    if snippet and "min_num_params" in data:
+    whole = any(data.get(key) for key in SHARDING_KEYS)
+    if BLOCK in data or whole or not snippet.keys() - {"fsdp_version"}:
+        return []
+    if "min_num_params" in data:
         snippet["min_num_params"] = "config.min_num_params"
-    return [Site((), snippet)] if snippet else []
+    return [Site((), snippet)]
 
 
-def _find_ranks(data: Mapping[str, Any]) -> Ranks:
+def find_ranks(data: Mapping[str, Any]) -> Ranks:
+    """Ranks in all and per node, as the launcher's keys say it."""
     ranks, nodes = data.get("num_processes"), data.get("num_machines", 1)
     if not (isinstance(ranks, int) and isinstance(nodes, int) and ranks > 0 and nodes > 0):
         return None, None
     return ranks, None if ranks % nodes else ranks // nodes
 
 
-def _finish(context: Context) -> None:
-    """One copy per node needs the node's size; defaults of Accelerate are written out."""
+def _finish_accelerate(context: Context) -> None:
+    finish_fsdp(context, "config.version")
+    if context.value("use_parallelism_config") is False:
+        for key, entry in context.entries.items():
+            if key.startswith("degrees."):
+                entry.become(_NOT, "use_parallelism_config is false: it is not read")
+    add_precision(context, ("mixed_precision",), "Accelerate")
+
+
+def finish_fsdp(context: Context, *version_keys: str) -> bool:
+    """One copy per node needs the node's size; defaults of Accelerate are written out.
+
+    Returns:
+        Whether it is version 2.
+    """
+    version2 = any(str(context.value(key)) == "2" for key in version_keys)
+    if version2:
+        _ignore_version1(context)
     given = any(key.startswith(f"degrees.{_SIZE}") for key in context.entries)
     for key in _STRATEGY_KEYS:
         strategy = context.entries.get(f"config.{key}")
         if strategy is not None and strategy.reason.startswith("one copy per node") and not given:
-            _per_node(context, strategy, "FULL_SHARD")
-    version2 = str(context.value("config.version", 1)) == "2"
+            per_node(context, strategy, "FULL_SHARD")
     precision = context.entries.get("mixed_precision")
     if version2 and precision is not None:
         dtypes = precision.becomes.get("mixed_precision")
@@ -331,9 +396,32 @@ def _finish(context: Context) -> None:
     if "config.state_dict_type" not in context.entries:
         kind = "sharded" if version2 else "full"
         context.add("the default of Accelerate, written out", state_dict_type=kind)
+    return version2
 
 
-def _per_node(context: Context, strategy: Entry, without: str) -> None:
+_VERSION1_ALONE = {
+    "sharding_strategy": "`fsdp_reshard_after_forward`, true by default, says when units are freed",
+    "use_orig_params": "FSDP2 keeps every parameter apart",
+    "sync_module_states": "every rank starts from rank 0's weights",
+}
+
+
+def _ignore_version1(context: Context) -> None:
+    """Accelerate reads some keys in version 1 alone, and words for true and false in 2."""
+    for key, instead in _VERSION1_ALONE.items():
+        entry = context.entries.get(f"config.{key}")
+        if entry is not None:
+            entry.become(_NOT, f"Accelerate ignores it with fsdp_version: 2; {instead}")
+    entry = context.entries.get("config.reshard_after_forward")
+    if entry is not None and entry.value not in (*OFF, *ON):
+        options = (f"{entry.key}=true", f"{entry.key}=false")
+        entry.decide(
+            "with fsdp_version: 2 it is true or false, and Accelerate refuses it", *options
+        )
+
+
+def per_node(context: Context, strategy: Entry, without: str) -> None:
+    """One copy per node, where the size of a node is known."""
     if not strategy.becomes:
         return
     if context.gpus_per_node:
@@ -346,119 +434,30 @@ def _per_node(context: Context, strategy: Entry, without: str) -> None:
         )
 
 
+def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None:
+    """Writes out a precision that the file leaves to its trainer, whose default is another one."""
+    said = [context.entries[key] for key in keys if key in context.entries]
+    if any(entry.is_open or entry.beside for entry in said) or context.has_beside("precision"):
+        return
+    reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
+    context.added.append(
+        Entry(
+            (*context.site.parent, "precision"),
+            None,
+            Status.ADDED,
+            reason,
+            {},
+            beside={"precision": "fp32"},
+        )
+    )
+
+
 ACCELERATE = Dialect(
     "accelerate",
     "Accelerate with FSDP",
     _find_accelerate,
-    (*_TOP, *_under("config", _FSDP), *_under("degrees", _DEGREES)),
-    finish=_finish,
+    (*TOP_ROWS, *under("config", FSDP_ROWS), *under("degrees", _DEGREES)),
+    finish=_finish_accelerate,
     prefix="fsdp_",
-    ranks=_find_ranks,
-)
-
-
-# --- TrainingArguments: `fsdp: "full_shard auto_wrap offload"` and `fsdp_config`. ---
-
-_WORDS: dict[str, dict[str, Any]] = {
-    "full_shard": {"reshard_after_forward": "auto"},
-    "shard_grad_op": {"reshard_after_forward": False},
-    "no_shard": {_SHARD: 1, _REPLICATE: -1, "reshard_after_forward": False},
-    "hybrid_shard": {"reshard_after_forward": "auto"},
-    "hybrid_shard_zero2": {"reshard_after_forward": False},
-    "auto_wrap": {},
-    "offload": {"cpu_offload": True},
-}
-
-
-def _words(value: Any) -> list[str]:
-    words = value.split() if isinstance(value, str) else value
-    return [str(word).lower() for word in words] if isinstance(words, list) else []
-
-
-def _is_known(value: Any) -> bool:
-    """Words that all mean something."""
-    words = _words(value)
-    return bool(words) and all(word in _WORDS for word in words)
-
-
-def _is_unwrapped(value: Any) -> bool:
-    """Words without `auto_wrap`."""
-    return _is_known(value) and "auto_wrap" not in _words(value)
-
-
-def _from_words(value: Any) -> dict[str, Any]:
-    return {key: item for word in _words(value) for key, item in _WORDS.get(word, {}).items()}
-
-
-_ONE_UNIT = (
-    "without auto_wrap the model was one unit, gathered at once; here its blocks are units too, "
-    "which takes less memory"
-)
-_ARGUMENTS = (
-    Row("fsdp", _NOT, "no strategy is named", (None, "", False, [])),
-    Row("fsdp", _CH, _ONE_UNIT, _is_unwrapped, _from_words),
-    Row("fsdp", _C, "each word is one setting", _is_known, _from_words),
-    Row("fsdp", _CH, f"true is full_shard; {_ONE_UNIT}", (True,), _WORDS["full_shard"]),
-    Row(
-        "fsdp_transformer_layer_cls_to_wrap",
-        _R,
-        "`wrap_policy.classes` names the classes of units",
-        _is_names,
-        _classes,
-    ),
-    Row("fsdp_transformer_layer_cls_to_wrap", _NOT, "names no class", _is_nothing),
-    Row("fsdp_min_num_params", _NOT, "0 sets no size", _is_nothing),
-    Row("fsdp_min_num_params", _R, "`wrap_policy.min_num_params`", _is_number, _min_num_params),
-    _precision("bf16", "bf16", True),
-    Row("bf16", _NOT, "off", _OFF),
-    _precision("fp16", "fp16", True),
-    Row("fp16", _NOT, "off", _OFF),
-    Row(
-        "file",
-        _DEC,
-        "the FSDP settings are in a file of their own",
-        options=("put its content here as a mapping", "fsdp_config=null"),
-    ),
-    Row(
-        "gradient_checkpointing",
-        _R,
-        "`activation_checkpointing`",
-        (True, False),
-        {"activation_checkpointing": SAME},
-    ),
-    Row(
-        "gradient_checkpointing_kwargs",
-        _NOT,
-        "checkpointing is torch's non-reentrant one",
-    ),
-)
-
-
-def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
-    """Mappings at any depth that hold `fsdp` or a block of it, and not only the precision."""
-    words = data.get("fsdp")
-    if _is_known(words) or _fsdp_block(data) is not None:
-        known = {row.key.partition(".")[0] for row in _ARGUMENTS}
-        keys = {key: key for key in data if key in known}
-        if data.get(_BLOCK) is not None:
-            keys[_BLOCK] = "config" if isinstance(data[_BLOCK], Mapping) else "file"
-        return [Site(path, keys)]
-    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
-    return [site for key, value in inner for site in _find_arguments(value, (*path, key))]
-
-
-def _finish_arguments(context: Context) -> None:
-    words = context.entries.get("fsdp")
-    if words is not None and any(word.startswith("hybrid") for word in _words(words.value)):
-        _per_node(context, words, "full_shard")
-    _finish(context)
-
-
-TRAINING_ARGUMENTS = Dialect(
-    "huggingface",
-    "Hugging Face TrainingArguments",
-    _find_arguments,
-    (*_ARGUMENTS, *_under("config", _FSDP)),
-    finish=_finish_arguments,
-    prefix="fsdp_",
+    ranks=find_ranks,
 )

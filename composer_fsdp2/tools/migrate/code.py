@@ -37,6 +37,8 @@ class Use:
     """the line it is in"""
     replacement: str | None = None
     """what to write for that line, where it only has to name another function"""
+    cell: int | None = None
+    """of a notebook, in which lines are counted"""
 
 
 def find_uses(source: Source) -> list[Use]:
@@ -173,7 +175,7 @@ class _Finder(ScopedVisitor):
         row = _MEMBERS.get(node.attr)
         if row is not None:
             certain = self.scope.knows(node.value) or dotted(node.value) in self._holding
-            if certain or row.distinctive or self.scope.suspects(node.value):
+            if certain or self._may_be(row, node) or self.scope.suspects(node.value):
                 self._report(row, node, certain)
                 return
         row = _ATTRIBUTES.get(node.attr)
@@ -181,6 +183,13 @@ class _Finder(ScopedVisitor):
             owned = not row.owners or last_name(node.value) in row.owners
             if owned or row.distinctive:
                 self._report(row, node, owned)
+
+    def _may_be(self, row: CodeRow, node: ast.Attribute) -> bool:
+        """Whether a method of such a name is worth a 'perhaps'; that of an import is its own."""
+        strange = last_name(node.value) in row.strangers
+        return row.distinctive and not (
+            strange or (row.strangers and self.scope.meanings(node.value))
+        )
 
     def visit_If(self, node: ast.If) -> None:
         self.visit(node.test)

@@ -1,16 +1,17 @@
-"""Finds the Python files below a folder, and what has to change in each."""
+"""Finds the Python files and notebooks below a folder, and what has to change in each."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.code import Use, find_uses
 from composer_fsdp2.tools.migrate.code_reads import find_reads
+from composer_fsdp2.tools.migrate.code_notebook import SUFFIX, read_cells
 from composer_fsdp2.tools.migrate.code_row import Kind
 from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
 
@@ -54,21 +55,43 @@ def migrate_code(path: Path) -> list[CodeFile]:
     if not files:
         raise ConfigError(
             f"'{path}' has no Python file. There is nothing to look through. Give a file, or a "
-            "folder with files *.py that is not hidden and no virtual environment."
+            "folder with files *.py or *.ipynb that is not hidden and no virtual environment."
         )
     return files
 
 
 def _examine(path: Path) -> CodeFile:
     try:
-        source = Source.read(path.read_bytes())
-        found = [*find_uses(source), *find_reads(source)]
-        return CodeFile(path, sorted(found, key=lambda use: (use.line, use.column)))
+        if path.suffix == SUFFIX:
+            return _examine_notebook(path)
+        return CodeFile(path, _found_in(Source.read(path.read_bytes())))
     except OSError as error:
         return CodeFile(path, problem=error.strerror or str(error))
     except Unreadable as error:
         version = ".".join(map(str, sys.version_info[:2]))
-        return CodeFile(path, problem=f"Python {version} cannot parse it: {error}")
+        reader = "" if path.suffix == SUFFIX else f"Python {version} cannot parse it: "
+        return CodeFile(path, problem=f"{reader}{error}")
+
+
+def _found_in(source: Source) -> list[Use]:
+    found = [*find_uses(source), *find_reads(source)]
+    return sorted(found, key=lambda use: (use.line, use.column))
+
+
+def _examine_notebook(path: Path) -> CodeFile:
+    """Looks through the cells together: a later one uses what an earlier one imports."""
+    cells = read_cells(path.read_bytes())
+    read = [(cell.number, cell.source) for cell in cells if cell.source is not None]
+    uses, line = list[Use](), 0
+    whole = Source.parse("".join(f"{source.text}\n" for _, source in read), awaits=True)
+    found = _found_in(whole)
+    for number, source in read:
+        count = f"{source.text}\n".count("\n")
+        inside = (use for use in found if line < use.line <= line + count)
+        uses += [replace(use, line=use.line - line, cell=number) for use in inside]
+        line += count
+    problems = [f"cell {cell.number}: {cell.problem}" for cell in cells if cell.problem]
+    return CodeFile(path, uses, "; ".join(problems) or None)
 
 
 # --- Which files. ---
@@ -91,7 +114,7 @@ def _python_files(path: Path) -> Iterator[CodeFile]:
     # Links to folders are not followed, so there are no loops and nothing outside is read.
     for folder, subfolders, names in os.walk(path, onerror=note):
         subfolders[:] = sorted(name for name in subfolders if _wanted(Path(folder, name)))
-        files = (Path(folder, name) for name in sorted(names) if name.endswith(".py"))
+        files = (Path(folder, name) for name in sorted(names) if name.endswith((".py", SUFFIX)))
         # A pipe would wait for ever; a link that leads nowhere is reported when it is read.
         yield from (CodeFile(f) for f in files if os.path.isfile(f) or not os.path.exists(f))
     yield from problems

@@ -42,6 +42,7 @@ def code_as_dict(files: Sequence[CodeFile]) -> dict[str, Any]:
 
 def _use_as_dict(use: Use) -> dict[str, Any]:
     return {
+        **({} if use.cell is None else {"cell": use.cell}),
         "line": use.line,
         "column": use.column,
         "found": use.row.title,
@@ -103,7 +104,8 @@ def _describe_group(file: CodeFile, uses: Sequence[Use]) -> Iterable[str]:
 
 
 def _place(file: CodeFile, use: Use) -> str:
-    line = _printable(f"      {file.path}:{use.line}:{use.column}  {use.code}")
+    cell = "" if use.cell is None else f":cell {use.cell}"
+    line = _printable(f"      {file.path}{cell}:{use.line}:{use.column}  {use.code}")
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}..."
 
 

@@ -86,6 +86,8 @@ class CodeRow:
     distinctive: bool = False
     """nothing else is called so: worth a 'perhaps' where it cannot be known"""
     replacement: Replacement | None = None
+    strangers: tuple[str, ...] = ()
+    """last names of objects that have a method of the same name themselves"""
 
     def qualified(self) -> Iterator[str]:
         """All full names of a `NAME` or `CHECK`."""

@@ -37,13 +37,28 @@ class Source:
         try:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
             text = raw.decode(encoding)
+        except SyntaxError as error:
+            raise Unreadable(str(error.msg)) from None
+        except (LookupError, ValueError) as error:
+            raise Unreadable(str(error)) from None
+        return Source.parse(text)
+
+    @staticmethod
+    def parse(text: str, *, awaits: bool = False) -> Source:
+        """Parses a text, `await` outside functions allowed or not.
+
+        Raises:
+            Unreadable: when it is not Python.
+        """
+        flags = ast.PyCF_ONLY_AST | (ast.PyCF_ALLOW_TOP_LEVEL_AWAIT if awaits else 0)
+        try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of the file's own style
-                tree = ast.parse(text)
+                tree = compile(text, "<unknown>", "exec", flags, dont_inherit=True)
         except SyntaxError as error:
             where = f"line {error.lineno}: " if error.lineno else ""
             raise Unreadable(f"{where}{error.msg}") from None
-        except (LookupError, ValueError) as error:
+        except ValueError as error:
             raise Unreadable(str(error)) from None
         except (RecursionError, MemoryError):
             raise Unreadable("it is nested too deeply for Python's parser") from None

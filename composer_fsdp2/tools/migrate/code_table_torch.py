@@ -24,7 +24,13 @@ _FSDP_HOMES = (
 _FSDP = tuple(f"{home}.FullyShardedDataParallel" for home in _FSDP_HOMES)
 
 
-def _member(*names: str, use: str, reason: str, distinctive: bool = False) -> CodeRow:
+def _member(
+    *names: str,
+    use: str,
+    reason: str,
+    distinctive: bool = False,
+    strangers: tuple[str, ...] = (),
+) -> CodeRow:
     return CodeRow(
         title=f"FSDP.{names[0]}",
         found=Found.MEMBER,
@@ -34,6 +40,7 @@ def _member(*names: str, use: str, reason: str, distinctive: bool = False) -> Co
         use=use,
         reason=reason,
         distinctive=distinctive,
+        strangers=strangers,
     )
 
 
@@ -192,6 +199,8 @@ _MEMBERS = (
         use="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
         reason="torch's own function computes the norm of DTensors over all ranks; "
         ".full_tensor() of what it returns is the number",
+        distinctive=True,
+        strangers=("accelerator", "clip_grad", "fabric", "utils"),
     ),
     _member(
         "no_sync",

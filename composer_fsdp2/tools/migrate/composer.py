@@ -10,7 +10,7 @@ from composer_fsdp2.config.fsdp1 import convert_fsdp1
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
 
-__all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "is_ours"]
+__all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "finish_without_defaults", "is_ours"]
 
 _SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 _K, _C = Status.KEPT, Status.CONVERTED
@@ -206,11 +206,37 @@ def _find_fsdp1(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
 
 
 def _is_fsdp1(block: Any) -> bool:
-    return isinstance(block, Mapping) and str(block.get("version", 1)) == "1"
+    """Whether it is a block of FSDP1, or something else where such a block should be."""
+    return block is not None and not (isinstance(block, Mapping) and _version(block) == "2")
+
+
+def _version(block: Mapping[str, Any]) -> str:
+    return str(block.get("version", 1))
 
 
 def _finish_fsdp1(context: Context) -> None:
     """Takes the settings from the conversion that runs use, so that both mean the same."""
+    settings = _converted(context)
+    if settings is not None:
+        _place(context, settings)
+
+
+def finish_without_defaults(context: Context) -> None:
+    """The same for keys of FSDP1 in a block for FSDP2, whose defaults are those of FSDP2."""
+    settings = _converted(context)
+    strategy = context.entries.get("sharding_strategy")
+    if settings is None or strategy is None or strategy.status is not Status.CONVERTED:
+        return
+    names = ("reshard_after_forward", _SHARD, _REPLICATE)
+    strategy.becomes |= {k: v for k, v in settings.items() if k in names and v is not None}
+    # A degree that stands in the block itself is written where it stands.
+    for name in (_SHARD, _REPLICATE):
+        if name in context.entries and context.value(name) == strategy.becomes.get(name):
+            del strategy.becomes[name]
+
+
+def _converted(context: Context) -> dict[str, Any] | None:
+    """FSDP2's settings for the keys at hand; `None` where they are a decision."""
     _apply_process_group(context)
     _apply_monolith(context)
     _check_nodes(context)
@@ -221,7 +247,7 @@ def _finish_fsdp1(context: Context) -> None:
     }
     config = {k: e.value for k, e in ready.items() if k in _FROM_CONVERSION}
     try:
-        settings = convert_fsdp1(
+        return convert_fsdp1(
             config,
             world_size=context.world_size,
             local_world_size=context.gpus_per_node or 1,
@@ -230,8 +256,7 @@ def _finish_fsdp1(context: Context) -> None:
         context.entries["sharding_strategy"].decide(
             str(error), f"{_SHARD}=null", f"{_REPLICATE}=null", "sharding_strategy=FULL_SHARD"
         )
-        return
-    _place(context, settings)
+        return None
 
 
 _FROM_CONVERSION = ("sharding_strategy", "state_dict_type", _SHARD, _REPLICATE)
@@ -343,14 +368,15 @@ def _find_version2(data: Mapping[str, Any]) -> list[Site]:
     return [
         site
         for site in _find_fsdp1(data)
-        if "reshard_after_forward" in _block(data, site) or "device_mesh" in _block(data, site)
+        if {"reshard_after_forward", "device_mesh"} & _block(data, site).keys()
     ]
 
 
 def _block(data: Mapping[str, Any], site: Site) -> Mapping[str, Any]:
+    block: Any = data
     for name in (*site.parent, *site.keys):
-        data = data[name]
-    return data
+        block = block[name]
+    return block if isinstance(block, Mapping) else {}
 
 
 _IGNORED_KEYS = sorted(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.tools.migrate.report import Context, Dialect, Row, Site, Status
+from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision
+from composer_fsdp2.tools.migrate.dialects.deepspeed_names import INTERNAL, TUNING
+from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
 
-__all__ = ["DEEPSPEED"]
+__all__ = ["DEEPSPEED", "PRECISION_SWITCHES", "fill_in", "finish_deepspeed"]
 
 _R, _C = Status.RENAMED, Status.CONVERTED
 _NOT, _CH = Status.NOT_NEEDED, Status.CHANGES
@@ -35,6 +37,11 @@ def _is_nowhere(value: Any) -> bool:
     """An offloading block that names no device."""
     device = value.get("device", "none") if isinstance(value, Mapping) else value
     return device in (None, False, "none")
+
+
+def _is_elsewhere(value: Any) -> bool:
+    """An offloading block that names a device other than the CPU's memory and NVMe."""
+    return not (isinstance(value, Mapping) and value.get("device") == "nvme")
 
 
 def _is_in_cpu_memory(value: Any) -> bool:
@@ -84,6 +91,13 @@ def _offload(name: str) -> tuple[Row, ...]:
             _is_in_cpu_memory,
             _cpu_offload,
         ),
+        Row(
+            key,
+            _DEC,
+            "names a device that is not known here",
+            _is_elsewhere,
+            options=(f"{key}={{device: cpu}}", f"{key}=null"),
+        ),
         Row(key, _UN, "there is CPU memory, no NVMe", options=(f"{key}=null",)),
     )
 
@@ -105,52 +119,51 @@ def _gathered(name: str) -> tuple[Row, ...]:
     )
 
 
+def _is_nothing_parallel(value: Any) -> bool:
+    """A block without a size above 1."""
+    if not isinstance(value, Mapping):
+        return value in (None, False, 0, 1)
+    sizes = (item for key, item in value.items() if "size" in str(key) or "stages" in str(key))
+    inner = (item for item in value.values() if isinstance(item, Mapping))
+    return all(map(_is_nothing_parallel, (*sizes, *inner)))
+
+
+def _parallel(key: str, what: str) -> tuple[Row, ...]:
+    """Rows of a kind of parallelism that FSDP2 runs have not."""
+    return (
+        Row(key, _NOT, f"no {what} is asked for", _is_nothing_parallel),
+        Row(key, _UN, f"{what} does not go with FSDP2 yet", options=(f"{key}=null",)),
+    )
+
+
+def _besides(key: str) -> tuple[Row, ...]:
+    """Rows of another trainer's key, which would be a second way to shard."""
+    reason = "DeepSpeed's settings stand beside it; a run is sharded by one of them"
+    options = (f"{key}=null", "give the file without DeepSpeed's settings")
+    return (
+        Row(key, _NOT, "nothing", (None, False, "")),
+        Row(key, _DEC, reason, options=options),
+    )
+
+
+_OTHERS = tuple(key for key in SHARDING_KEYS if key != _ZERO)
+_AUTOCAST_DTYPES = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16"}
+_ACCUMULATED = "gradients are accumulated in the shards' own dtype, which is fp32"
+
+
+def _loss_scale(value: Any) -> bool:
+    """A static scale, which is any number but 0."""
+    return value not in (0, 0.0, None, "auto")
+
+
 def _clipping(value: Any) -> dict[str, Any]:
     threshold = {"clipping_type": "norm", "clipping_threshold": value}
     return {"algorithms": {"gradient_clipping": threshold}}
 
 
-_TUNING = (
-    "allgather_bucket_size",
-    "allgather_partitions",
-    "contiguous_gradients",
-    "max_live_parameters",
-    "max_reuse_distance",
-    "model_persistence_threshold",
-    "module_granularity_threshold",
-    "overlap_comm",
-    "param_persistence_threshold",
-    "prefetch_bucket_size",
-    "reduce_bucket_size",
-    "reduce_scatter",
-    "round_robin_gradients",
-    "stage3_allgather_sequential",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold",
-    "stage3_partition_stream_chunk_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params",
-    "sub_group_size",
-    "use_multi_rank_bucket_allreduce",
-)
-_INTERNAL = (
-    "cpu_offload_use_pin_memory",
-    "elastic_checkpoint",
-    "enable_sanity_checks",
-    "ignore_unused_parameters",
-    "leaf_module",
-    "legacy_stage1",
-    "load_from_fp32_weights",
-    "log_trace_cache_warnings",
-    "memory_efficient_linear",
-    "override_module_apply",
-    "pipeline_loading_checkpoint",
-    "save_muon_momentum_buffer_in_memory",
-)
 _DTYPES = ("fp32", "fp16", "bf16", "bfp16")
+_CHECKPOINTING = "activation_checkpointing"
+PRECISION_SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled", "amp.enabled")
 
 _ROWS = (
     Row(f"{_ZERO}.stage", _C, "ZeRO-3", (3,), {"reshard_after_forward": "auto"}),
@@ -199,8 +212,8 @@ _ROWS = (
         for name in ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
         for row in _offload(name)
     ),
-    *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in _TUNING),
-    *(Row(f"{_ZERO}.{name}", _NOT, "speaks of DeepSpeed's own engine") for name in _INTERNAL),
+    *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in TUNING),
+    *(Row(f"{_ZERO}.{name}", _NOT, "speaks of DeepSpeed's own engine") for name in INTERNAL),
     *_gathered("gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_fp16_weights_on_model_save"),
@@ -211,7 +224,29 @@ _ROWS = (
     *_unless_off("zenflow", "the optimizer runs on the GPU, in step with training"),
     *_switch("bf16"),
     *_switch("fp16"),
-    Row("bf16.immediate_grad_update", _NOT, "speaks of DeepSpeed's own engine"),
+    *(
+        Row(f"bf16.{name}", _NOT, "speaks of DeepSpeed's own engine")
+        for name in ("immediate_grad_update", "check_grad_overflow")
+    ),
+    *(
+        row
+        for name in (
+            "bf16.bf16_master_weights_and_grads",
+            "bf16.bf16_optimizer_states",
+            "fp16.fp16_master_weights_and_grads",
+        )
+        for row in (
+            Row(name, _NOT, "off: master weights in fp32, as here", (False, None)),
+            Row(name, _UN, "master weights and states are in fp32", options=(f"{name}=false",)),
+        )
+    ),
+    Row(
+        "fp16.loss_scale",
+        _DEC,
+        "a static scale; Composer finds its own scale while it trains",
+        _loss_scale,
+        options=("fp16.loss_scale=0",),
+    ),
     *(
         Row(f"fp16.{name}", _NOT, "Composer's own loss scaling is used, with `precision: amp_fp16`")
         for name in (
@@ -223,6 +258,84 @@ _ROWS = (
             "loss_scale_window",
             "min_loss_scale",
         )
+    ),
+    Row("torch_autocast.enabled", _NOT, "off", (False, None)),
+    Row(
+        "torch_autocast.enabled",
+        _CH,
+        "autocast by the trainer's precision; all modules are gathered and reduced in its dtype, "
+        "DeepSpeed's only those of `lower_precision_safe_modules`",
+        (True,),
+        {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}},
+        trainer={"precision": "amp_bf16"},
+    ),
+    Row("torch_autocast.dtype", _C, "the dtype of `torch_autocast`", tuple(_AUTOCAST_DTYPES)),
+    Row("torch_autocast.lower_precision_safe_modules", _NOT, "every module is, under autocast"),
+    Row("data_types.grad_accum_dtype", _NOT, _ACCUMULATED, ("fp32", "float32", None)),
+    Row("data_types.grad_accum_dtype", _CH, _ACCUMULATED, ("bf16", "bfloat16", "fp16", "float16")),
+    Row("amp.enabled", _NOT, "off", (False, None)),
+    Row(
+        "amp.enabled",
+        _DEC,
+        "apex's mixed precision is not torch's",
+        options=("amp.enabled=false", "bf16.enabled=true"),
+    ),
+    Row("amp.opt_level", _NOT, "speaks of apex alone"),
+    *_parallel("tensor_parallel", "tensor parallelism"),
+    *_parallel("autotp_size", "tensor parallelism"),
+    *_parallel("tp_size", "tensor parallelism"),
+    *_parallel("sequence_parallel", "sequence parallelism"),
+    *_parallel("sequence_parallel_size", "sequence parallelism"),
+    *_parallel("context_parallel_size", "context parallelism"),
+    *_parallel("expert_parallel_size", "expert parallelism"),
+    *_parallel("pipeline", "pipeline parallelism"),
+    *_parallel("pipeline_parallel_size", "pipeline parallelism"),
+    Row(f"{_CHECKPOINTING}.cpu_checkpointing", _NOT, "false is what is done here", (False, None)),
+    Row(
+        f"{_CHECKPOINTING}.cpu_checkpointing",
+        _CH,
+        "what checkpointed blocks save is kept in CPU memory; blocks are checkpointed for that, "
+        "where DeepSpeed leaves it to the model's own calls",
+        (True,),
+        {"activation_checkpointing": True, "activation_cpu_offload": True},
+    ),
+    Row(f"{_CHECKPOINTING}.partition_activations", _NOT, "false is what is done", (False, None)),
+    Row(
+        f"{_CHECKPOINTING}.partition_activations",
+        _CH,
+        "ranks of tensor parallelism would share activations out; each rank keeps its own here",
+        (True,),
+    ),
+    *(
+        Row(f"{_CHECKPOINTING}.{name}", _NOT, "speaks of DeepSpeed's own checkpointing")
+        for name in (
+            "contiguous_memory_optimization",
+            "number_checkpoints",
+            "synchronize_checkpoint_boundary",
+            "profile",
+        )
+    ),
+    *(
+        Row(name, _NOT, "speaks of DeepSpeed's own engine")
+        for name in (
+            "aio",
+            "disable_allgather",
+            "gradient_predivide_factor",
+            "seq_parallel_communication_data_type",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+        )
+    ),
+    *(row for key in _OTHERS for row in _besides(key)),
+    Row("sparse_gradients", _NOT, "gradients are dense", (False, None)),
+    Row("sparse_gradients", _UN, "gradients are dense", options=("sparse_gradients=false",)),
+    Row("fp32_allreduce", _NOT, "off: gradients are reduced in their own dtype", (False, None)),
+    Row(
+        "fp32_allreduce",
+        _R,
+        "`mixed_precision.reduce_dtype`",
+        (True,),
+        {"mixed_precision": {"reduce_dtype": "fp32"}},
     ),
     Row("communication_data_type", _NOT, "follows from the precision", (None,)),
     Row(
@@ -250,29 +363,105 @@ _ROWS = (
 )
 
 
+_SIGNS = (_ZERO, "autotp_size", "torch_autocast", "zero_allow_untested_optimizer")
+"""keys that no other dialect has"""
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+def _is_deepspeed(data: Mapping[str, Any]) -> bool:
+    switches = [data.get(name) for name in ("bf16", "fp16", "amp")]
+    switched = any(isinstance(value, Mapping) and "enabled" in value for value in switches)
+    known = {row.key.partition(".")[0] for row in _ROWS} - {"gradient_clipping", *_OTHERS}
+    tensor = data.get("tensor_parallel")
+    return (
+        switched
+        or any(key in data for key in _SIGNS)
+        or (isinstance(tensor, Mapping) and "autotp_size" in tensor)
+        or (any(key in data for key in _BATCHES) and bool(known & data.keys()))
+    )
+
+
 def _find(data: Mapping[str, Any]) -> list[Site]:
-    if not isinstance(data.get(_ZERO), Mapping | bool):
+    if not _is_deepspeed(data):
         return []
     known = {row.key.partition(".")[0] for row in _ROWS} | {_ZERO}
     keys = {key: key for key in data if key in known}
-    if isinstance(data[_ZERO], bool):
+    if isinstance(data.get(_ZERO), bool):
         keys[_ZERO] = _SWITCH
     return [Site((), keys)]
 
 
 def _finish(context: Context) -> None:
-    """ZeRO++ reshards to its group whatever the stage says; a missing stage is 0."""
-    stage = context.entries.get(f"{_ZERO}.stage")
-    if stage is None and _SWITCH not in context.entries:
+    finish_deepspeed(context, "")
+    add_precision(context, PRECISION_SWITCHES, "DeepSpeed")
+
+
+def finish_deepspeed(context: Context, prefix: str) -> None:
+    """ZeRO++ reshards to its group whatever the stage says; a missing stage is 0.
+
+    Args:
+        context: of the site.
+        prefix: where its table is in the dialect's, with a dot at its end.
+    """
+    entries = {
+        k.removeprefix(prefix): e for k, e in context.entries.items() if k.startswith(prefix)
+    }
+    stage = entries.get(f"{_ZERO}.stage")
+    zero = entries.get(_ZERO)
+    if stage is None and _SWITCH not in entries and (zero is None or not zero.is_open):
         context.add("DeepSpeed's default is stage 0, a whole copy on every rank", **_WHOLE)
-    group = context.entries.get(f"{_ZERO}.zero_hpz_partition_size")
+    group = entries.get(f"{_ZERO}.zero_hpz_partition_size")
     if stage is not None and group is not None and group.becomes:
         stage.becomes.pop("reshard_after_forward", None)
-    if "communication_data_type" in context.entries:
-        reduced = context.entries["communication_data_type"].becomes
-        for name in ("bf16.enabled", "fp16.enabled"):
-            if reduced and name in context.entries:
-                context.entries[name].becomes.get("mixed_precision", {}).pop("reduce_dtype", None)
+    _choose_autocast(entries)
+    _choose_pinned(entries)
+    for key in ("communication_data_type", "fp32_allreduce"):
+        for name in ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled"):
+            if key in entries and entries[key].becomes and name in entries:
+                entries[name].becomes.get("mixed_precision", {}).pop("reduce_dtype", None)
+    _drop_scale(entries)
+
+
+def _choose_autocast(entries: Mapping[str, Entry]) -> None:
+    """`torch_autocast` says in two keys what it does."""
+    switch, dtype = entries.get("torch_autocast.enabled"), entries.get("torch_autocast.dtype")
+    if switch is None or not switch.becomes:
+        return
+    if dtype is None or dtype.is_open:
+        switch.decide("its dtype is not known", "write torch_autocast.dtype", f"{switch.key}=false")
+        return
+    name = _AUTOCAST_DTYPES[str(dtype.value).lower()]
+    switch.becomes = {"mixed_precision": {"param_dtype": name, "reduce_dtype": name}}
+    switch.beside = {"precision": f"amp_{name}"}
+
+
+def _choose_pinned(entries: Mapping[str, Entry]) -> None:
+    """One of several offloads with pinned memory pins all there is."""
+    found = [entry for entry in entries.values() if "cpu_offload" in entry.becomes]
+    if any(entry.becomes["cpu_offload"] is True for entry in found):
+        for entry in found:
+            entry.becomes["cpu_offload"] = True
+
+
+def _drop_scale(entries: Mapping[str, Entry]) -> None:
+    """A loss scale says nothing where fp16 is off."""
+    switch, scale = entries.get("fp16.enabled"), entries.get("fp16.loss_scale")
+    off = switch is None or switch.value in (False, None)
+    if scale is not None and scale.is_open and off:
+        scale.become(_NOT, "fp16 is off")
+
+
+def fill_in(context: Context, prefix: str, key: str, value: Any) -> None:
+    """Gives a key that says `auto` the value that the trainer around it would fill in."""
+    entry = context.entries.get(prefix + key)
+    if entry is None or entry.value != "auto" or value is None:
+        return
+    row = next((row for row in _ROWS if row.key == key and row.matches(value)), None)
+    if row is None or row.status is _DEC:
+        return
+    entry.become(row.status, f"{row.reason}; the trainer fills in {value}", **row.becomes(value))
+    entry.beside = row.beside(value)
+    entry.becomes = {k: value if v is SAME else v for k, v in entry.becomes.items()}
 
 
 DEEPSPEED = Dialect("deepspeed", "DeepSpeed ZeRO", _find, _ROWS, (), _finish)

@@ -7,23 +7,25 @@ value stands; the new settings take the places of the old ones, with the comment
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
-from io import StringIO
 from typing import Any
 
-from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.tools.migrate.reading import check, compose, dump, json_mapping, load
 from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site
 
 __all__ = ["Document", "check_result", "dump", "parse_value"]
 
 
-_MOST_VALUES = 100_000
+_MOST_VALUES = 1_000_000
+_LONGEST_NOTE = 600
+_LONG_JSON = 20_000
+_WHOLE_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
+"""as YAML 1.2 counts lines; `splitlines` ends them at more characters"""
 
 
 class Document:
@@ -37,10 +39,13 @@ class Document:
         """
         self.name = name
         self.text = _json_as_yaml(text)
-        self.lines = self.text.splitlines()
+        self.whole: list[str] = _WHOLE_LINE.findall(self.text)
+        self.lines = [line.rstrip("\r\n") for line in self.whole]
+        self.end = self.whole[0][len(self.lines[0]) :] if self.whole else "\n"
+        """of the lines that are written, as the file's first one has it"""
         try:
-            self.root: Any = YAML().compose(self.text)
-            data = _texts(_loader(duplicates=True).load(self.text))
+            self.root: Any = compose(self.text)
+            data = _texts(load(self.text, self.root, duplicates=True))
         except (YAMLError, ValueError) as error:  # the second for dates and numbers out of range
             raise ConfigError(
                 f"'{name}' is not valid YAML: {' '.join(str(error).split())}. None of it can be "
@@ -84,16 +89,19 @@ class Document:
         ]
         if parent is None or parent.flow_style or not spans:
             raise ConfigError(
-                f"'{'.'.join(site.parent) or self.name}' is written in braces or by an alias. Its "
-                "lines cannot be replaced without touching others. Write it as a block, one key "
-                "per line."
+                f"'{'.'.join(site.parent) or self.name}' is written in braces, by an alias or as "
+                "`${...}`. Its lines cannot be replaced without touching others. Write it as "
+                "a block, one key per line."
             )
         block = self._block(site, spans[0][0].start_mark.column, spans, entries)
-        lines = list(self.lines)
+        lines = list(self.whole)
         for position, (_, start, end) in reversed(list(enumerate(spans))):
             # Comments of later keys moved into the block, at the place of the first one.
-            lines[start:end] = block if position == 0 else []
-        return "\n".join(lines) + "\n"
+            lines[start:end] = self._ended(block) if position == 0 else []
+        return "".join(lines)
+
+    def _ended(self, lines: list[str]) -> list[str]:
+        return [line + (self.end or "\n") for line in lines]
 
     def _replace_braces(self, path: Path) -> Document:
         """The same with one mapping, or the first around it in braces, as a block.
@@ -119,8 +127,8 @@ class Document:
         block = [" " * (start.column + 2) + line for line in dump(data).splitlines()]
         rest = self.lines[end.line][end.column :]
         head = self.lines[start.line][: start.column] + f"{place[-1]}:{rest}"
-        lines = [*self.lines[: start.line], head, *block, *self.lines[end.line + 1 :]]
-        return Document("\n".join(lines) + "\n", self.name)
+        lines = [*self.whole[: start.line], *self._ended([head, *block])]
+        return Document("".join([*lines, *self.whole[end.line + 1 :]]), self.name)
 
     def first_line(self, site: Site) -> int:
         """Where the mapping of a site begins."""
@@ -176,7 +184,9 @@ class Document:
         return starting
 
     def _line_of(self, path: Path) -> int | None:
-        pair = self._pair(path)
+        """Where a key stands; one that is not in the text itself, where what brings it in does."""
+        pairs = (self._pair(path[:length]) for length in range(len(path), 0, -1))
+        pair = next((pair for pair in pairs if pair is not None), None)
         return None if pair is None else pair[0].start_mark.line
 
     def _pair(self, path: Path) -> tuple[Node, Node] | None:
@@ -197,7 +207,7 @@ class Document:
         return [indent + comment, *written]
 
     def _written(self, entry: Entry, indent: str) -> list[str]:
-        lines = []
+        lines = [indent + _note(entry)] if entry.is_open else []
         for setting, value in entry.becomes.items():
             raw = self._raw(entry.path) if value is SAME else None
             text = f"{setting}: {raw}" if raw else dump({setting: entry.settings[setting]})
@@ -210,23 +220,23 @@ class Document:
         if pair is None or not isinstance(pair[1], ScalarNode):
             return None
         raw = self.text[pair[1].start_mark.index : pair[1].end_mark.index]
-        return raw if raw and "\n" not in raw and not pair[1].anchor else None
+        return raw if raw and not set(raw) & set("\r\n") and not pair[1].anchor else None
 
 
-def dump(data: Any) -> str:
-    """Plain data as YAML blocks."""
-    writer, stream = YAML(typ="safe", pure=True), StringIO()
-    writer.default_flow_style = False
-    writer.width = 10**6
-    writer.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
-    writer.dump(data, stream)
-    return stream.getvalue()
+def _note(entry: Entry) -> str:
+    """What has to be decided, as a comment where the key stood."""
+    text = f"{entry.status.value}: {entry.key}: {entry.value} - {entry.reason}"
+    if entry.options:
+        text += f"; decide: {' or '.join(entry.options)}"
+    # Whatever is in a value, a comment is one line.
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return f"# {text if len(text) <= _LONGEST_NOTE else text[:_LONGEST_NOTE] + '...'}"
 
 
 def parse_value(text: str) -> Any:
     """One value as YAML reads it; text that is no YAML is a string."""
     try:
-        return _texts(_loader(duplicates=False).load(text))
+        return _texts(load(text, duplicates=False))
     except (YAMLError, ValueError, RecursionError):
         return text
 
@@ -238,7 +248,7 @@ def check_result(text: str) -> None:
         ConfigError: it is not valid YAML.
     """
     try:
-        _loader(duplicates=True).load(text)
+        check(text)
     except YAMLError as error:
         raise ConfigError(
             f"After the replacement the file is not valid YAML: {' '.join(str(error).split())}. "
@@ -247,25 +257,11 @@ def check_result(text: str) -> None:
 
 
 def _json_as_yaml(text: str) -> str:
+    data = json_mapping(text)
     try:
-        data = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError):
+        return text if data is None else dump(data, is_long=len(text) > _LONG_JSON)
+    except RecursionError:
         return text
-    return dump(data) if isinstance(data, dict) else text
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON in which a key is written twice is read as the YAML it is too, where that shows."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError
-    return found
-
-
-def _loader(*, duplicates: bool) -> YAML:
-    loader = YAML(typ="safe", pure=True)
-    loader.allow_duplicate_keys = duplicates
-    return loader
 
 
 def _texts(data: Any, left: Iterator[int] | None = None) -> Any:

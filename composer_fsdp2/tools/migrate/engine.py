@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path as File
 from typing import Any
 
-from composer_fsdp2.config.messages import nearest
-from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.config.fsdp1 import FSDP1_STRATEGIES
+from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.tools.migrate import accelerate, composer, deepspeed, roll
+from composer_fsdp2.tools.migrate import accelerate, composer, deepspeed
+from composer_fsdp2.tools.migrate.dialects import (
+    arguments,
+    composer_mixed,
+    deepspeed_trainers,
+    roll,
+    unsharded,
+)
 from composer_fsdp2.tools.migrate.document import Document, check_result
+from composer_fsdp2.tools.migrate.included import read_settings
+from composer_fsdp2.tools.migrate.merging import GIVEN, merge_entries
 from composer_fsdp2.tools.migrate.report import (
-    SAME,
     Context,
     Dialect,
     Entry,
@@ -30,14 +38,21 @@ DIALECTS: Mapping[str, Dialect] = {
     for dialect in (
         deepspeed.DEEPSPEED,
         roll.ROLL,
+        deepspeed_trainers.ACCELERATE_DEEPSPEED,
         accelerate.ACCELERATE,
-        accelerate.TRAINING_ARGUMENTS,
+        deepspeed_trainers.ARGUMENTS_DEEPSPEED,
+        arguments.TRAINING_ARGUMENTS,
+        composer_mixed.MIXED,
         composer.FSDP_VERSION_2,
         composer.FSDP1,
     )
 }
 """In the order in which they are tried."""
 
+_JOB = "parameters"
+"""where the platform's own files hold the run they start"""
+_LONG_LIST = 1_000
+_BYTE_ORDER_MARK = "\ufeff"
 _OUTSIDE = "not about sharding; left as it is"
 _NOTHING = Dialect("none", "nothing about sharding", lambda _: [], ())
 
@@ -46,6 +61,7 @@ def migrate(
     text: str,
     *,
     name: str = "the configuration",
+    folder: File | None = None,
     dialect: str | None = None,
     world_size: int | None = None,
     gpus_per_node: int | None = None,
@@ -56,6 +72,7 @@ def migrate(
     Args:
         text: YAML or JSON.
         name: what errors call it.
+        folder: where files are looked for that the configuration names; without it they are not.
         dialect: a key of `DIALECTS`; recognised from the content without it.
         world_size: ranks of the run, where settings depend on it.
         gpus_per_node: ranks per node, likewise.
@@ -65,23 +82,25 @@ def migrate(
     Raises:
         ConfigError: it cannot be read, is in another dialect, or a decision fits no key.
     """
+    text, mark = text.removeprefix(_BYTE_ORDER_MARK), text.startswith(_BYTE_ORDER_MARK)
     document = Document(text, name)
-    spoken = _choose(document.data, dialect, name)
-    sites = spoken.find(document.data)
-    work = _Work(document, spoken, dict(decisions or {}), world_size, gpus_per_node)
+    data = _resolve(document)
+    spoken = _choose(data, dialect, name)
+    sites = spoken.find(data)
+    work = _Work(document, data, spoken, dict(decisions or {}), (world_size, gpus_per_node), folder)
     entries: list[Entry] = []
-    output = document
+    new = text
     # From the last to the first, so that the lines of the others stay where they are.
-    for site in sorted(sites, key=document.first_line, reverse=True):
+    for number, site in enumerate(sorted(sites, key=document.first_line, reverse=True)):
         found = work.site(site)
-        replaced = output.replace(site, found)
-        check_result(replaced)
-        output = Document(replaced, name)
+        output = Document(new, name) if number else document
+        new = output.replace(site, found)
+        check_result(new)
         entries = found + entries
     _check_duplicates(work.duplicates.keys() - {entry.path for entry in entries}, name)
     entries += work.outside(sites)
     _check_used(work.decisions, work.used, entries)
-    new = output.text if sites else text
+    new = _BYTE_ORDER_MARK + new if mark else new
     return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
 
 
@@ -101,24 +120,33 @@ class _Work:
     def __init__(
         self,
         document: Document,
+        resolved: dict[str, Any],
         dialect: Dialect,
         decisions: dict[str, Any],
-        world_size: int | None,
-        gpus_per_node: int | None,
+        ranks: tuple[int | None, int | None],
+        folder: File | None,
     ) -> None:
         self.data = document.data
+        self.resolved = resolved
         self.dialect = dialect
         self.decisions = decisions
+        self.folder = folder
         self.used: set[str] = set()
-        in_file = dialect.ranks(document.data)
-        self.ranks = (world_size or in_file[0], gpus_per_node or in_file[1])
+        in_file = dialect.ranks(resolved)
+        self.ranks = (ranks[0] or in_file[0], ranks[1] or in_file[1])
         self.duplicates = document.duplicates()
-        self.resolved = _resolve(document)
 
     def site(self, site: Site) -> list[Entry]:
         """What became of the keys of one site, and what is added."""
-        context = Context({}, self.data, site, *self.ranks)
+        context = Context({}, self.resolved, site, *self.ranks)
         values = _at(self.resolved, site.parent)
+        head = site.wrapper[0]
+        if head in values and head not in site.keys:
+            raise ConfigError(
+                f"The configuration has both '{next(iter(site.keys))}' and '{head}'. The new "
+                f"settings would stand in a second '{head}'. Remove the one that is there, or move "
+                "what you need to it."
+            )
         for key, first in site.keys.items():
             if key in values:
                 self._walk(context, first, (*site.parent, key), values[key])
@@ -126,10 +154,7 @@ class _Work:
             self.dialect.finish(context)
         entries = [*context.entries.values(), *context.added]
         entries += self._extra(site)
-        _keep_own(entries, [name for name in values if name not in site.keys])
-        _check_each(entries)
-        _merge(entries)
-        _check_together(entries, self.ranks[0])
+        merge_entries(entries, [n for n in values if n not in site.keys], self.ranks[0])
         return entries
 
     def outside(self, sites: list[Site]) -> list[Entry]:
@@ -155,6 +180,10 @@ class _Work:
     def _walk(self, context: Context, key: str, path: Path, value: Any) -> None:
         rows = [row for row in self.dialect.rows if row.key == key]
         inner = any(row.key.startswith(f"{key}.") or not key for row in self.dialect.rows)
+        if inner and not rows:
+            value = self._block(context, key, path, value)
+            if key in context.entries and context.entries[key].is_open:
+                return
         if not rows and inner and isinstance(value, Mapping) and value:
             for name, item in value.items():
                 part = name.removeprefix(self.dialect.prefix)
@@ -163,9 +192,25 @@ class _Work:
         entry = self._entry(path, value, rows)
         if not rows and inner and not value:
             entry.become(Status.CONVERTED, "holds no settings: the defaults")
-        elif not rows:
-            entry.decide(*_unknown(key, self.dialect.rows))
+        elif not rows and entry.is_open:
+            entry.decide(*(_no_block(entry) if inner else _unknown(key, self.dialect.rows)))
         context.entries[key] = entry
+
+    def _block(self, context: Context, key: str, path: Path, value: Any) -> Any:
+        """A value that should be a mapping, after `--set` and with the file that it names."""
+        name = ".".join(path)
+        if name in self.decisions:
+            self.used.add(name)
+            value = self.decisions[name]
+        if key not in self.dialect.files or not isinstance(value, str):
+            return value
+        settings, place = read_settings(value, self.folder)
+        entry = Entry(path, value, Status.CONVERTED, f"its settings were read from '{place}'")
+        context.entries[key] = entry
+        if settings is None:
+            entry.decide(f"the file {place}", "put its content here as a mapping", f"{name}=null")
+            return value
+        return settings
 
     def _entry(self, path: Path, value: Any, rows: Sequence[Row]) -> Entry:
         entry = Entry(path, value, Status.DECISION, "")
@@ -224,13 +269,16 @@ class _Work:
             if start == "fsdp2" and name:
                 self.used.add(given)
                 path = (*site.parent, *site.wrapper, name)
-                entries.append(Entry(path, None, Status.ADDED, "given by --set", {name: value}))
+                entries.append(Entry(path, None, Status.ADDED, GIVEN, {name: value}))
         return entries
 
 
 def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
     if name is None and composer.is_ours(data):
-        return composer.FSDP2
+        _check_half_migrated(data, file)
+        return composer_mixed.MIXED if composer_mixed.MIXED.find(data) else composer.FSDP2
+    if name is None and unsharded.shards_nothing(data):
+        return unsharded.UNSHARDED
     if name is None:
         return next((d for d in DIALECTS.values() if d.find(data)), _NOTHING)
     if name not in DIALECTS:
@@ -244,6 +292,28 @@ def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
     return DIALECTS[name]
 
 
+def _check_half_migrated(data: Mapping[str, Any], file: str, path: Path = ()) -> None:
+    """Refuses settings of ours beside those of another dialect in one run.
+
+    Raises:
+        ConfigError: with both places.
+    """
+    block = data.get("parallelism_config")
+    if isinstance(block, Mapping) and "fsdp2" in block:
+        others = [["parallelism_config", "fsdp"]] if block.get("fsdp") is not None else []
+        others += [[key] for key in accelerate.SHARDING_KEYS if data.get(key)]
+        if others:
+            place = ".".join([*path, "parallelism_config", "fsdp2"])
+            raise ConfigError(
+                f"'{file}' has both '{'.'.join([*path, *others[0]])}' and '{place}': it is half "
+                "migrated. A run follows one of them and would ignore or refuse the other. Move "
+                f"what you need to '{place}' and remove '{'.'.join([*path, *others[0]])}'."
+            )
+    for key, value in data.items():
+        if isinstance(value, Mapping) and key != "parallelism_config":
+            _check_half_migrated(value, file, (*path, key))
+
+
 def _resolve(document: Document) -> dict[str, Any]:
     """The data with interpolations replaced as far as they can be here."""
     if "${" not in document.text:
@@ -251,31 +321,44 @@ def _resolve(document: Document) -> dict[str, Any]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    data = _without_long_lists(document.data)
     try:
-        tree = OmegaConf.create(document.data)
+        tree = OmegaConf.create(data)
     except (OmegaConfBaseException, ValueError):
         return document.data
+    # The platform hands a run on as a file, in which `${...}` start from its own top.
+    inner: Any = OmegaConf.create(data[_JOB]) if isinstance(data.get(_JOB), Mapping) else None
 
     def resolved(path: Path, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: resolved((*path, key), item) for key, item in value.items()}
         if not isinstance(value, str) or "${" not in value:
             return value
+        inside = inner is not None and path[0] == _JOB
         try:
-            return OmegaConf.select(tree, ".".join(path), default=value)
-        except OmegaConfBaseException:
+            start, place = (inner, path[1:]) if inside else (tree, path)
+            found = OmegaConf.select(start, ".".join(place), default=value)
+            whole = OmegaConf.is_config(found)
+            return OmegaConf.to_container(found, resolve=True) if whole else found
+        except (OmegaConfBaseException, RecursionError):
             return value
 
     return resolved((), document.data)
 
 
+def _without_long_lists(value: Any) -> Any:
+    """The same without data that no setting points at: omegaconf takes 0.2 ms for each item."""
+    if isinstance(value, Mapping):
+        return {key: _without_long_lists(item) for key, item in value.items()}
+    return [] if isinstance(value, list) and len(value) > _LONG_LIST else value
+
+
 def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
     """Where the new settings have to go if they are not where LLM Foundry reads them."""
-    # `parameters` is what the platform's own files call the run they start.
     nested = [
         ".".join((*site.parent, *site.wrapper))
         for site in sites
-        if site.parent and site.parent[0] != "parameters"
+        if site.parent and site.parent[0] != _JOB
     ]
     wanted = ".".join(Site((), {}).wrapper)
     return tuple(
@@ -309,65 +392,22 @@ def _is_at(row: Row, key: str) -> bool:
     return key == row.key or (row.key[:2] == "*." and f".{key}".endswith(row.key[1:]))
 
 
+def _no_block(entry: Entry) -> tuple[str, ...]:
+    reason = (
+        f"takes a mapping of settings, and {ascii_repr(entry.value)} says nothing that is known"
+    )
+    options = ["write its settings as a block, one key per line", f"{entry.key}=null"]
+    word = entry.value if isinstance(entry.value, str) else ""
+    if word.upper() in FSDP1_STRATEGIES:
+        options.insert(0, f"{entry.key}={{sharding_strategy: {word.upper()}}}")
+    return (reason, *options)
+
+
 def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:
     name = key.rpartition(".")[2]
     known = sorted({row.key.rpartition(".")[2] for row in rows})
     reason = f"is not a key of this dialect; it would have no effect.{nearest(name, known)}"
     return (reason, f"{name}=null", "correct its name")
-
-
-def _plain(entry: Entry) -> dict[str, Any]:
-    """An entry's settings without those only the run can resolve."""
-    settings = entry.settings.items()
-    return {k: v for k, v in settings if not (isinstance(v, str) and "${" in v)}
-
-
-def _keep_own(entries: Sequence[Entry], present: Collection[str]) -> None:
-    """What the file says of the trainer itself stays as it is."""
-    for entry in entries:
-        for name in [name for name in entry.beside if name in present]:
-            del entry.beside[name]
-            entry.reason += f"; the file has its own `{name}`, which stays"
-
-
-def _check_each(entries: Sequence[Entry]) -> None:
-    """A value FSDP2 does not take is a decision."""
-    for entry in entries:
-        # Checked alone, `load_monolith_rank0_only` would miss its state_dict_type.
-        settings = {"state_dict_type": "full", **_plain(entry)}
-        try:
-            parse_config(settings)
-        except ConfigError as error:
-            entry.decide(str(error), f"{entry.key}=<another value>")
-
-
-def _merge(entries: Sequence[Entry]) -> None:
-    """Every setting is written once: mappings are joined, otherwise the last one counts."""
-    holders: dict[str, Entry] = {}
-    for entry in entries:
-        for setting in list(entry.becomes):
-            if setting in holders:
-                first, value = holders[setting], entry.becomes.pop(setting)
-                before = first.becomes[setting]
-                join = isinstance(before, dict) and isinstance(value, dict)
-                value = entry.value if value is SAME else value
-                first.becomes[setting] = {**before, **value} if join else value
-            else:
-                holders[setting] = entry
-
-
-def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
-    """Settings that cannot hold together are a decision of the keys they came from."""
-    settings = {k: v for entry in entries for k, v in _plain(entry).items()}
-    try:
-        config = parse_config(settings)
-        if world_size is not None:
-            MeshShape.resolve(config, world_size)
-    except ConfigError as error:
-        degrees = [e for e in entries if any("degree" in setting for setting in e.becomes)]
-        for entry in degrees or entries:
-            if entry.becomes:
-                entry.decide(str(error), f"{entry.key}=<another value>")
 
 
 def _check_used(decisions: Mapping[str, Any], used: set[str], entries: Sequence[Entry]) -> None:

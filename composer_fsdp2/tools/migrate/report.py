@@ -122,6 +122,11 @@ class Entry:
         """What it becomes, with the values of the input filled in."""
         return {k: self.value if v is SAME else v for k, v in self.becomes.items()}
 
+    @property
+    def is_open(self) -> bool:
+        """Whether something is left to the user, so that nothing is written for it."""
+        return self.status in (Status.DECISION, Status.UNSUPPORTED)
+
     def decide(self, reason: str, *options: str) -> None:
         """Makes it the user's decision; nothing is written for it."""
         self.status, self.reason, self.options = Status.DECISION, reason, options
@@ -152,7 +157,7 @@ class Context:
     entries: dict[str, Entry]
     """by the dotted key of the table"""
     data: Mapping[str, Any]
-    """the whole input"""
+    """the whole input, interpolations replaced"""
     site: Site
     world_size: int | None
     """given, or else what the file says"""
@@ -162,6 +167,13 @@ class Context:
     def value(self, key: str, default: Any = None) -> Any:
         """The input's value of a key of the table."""
         return self.entries[key].value if key in self.entries else default
+
+    def has_beside(self, key: str) -> bool:
+        """Whether the input has a key where the trainer's settings go."""
+        data: Any = self.data
+        for name in self.site.parent:
+            data = data[name]
+        return key in data
 
     def add(self, reason: str, **settings: Any) -> None:
         """Writes out settings the input does not have; those that need each other together."""
@@ -185,6 +197,8 @@ class Dialect:
     """beginning that keys may have or lack without a difference"""
     ranks: Callable[[Mapping[str, Any]], Ranks] = lambda _: (None, None)
     """ranks in all and per node, as far as the file says them"""
+    files: frozenset[str] = frozenset()
+    """keys of the table that may name a file in place of the settings in it"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from composer_fsdp2.errors import ConfigError
 
 __all__ = [
     "Job",
+    "check_room",
     "check_same",
     "describe_differences",
     "differences",
@@ -77,6 +78,10 @@ _NO_INFLUENCE = frozenset(
     }
 )
 _START = "model.init_device"
+_BATCH = "global_train_batch_size"
+_MANY = 64
+_RANKS_PER_CORE, _FEWEST = 8, 16
+"""how many ranks without GPUs a machine is trusted with; each takes about a gigabyte"""
 _SHOWN = 20
 _DEFAULT_PRECISION = "amp_bf16"  # LLM Foundry's
 
@@ -216,6 +221,8 @@ def plan_jobs(old: Job, new: Job, *, cuda: bool, ranks: int) -> list[str]:
         ConfigError: the comparison would say nothing.
     """
     _check_kinds(new, ranks)
+    for job in (old, new):
+        _check_batch(job, ranks)
     notes = []
     if not cuda:
         notes += [note for job in (old, new) for note in _fit_cpu(job)]
@@ -240,6 +247,35 @@ def _check_kinds(new: Job, ranks: int) -> None:
             "shards nothing. The comparison would say nothing about sharding. Give -n 2; on a "
             "machine with one GPU, hide it with CUDA_VISIBLE_DEVICES= to compare on the CPU."
         )
+
+
+def _check_batch(job: Job, ranks: int) -> None:
+    """LLM Foundry finds out when every rank has started and imported it."""
+    batch = job.value(_BATCH)
+    if not isinstance(batch, int) or batch % ranks == 0:
+        return
+    fitting = [str(count) for count in range(2, min(batch, _MANY) + 1) if batch % count == 0]
+    raise ConfigError(
+        f"{_BATCH} is {batch} in {job.name.upper()}, which {ranks} ranks cannot share equally. "
+        "LLM Foundry would refuse the run on every rank. Give -n "
+        f"{' or '.join(fitting) or 'a number that divides it'}, or {_BATCH} a multiple of {ranks}."
+    )
+
+
+def check_room(ranks: int, gpus: int, cores: int) -> None:
+    """Refuses more ranks than this machine can run, before any of them starts.
+
+    Raises:
+        ConfigError: with the most there can be.
+    """
+    most = gpus or max(_RANKS_PER_CORE * cores, _FEWEST)
+    if ranks <= most:
+        return
+    have = f"{gpus} GPUs, one for each rank" if gpus else f"{cores} cores and no GPU"
+    raise ConfigError(
+        f"-n is {ranks}, and this machine has {have}. All ranks of a run start on this machine, "
+        f"and so many would not. Give -n {most} or less."
+    )
 
 
 def _fit_cpu(job: Job) -> list[str]:

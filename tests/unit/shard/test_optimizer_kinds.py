@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from composer.optim import DecoupledAdamW, DecoupledLionW
+from composer.optim import DecoupledAdamW
 from torch import nn
 
 from composer_fsdp2 import PlanError
@@ -56,7 +56,6 @@ def test_they_are_refused_by_name_with_what_works(module: str, name: str, why: s
         torch.optim.SGD,
         torch.optim.AdamW,
         DecoupledAdamW,
-        DecoupledLionW,
         _of("my_package.optim", "AdamW8bit"),
         _of("torchao.optim.adam", "_AdamW"),
     ],

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from composer_fsdp2.config.schema import parse_config
-from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, SHARDING_KEYS
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
+from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
+from composer_fsdp2.tools.migrate.dialects.roll import ROLL
 from composer_fsdp2.tools.migrate.document import Document, dump
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
-from composer_fsdp2.tools.migrate.roll import ROLL
 from tests.support.migrating import (
     check_stable,
     entry_of,
@@ -85,6 +86,7 @@ BLOCK = [
     ("limit_all_gathers", True, NOT, {}),
     ("ignored_modules", None, NOT, {}),
     ("ignored_modules", "x", DEC, {}),
+    ("final_state_dict_type", "FULL_STATE_DICT", NOT, {}),
     ("xla", False, NOT, {}),
     ("xla", True, UN, {}),
     ("xla_fsdp_v2", False, NOT, {}),
@@ -94,6 +96,8 @@ BLOCK = [
     ("sharding_strateggy", 1, DEC, {}),
 ]
 TOP = [
+    ("deepspeed_config", {"zero_stage": 3}, NOT, {}),
+    ("megatron_lm_config", {"a": 1}, NOT, {}),
     ("num_processes", 8, NOT, {}),
     ("num_machines", 1, NOT, {}),
     ("use_parallelism_config", True, NOT, {}),
@@ -114,7 +118,9 @@ DEGREES = [
     ("cp_size", 2, UN, {}),
     ("cp_comm_strategy", "allgather", NOT, {}),
 ]
-LAUNCHING = [row.key for row in ACCELERATE.rows if "launcher" in row.reason]
+LAUNCHING = [
+    row.key for row in ACCELERATE.rows if "launcher" in row.reason and row.key != "distributed_type"
+]
 ARGUMENTS = [
     ("fsdp", "", NOT, {}),
     ("fsdp", "full_shard auto_wrap", C, AUTO),
@@ -124,6 +130,11 @@ ARGUMENTS = [
     ("fsdp", "full_shard auto_wrap offload", C, {**AUTO, "cpu_offload": True}),
     ("fsdp", True, CH, AUTO),
     ("fsdp", "ful_shard", DEC, {}),
+    ("fsdp", "full_shard shard_grad_op", DEC, {}),
+    ("fsdp_version", 1, NOT, {}),
+    ("bf16", "auto", DEC, {}),
+    ("fp16", "auto", DEC, {}),
+    ("gradient_checkpointing", None, NOT, {}),
     ("fsdp_transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
     ("fsdp_transformer_layer_cls_to_wrap", None, NOT, {}),
     ("fsdp_min_num_params", 0, NOT, {}),
@@ -159,6 +170,21 @@ STRATEGY = [
     ("apply_expert_patch", True, UN, {}),
     ("ep_size", 1, NOT, {}),
     ("ep_size", 4, UN, {}),
+    ("efsdp_size", 4, NOT, {}),
+    ("moe_use_grouped_mm", False, NOT, {}),
+    ("moe_use_grouped_mm", True, UN, {}),
+    ("forward_prefetch", False, NOT, {}),
+    ("forward_prefetch", True, C, {"forward_prefetch": 1}),
+    ("forward_prefetch", 2, K, {"forward_prefetch": 2}),
+    ("backward_prefetch", False, NOT, {}),
+    ("backward_prefetch", True, C, {"backward_prefetch": 1}),
+    ("backward_prefetch", 2, K, {"backward_prefetch": 2}),
+    ("enable_mix_precision", True, C, {}),
+    ("reduce_scatter_during_grad_accumulation", True, NOT, {}),
+    ("reduce_scatter_during_grad_accumulation", False, C, {"gradient_sync": "last"}),
+    ("save_only_model", False, NOT, {}),
+    ("save_only_model", True, CH, {}),
+    ("init_tokenizer_processor", False, NOT, {}),
     ("apply_tiled_mlp", False, NOT, {}),
     ("apply_tiled_mlp", True, R, {"tiled_mlp": {"shards": 4}}),
     ("tiled_num_shards", 4, NOT, {}),
@@ -182,7 +208,50 @@ FEATURES = [
     "zeropp_loco_param",
     "zenflow",
 ]
+PARALLEL = [
+    *("tensor_parallel", "autotp_size", "tp_size", "sequence_parallel", "sequence_parallel_size"),
+    *("context_parallel_size", "expert_parallel_size", "pipeline", "pipeline_parallel_size"),
+]
+MASTERS = [
+    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
+    "fp16.fp16_master_weights_and_grads",
+]
+CHECKPOINTED = {"activation_checkpointing": True, "activation_cpu_offload": True}
+AC = "activation_checkpointing"
 DEEP = [
+    *((f"{Z}.{name}", {"device": "elsewhere"}, DEC, {}) for name in OFFLOADS),
+    *((key, 1, NOT, {}) for key in PARALLEL),
+    *((key, 2, UN, {}) for key in PARALLEL),
+    ("tensor_parallel", {"autotp_size": 1, "tp_overlap_comm": True}, NOT, {}),
+    ("tensor_parallel", {"autotp_size": "auto"}, UN, {}),
+    ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, UN, {}),
+    *((key, False, NOT, {}) for key in MASTERS),
+    *((key, True, UN, {}) for key in MASTERS),
+    ("fp16.loss_scale", 0, NOT, {}),
+    ("fp16.loss_scale", 128, NOT, {}),
+    ("torch_autocast.enabled", False, NOT, {}),
+    ("torch_autocast.enabled", True, DEC, {}),
+    ("torch_autocast.dtype", "bfloat16", C, {}),
+    ("torch_autocast.lower_precision_safe_modules", ["torch.nn.Linear"], NOT, {}),
+    ("data_types.grad_accum_dtype", "fp32", NOT, {}),
+    ("data_types.grad_accum_dtype", "bf16", CH, {}),
+    ("amp.enabled", False, NOT, {}),
+    ("amp.enabled", True, DEC, {}),
+    ("amp.opt_level", "O1", NOT, {}),
+    (f"{AC}.cpu_checkpointing", False, NOT, {}),
+    (f"{AC}.cpu_checkpointing", True, CH, CHECKPOINTED),
+    (f"{AC}.partition_activations", False, NOT, {}),
+    (f"{AC}.partition_activations", True, CH, {}),
+    (f"{AC}.number_checkpoints", 4, NOT, {}),
+    (f"{AC}.contiguous_memory_optimization", True, NOT, {}),
+    (f"{AC}.synchronize_checkpoint_boundary", True, NOT, {}),
+    (f"{AC}.profile", True, NOT, {}),
+    *((key, False, NOT, {}) for key in SHARDING_KEYS if key != Z),
+    *((key, "x", DEC, {}) for key in SHARDING_KEYS if key != Z),
+    ("sparse_gradients", False, NOT, {}),
+    ("sparse_gradients", True, UN, {}),
+    ("fp32_allreduce", False, NOT, {}),
+    ("fp32_allreduce", True, R, {"mixed_precision": {"reduce_dtype": "fp32"}}),
     (f"{Z}.stage", 0, C, COPIES),
     (f"{Z}.stage", 1, CH, KEEP),
     (f"{Z}.stage", 2, C, KEEP),
@@ -213,6 +282,8 @@ DEEP = [
     ("gradient_clipping", "auto", DEC, {}),
 ]
 REDUCED = {"communication_data_type": "fp32"}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
 SWITCHED = [(True, CH, KEEP), (False, C, COPIES)]
 ALWAYS = [
     row.key
@@ -366,6 +437,30 @@ def test_deepspeed_without_a_stage_replicates():
     assert all(entry.status is Status.ADDED for entry in report.entries if entry.settings)
 
 
+def test_autocast_of_deepspeed_is_the_trainers():
+    report = migrate_data({Z: {"stage": 3}, **AUTOCAST})
+    assert settings_of(report) == {**AUTO, **FP16}
+    assert OmegaConf.create(report.text).precision == "amp_fp16"
+
+
+def test_a_static_loss_scale_is_asked_for_where_it_counts():
+    report = migrate_data({Z: {"stage": 3}, **STATIC})
+    assert entry_of(report, "fp16.loss_scale").status is DEC
+    assert migrate_data({Z: {"stage": 3}, "fp16": {"loss_scale": 128}}).having(DEC) == []
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_roll_without_a_dtype(mixed):
+    report = migrate_data({"strategy_config": {"fsdp_size": 4, "enable_mix_precision": mixed}})
+    dtypes = {"param_dtype": "bf16", "reduce_dtype": "fp32" if mixed else "bf16"}
+    assert settings_of(report)["mixed_precision"] == dtypes
+
+
+def test_experts_of_roll_over_ranks_are_not_dropped():
+    report = migrate_data({"strategy_config": {"ep_size": 4, "efsdp_size": 2}})
+    assert entry_of(report, "strategy_config.efsdp_size").status is DEC
+
+
 @pytest.mark.parametrize(("value", "status", "becomes"), SWITCHED)
 def test_old_switch_of_deepspeed(value, status, becomes):
     check(migrate_data({Z: value}), DEEPSPEED, Z, status, becomes, {})
@@ -422,16 +517,19 @@ def reports_of(dialect: Dialect) -> list[Report]:
         reports = [in_block(key, value) for key, value, *_ in BLOCK]
         reports += [at_top(key, value) for key, value, *_ in TOP]
         reports += [at_top(key, "x") for key in LAUNCHING]
+        reports.append(at_top("distributed_type", "FSDP"))
         return reports + [in_degrees(key, value) for key, value, *_ in DEGREES]
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
-        return [*reports, migrate_data({"fsdp": "full_shard", "fsdp_config": "a.json"})]
+        return reports
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
+        reports.append(in_strategy("enable_mix_precision", False))
         return reports + [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
     reports = [in_deepspeed(key, value) for key, value, *_ in DEEP]
     reports += [in_deepspeed(key, 5) for key in ALWAYS]
+    reports += [migrate_data({Z: {"stage": 2}, **data}) for data in (AUTOCAST, STATIC)]
     return reports + [migrate_data({Z: value}) for value, *_ in SWITCHED]
 
 
@@ -514,6 +612,7 @@ FLAT = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
 @settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES), st.one_of(VALUES, FLAT), min_size=1, max_size=6))
 def test_no_key_is_missing(data):
+    assume(sum(bool(data.get(key)) for key in SHARDING_KEYS) < 2)
     report = migrate(dump(data))
     assert missing(data, report) == []
     check_stable(report)

@@ -431,6 +431,7 @@ def refused(result, *parts: str) -> None:
         assert part in message
 
 
+BATCH = "global_train_batch_size"
 DEGREE = "parallelism_config.fsdp2.data_parallel_shard_degree"
 OLD_TEXT = f"{FSDP1}\nseed: 1\noptimizer: {{lr: 1}}\n"
 NEW_TEXT = migrate("fsdp_config:\n  sharding_strategy: FULL_SHARD\nseed: 1\noptimizer: {lr: 1}\n")
@@ -443,6 +444,14 @@ NEW_TEXT = migrate("fsdp_config:\n  sharding_strategy: FULL_SHARD\nseed: 1\nopti
         (OLD_TEXT, NEW_TEXT.text, ("seed",), ("'seed' is not an override",)),
         (OLD_TEXT, NEW_TEXT.text, ("tp_config.a=1",), ("neither OLD nor NEW has",)),
         (OLD_TEXT, NEW_TEXT.text, ("-n", "1"), ("one rank",)),
+        (OLD_TEXT, NEW_TEXT.text, ("-n", "1000000"), ("-n is 1000000", "or less")),
+        (
+            f"{OLD_TEXT}{BATCH}: 4\n",
+            f"{NEW_TEXT.text}{BATCH}: 4\n",
+            ("-n", "3"),
+            (f"{BATCH} is 4", "Give -n 2 or 4"),
+        ),
+        (OLD_TEXT, NEW_TEXT.text, (f"{BATCH}=1",), (f"{BATCH} is 1", "2 ranks cannot share")),
         (OLD_TEXT, OLD_TEXT, (), ("NEW does not ask for FSDP2",)),
         (OLD_TEXT, NEW_TEXT.text, (f"{DEGREE}=3",), ("to the world size 2",)),
         (OLD_TEXT, NEW_TEXT.text.replace("auto", "sometimes"), (), ("reshard_after_forward",)),
@@ -463,7 +472,9 @@ def test_under_a_launcher_it_is_refused(parity, monkeypatch):
     refused(parity(OLD_TEXT, NEW_TEXT.text), "without the launcher")
 
 
-@pytest.mark.parametrize("option", [("--steps", "0"), ("--tolerance", "-1")])
+@pytest.mark.parametrize(
+    "option", [("--steps", "0"), ("--tolerance", "-1"), ("-n", "0"), ("-n", "-2")]
+)
 def test_impossible_numbers_are_mistakes(parity, option):
     assert parity(OLD_TEXT, NEW_TEXT.text, *option).exit_code == 2
 

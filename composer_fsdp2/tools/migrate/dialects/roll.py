@@ -28,6 +28,11 @@ def _dtype(name: str) -> Any:
     return lambda value: {"mixed_precision": {name: _SPELLINGS.get(value.lower(), value)}}  # pyright: ignore[reportUnknownLambdaType]
 
 
+def _is_count(value: Any) -> bool:
+    """A number of units."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def _is_size(value: Any) -> bool:
     """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
@@ -119,6 +124,38 @@ _ROWS = (
     ),
     Row("ep_size", _NOT, "no expert parallelism", (1, None)),
     Row("ep_size", _UN, "experts are not spread over ranks", options=("ep_size=1",)),
+    Row("efsdp_size", _NOT, "ROLL reads it only with ep_size above 1"),
+    Row("moe_use_grouped_mm", _NOT, "off is what is done here", _OFF),
+    Row(
+        "moe_use_grouped_mm",
+        _UN,
+        "experts are multiplied as the model does it, not by one grouped kernel",
+        options=("moe_use_grouped_mm=false",),
+    ),
+    Row("forward_prefetch", _NOT, "torch's own prefetch", (*_OFF, 0)),
+    Row("forward_prefetch", _C, "one unit ahead", (True,), {"forward_prefetch": 1}),
+    Row("forward_prefetch", _K, "units ahead", _is_count, {"forward_prefetch": SAME}),
+    Row("backward_prefetch", _NOT, "torch's own prefetch", (*_OFF, 0)),
+    Row("backward_prefetch", _C, "one unit ahead", (True,), {"backward_prefetch": 1}),
+    Row("backward_prefetch", _K, "units ahead", _is_count, {"backward_prefetch": SAME}),
+    Row("enable_mix_precision", _C, "gradients are reduced in fp32", (True, None)),
+    Row("enable_mix_precision", _C, "gradients are reduced in bf16", (False,)),
+    Row("reduce_scatter_during_grad_accumulation", _NOT, "as here", (True, None)),
+    Row(
+        "reduce_scatter_during_grad_accumulation",
+        _C,
+        "gradients are reduced in the last microbatch alone",
+        (False,),
+        {"gradient_sync": "last"},
+    ),
+    Row("save_only_model", _NOT, "off is what is done here", _OFF),
+    Row(
+        "save_only_model",
+        _CH,
+        "write LLM Foundry's `save_weights_only: true` beside the block",
+        (True,),
+    ),
+    Row("init_tokenizer_processor", _NOT, "the run's `tokenizer` says it"),
     Row("apply_tiled_mlp", _NOT, "off is what is done here", _OFF),
     Row(
         "apply_tiled_mlp",
@@ -149,9 +186,34 @@ def _finish(context: Context) -> None:
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.entries.get("tiled_num_shards")
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(_R, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards.value})
-    missing = {name: dtype for name, dtype in _DEFAULTS.items() if name not in context.entries}
+    _ignore_experts(context)
+    mixed = context.value("enable_mix_precision", True)
+    defaults = _DEFAULTS if mixed is not False else {**_DEFAULTS, "reduce_dtype": "bf16"}
+    missing = {name: dtype for name, dtype in defaults.items() if name not in context.entries}
     if missing:
         context.add("the default of ROLL, written out", mixed_precision=missing)
+    _add_precision(context)
+
+
+def _ignore_experts(context: Context) -> None:
+    """How experts are sharded is asked where there are ranks that share them out."""
+    size, experts = context.entries.get("efsdp_size"), context.value("ep_size", 1)
+    if size is not None and experts not in (1, None):
+        size.decide(
+            "ranks that share the experts of one rank; experts are not spread over ranks here",
+            f"{size.key}=null",
+        )
+
+
+def _add_precision(context: Context) -> None:
+    """ROLL computes under autocast in its `param_dtype`; LLM Foundry's default is bf16."""
+    entry = context.entries.get("param_dtype")
+    dtype = (
+        None if entry is None else DTYPES.get(_SPELLINGS.get(str(entry.value), str(entry.value)))
+    )
+    name = {"torch.float16": "amp_fp16", "torch.float32": "fp32"}.get(str(dtype))
+    if entry is not None and entry.becomes and name and not context.has_beside("precision"):
+        entry.beside = {"precision": name}
 
 
 _ULYSSES = "sequences are not split over ranks; ROLL's own key is left where it is"

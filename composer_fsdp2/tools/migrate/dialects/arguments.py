@@ -1,0 +1,191 @@
+"""The `fsdp` and `fsdp_config` of Hugging Face's `TrainingArguments`, and of axolotl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp2.tools.migrate.accelerate import (
+    BLOCK,
+    FSDP_ROWS,
+    OFF,
+    add_precision,
+    finish_fsdp,
+    fsdp_block,
+    is_names,
+    is_nothing,
+    is_number,
+    min_num_params,
+    per_node,
+    precision_row,
+    under,
+    wrap_classes,
+)
+from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+
+__all__ = ["CHECKPOINTING_ROWS", "PRECISION_ROWS", "TRAINING_ARGUMENTS", "add_trainer_precision"]
+
+_R, _C = Status.RENAMED, Status.CONVERTED
+_NOT, _CH, _DEC = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION
+_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+
+_WORDS: dict[str, dict[str, Any]] = {
+    "full_shard": {"reshard_after_forward": "auto"},
+    "shard_grad_op": {"reshard_after_forward": False},
+    "no_shard": {_SHARD: 1, _REPLICATE: -1, "reshard_after_forward": False},
+    "hybrid_shard": {"reshard_after_forward": "auto"},
+    "hybrid_shard_zero2": {"reshard_after_forward": False},
+    "auto_wrap": {},
+    "offload": {"cpu_offload": True},
+}
+
+
+def _words(value: Any) -> list[str]:
+    words = value.split() if isinstance(value, str) else value
+    return [str(word).lower() for word in words] if isinstance(words, list) else []
+
+
+def _is_known(value: Any) -> bool:
+    """Words that all mean something."""
+    words = _words(value)
+    return bool(words) and all(word in _WORDS for word in words)
+
+
+def _is_unwrapped(value: Any) -> bool:
+    """Words without `auto_wrap`."""
+    return _is_known(value) and "auto_wrap" not in _words(value)
+
+
+def _strategies(value: Any) -> list[str]:
+    return [word for word in _words(value) if "shard" in word]
+
+
+def _is_contradicting(value: Any) -> bool:
+    """Words that name several strategies."""
+    return len(set(_strategies(value))) > 1
+
+
+def _from_words(value: Any) -> dict[str, Any]:
+    return {key: item for word in _words(value) for key, item in _WORDS.get(word, {}).items()}
+
+
+_ONE_UNIT = (
+    "without auto_wrap the model was one unit, gathered at once; here its blocks are units too, "
+    "which takes less memory"
+)
+CHECKPOINTING_ROWS = (
+    Row(
+        "gradient_checkpointing",
+        _R,
+        "`activation_checkpointing`",
+        (True, False),
+        {"activation_checkpointing": SAME},
+    ),
+    Row("gradient_checkpointing", _NOT, "off is the default", (None,)),
+    Row(
+        "gradient_checkpointing_kwargs",
+        _NOT,
+        "checkpointing is torch's non-reentrant one",
+    ),
+)
+"""of `TrainingArguments`, whatever shards"""
+
+
+def _auto(key: str) -> Row:
+    options = (f"{key}=true", f"{key}=false")
+    return Row(key, _DEC, "it depends on the GPU that trains", ("auto",), options=options)
+
+
+PRECISION_ROWS = (
+    precision_row("bf16", "bf16", True),
+    Row("bf16", _NOT, "off", OFF),
+    _auto("bf16"),
+    precision_row("fp16", "fp16", True),
+    Row("fp16", _NOT, "off", OFF),
+    _auto("fp16"),
+)
+"""of `TrainingArguments`, whatever shards"""
+
+_ARGUMENTS = (
+    Row("fsdp", _NOT, "no strategy is named", (None, "", False, [])),
+    Row(
+        "fsdp",
+        _DEC,
+        "it names several strategies, and a run has one",
+        _is_contradicting,
+        options=("fsdp=full_shard auto_wrap", "fsdp=shard_grad_op auto_wrap"),
+    ),
+    Row("fsdp", _CH, _ONE_UNIT, _is_unwrapped, _from_words),
+    Row("fsdp", _C, "each word is one setting", _is_known, _from_words),
+    Row("fsdp", _CH, f"true is full_shard; {_ONE_UNIT}", (True,), _WORDS["full_shard"]),
+    Row(
+        "fsdp_transformer_layer_cls_to_wrap",
+        _R,
+        "`wrap_policy.classes` names the classes of units",
+        is_names,
+        wrap_classes,
+    ),
+    Row("fsdp_transformer_layer_cls_to_wrap", _NOT, "names no class", is_nothing),
+    Row("fsdp_min_num_params", _NOT, "0 sets no size", is_nothing),
+    Row("fsdp_min_num_params", _R, "`wrap_policy.min_num_params`", is_number, min_num_params),
+    Row("fsdp_version", _NOT, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2", None)),
+    *PRECISION_ROWS,
+    *CHECKPOINTING_ROWS,
+)
+
+
+def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
+    """Mappings at any depth that hold `fsdp` or a block of it, and not only the precision."""
+    words, block = data.get("fsdp"), data.get(BLOCK)
+    sites = []
+    if words is True or (words and isinstance(words, str | list)) or fsdp_block(data) is not None:
+        known = {row.key.partition(".")[0] for row in _ARGUMENTS}
+        keys = {key: key for key in data if key in known}
+        flat = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
+        keys = {key: flat[key] for key in data if key in flat} | keys
+        if block is not None:
+            keys[BLOCK] = "config"
+        sites = [Site(path, keys)]
+    skipped = (BLOCK, "parallelism_config")
+    inner = [(k, v) for k, v in data.items() if isinstance(v, Mapping) and k not in skipped]
+    return sites + [site for key, value in inner for site in _find_arguments(value, (*path, key))]
+
+
+def _finish_arguments(context: Context) -> None:
+    version2 = finish_fsdp(context, "config.version", "fsdp_version")
+    words = context.entries.get("fsdp")
+    if words is not None and version2:
+        _ignore_strategy(context, words)
+    elif words is not None and any(word.startswith("hybrid") for word in _words(words.value)):
+        per_node(context, words, "full_shard")
+    add_trainer_precision(context)
+
+
+def _ignore_strategy(context: Context, words: Entry) -> None:
+    """Version 2 is told by `reshard_after_forward` what version 1 is told by a word."""
+    named = [word for word in _strategies(words.value) if word != "full_shard"]
+    if "config.reshard_after_forward" in context.entries:
+        words.becomes = {k: v for k, v in words.becomes.items() if k == "cpu_offload"}
+        words.reason += "; with version 2 `reshard_after_forward` says when units are freed"
+    elif named and not words.is_open:
+        words.decide(
+            f"with version 2 `{named[0]}` says nothing, and `reshard_after_forward` is missing",
+            f"{words.key}=full_shard auto_wrap",
+            "write reshard_after_forward in fsdp_config: true frees units after forward",
+        )
+
+
+def add_trainer_precision(context: Context) -> None:
+    """Writes out the precision of a file with neither `bf16` nor `fp16`."""
+    add_precision(context, ("bf16", "fp16"), "the Trainer of transformers")
+
+
+TRAINING_ARGUMENTS = Dialect(
+    "huggingface",
+    "Hugging Face TrainingArguments",
+    _find_arguments,
+    (*_ARGUMENTS, *under("config", FSDP_ROWS)),
+    finish=_finish_arguments,
+    prefix="fsdp_",
+    files=frozenset({"config"}),
+)

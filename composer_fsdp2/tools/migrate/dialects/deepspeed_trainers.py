@@ -1,0 +1,227 @@
+"""DeepSpeed inside another trainer's file: Accelerate, `TrainingArguments`, axolotl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.tools.migrate.accelerate import (
+    BLOCK,
+    TOP_ROWS,
+    add_precision,
+    distributed_type,
+    find_ranks,
+    under,
+)
+from composer_fsdp2.tools.migrate.deepspeed import (
+    DEEPSPEED,
+    PRECISION_SWITCHES,
+    fill_in,
+    finish_deepspeed,
+)
+from composer_fsdp2.tools.migrate.dialects.arguments import CHECKPOINTING_ROWS, PRECISION_ROWS
+from composer_fsdp2.tools.migrate.report import Context, Dialect, Path, Row, Site, Status
+
+__all__ = ["ACCELERATE_DEEPSPEED", "ARGUMENTS_DEEPSPEED"]
+
+_C, _NOT, _CH = Status.CONVERTED, Status.NOT_NEEDED, Status.CHANGES
+_DEC, _UN = Status.DECISION, Status.UNSUPPORTED
+_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+_CONFIG = "deepspeed_config"
+_FILE = "config.deepspeed_config_file"
+_ARGUMENT = "deepspeed"
+_STRATEGY = "strategy_config"
+_TWO = {"reshard_after_forward": False}
+
+_TRAINING_KEYS = (
+    *("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu"),
+    *("gradient_accumulation_steps", "steps_per_print", "wall_clock_breakdown", "dump_state"),
+    *("tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "flops_profiler"),
+    *("comms_logger", "memory_breakdown", "elasticity", "autotuning", "data_efficiency"),
+    *("curriculum_learning", "progressive_layer_drop", "compression_training", "timers"),
+    *("sparse_attention", "dataloader_drop_last", "checkpoint", "compile", "nebula", "seed"),
+    *("use_data_before_expert_parallelism", "max_train_batch_size", "prescale_gradients"),
+)
+"""keys of DeepSpeed that are about training and not about sharding"""
+
+_JSON = (
+    *DEEPSPEED.rows,
+    *(
+        Row(
+            key, _CH, f"not about sharding: write `{key}` as LLM Foundry has it, where it is wanted"
+        )
+        for key in _TRAINING_KEYS
+    ),
+)
+"""DeepSpeed's own table where the whole of its file is replaced"""
+
+
+# --- Accelerate: `distributed_type: DEEPSPEED`. ---
+
+
+def _offload(part: str) -> tuple[Row, ...]:
+    key = f"offload_{part}_device"
+    return (
+        Row(key, _NOT, "none is what FSDP2 does", ("none", None, False)),
+        Row(
+            key,
+            _CH,
+            "`cpu_offload` keeps parameters, gradients and optimizer state in CPU memory together",
+            ("cpu",),
+            {"cpu_offload": True},
+        ),
+        Row(key, _UN, "there is CPU memory, no NVMe", ("nvme",), options=(f"{key}=none",)),
+        Row(f"offload_{part}_nvme_path", _NOT, "speaks of NVMe alone"),
+    )
+
+
+def _stages(stage: int, status: Status, reason: str, settings: Mapping[str, Any]) -> Row:
+    return Row("zero_stage", status, reason, (stage, str(stage)), settings)
+
+
+_PLUGIN = (
+    _stages(3, _C, "ZeRO-3", {"reshard_after_forward": "auto"}),
+    _stages(2, _C, "ZeRO-2: parameters are kept until after backward", _TWO),
+    _stages(1, _CH, "gradients are sharded too, as in ZeRO-2: less memory, the same result", _TWO),
+    _stages(0, _C, "a whole copy on every rank", {_SHARD: 1, _REPLICATE: -1, **_TWO}),
+    *_offload("optimizer"),
+    *_offload("param"),
+    *(row for row in DEEPSPEED.rows if row.key == "gradient_clipping"),
+    Row(
+        "gradient_accumulation_steps",
+        _NOT,
+        "`global_train_batch_size` and `device_train_microbatch_size` say it",
+    ),
+    Row("zero3_init_flag", _NOT, "`init_device: mixed` or `meta` builds no whole model on a rank"),
+    Row(
+        "zero3_save_16bit_model",
+        _C,
+        "one file with whole weights",
+        (True, "true"),
+        {"state_dict_type": "full"},
+    ),
+    Row(
+        "zero3_save_16bit_model",
+        _C,
+        "a folder of shards",
+        (False, "false", None),
+        {"state_dict_type": "sharded"},
+    ),
+    Row("deepspeed_moe_layer_cls_names", _NOT, "experts are gathered with the unit they are in"),
+    *(
+        Row(f"deepspeed_{key}", _NOT, "the launcher says how the ranks start")
+        for key in ("hostfile", "multinode_launcher", "exclusion_filter", "inclusion_filter")
+    ),
+)
+_UNREAD = "`distributed_type: DEEPSPEED` does not read it"
+_LAUNCHER = tuple(row for row in TOP_ROWS if row.key != _CONFIG)
+
+
+def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
+    kind, block = distributed_type(data), data.get(_CONFIG)
+    if kind != "DEEPSPEED" and (kind or "compute_environment" not in data or not block):
+        return []
+    known = {row.key for row in _LAUNCHER} | {BLOCK, "parallelism_config"}
+    keys = {key: key for key in data if key in known}
+    return [Site((), {**keys, _CONFIG: "config"} if _CONFIG in data else keys)]
+
+
+def _finish_accelerate(context: Context) -> None:
+    read = any(key.startswith(f"{_FILE}.") for key in context.entries)
+    precision = context.value("mixed_precision")
+    for name, words in (("bf16", ("bf16",)), ("fp16", ("fp16",))):
+        if precision is not None:
+            fill_in(context, f"{_FILE}.", f"{name}.enabled", precision in words)
+    if read:
+        fill_in(
+            context, f"{_FILE}.", "gradient_clipping", context.value("config.gradient_clipping")
+        )
+        finish_deepspeed(context, f"{_FILE}.")
+    elif "config.zero_stage" not in context.entries and _FILE not in context.entries:
+        context.add("Accelerate's default is stage 2", **_TWO)
+    switches = tuple(f"{_FILE}.{key}" for key in PRECISION_SWITCHES)
+    file = context.entries.get(_FILE)
+    if file is None or not file.is_open:
+        add_precision(context, ("mixed_precision", *switches), "Accelerate")
+
+
+ACCELERATE_DEEPSPEED = Dialect(
+    "accelerate-deepspeed",
+    "Accelerate with DeepSpeed",
+    _find_accelerate,
+    (
+        *_LAUNCHER,
+        *(Row(key, _NOT, _UNREAD) for key in (BLOCK, "parallelism_config")),
+        *under("config", _PLUGIN),
+        *under(_FILE, _JSON),
+    ),
+    finish=_finish_accelerate,
+    ranks=find_ranks,
+    files=frozenset({_FILE}),
+)
+
+
+# --- `deepspeed:` and `deepspeed_config:` of TrainingArguments, axolotl and older Composer. ---
+
+
+def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
+    """Mappings at any depth that name DeepSpeed's settings or hold them."""
+    sites = []
+    if _is_rolls(data):
+        return [Site(path, {_STRATEGY: _ARGUMENT})]
+    for name in (_ARGUMENT, _CONFIG):
+        if data.get(name) and isinstance(data[name], str | Mapping | list):
+            _check_alone(data, name, path)
+            known = {row.key for row in (*PRECISION_ROWS, *CHECKPOINTING_ROWS)}
+            keys = {key: key for key in data if key in known}
+            sites = [Site(path, {**keys, name: _ARGUMENT})]
+    if sites:
+        return sites
+    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
+    return [site for key, value in inner for site in _find_arguments(value, (*path, key))]
+
+
+def _is_rolls(data: Mapping[str, Any]) -> bool:
+    """Whether it is ROLL's way to ask for DeepSpeed."""
+    block, name = data.get(_STRATEGY), data.get("strategy_name")
+    zero = isinstance(block, Mapping) and "zero_optimization" in block
+    return bool(block) and (zero or (isinstance(name, str) and name.startswith("deepspeed")))
+
+
+def _check_alone(data: Mapping[str, Any], name: str, path: Path) -> None:
+    others = (_CONFIG if name == _ARGUMENT else _ARGUMENT, "fsdp", BLOCK)
+    other = next((key for key in others if data.get(key)), None)
+    if other is not None:
+        both = [".".join((*path, key)) for key in (name, other)]
+        raise ConfigError(
+            f"The configuration has both '{both[0]}' and '{both[1]}'. A run is sharded by one of "
+            "them, and it is not clear by which. Remove the other one."
+        )
+
+
+def _finish_arguments(context: Context) -> None:
+    prefix = f"{_ARGUMENT}."
+    parent: Any = context.data
+    for name in context.site.parent:
+        parent = parent[name]
+    for name in ("bf16", "fp16"):
+        given = context.value(name)
+        fill_in(context, prefix, f"{name}.enabled", given if isinstance(given, bool) else None)
+    fill_in(context, prefix, "gradient_clipping", parent.get("max_grad_norm"))
+    file = context.entries.get(_ARGUMENT)
+    if file is not None and file.is_open:
+        return
+    finish_deepspeed(context, prefix)
+    keys = ("bf16", "fp16", *(f"{prefix}{key}" for key in PRECISION_SWITCHES))
+    add_precision(context, keys, "the Trainer of transformers")
+
+
+ARGUMENTS_DEEPSPEED = Dialect(
+    "huggingface-deepspeed",
+    "Hugging Face TrainingArguments with DeepSpeed",
+    _find_arguments,
+    (*PRECISION_ROWS, *CHECKPOINTING_ROWS, *under(_ARGUMENT, _JSON)),
+    finish=_finish_arguments,
+    files=frozenset({_ARGUMENT}),
+)
