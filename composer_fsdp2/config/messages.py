@@ -8,9 +8,18 @@ from typing import Any
 
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["ascii_repr", "invalid_value", "nearest", "one_of", "raise_errors", "unknown_key"]
+__all__ = [
+    "ascii_repr",
+    "invalid_value",
+    "nearest",
+    "one_of",
+    "raise_errors",
+    "shortened",
+    "unknown_key",
+]
 
 _LONGEST = 200
+_LONGEST_TEXT = 1500
 
 
 def ascii_repr(value: Any) -> str:
@@ -37,6 +46,11 @@ def _written(value: Any) -> str:
 
 def _key(key: Any) -> str:
     return key if isinstance(key, str) and key.isascii() and key.isidentifier() else ascii(key)
+
+
+def shortened(text: str, most: int = _LONGEST_TEXT) -> str:
+    """Cuts a text at a length that a person reads."""
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def one_of(names: Sequence[str]) -> str:
