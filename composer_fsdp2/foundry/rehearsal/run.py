@@ -151,6 +151,13 @@ def _read_config(notes: Notes, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
     missing = _missing(cut)
     for key in missing:
         notes.add(f"'{key}' is missing, which LLM Foundry needs.", f"Write {key}: ...")
+    size = cut.get("device_train_microbatch_size")
+    if size not in (None, "auto") and (isinstance(size, bool | str) or size <= 0):
+        notes.add(
+            f"device_train_microbatch_size: {ascii_repr(size)} is no number of samples.",
+            "Write a number above 0, or auto.",
+        )
+        cut["device_train_microbatch_size"] = "auto"
     for key in _BLOCKS:
         if key in cut and not isinstance(cut[key], dict):
             notes.add(f"{key}: {ascii_repr(cut[key])} is no mapping.", f"Write {key}: {{name: ...}}.")

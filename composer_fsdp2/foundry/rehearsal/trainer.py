@@ -13,7 +13,7 @@ import torch
 from composer.core import Event, Precision, State, TimeUnit, ensure_time
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import ConsoleLogger, Logger
-from composer.utils import create_interval_scheduler, format_name_with_dist, get_device
+from composer.utils import create_interval_scheduler, get_device
 
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
@@ -145,39 +145,11 @@ def check_arguments(notes: Notes, config: Any) -> None:
     if config.compile_config is not None:
         with notes.step("compile_config"):
             check_kwargs(torch.compile, {"model": None, **config.compile_config})
-    _check_microbatch(notes, config.device_train_microbatch_size)
-    _check_saving(notes, config)
-
-
-def _check_microbatch(notes: Notes, size: Any) -> None:
-    if size != "auto" and (isinstance(size, bool | str) or size <= 0):
-        notes.add(
-            f"device_train_microbatch_size: {size!r} is no number of samples.",
-            "Write a number above 0, or auto.",
-        )
-
-
-def _check_saving(notes: Notes, config: Any) -> None:
-    names = {
-        "save_filename": config.save_filename,
-        "save_latest_filename": config.save_latest_filename,
-    }
-    for key, name in names.items():
-        if name is not None:
-            with notes.step(key, "Write {rank}, {run_name}, {epoch} or {batch} in braces."):
-                _format(name)
     if config.autoresume and (config.save_folder is None or config.run_name is None):
         notes.add(
             "autoresume: true needs save_folder and run_name, to find the newest checkpoint.",
             "Write both, or leave autoresume out.",
         )
-
-
-def _format(name: str) -> None:
-    from composer.core import Timestamp
-    from composer.utils import format_name_with_dist_and_time
-
-    format_name_with_dist(format_name_with_dist_and_time(name, "run", Timestamp()), "run")
 
 
 # --- The start of the Trainer. ---
