@@ -128,8 +128,10 @@ def _read_run(
     from composer_fsdp2.foundry.run_file import read_parallelism, read_run, read_setting
     from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
     from composer_fsdp2.tools.doctor import KEYS, Run
+    from composer_fsdp2.tools.foreign import check_is_run
 
     cfg = read_run(path, overrides)
+    check_is_run(path, cfg)
     parsed = read_parallelism(cfg)
     fsdp2 = requests_fsdp2(parsed)
     values = {key: read_setting(cfg, key) for key in KEYS}

@@ -114,9 +114,11 @@ def _start_or_join(
     command: str, run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None
 ) -> None:
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
-    from composer_fsdp2.foundry.run_file import check_ranks, load_run
+    from composer_fsdp2.foundry.run_file import check_ranks, load_run, read_run
+    from composer_fsdp2.tools.foreign import check_is_run
 
     with reported():
+        check_is_run(run, read_run(run, overrides))
         cfg = load_run(run, overrides)
         if not under_launcher():
             ranks = ranks or default_ranks()
