@@ -79,8 +79,7 @@ FSDP1_KEYS = frozenset(
 """The keys of Composer's `FSDPConfig`."""
 
 FSDP1_ONLY = frozenset(
-    {*_NOT_NEEDED, *_NOT_SUPPORTED, "sharding_strategy"}
-    - {"backward_prefetch", "forward_prefetch"}
+    {*_NOT_NEEDED, *_NOT_SUPPORTED, "sharding_strategy"} - {"backward_prefetch", "forward_prefetch"}
 )
 """The keys of FSDP1 that are no settings of FSDP2."""
 _MIGRATE = "`composer-fsdp2 migrate` converts a whole file."

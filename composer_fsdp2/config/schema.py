@@ -384,9 +384,6 @@ def _check_all(values: Mapping[str, Any], errors: list[str]) -> None:
     for name, declared in known.items():
         declared.values.check(name, values[name], errors)
     for declared in known.values():
-        try:
+        # It may rely on values of the right type; that they are not is said already.
+        with contextlib.suppress(Exception) if errors else contextlib.nullcontext():
             declared.check_together(values, errors)
-        except Exception:
-            # It may rely on values of the right type; that they are not is said already.
-            if not errors:
-                raise

@@ -105,9 +105,7 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-def examine(
-    machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
-) -> list[Finding]:
+def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()) -> list[Finding]:
     """Everything there is to say, problems first.
 
     Args:

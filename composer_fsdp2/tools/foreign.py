@@ -33,7 +33,14 @@ _SIGNS: Mapping[str, frozenset[str]] = {
         }
     ),
     "a configuration of ROLL": frozenset(
-        {"actor_infer", "actor_train", "pretrain", "reference", "reward_pretrain", "rollout_batch_size"}
+        {
+            "actor_infer",
+            "actor_train",
+            "pretrain",
+            "reference",
+            "reward_pretrain",
+            "rollout_batch_size",
+        }
     ),
     "a configuration of axolotl": frozenset(
         {"adapter", "base_model", "datasets", "micro_batch_size", "sequence_len", "val_set_size"}

@@ -171,12 +171,10 @@ def rehearse_loader(
                 _check_finetuning(dataset)
     if tokenizer is None or len(notes.mistakes) > before or not _is_cheap(name, settings):
         return None
-    built = None
     with notes.step(where):
-        built = registry.dataloaders.get(name)(
-            **settings, tokenizer=tokenizer, device_batch_size=batch_size
-        )
-    return built
+        build = registry.dataloaders.get(name)
+        return build(**settings, tokenizer=tokenizer, device_batch_size=batch_size)
+    return None
 
 
 def _is_cheap(name: Any, settings: Mapping[str, Any]) -> bool:
@@ -221,17 +219,18 @@ def _wrong_files(dataset: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     local = isinstance(name, str) and not is_remote(name) and name not in _WRITERS
     if local and name.startswith((".", "/", "~")) and not os.path.exists(name):
         yield f"hf_name: there is no '{name}'.", advice
-    folders = {"data_dir": dataset.get("data_dir")}
+    folders = {"data_dir": dataset.get("data_dir"), "hf_kwargs.data_dir": None}
     if isinstance(kwargs, Mapping):
         folders["hf_kwargs.data_dir"] = kwargs.get("data_dir")
         for file in _files(kwargs.get("data_files")):
             path = Path(str(kwargs.get("data_dir") or ""), file)
             if name in _WRITERS and not is_remote(file) and not glob.glob(str(path)):
                 yield f"hf_kwargs.data_files: there is no '{path}'.", advice
+    if name not in _WRITERS:
+        del folders["hf_kwargs.data_dir"]  # a folder of the hub's repository
     for key, folder in folders.items():
         if isinstance(folder, str) and not is_remote(folder) and not Path(folder).is_dir():
-            if key != "hf_kwargs.data_dir" or name in _WRITERS:
-                yield f"{key}: there is no folder '{folder}'.", advice
+            yield f"{key}: there is no folder '{folder}'.", advice
 
 
 def _files(given: Any) -> Iterator[str]:

@@ -47,9 +47,7 @@ class Notes:
     cluster: Cluster
     mistakes: list[Mistake] = field(default_factory=list[Mistake])
 
-    def add(
-        self, what: str, advice: str, level: Literal["problem", "warning"] = "problem"
-    ) -> None:
+    def add(self, what: str, advice: str, level: Literal["problem", "warning"] = "problem") -> None:
         """Adds one, unless it is there already."""
         mistake = Mistake(shortened(what), shortened(advice), level)
         if mistake not in self.mistakes:

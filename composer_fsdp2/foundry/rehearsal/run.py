@@ -160,7 +160,9 @@ def _read_config(notes: Notes, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
         cut["device_train_microbatch_size"] = "auto"
     for key in _BLOCKS:
         if key in cut and not isinstance(cut[key], dict):
-            notes.add(f"{key}: {ascii_repr(cut[key])} is no mapping.", f"Write {key}: {{name: ...}}.")
+            notes.add(
+                f"{key}: {ascii_repr(cut[key])} is no mapping.", f"Write {key}: {{name: ...}}."
+            )
             missing.append(key)
     if missing:
         return None, {}
@@ -251,9 +253,7 @@ class _Run:
             trainer.start(notes, config, parts, built.model, loader, self.name)
             if self.fsdp2:
                 units = trainer.plan(notes, config, parts, built.model)
-        return Rehearsal(
-            mistakes=tuple(notes.mistakes), units=units, builds_on_meta=built.on_meta
-        )
+        return Rehearsal(mistakes=tuple(notes.mistakes), units=units, builds_on_meta=built.on_meta)
 
     def _eval_loaders(self, tokenizer: Any) -> None:
         config, notes = self.config, self.notes

@@ -67,9 +67,8 @@ def build_parts(notes: Notes, config: Any, logged: dict[str, Any]) -> Parts:
         lambda name, kwargs: builders.build_callback(name, kwargs, logged),
     )
     # Told of the run, some would ask a server whether they may write there.
-    parts.callbacks = [
-        built for name, built in callbacks if not any_remote(dict((config.callbacks or {})[name] or {}))
-    ]
+    remote = {name for name, block in (config.callbacks or {}).items() if any_remote(block)}
+    parts.callbacks = [built for name, built in callbacks if name not in remote]
     known = registry.algorithms.get_all()
     algorithms = _build_each(
         notes, "algorithms", config.algorithms, known, builders.build_algorithm
@@ -155,9 +154,7 @@ def check_arguments(notes: Notes, config: Any) -> None:
 # --- The start of the Trainer. ---
 
 
-def start(
-    notes: Notes, config: Any, parts: Parts, model: Any, loader: Any, run_name: str
-) -> None:
+def start(notes: Notes, config: Any, parts: Parts, model: Any, loader: Any, run_name: str) -> None:
     """Tells algorithms and callbacks of the start, which may change the model."""
     state, logger = None, None
     with notes.step("The Trainer"):

@@ -17,8 +17,8 @@ FOREIGN = {
     "Accelerate ": "distributed_type: MULTI_GPU\nnum_processes: 8\n",
     "DeepSpeed": '{"zero_optimization": {"stage": 3}, "train_batch_size": 8}',
     "DeepSpeed ": '{"zero_optimization": {"stage": 3}}',
-    "ROLL": "rollout_batch_size: 8\nactor_train:\n  strategy_args:\n    strategy_name: fsdp2_train\n"
-    "    strategy_config: {fsdp_size: 8}\n",
+    "ROLL": "rollout_batch_size: 8\nactor_train:\n  strategy_args:\n"
+    "    strategy_name: fsdp2_train\n    strategy_config: {fsdp_size: 8}\n",
     "axolotl": "base_model: x\ndatasets: []\nsequence_len: 8\nfsdp: [full_shard]\n",
     "TrainingArguments": "output_dir: x\nper_device_train_batch_size: 1\nfsdp: full_shard\n",
 }

@@ -351,11 +351,24 @@ def test_defaults_are_those_of_llm_foundry():
 # --- The command. ---
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of the quickstart, which writes its data as soon as it is looked at."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return [f"variables.folder={folder}", "variables.text.megabytes=0.1"]
+
+
 @pytest.fixture
-def doctor(monkeypatch):
+def doctor(monkeypatch, small: list[str]):
     for name in ("RANK", "WORLD_SIZE", "FSDP_VERSION"):
         monkeypatch.delenv(name, raising=False)
-    return lambda *args: CliRunner().invoke(main.app, ["doctor", *map(str, args)])
+    monkeypatch.chdir(ROOT)
+
+    def run(*args: object):
+        given = [*map(str, args), *(small if QUICKSTART in args else [])]
+        return CliRunner().invoke(main.app, ["doctor", *given])
+
+    return run
 
 
 def test_shows_versions_and_patches(doctor):

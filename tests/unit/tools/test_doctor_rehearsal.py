@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from composer_fsdp2.cli import main
 from tests.support import foundry
 from tests.support.foundry import FSDP2, merged, run_of
+from tests.support.yaml_models import SHAPES
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -55,7 +57,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("algorithms.gradient_clipping", "kind"),
     ),
     "logger": ({"loggers": {"wandbb": {}}}, ("loggers", "'wandb'")),
-    "logger's key": ({"loggers": {"mlflow": {"experiment": "x"}}}, ("loggers.mlflow", "experiment")),
+    "logger's key": (
+        {"loggers": {"mlflow": {"experiment": "x"}}},
+        ("loggers.mlflow", "experiment"),
+    ),
     "loader": ({"train_loader.name": "texts"}, ("train_loader.name", "'text'")),
     "loader's key": ({"train_loader.workers": 1}, ("train_loader", "workers")),
     "no data": ({"train_loader.dataset.local": "no/where"}, ("train_loader", "no/where/train")),
@@ -64,7 +69,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"train_loader.dataset.streams": {"a": {"local": "no/where"}}},
         ("streams.a.local", "no/where"),
     ),
-    "value of a dataset": ({"train_loader.dataset.batching_method": "rnd"}, ("train_loader", "rnd")),
+    "value of a dataset": (
+        {"train_loader.dataset.batching_method": "rnd"},
+        ("train_loader", "rnd"),
+    ),
     "evaluation data": (
         {"eval_loader": {"name": "text", "dataset": {"local": "no/eval", "split": "val"}}},
         ("eval_loader", "no/eval/val"),
@@ -174,7 +182,7 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
         assets,
         FSDP2,
         {
-            "loggers": {"file_logger": {}},
+            "loggers": {"in_memory_logger": {}},
             "callbacks": {"speed_monitor": {"window_size": 3}, "lr_monitor": {}},
             "algorithms": {
                 "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}
@@ -220,3 +228,58 @@ def test_a_precision_for_gpus(doctor, assets: Path, precision: str):
     assert f"'{precision}'" in said
     assert "amp_bf16" in said
     assert doctor({**settings, "precision": "amp_bf16"}, *GPUS)[0] == 0
+
+
+# --- Runs of this repository. ---
+
+RUNS = sorted((ROOT / "yamls").glob("*/*.yaml"))
+PLACEHOLDERS = [path for path in RUNS if path.parent.name != "complete"]
+COMPLETE = [path for path in RUNS if path.parent.name == "complete"]
+
+
+@pytest.mark.parametrize("path", PLACEHOLDERS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Path):
+    kind = "mds" if path.parent.name == "pretrain" else "finetuning"
+    start = [f"variables.checkpoint={assets}"] if path.stem == "mpt-7b" else []
+    code, said = doctor(path, *GPUS, *start)
+    assert code == 1
+    assert "/my-" in said or "'my-" in said
+    if kind == "finetuning":
+        start.append("eval_loader.dataset.split=val")
+    code, said = doctor(path, *GPUS, *start, f"variables.data={assets}/{kind}")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "olmoe-1b-7b"])
+def test_a_large_model_is_planned_on_meta(doctor, assets: Path, tmp_path: Path, model: str):
+    path = ROOT / "yamls" / "pretrain" / f"{model}.yaml"
+    name = yaml.safe_load(path.read_text())["variables"]["model"]
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    given = [
+        f"variables.data={assets}/mds",
+        f"model.pretrained_model_name_or_path={tmp_path}",
+        f"tokenizer.name={assets}/tokenizer",
+    ]
+    assert doctor(path, *GPUS, *given)[0] == 0
+    wrong = f"{FSDP2_KEY}.wrap_policy.classes=[LlamaDecoderLayers]"
+    code, said = doctor(path, *GPUS, *given, wrong)
+    assert code == 1
+    assert "LlamaDecoderLayers" in said
+
+
+@pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)
+def test_a_complete_run_passes(doctor, tmp_path: Path, path: Path):
+    """Its data are written by its own transform, as in the run."""
+    given = [f"variables.folder={tmp_path}"]
+    if path.stem.startswith("mpt"):
+        given.append("variables.text.megabytes=0.1")
+    code, said = doctor(path, *given)
+    assert code == 0, said
+    assert "init_device: meta" not in said or path.stem != "distillation"
+
+
+def test_a_pretrained_teacher_cannot_be_on_meta(doctor, tmp_path: Path):
+    path = ROOT / "yamls" / "complete" / "distillation.yaml"
+    code, said = doctor(path, f"variables.folder={tmp_path}", "model.init_device=meta")
+    assert code == 1
+    assert "pretrained=True is not supported" in said
