@@ -23,7 +23,7 @@ _LONGEST = 200
 _LONGEST_TEXT = 1500
 _LONGEST_WORD = 100
 """a longer one is no misspelling of anything"""
-_MOST_ERRORS = 20
+_MOST_ERRORS, _MOST_KEYS = 20, 10
 
 
 def ascii_repr(value: Any) -> str:
@@ -99,9 +99,9 @@ def unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
 
 def unknown_keys(keys: Sequence[str], known: Mapping[str, Any], where: str) -> list[str]:
     """Returns a sentence about each key that does not exist, and one about those beyond."""
-    sentences = [unknown_key(key, known, where) for key in keys[:_MOST_ERRORS]]
-    if len(keys) > _MOST_ERRORS:
-        sentences.append(f"{len(keys) - _MOST_ERRORS} more are not keys of {where} either.")
+    sentences = [unknown_key(key, known, where) for key in keys[:_MOST_KEYS]]
+    if len(keys) > _MOST_KEYS:
+        sentences.append(f"{len(keys) - _MOST_KEYS} more are not keys of {where} either.")
     return sentences
 
 

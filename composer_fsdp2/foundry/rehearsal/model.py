@@ -56,7 +56,7 @@ def build(notes: Notes, config: Any, tokenizer: Any) -> Built:
             return built
         _check_weights(notes, block)
     # What cpu builds on every rank, and mixed on the first, is built here as on the second.
-    instead = "mixed" if init == "cpu" and config.fsdp_config else None
+    instead = "mixed" if init == "cpu" else None
     with notes.step("model"):
         built.model = _build(config, tokenizer, instead)
     if init == "meta":
@@ -89,9 +89,10 @@ def _build(config: Any, tokenizer: Any, init_device: str | None) -> ComposerMode
     block = copy.deepcopy(config.model)
     if init_device is not None:
         block["init_device"] = init_device
-    context = process_init_device(block, copy.deepcopy(config.fsdp_config), None)
+    # Without FSDP `mixed` is refused, which `doctor` says itself.
+    context = process_init_device(block, copy.deepcopy(config.fsdp_config or {}), None)
     name, dtype = block.pop("name"), block.pop("master_weights_dtype", None)
-    with replaced(_SECOND_RANK), _values_left_out(), _unless_fsdp(config):
+    with replaced(_SECOND_RANK), _values_left_out():
         return build_composer_model(
             name=name,
             cfg=block,
@@ -107,11 +108,6 @@ def _values_left_out() -> contextlib.AbstractContextManager[Any]:
 
     without = getattr(modeling_utils, "no_init_weights", contextlib.nullcontext)
     return without()
-
-
-def _unless_fsdp(config: Any) -> contextlib.AbstractContextManager[Any]:
-    """Without FSDP there is no rank without weights: torch leaves them out by itself."""
-    return contextlib.nullcontext() if config.fsdp_config else torch.device("meta")
 
 
 def build_optimizer(notes: Notes, config: Any, built: Built) -> torch.optim.Optimizer | None:

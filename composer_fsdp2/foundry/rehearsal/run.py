@@ -60,9 +60,11 @@ def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     from llmfoundry.utils.registry_utils import save_registry
 
     from composer_fsdp2.foundry.registered import register
+    from composer_fsdp2.trainer.patches import engine
 
     notes = Notes(cluster)
-    with _undone(), _without_environment(), save_registry():
+    # With no rows of its own it takes back what the config transform installs.
+    with _undone(), _without_environment(), save_registry(), engine.installed(()):
         register()
         _import_code(notes, cfg)
         config, logged = _read_config(notes, cfg)
@@ -221,21 +223,11 @@ class _Run:
 
     def whole(self) -> Rehearsal:
         """Builds everything and plans."""
-        from composer_fsdp2.trainer.patches import installed
+        from llmfoundry.command_utils.train import validate_config
 
         for name in LAUNCHED:
             os.environ.pop(name, None)
-        stack = contextlib.ExitStack()
-        if self.fsdp2:
-            with self.notes.step("parallelism_config.fsdp2"):
-                stack.enter_context(installed())
-        with stack:
-            return self._parts()
-
-    def _parts(self) -> Rehearsal:
         notes, config = self.notes, self.config
-        from llmfoundry.command_utils.train import validate_config
-
         with notes.step("The configuration"):
             validate_config(copy.deepcopy(config))
         tokenizer = data.rehearse_tokenizer(notes, config.tokenizer)
@@ -247,9 +239,9 @@ class _Run:
         data.check_paths_of_run(notes, config, self.name)
         trainer.check_arguments(notes, config)
         built = model.build(notes, config, tokenizer)
+        parts.optimizer = model.build_optimizer(notes, config, built)
         units = None
         if built.model is not None:
-            parts.optimizer = model.build_optimizer(notes, config, built)
             trainer.start(notes, config, parts, built.model, loader, self.name)
             if self.fsdp2:
                 units = trainer.plan(notes, config, parts, built.model)

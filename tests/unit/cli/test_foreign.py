@@ -63,7 +63,6 @@ def test_a_job_of_mcli_is_named(invoke, write, command: str):
         "max_duration: 1ep\nparallelism_config: {fsdp2: {verbose: '${foo'}}",
         "max_duration: 1ep\nparallelism_config: '${foo'",
         "max_duration: 1ep\nmodel: {a: ['${foo']}",
-        "max_duration: 1ep\n'${foo': 1",
         "max_duration: '${a:b:c}}${'",
     ],
 )
