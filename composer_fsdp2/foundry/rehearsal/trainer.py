@@ -37,6 +37,8 @@ _REACH_OUT = ("comet_ml", "mlflow", "mosaicml", "neptune", "remote_uploader_down
 class Parts:
     """What was built for the Trainer."""
 
+    loggers: list[Any] = field(default_factory=list[Any])
+    """a `None` among them was not built"""
     callbacks: list[Any] = field(default_factory=list[Any])
     algorithms: list[Any] = field(default_factory=list[Any])
     scheduler: Any = None
@@ -57,7 +59,9 @@ def build_parts(notes: Notes, config: Any, logged: dict[str, Any]) -> Parts:
     if notes.known("scheduler.name", name, registry.schedulers.get_all(), "schedulers"):
         with notes.step("scheduler"):
             parts.scheduler = builders.build_scheduler(name, settings)
-    _build_each(notes, "loggers", config.loggers, registry.loggers.get_all(), _logger)
+    known = registry.loggers.get_all()
+    loggers = _build_each(notes, "loggers", config.loggers, known, _logger)
+    parts.loggers = [built for _, built in loggers]
     with_config = registry.callbacks_with_config.get_all()
     callbacks = _build_each(
         notes,
@@ -167,7 +171,7 @@ def start(notes: Notes, config: Any, parts: Parts, model: Any, loader: Any, run_
             algorithms=parts.algorithms,
             callbacks=parts.callbacks,
         )
-        logger = Logger(state, [])
+        logger = Logger(state, [built for built in parts.loggers if built is not None])
         model.logger = logger
     if state is None or logger is None:
         return
@@ -175,10 +179,16 @@ def start(notes: Notes, config: Any, parts: Parts, model: Any, loader: Any, run_
         with notes.step(f"algorithms: {type(algorithm).__name__}"):
             if algorithm.match(Event.INIT, state):
                 algorithm.apply(Event.INIT, state, logger)
-    for callback in parts.callbacks:
-        with notes.step(f"callbacks: {type(callback).__name__}"):
+    for callback in parts.callbacks if None not in parts.loggers else ():
+        with _unless_of_a_gpu(notes).step(f"callbacks: {type(callback).__name__}"):
             callback.run_event(Event.INIT, state, logger)
     _start_scheduler(notes, config, parts, state, loader)
+
+
+def _unless_of_a_gpu(notes: Notes) -> Notes:
+    """What a callback finds wrong without a GPU may be right where the run takes place."""
+    absent = notes.cluster.on_gpus and not torch.cuda.is_available()
+    return Notes(notes.cluster) if absent else notes
 
 
 def _start_scheduler(notes: Notes, config: Any, parts: Parts, state: State, loader: Any) -> None:
