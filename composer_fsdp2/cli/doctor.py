@@ -26,11 +26,11 @@ __all__ = ["HELP", "doctor"]
 
 HELP = """Show versions, GPUs and what is replaced in Composer; with CONFIG also what the run does.
 
-CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes through
-what the run goes through before its first batch: it imports `code_paths`, applies config transforms
-(which may write data), builds everything that has a name, the model on meta, looks for every folder,
-and plans the units. No process is started and nothing is downloaded. Exit code 1 if something would
-make the run fail, 2 for a CONFIG that cannot be used.
+CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes
+through what the run goes through before its first batch: it imports `code_paths`, applies config
+transforms (which may write data), builds everything that has a name, the model on meta, looks for
+every folder, and plans the units. No process is started and nothing is downloaded. Exit code 1 if
+something would make the run fail, 2 for a CONFIG that cannot be used.
 
 - `composer-fsdp2 doctor run.yaml`
 
