@@ -93,13 +93,25 @@ def _build(config: Any, tokenizer: Any, init_device: str | None) -> ComposerMode
     context = process_init_device(block, copy.deepcopy(config.fsdp_config or {}), None)
     name, dtype = block.pop("name"), block.pop("master_weights_dtype", None)
     with replaced(_SECOND_RANK), _values_left_out():
-        return build_composer_model(
-            name=name,
-            cfg=block,
-            tokenizer=tokenizer,
-            init_context=context,
-            master_weights_dtype=dtype,
-        )
+        try:
+            return build_composer_model(
+                name=name,
+                cfg=block,
+                tokenizer=tokenizer,
+                init_context=context,
+                master_weights_dtype=dtype,
+            )
+        except RuntimeError as error:
+            raise _caught_before(error) from None
+
+
+def _caught_before(error: RuntimeError) -> Exception:
+    """LLM Foundry logs what went wrong, and raises that it is in the log of a rank."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    kept = trace.tb_frame.f_locals.get("error") if trace is not None else None
+    return kept if isinstance(kept, Exception) else error
 
 
 def _values_left_out() -> contextlib.AbstractContextManager[Any]:
