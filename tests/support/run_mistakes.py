@@ -137,7 +137,6 @@ TRIED = (
     "model's value",
     "loss that is not installed",
     "init_device",
-    "tokenizer's folder",
     "duration",
     "duration in seconds",
     "interval of saving",
