@@ -18,14 +18,19 @@ from composer_fsdp2.cli.console import reported
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from composer_fsdp2.tools.doctor import Finding, Machine, Run
 
 __all__ = ["HELP", "doctor"]
 
 HELP = """Show versions, GPUs and what is replaced in Composer; with CONFIG also what the run does.
 
-CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it; no process is
-started. Exit code 1 if something would make the run fail, 2 for a CONFIG that cannot be used.
+CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes
+through what the run goes through before its first batch: it imports `code_paths`, applies config
+transforms (which may write data), builds everything that has a name, the model on meta, looks for
+every folder, and plans the units. No process is started and nothing is downloaded. Exit code 1 if
+something would make the run fail, 2 for a CONFIG that cannot be used.
 
 - `composer-fsdp2 doctor run.yaml`
 
@@ -64,10 +69,11 @@ def doctor(
         machine = _read_machine()
         if not as_json:
             _print_machine(machine, whole=config is None)
+        rehearsed: list[Finding] = []
         try:
             run = None
             if config is not None:
-                run = _read_run(config, overrides or [], machine, ranks, gpus_per_node)
+                run, rehearsed = _read_run(config, overrides or [], machine, ranks, gpus_per_node)
             elif ranks or gpus_per_node:
                 raise ConfigError(
                     "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
@@ -77,7 +83,7 @@ def doctor(
             if as_json:
                 _print_json(machine, None, [], str(error))
             raise
-        findings = examine(machine, run)
+        findings = examine(machine, run, rehearsed)
         if as_json:
             _print_json(machine, run, findings)
         else:
@@ -121,17 +127,19 @@ def _read_run(
     machine: Machine,
     ranks: int | None,
     gpus_per_node: int | None,
-) -> Run:
+) -> tuple[Run, list[Finding]]:
     from composer_fsdp2.foundry.run_file import read_parallelism, read_run, read_setting
     from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
     from composer_fsdp2.tools.doctor import KEYS, Run
+    from composer_fsdp2.tools.foreign import check_is_run
 
     cfg = read_run(path, overrides)
+    check_is_run(path, cfg)
     parsed = read_parallelism(cfg)
     fsdp2 = requests_fsdp2(parsed)
     values = {key: read_setting(cfg, key) for key in KEYS}
     number, per_node = _processes(machine, ranks, gpus_per_node)
-    return Run(
+    run = Run(
         path=str(path),
         asks="FSDP2" if fsdp2 else "FSDP1" if parsed.get("fsdp_config") is not None else "neither",
         settings=fsdp2_settings(parsed) if fsdp2 else None,
@@ -142,6 +150,30 @@ def _read_run(
         on_gpus=bool(machine.gpus or gpus_per_node),
         others={key: value for key, value in values.items() if value is not None},
     )
+    return _rehearse(cfg, run, machine, is_here=gpus_per_node is None)
+
+
+def _rehearse(
+    cfg: DictConfig, run: Run, machine: Machine, *, is_here: bool
+) -> tuple[Run, list[Finding]]:
+    """Goes through the run; what only that shows is added to it."""
+    from composer_fsdp2.tools.doctor import Finding
+
+    if machine.versions.get("llm-foundry") is None or not machine.has_pkg_resources:
+        return run, []
+    from composer_fsdp2.foundry.rehearsal.notes import Cluster
+    from composer_fsdp2.foundry.rehearsal.run import rehearse
+
+    cluster = Cluster(
+        ranks=run.ranks,
+        ranks_per_node=run.ranks_per_node,
+        on_gpus=run.on_gpus,
+        is_here=is_here,
+    )
+    found = rehearse(cfg, cluster)
+    units = None if found.units is None else len(found.units.units)
+    run = dataclasses.replace(run, builds_on_meta=found.builds_on_meta, units=units)
+    return run, [Finding(one.level, one.what, one.advice) for one in found.mistakes]
 
 
 def _processes(machine: Machine, ranks: int | None, gpus_per_node: int | None) -> tuple[int, int]:

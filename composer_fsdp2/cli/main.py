@@ -114,9 +114,11 @@ def _start_or_join(
     command: str, run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None
 ) -> None:
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
-    from composer_fsdp2.foundry.run_file import check_ranks, load_run
+    from composer_fsdp2.foundry.run_file import check_ranks, load_run, read_run
+    from composer_fsdp2.tools.foreign import check_is_run
 
     with reported():
+        check_is_run(run, read_run(run, overrides))
         cfg = load_run(run, overrides)
         if not under_launcher():
             ranks = ranks or default_ranks()
@@ -186,31 +188,21 @@ def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import train_from_yaml
 
-    _register()
+    from composer_fsdp2.foundry.registered import register
+
+    register()
     train_from_yaml(str(run), overrides)
 
 
 def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import eval_from_yaml
 
+    from composer_fsdp2.foundry.registered import register
     from composer_fsdp2.trainer.patches import install
 
-    _register()
+    register()
     install()  # it asks no plugin before it refuses `parallelism_config`
     eval_from_yaml(str(run), overrides)
-
-
-def _register() -> None:
-    """LLM Foundry finds these by entry point, but not in a checkout that is not installed."""
-    from llmfoundry import registry
-
-    from composer_fsdp2.foundry.transform import transform
-    from composer_fsdp2.trainer import monitor, patches, step_record
-
-    registry.config_transforms.register(patches.TRANSFORM, func=transform)
-    registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
-    # `parity` writes its name into the configurations that it runs.
-    registry.algorithms.register(step_record.NAME, func=step_record.Recorder)
 
 
 if __name__ == "__main__":

@@ -142,9 +142,11 @@ def _check_overrides(paths: tuple[Path, Path], overrides: list[str]) -> None:
 def _job(name: str, path: Path, overrides: list[str]) -> Job:
     from composer_fsdp2.foundry.run_file import merge, read_parallelism, read_yaml
     from composer_fsdp2.foundry.transform import requests_fsdp2
+    from composer_fsdp2.tools.foreign import check_is_run
     from composer_fsdp2.tools.parity.jobs import Job, overrides_for
 
     config = read_yaml(path)
+    check_is_run(path, config)
     config = merge(config, overrides_for(config, overrides))
     parsed = read_parallelism(config)
     if requests_fsdp2(parsed):

@@ -6,10 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["FSDP1_KEYS", "FSDP1_STRATEGIES", "Conversion", "convert_fsdp1", "convert_fsdp1_unit"]
+__all__ = [
+    "FSDP1_KEYS",
+    "FSDP1_ONLY",
+    "FSDP1_STRATEGIES",
+    "Conversion",
+    "convert_fsdp1",
+    "convert_fsdp1_unit",
+    "fsdp1_answer",
+]
 
 # Keys that mean the same in both.
 _KEPT = (
@@ -73,6 +81,12 @@ FSDP1_KEYS = frozenset(
 )
 """The keys of Composer's `FSDPConfig`."""
 
+FSDP1_ONLY = frozenset(
+    {*_NOT_NEEDED, *_NOT_SUPPORTED, "sharding_strategy"} - {"backward_prefetch", "forward_prefetch"}
+)
+"""The keys of FSDP1 that are no settings of FSDP2."""
+_MIGRATE = "`composer-fsdp2 migrate` converts a whole file."
+
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
@@ -113,6 +127,40 @@ def convert_fsdp1(
     if problems:
         raise ConfigError(" ".join(problems))
     return Conversion(settings, tuple(notes))
+
+
+def fsdp1_answer(key: str, value: Any) -> str | None:
+    """Returns the sentence about a key of FSDP1 among FSDP2's; `None` for any other key."""
+    if key not in FSDP1_ONLY:
+        return None
+    if key in _NOT_NEEDED:
+        cure = f"{_NOT_NEEDED[key]}. Take it out."
+    elif key in _NOT_SUPPORTED:
+        harmless, instead = _NOT_SUPPORTED[key]
+        same = type(value) is type(harmless) and value == harmless
+        cure = "at this value it says nothing. Take it out." if same else f"instead, {instead}."
+    else:
+        cure = _answer_strategy(value)
+    return f"'{key}' is a key of FSDP1 and has no effect in FSDP2: {cure} {_MIGRATE}"
+
+
+def _answer_strategy(value: Any) -> str:
+    name = value.upper() if isinstance(value, str) else ""
+    if name not in _STRATEGIES:
+        names = ", ".join(_STRATEGIES)
+        return (
+            f"{ascii_repr(value)} is none of its values, {names}. Write reshard_after_forward "
+            "and the degrees of data parallelism instead."
+        )
+    reshard, copies = _STRATEGIES[name]
+    shard, replicate = _DEGREES
+    degrees = {
+        "one": "",
+        "per node": f", {shard}: the number of GPUs of a node, and {replicate}: -1",
+        "all": f", {shard}: 1, and {replicate}: -1",
+    }
+    written = "auto" if reshard == "auto" else str(reshard).lower()
+    return f"for {name} write reshard_after_forward: {written}{degrees[copies]}."
 
 
 def _hint(key: str) -> str:

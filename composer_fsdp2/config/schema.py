@@ -33,7 +33,8 @@ from composer_fsdp2.config.blocks import (
     check_fp8_together,
     check_tiling_together,
 )
-from composer_fsdp2.config.messages import raise_errors, unknown_key
+from composer_fsdp2.config.fsdp1 import FSDP1_ONLY, fsdp1_answer
+from composer_fsdp2.config.messages import ascii_repr, raise_errors, unknown_keys
 from composer_fsdp2.config.placement import COMMUNICATION, CPU_OFFLOAD, Communication, CPUOffload
 from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
 from composer_fsdp2.config.setting import Setting, ValueType, setting, settings_of
@@ -299,7 +300,7 @@ class FSDP2Config:
     def __post_init__(self) -> None:
         """Applies the checks of `parse_config` to a config built by hand."""
         where = "FSDP2Config.extra"
-        errors = [unknown_key(key, _DECLARED, where) for key in self.extra if key not in _DECLARED]
+        errors = unknown_keys([k for k in self.extra if k not in _DECLARED], _DECLARED, where)
         defaults = {name: declared.default for name, declared in _DECLARED.items()}
         object.__setattr__(self, "extra", {**defaults, **self.extra})
         _check_all(values_of(self), errors)
@@ -365,11 +366,19 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
     known = known_settings()
     errors: list[str] = []
     values: dict[str, Any] = {}
-    for key, raw in plain(config).items():
+    given = plain(config)
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"parallelism_config.fsdp2: {ascii_repr(given)} is no mapping. Nothing could be read "
+            "from it. Write fsdp2: {} for default settings."
+        )
+    for key, raw in given.items():
         if key in known:
-            values[key] = known[key].values.parse(key, raw, errors)
-        else:
-            errors.append(unknown_key(key, known, "parallelism_config.fsdp2"))
+            values[key] = known[key].values.parsed(key, raw, errors)
+        elif (answer := fsdp1_answer(key, raw)) is not None:
+            errors.append(answer)
+    unknown = [key for key in given if key not in known and key not in FSDP1_ONLY]
+    errors += unknown_keys(unknown, known, "parallelism_config.fsdp2")
     _check_all({name: one.default for name, one in known.items()} | values, errors)
     raise_errors(errors)
     fields = {name: value for name, value in values.items() if name in FIELDS}
@@ -383,4 +392,6 @@ def _check_all(values: Mapping[str, Any], errors: list[str]) -> None:
     for name, declared in known.items():
         declared.values.check(name, values[name], errors)
     for declared in known.values():
-        declared.check_together(values, errors)
+        # It may rely on values of the right type; that they are not is said already.
+        with contextlib.suppress(Exception) if errors else contextlib.nullcontext():
+            declared.check_together(values, errors)

@@ -64,12 +64,23 @@ class ValueType:
 
     def check(self, key: str, value: Any, errors: list[str]) -> None:
         """Appends to `errors` what is wrong with the value."""
-        if self.accepts(value):
-            self.check_inside(key, value, errors)
-        else:
-            errors.append(
-                invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
-            )
+        try:
+            if self.accepts(value):
+                self.check_inside(key, value, errors)
+                return
+        except Exception:  # a value of any type can be given, and none of them may be compared
+            pass
+        errors.append(self._invalid(key, value))
+
+    def parsed(self, key: str, raw: Any, errors: list[str]) -> Any:
+        """Parses a value; one that cannot be parsed is kept for the check."""
+        try:
+            return self.parse(key, raw, errors)
+        except Exception:
+            return raw
+
+    def _invalid(self, key: str, value: Any) -> str:
+        return invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
 
 
 class _Settings(Protocol):

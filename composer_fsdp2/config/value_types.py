@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import PurePath
 from typing import Any
 
-from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of, unknown_key
+from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of, unknown_keys
 from composer_fsdp2.config.setting import Check, Parse, ValueType, keep, settings_of
+from composer_fsdp2.errors import ConfigError
 
 __all__ = [
     "BOOLEAN",
@@ -35,15 +37,78 @@ __all__ = [
 
 _MOST = 2**63
 """No count of anything is larger, and Python does not write numbers of thousands of digits."""
+_MOST_VALUES = 100_000
+_DEEPEST = 50
+_LONGEST_TEXT = 10_000
+"""more than any settings have"""
 
 
 def plain(value: Any) -> Any:
-    """Copies nested mappings and sequences of any type into dicts and lists."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
-        return [plain(item) for item in value]
-    return value
+    """Copies nested mappings and sequences of any type into dicts and lists.
+
+    Raises:
+        ConfigError: something in it cannot be read, or is larger than any settings are.
+    """
+    return _Copy().of(value, 0)
+
+
+class _Copy:
+    """Copies one value, and counts what is in it."""
+
+    def __init__(self) -> None:
+        self._left = _MOST_VALUES
+
+    def of(self, value: Any, depth: int) -> Any:
+        """Returns the copy of a value that lies that deep."""
+        self._left -= 1
+        if depth > _DEEPEST or self._left < 0:
+            what = f"nested more than {_DEEPEST} deep" if depth > _DEEPEST else "too many"
+            raise ConfigError(
+                f"The settings are {what}, or contain themselves. No settings need more than "
+                f"{_MOST_VALUES} values. Write patterns, such as 'model.layers.*', for many names."
+            )
+        if isinstance(value, str):
+            return self._text(str.__str__(value))
+        if isinstance(value, Mapping):
+            pairs = self._items(value, lambda: value.items())
+            return {self._text(self._key(key)): self.of(item, depth + 1) for key, item in pairs}
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+            return [self.of(item, depth + 1) for item in self._items(value, lambda: value)]
+        return value
+
+    def _items(self, value: Any, read: Callable[[], Iterable[Any]]) -> list[Any]:
+        try:
+            return list(itertools.islice(iter(read()), self._left + 1))
+        except Exception as error:  # of whatever type it is, and of interpolations
+            told = ascii_repr(" ".join(_text_of(error).split())).strip("'\"")
+            raise ConfigError(
+                f"A {type(value).__name__} among the settings cannot be read: {told}. Nothing in "
+                "it could be applied. Write plain values, as YAML has them."
+            ) from None
+
+    def _text(self, text: str) -> str:
+        if len(text) > _LONGEST_TEXT:
+            raise ConfigError(
+                f"A text of {len(text)} characters is among the settings. No name or pattern is so "
+                "long. Correct it."
+            )
+        return text
+
+    def _key(self, key: Any) -> str:
+        try:
+            return str.__str__(key) if isinstance(key, str) else str(key)
+        except Exception:
+            raise ConfigError(
+                f"A {type(key).__name__} is a key of the settings and cannot be shown. It would "
+                "have no effect. Write the name of a setting."
+            ) from None
+
+
+def _text_of(error: Exception) -> str:
+    try:
+        return str(error) or type(error).__name__
+    except Exception:
+        return type(error).__name__
 
 
 def is_number(value: Any, least: int = 1) -> bool:
@@ -234,9 +299,9 @@ def parse_mapping(spec: type[Any], key: str, raw: Any, errors: list[str]) -> Any
     if not isinstance(raw, dict):
         return raw
     known = settings_of(spec)
-    errors += [unknown_key(name, known, key) for name in raw if name not in known]
+    errors += unknown_keys([name for name in raw if name not in known], known, key)
     values = {
-        name: declared.values.parse(f"{key}.{name}", raw.get(name), errors)
+        name: declared.values.parsed(f"{key}.{name}", raw.get(name), errors)
         for name, declared in known.items()
         if name in raw or declared.default is MISSING  # null, which the check does not accept
     }

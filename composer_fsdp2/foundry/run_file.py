@@ -146,6 +146,7 @@ def _read_file(path: Path) -> DictConfig:
         ConfigError: there is no such file, or it holds no settings.
     """
     from omegaconf import DictConfig, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError, compose
 
     if not path.is_file():
@@ -161,6 +162,11 @@ def _read_file(path: Path) -> DictConfig:
         raise ConfigError(
             f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
             "Correct it at that place."
+        ) from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"'{path}' holds an interpolation that cannot be read: {_one_line(error)}. Its value "
+            "would be unknown. Close it with '}', or write '\\${' for the characters themselves."
         ) from None
     if twice is not None:
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -72,6 +72,10 @@ class Run:
     on_gpus: bool
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """values of `KEYS`; a key that is missing or cannot be resolved is not in it"""
+    builds_on_meta: bool | None = None
+    """whether `init_device: meta` builds the model; `None` where nobody tried"""
+    units: int | None = None
+    """how many units FSDP2 would make; `None` where the model was not built"""
 
     @property
     def nodes(self) -> int:
@@ -101,8 +105,14 @@ class Finding:
 Findings = Iterator[Finding]
 
 
-def examine(machine: Machine, run: Run | None) -> list[Finding]:
-    """Everything there is to say, problems first."""
+def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()) -> list[Finding]:
+    """Everything there is to say, problems first.
+
+    Args:
+        machine: what is installed.
+        run: what is asked for.
+        rehearsed: what going through the run found.
+    """
     found = [*_installation(machine, run), *_environment(machine, run)]
     if run is not None:
         found += _asked(run)
@@ -110,6 +120,7 @@ def examine(machine: Machine, run: Run | None) -> list[Finding]:
         if run.shards:
             for check in (_mesh, _memory, _limits):
                 found += check(run)
+    found += rehearsed
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
@@ -379,7 +390,8 @@ def _group_size(reshard: bool | int | str) -> int | None:
 
 def _memory(run: Run) -> Findings:
     assert run.settings is not None
-    if run.value("model.init_device") == "mixed" and not run.value("model.pretrained"):
+    mixed = run.value("model.init_device") == "mixed" and not run.value("model.pretrained")
+    if mixed and run.builds_on_meta is not False:
         yield Finding(
             "warning",
             "model.init_device is mixed: rank 0 holds the whole model in CPU memory while it "

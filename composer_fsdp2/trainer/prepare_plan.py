@@ -13,7 +13,7 @@ from composer.core import Precision
 from composer.core.precision import _validate_precision
 from composer.devices import Device, DeviceGPU
 from composer.models import ComposerModel
-from composer.utils import ensure_tuple, get_device
+from composer.utils import dist, ensure_tuple, get_device
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -132,6 +132,8 @@ def make_plan(
 ) -> PreparePlan:
     """Settles everything that can be settled without touching the model. Collective: no.
 
+    Without a process group the environment says how many ranks there are, as Composer reads it.
+
     Args:
         model: as for `prepare_fully_shard`, like the next four.
         optimizers: at most one.
@@ -152,7 +154,7 @@ def make_plan(
     tree = ModuleTree.read(model)
     refuse_unreadable(tree)
     check_hooks(tree)
-    shape = MeshShape.resolve(settings, distributed.get_world_size())
+    shape = MeshShape.resolve(settings, dist.get_world_size())
     compute = _compute_dtype(precision, place)
     conditional = _conditional(tree, settings)
     units = _plan_units(tree, settings, shape, compute, conditional)
@@ -174,7 +176,7 @@ def make_plan(
     methods = check_forward_methods(tree, settings.forward_methods, facts.units)
     methods += _eval_methods(model, facts.units)
     if optimizer is not None:
-        check_optimizer(optimizer, tree, gives_values=distributed.get_rank() == 0)
+        check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
     return PreparePlan(
         tree=tree,
         settings=settings,
@@ -208,7 +210,7 @@ def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | Non
     if path is None:
         return None
     weights = open_pretrained(path, tree)
-    if weights.plan.skipped and distributed.get_rank() == 0:
+    if weights.plan.skipped and dist.get_global_rank() == 0:
         warnings.warn(
             f"'{path}' was saved with a head that this model has not: its "
             f"{', '.join(weights.plan.skipped[:20])} will not be read.",

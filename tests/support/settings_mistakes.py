@@ -21,6 +21,9 @@ MARK = re.compile(r"(<!-- mistakes -->\n)(.*?)<!-- end of mistakes -->", re.DOTA
 
 WRITTEN = (
     "forward_prefetch: BACKWARD_PRE",
+    "use_orig_params: true",
+    "sharding_strategy: HYBRID_SHARD",
+    "ignored_modules: [head]",
     "gradient_sync: lasts",
     "mixed_precision: {buffer_dtype: int8}",
     "communication: {reduce_scatter_buffers: 0}",

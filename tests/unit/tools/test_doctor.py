@@ -351,11 +351,24 @@ def test_defaults_are_those_of_llm_foundry():
 # --- The command. ---
 
 
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides of the quickstart, which writes its data as soon as it is looked at."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return [f"variables.folder={folder}", "variables.text.megabytes=0.1"]
+
+
 @pytest.fixture
-def doctor(monkeypatch):
+def doctor(monkeypatch, small: list[str]):
     for name in ("RANK", "WORLD_SIZE", "FSDP_VERSION"):
         monkeypatch.delenv(name, raising=False)
-    return lambda *args: CliRunner().invoke(main.app, ["doctor", *map(str, args)])
+    monkeypatch.chdir(ROOT)
+
+    def run(*args: object):
+        given = [*map(str, args), *(small if QUICKSTART in args else [])]
+        return CliRunner().invoke(main.app, ["doctor", *given])
+
+    return run
 
 
 def test_shows_versions_and_patches(doctor):
@@ -449,11 +462,18 @@ def test_a_bad_config_is_what_it_is_for_train(doctor, write, case: str):
     assert "mosaicml " in result.stdout  # a bug report has the versions all the same
 
 
-def test_settings_that_cannot_be_resolved_yet_are_left_out(doctor, write):
-    path = write("precision: ${later:1}\nparallelism_config: {fsdp2: {}}\nmodel: 3")
-    result = doctor(path, "--gpus-per-node", 8)
+def test_a_resolver_of_code_paths(doctor, tmp_path):
+    """A setting that only a file of the run can resolve is no mistake."""
+    code = tmp_path / "later.py"
+    code.write_text(
+        "from omegaconf import OmegaConf\n"
+        "OmegaConf.register_new_resolver('later', lambda number: number, replace=True)\n"
+    )
+    later = ("seed=${later:17}", "--gpus-per-node", 8)
+    assert "Unsupported interpolation type later" in doctor(QUICKSTART, *later).stdout
+    paths = f"code_paths=[yamls/quickstart_data.py,{code}]"
+    result = doctor(QUICKSTART, *later, paths)
     assert result.exit_code == 0, result.output
-    assert "FSDP2" in result.stdout
 
 
 @pytest.mark.parametrize(

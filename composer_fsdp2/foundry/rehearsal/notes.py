@@ -1,0 +1,121 @@
+"""What a rehearsal finds wrong, and the form in which it says so."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Generator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from composer_fsdp2.config.messages import ascii_repr, nearest, shortened
+from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+
+__all__ = ["Cluster", "Mistake", "Notes", "is_network_error"]
+
+_OWN = (CheckpointError, ConfigError, PatchError, PlanError)
+_CORRECT = "Correct it there; the run would stop at this place."
+_NETWORK = ("couldn't connect", "max retries exceeded", "connection error", "resolve host")
+_SHOWN_NAMES = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where the run would take place."""
+
+    ranks: int
+    ranks_per_node: int
+    on_gpus: bool
+    is_here: bool
+    """whether on this machine"""
+
+
+@dataclass(frozen=True, slots=True)
+class Mistake:
+    """Something that would make the run fail."""
+
+    what: str
+    advice: str
+    level: Literal["problem", "warning"] = "problem"
+    """a warning where it could not be made sure of"""
+
+
+@dataclass(slots=True)
+class Notes:
+    """Collects mistakes; what does not depend on the wrong part is looked at all the same."""
+
+    cluster: Cluster
+    mistakes: list[Mistake] = field(default_factory=list[Mistake])
+
+    def add(self, what: str, advice: str, level: Literal["problem", "warning"] = "problem") -> None:
+        """Adds one, unless it is there already."""
+        mistake = Mistake(shortened(what), shortened(advice), level)
+        if mistake not in self.mistakes:
+            self.mistakes.append(mistake)
+
+    @contextlib.contextmanager
+    def step(self, where: str, advice: str = _CORRECT) -> Generator[None]:
+        """A part of the run: whatever it raises is noted."""
+        try:
+            yield
+        except _OWN as error:
+            what, _, cure = str(error).rpartition(". ")
+            self.add(f"{where}: {what}.", cure)
+        except ImportError as error:
+            self.add(f"{where}: {_told(error)}.", "Install it, or take it out.")
+        except (Exception, SystemExit) as error:
+            if is_network_error(error):
+                self.unreachable(where, _told(error))
+            else:
+                self.add(f"{where}: {_told(error)}.", advice)
+
+    def unreachable(self, where: str, told: str) -> None:
+        """Something that only the network knows; where the run takes place it may be reachable."""
+        self.add(
+            f"{where}: {told}. It is not on this machine, and the network could not be asked.",
+            "Download it first, correct the name, or run this where the network is.",
+            "problem" if self.cluster.is_here else "warning",
+        )
+
+    def known(self, where: str, name: Any, names: Iterable[str], place: str) -> bool:
+        """Whether a name is one of those in a registry; notes it where it is not."""
+        names = sorted(names)
+        if isinstance(name, str) and name in names:
+            return True
+        hint = nearest(name, names) if isinstance(name, str) else ""
+        shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+        self.add(
+            f"{where}: {ascii_repr(name)} is in no registry of {place}.{hint}",
+            f"Write one of {shown}; or register yours in a file of code_paths.",
+        )
+        return False
+
+
+def is_network_error(error: BaseException) -> bool:
+    """Whether an error, or one it came from, is about a place that was not reached."""
+    seen: BaseException | None = error
+    for _ in range(10):
+        if seen is None:
+            return False
+        modules = {cls.__module__.partition(".")[0] for cls in type(seen).__mro__}
+        names = {cls.__name__ for cls in type(seen).__mro__}
+        if "requests" in modules or {"ConnectionError", "LocalEntryNotFoundError"} & names:
+            return True
+        text = str(seen).lower()
+        if any(part in text for part in _NETWORK):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def _told(error: BaseException) -> str:
+    """The error in one line, with what it came from; an empty one by the line that raised it."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if not text:
+        frames = traceback.extract_tb(error.__traceback__)
+        text = f"raised by `{frames[-1].line}`" if frames else "without a message"
+    told = f"{type(error).__name__}: {text}"
+    cause = error.__cause__
+    if cause is not None:
+        told += f", because of {type(cause).__name__}: {' '.join(str(cause).split()).rstrip('.')}"
+    return told

@@ -1,0 +1,180 @@
+"""Runs of LLM Foundry with one mistake each, at which they stop before the first batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.foundry import FSDP2, merged, run_of
+
+GONE = object()
+"""in place of a value: the key is taken out"""
+FSDP2_KEY = "parallelism_config.fsdp2"
+WITH_FSDP1 = {"parallelism_config": GONE, "fsdp_config": {"sharding_strategy": "FULL_SHARD"}}
+
+# What is wrong -> (changes of a good run, words of the message).
+MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "top-level key": ({"max_durations": "1ep"}, ("max_durations", "'max_duration'")),
+    "top-level fsdp2": ({"fsdp2": {}}, ("'fsdp2'", "parallelism_config: {fsdp2")),
+    "missing key": ({"max_duration": GONE}, ("'max_duration' is missing",)),
+    "missing batch size": ({"global_train_batch_size": GONE}, ("global_train_batch_size",)),
+    "missing microbatch": ({"device_train_microbatch_size": GONE}, ("device_train_microbatch",)),
+    "missing block": ({"scheduler": GONE}, ("'scheduler' is missing",)),
+    "block that is a word": ({"optimizer": "adam"}, ("optimizer: 'adam' is no mapping",)),
+    "optimizer": ({"optimizer.name": "decoupled_adamv"}, ("optimizer.name", "decoupled_adamw")),
+    "optimizer's key": ({"optimizer.lrr": 1e-3}, ("optimizer: TypeError", "lrr")),
+    "optimizer's value": ({"optimizer.lr": -1.0}, ("optimizer: ValueError", "-1.0")),
+    "optimizer without name": ({"optimizer.name": GONE}, ("optimizer.name: null",)),
+    "scheduler": ({"scheduler.name": "constant"}, ("scheduler.name", "constant_with_warmup")),
+    "scheduler's key": ({"scheduler.warmup": "1ba"}, ("scheduler: TypeError", "'warmup'")),
+    "scheduler's time": ({"scheduler.t_warmup": "10xx"}, ("scheduler", "10xx")),
+    "callback": ({"callbacks": {"speed_monitr": {}}}, ("callbacks", "'speed_monitor'")),
+    "callback's key": (
+        {"callbacks": {"speed_monitor": {"window": 3}}},
+        ("callbacks.speed_monitor", "window"),
+    ),
+    "callback's interval": (
+        {"callbacks": {"hf_checkpointer": {"save_folder": "x", "save_interval": "1xx"}}},
+        ("callbacks.hf_checkpointer", "1xx"),
+    ),
+    "algorithm": ({"algorithms": {"gradient_cliping": {}}}, ("'gradient_clipping'",)),
+    "algorithm's key": (
+        {"algorithms": {"gradient_clipping": {"kind": "norm"}}},
+        ("algorithms.gradient_clipping", "kind"),
+    ),
+    "logger": ({"loggers": {"wandbb": {}}}, ("loggers", "'wandb'")),
+    "logger's key": (
+        {"loggers": {"mlflow": {"experiment": "x"}}},
+        ("loggers.mlflow", "experiment"),
+    ),
+    "loader": ({"train_loader.name": "texts"}, ("train_loader.name", "'text'")),
+    "loader's key": ({"train_loader.workers": 1}, ("train_loader", "workers")),
+    "no data": ({"train_loader.dataset.local": "no/where"}, ("train_loader", "no/where/train")),
+    "no split": ({"train_loader.dataset.split": "trein"}, ("train_loader", "/trein")),
+    "no streams": (
+        {"train_loader.dataset.streams": {"a": {"local": "no/where"}}},
+        ("streams.a.local", "no/where"),
+    ),
+    "value of a dataset": (
+        {"train_loader.dataset.batching_method": "rnd"},
+        ("train_loader", "rnd"),
+    ),
+    "evaluation data": (
+        {"eval_loader": {"name": "text", "dataset": {"local": "no/eval", "split": "val"}}},
+        ("eval_loader", "no/eval/val"),
+    ),
+    "several evaluation data": (
+        {"eval_loader": [{"name": "tekst", "label": "a", "dataset": {}}]},
+        ("eval_loader[0].name", "'text'"),
+    ),
+    "icl tasks": ({"icl_tasks": "no/tasks.yaml"}, ("icl_tasks", "no/tasks.yaml")),
+    "model": ({"model.name": "mpt_causal_lmm"}, ("model.name", "'mpt_causal_lm'")),
+    "model's value": ({"model.n_heads": 3}, ("model", "divisible")),
+    "loss that is not installed": (
+        {"model.loss_fn": "fused_crossentropy"},
+        ("model", "Fused Cross Entropy is not installed"),
+    ),
+    "init_device": ({"model.init_device": "cuda"}, ("model.init_device", "'cuda'", "meta")),
+    "a folder for a model": (
+        {"model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": "./no/model"}},
+        ("pretrained_model_name_or_path", "./no/model"),
+    ),
+    "tokenizer": ({"tokenizer.name": "gtp2"}, ("tokenizer.name", "'gtp2'")),
+    "tokenizer's folder": ({"tokenizer.name": "no/such/folder"}, ("tokenizer.name", "no folder")),
+    "duration": ({"max_duration": "10xx"}, ("max_duration", "10xx")),
+    "duration in seconds": ({"max_duration": "10sec"}, ("max_duration", "wall clock")),
+    "interval of evaluation": ({"eval_interval": "1xx"}, ("eval_interval", "1xx")),
+    "interval of saving": (
+        {"save_folder": "runs", "save_interval": "1xx"},
+        ("save_interval", "1xx"),
+    ),
+    "load_path": ({"load_path": "no/checkpoint"}, ("load_path", "no/checkpoint")),
+    "save_folder": ({"save_folder": "README.md/x"}, ("save_folder", "README.md' is a file")),
+    "resumption": ({"autoresume": True}, ("autoresume", "save_folder")),
+    "microbatch": ({"device_train_microbatch_size": 0}, ("device_train_microbatch_size: 0",)),
+    "microbatch in words": ({"device_train_microbatch_size": "many"}, ("many",)),
+    "type of a key": ({"seed": "seven"}, ("seven", "seed")),
+    "code": ({"code_paths": ["no/code.py"]}, ("code_paths", "no/code.py")),
+    "interpolation": ({"seed": "${nowhere}"}, ("nowhere", "${")),
+    "environment": ({"run_name": "${oc.env:HOME}"}, ("oc.env",)),
+    "compile_config": ({"compile_config": {"bakend": "x"}}, ("compile_config", "bakend")),
+    "precision": ({"precision": "bf16"}, ("precision", "bf16")),
+    "batch size": ({"global_train_batch_size": 7}, ("7 cannot be divided",)),
+    "classes": ({f"{FSDP2_KEY}.wrap_policy": {"classes": ["Blok"]}}, ("Blok",)),
+    "names": ({f"{FSDP2_KEY}.wrap_policy": {"names": ["a.*"]}}, ("a.*",)),
+    "ignored_params": ({f"{FSDP2_KEY}.ignored_params": ["no.*"]}, ("no.*",)),
+    "forward_methods": ({f"{FSDP2_KEY}.forward_methods": ["model.nothing"]}, ("nothing",)),
+    "keep_fp32": ({f"{FSDP2_KEY}.keep_fp32": ["no.*"]}, ("no.*",)),
+    "cpu_offload": ({f"{FSDP2_KEY}.cpu_offload": True}, ("cpu_offload", "on the CPU")),
+    "degrees": ({f"{FSDP2_KEY}.data_parallel_shard_degree": 3}, ("data_parallel_shard_degree 3",)),
+    "weights": ({f"{FSDP2_KEY}.pretrained_weights": "no/where"}, ("no/where",)),
+    "planner": ({f"{FSDP2_KEY}.load_planner": {"no_planner": {}}}, ("load_planner", "no_planner")),
+    "tensor parallelism": (
+        {"tp_config": {"strategy": "ffn", "tensor_parallel_degree": 2}},
+        ("Tensor parallelism",),
+    ),
+    "without FSDP2: a name": ({**WITH_FSDP1, "optimizer.name": "sdg"}, ("optimizer.name",)),
+    "without FSDP: a key": ({"parallelism_config": GONE, "optimizer.lrr": 1}, ("lrr",)),
+}
+
+TRIED = (
+    "top-level key",
+    "top-level fsdp2",
+    "missing batch size",
+    "optimizer",
+    "optimizer's key",
+    "optimizer's value",
+    "scheduler",
+    "scheduler's key",
+    "scheduler's time",
+    "callback",
+    "callback's key",
+    "algorithm's key",
+    "logger",
+    "loader",
+    "loader's key",
+    "model",
+    "model's value",
+    "loss that is not installed",
+    "init_device",
+    "duration",
+    "duration in seconds",
+    "interval of saving",
+    "load_path",
+    "resumption",
+    "microbatch",
+    "type of a key",
+    "code",
+    "interpolation",
+    "compile_config",
+    "precision",
+    "classes",
+    "ignored_params",
+    "cpu_offload",
+    "planner",
+)
+"""of which it is shown that the run fails indeed, on all ranks at once"""
+
+
+def changed(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The settings with the changes in them, and without what is `GONE`."""
+    given = merged(settings, {k: v for k, v in changes.items() if v is not GONE})
+    for key in (key for key, value in changes.items() if value is GONE):
+        *path, last = key.split(".")
+        block = given
+        for part in path:
+            block = block[part]
+        del block[last]
+    return given
+
+
+def good(assets: Path, loader: str = "finetuning") -> dict[str, Any]:
+    """Streaming keeps shared memory for every `text` that was built until the process ends."""
+    return run_of(assets, FSDP2, {"loggers": {}, "run_name": "test"}, loader=loader)
+
+
+def mistaken(assets: Path, wrong: str) -> dict[str, Any]:
+    """The good run with one of the mistakes."""
+    changes, _ = MISTAKES[wrong]
+    loads = any(key.startswith(("train_loader", "scheduler.t")) for key in changes)
+    return changed(good(assets, "text" if loads else "finetuning"), changes)

@@ -1,0 +1,73 @@
+"""Files of other trainers, and files that cannot be read, where a run belongs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli import main
+
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+
+FOREIGN = {
+    "Accelerate": "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_processes: 8\n"
+    "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n",
+    "Accelerate ": "distributed_type: MULTI_GPU\nnum_processes: 8\n",
+    "DeepSpeed": '{"zero_optimization": {"stage": 3}, "train_batch_size": 8}',
+    "DeepSpeed ": '{"zero_optimization": {"stage": 3}}',
+    "ROLL": "rollout_batch_size: 8\nactor_train:\n  strategy_args:\n"
+    "    strategy_name: fsdp2_train\n    strategy_config: {fsdp_size: 8}\n",
+    "axolotl": "base_model: x\ndatasets: []\nsequence_len: 8\nfsdp: [full_shard]\n",
+    "TrainingArguments": "output_dir: x\nper_device_train_batch_size: 1\nfsdp: full_shard\n",
+}
+
+
+@pytest.fixture
+def invoke(monkeypatch):
+    """Runs a command in this process; starting ranks would be a failure."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(main, "_launch", lambda *args: pytest.fail(f"ranks started: {args}"))
+    return lambda *args: CliRunner().invoke(main.app, list(map(str, args)))
+
+
+def arguments(command: str, path: Path) -> list[object]:
+    return [command, path, path] if command == "parity" else [command, path]
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "doctor", "parity"])
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_file_of_another_trainer_is_named(invoke, write, kind: str, command: str):
+    path = write(FOREIGN[kind])
+    result = invoke(*arguments(command, path))
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 2
+    assert kind.strip() in said
+    assert f"composer-fsdp2 migrate {path}" in said
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "doctor"])
+def test_a_job_of_mcli_is_named(invoke, write, command: str):
+    result = invoke(command, write("image: x\nparameters: {max_duration: 1ep}\n"))
+    assert result.exit_code == 2
+    assert "under its key 'parameters'" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("command", ["train", "eval", "doctor", "parity"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "max_duration: ${foo\nparallelism_config: {fsdp2: {}}",
+        "max_duration: 1ep\nparallelism_config: {fsdp2: {verbose: '${foo'}}",
+        "max_duration: 1ep\nparallelism_config: '${foo'",
+        "max_duration: 1ep\nmodel: {a: ['${foo']}",
+        "max_duration: '${a:b:c}}${'",
+    ],
+)
+def test_an_interpolation_that_is_not_closed(invoke, write, command: str, text: str):
+    result = invoke(*arguments(command, write(text)))
+    assert isinstance(result.exception, SystemExit), repr(result.exception)
+    assert result.exit_code in (1, 2)
+    assert "Traceback" not in result.output

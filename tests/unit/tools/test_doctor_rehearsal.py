@@ -1,0 +1,159 @@
+"""`composer-fsdp2 doctor RUN.yaml` finds what would make the run fail before its first batch."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli import main
+from tests.support import foundry
+from tests.support.foundry import FSDP2, run_of
+from tests.support.run_mistakes import MISTAKES, changed, good, mistaken
+from tests.support.yaml_models import SHAPES
+
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+
+ROOT = Path(__file__).parents[3]
+FSDP2_KEY = "parallelism_config.fsdp2"
+GPUS = ("--ranks", "8", "--gpus-per-node", "8")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    foundry.write_assets(folder)
+    return folder
+
+
+@pytest.fixture
+def doctor(monkeypatch, tmp_path):
+    """Runs `doctor` on settings; what it says as one line."""
+    for name in ("RANK", "WORLD_SIZE", "FSDP_VERSION", "RUN_NAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(ROOT)
+
+    def run(settings: dict[str, Any] | Path, *args: str) -> tuple[int, str]:
+        path = settings
+        if isinstance(settings, dict):
+            path = tmp_path / "run.yaml"
+            path.write_text(yaml.safe_dump(settings))
+        result = CliRunner().invoke(main.app, ["doctor", str(path), *args])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, " ".join(result.output.split())
+
+    return run
+
+
+@pytest.mark.parametrize("kind", ["text", "finetuning"])
+def test_a_good_run_passes(doctor, assets: Path, kind: str):
+    settings = run_of(
+        assets,
+        FSDP2,
+        {
+            "loggers": {"in_memory_logger": {}},
+            "callbacks": {"speed_monitor": {"window_size": 3}, "lr_monitor": {}},
+            "algorithms": {
+                "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0}
+            },
+            "eval_loader": foundry.loader_of(assets, "val", kind),
+            "save_folder": "runs/{run_name}/checkpoints",
+            "load_path": str(assets),
+        },
+        loader=kind,
+    )
+    before = copy.deepcopy(settings), dict(os.environ)
+    code, said = doctor(settings)
+    assert code == 0, said
+    assert "problem" not in said
+    assert (settings, dict(os.environ)) == before
+
+
+@pytest.mark.parametrize("wrong", MISTAKES)
+def test_a_mistake_is_exit_code_1(doctor, assets: Path, wrong: str):
+    code, said = doctor(mistaken(assets, wrong))
+    assert code == 1, said
+    assert "problem: " in said
+    for word in MISTAKES[wrong][1]:
+        assert word in said
+    assert "Traceback" not in said
+
+
+def test_all_mistakes_are_said_at_once(doctor, assets: Path):
+    changes = {"optimizer.name": "adm", "max_durations": 1, "callbacks": {"x": {}}, "seeds": 1}
+    code, said = doctor(changed(good(assets), changes))
+    assert code == 1
+    for word in ("'adm'", "'max_durations'", "'x'", "'seeds'"):
+        assert word in said
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_a_precision_for_gpus(doctor, assets: Path, precision: str):
+    settings = changed(good(assets), {"precision": precision, "global_train_batch_size": 16})
+    code, said = doctor(settings, *GPUS)
+    assert code == 1
+    assert f"'{precision}'" in said
+    assert "amp_bf16" in said
+    assert doctor({**settings, "precision": "amp_bf16"}, *GPUS)[0] == 0
+
+
+# --- Runs of this repository. ---
+
+RUNS = sorted((ROOT / "yamls").glob("*/*.yaml"))
+PLACEHOLDERS = [path for path in RUNS if path.parent.name != "complete"]
+COMPLETE = [path for path in RUNS if path.parent.name == "complete"]
+
+
+@pytest.mark.parametrize("path", PLACEHOLDERS, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Path):
+    kind = "mds" if path.parent.name == "pretrain" else "finetuning"
+    start = [f"variables.checkpoint={assets}"] if path.stem == "mpt-7b" else []
+    code, said = doctor(path, *GPUS, *start)
+    assert code == 1
+    assert "/my-" in said or "'my-" in said
+    if kind == "finetuning":
+        start.append("eval_loader.dataset.split=val")
+    code, said = doctor(path, *GPUS, *start, f"variables.data={assets}/{kind}")
+    assert code == 0, said
+
+
+@pytest.mark.parametrize("model", ["llama-3.2-1b", "olmoe-1b-7b"])
+def test_a_large_model_is_planned_on_meta(doctor, assets: Path, tmp_path: Path, model: str):
+    path = ROOT / "yamls" / "pretrain" / f"{model}.yaml"
+    name = yaml.safe_load(path.read_text())["variables"]["model"]
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES[name]))
+    given = [
+        f"variables.data={assets}/mds",
+        f"model.pretrained_model_name_or_path={tmp_path}",
+        f"tokenizer.name={assets}/tokenizer",
+    ]
+    assert doctor(path, *GPUS, *given)[0] == 0
+    wrong = f"{FSDP2_KEY}.wrap_policy.classes=[LlamaDecoderLayers]"
+    code, said = doctor(path, *GPUS, *given, wrong)
+    assert code == 1
+    assert "LlamaDecoderLayers" in said
+
+
+@pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)
+def test_a_complete_run_passes(doctor, tmp_path: Path, path: Path):
+    """Its data are written by its own transform, as in the run."""
+    given = [f"variables.folder={tmp_path}"]
+    if path.stem.startswith("mpt"):
+        given.append("variables.text.megabytes=0.1")
+    code, said = doctor(path, *given)
+    assert code == 0, said
+    assert "init_device: meta" not in said or path.stem != "distillation"
+
+
+def test_a_pretrained_teacher_cannot_be_on_meta(doctor, tmp_path: Path):
+    path = ROOT / "yamls" / "complete" / "distillation.yaml"
+    code, said = doctor(path, f"variables.folder={tmp_path}", "model.init_device=meta")
+    assert code == 1
+    assert "pretrained=True is not supported" in said
