@@ -37,9 +37,11 @@ from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.accumulation import Accumulation
 from composer_fsdp2.runtime.events import UnitEvents
+from composer_fsdp2.runtime.gathered import watch_gathered
 from composer_fsdp2.runtime.oom import OOMGuard
 from composer_fsdp2.runtime.order_check import apply_order_check
 from composer_fsdp2.runtime.prefetch import apply_prefetch
+from composer_fsdp2.runtime.second_backward import SecondBackward
 from composer_fsdp2.runtime.unused_parameters import force_backward_through, reduce_unused
 from composer_fsdp2.runtime.watchdog import watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
@@ -55,6 +57,7 @@ from composer_fsdp2.shard.optimizer import (
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import fast_chunking
+from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 from composer_fsdp2.trainer.sharding import Sharding, note_sharding
@@ -260,6 +263,9 @@ def install_step_hooks(model: nn.Module, plan: PreparePlan, units: dict[str, FSD
     if plan.settings.unused_parameters is not False:
         reduce_unused(units, _with_unused(plan.units, plan.settings, plan.conditional))
     force_backward_through(units[name] for name in _beside_towers(model, plan))
+    # After what counts gradients, for it may skip the end of a backward.
+    groups = [group for unit in gathered.values() for group in param_groups(unit)]
+    watch_gathered(model, gathered, SecondBackward(model, groups))
 
 
 def _accumulation(plan: PreparePlan, units: dict[str, FSDPModule]) -> Accumulation:
