@@ -21,7 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.runtime.events import Event, UnitEvents
 from composer_fsdp2.runtime.second_backward import SecondBackward
+from composer_fsdp2.shard.summon import is_shown
 from composer_fsdp2.shard.torch_private.gathered import (
     gathered_memory,
     gathered_param,
@@ -45,7 +47,10 @@ __all__ = ["watch_gathered"]
 
 
 def watch_gathered(
-    model: nn.Module, units: Mapping[str, FSDPModule], second: SecondBackward
+    model: nn.Module,
+    units: Mapping[str, FSDPModule],
+    events: UnitEvents,
+    second: SecondBackward,
 ) -> None:
     """Refuses writes to gathered parameters, and those who keep them.
 
@@ -55,9 +60,11 @@ def watch_gathered(
     Args:
         model: its forward is one microbatch.
         units: by name, those that have parameters.
+        events: of these units; ranks have compared their order before this is told.
         second: decides when memory may be freed.
     """
-    _Watch(model, units, second)
+    watch = _Watch(model, units, second)
+    events.listeners += (watch.hear,)
 
 
 class _Param:
@@ -73,7 +80,8 @@ class _Param:
 
     def is_exchanged(self) -> bool:
         """Whether something stands in a module that FSDP2 did not put there."""
-        return any(not stands_in(self.record, place.get(key)) for place, key in self.places)
+        found = [place.get(key) for place, key in self.places]
+        return any(not stands_in(self.record, one) and not is_shown(one) for one in found)
 
     def note(self, contents: bool) -> None:
         if self.plain is None:
@@ -169,11 +177,14 @@ class _Watch:
 
     def _begin(self, _module: nn.Module, _args: object) -> None:
         self._second.begin()
-        trains = torch.is_grad_enabled()
         self._found += self._kept()
-        if trains and self._forwards[True] == 1 and self._groups:
+        if not torch.is_grad_enabled() or self._forwards[True] != 1:
+            self._raise_here()
+
+    def hear(self, event: Event, _name: str) -> None:
+        """Agrees on what the first step has shown. Collective: yes, at its end."""
+        if event == "begin" and self._forwards[True] == 1 and self._groups:
             next(iter(self._groups)).agree_on_writes()
-        self._raise_here()
 
     def _end(self, _module: nn.Module, _args: object, _output: object) -> None:
         trains = torch.is_grad_enabled()
@@ -233,16 +244,17 @@ def _check_transform(name: str, _unit: nn.Module, _args: object) -> None:
     if in_function_transform():
         raise PlanError(
             f"'{name or 'the model'}' was called inside a transformation of torch.func (vmap, "
-            "grad, jvp or their like). FSDP2 gathers and reduces in hooks of autograd, which such a "
-            "transformation does not run: gradients would be lost. Call the model with a batch and "
-            "take gradients with torch.autograd.grad (create_graph=True for second ones), or "
+            "grad, jvp or their like). FSDP2 gathers and reduces in hooks of autograd, which such "
+            "a transformation does not run: gradients would be lost. Call the model with a batch "
+            "and take gradients with torch.autograd.grad (create_graph=True for second ones), or "
             "transform a function inside the unit's own forward."
         )
 
 
 def _name_of(record: Any, names: Mapping[int, str]) -> str:
     module, key = places_of(record)[0]
-    return f"{names.get(id(module), '?')}.{key}".lstrip(".").replace("_checkpoint_wrapped_module.", "")
+    path = f"{names.get(id(module), '?')}.{key}".lstrip(".")
+    return path.replace("_checkpoint_wrapped_module.", "")
 
 
 def _holders_of(suspects: list[_Param]) -> Iterator[tuple[_Param, Any]]:
@@ -321,11 +333,11 @@ def _changed(param: _Param) -> str:
 
 def _exchanged(param: _Param) -> str:
     return (
-        f"Another tensor was put in the place of '{param.name}' while {_unit_text(param.unit)} ran, "
-        "by torch.func.functional_call or an assignment to the module. FSDP2 computes with the "
-        "parameters it gathers, so the tensor would be ignored or dropped. Give forward the tensor "
-        "as an argument; call the module's function with it (F.linear(x, weight)); or write it "
-        "into the parameter between steps with composer_fsdp2.summon_full_params."
+        f"Another tensor was put in the place of '{param.name}' while {_unit_text(param.unit)} "
+        "ran, by torch.func.functional_call or an assignment to the module. FSDP2 computes with "
+        "the parameters it gathers, so the tensor would be ignored or dropped. Give forward the "
+        "tensor as an argument; call the module's function with it (F.linear(x, weight)); or write "
+        "it into the parameter between steps with composer_fsdp2.summon_full_params."
     )
 
 
@@ -342,8 +354,8 @@ def _is_kept(param: _Param, places: set[str | None]) -> str:
     inside = sorted(place for place in places if place is not None)
     holder = inside[0] if inside else "Something outside the model (a list, a closure, a hook)"
     return (
-        f"{holder} keeps the gathered parameter '{param.name}', or a view of it, after its forward. "
-        "FSDP2 has freed that memory: to use it later computes with freed memory or old weights, "
-        "and can end the process. Read the parameter from its module in every forward, or keep a "
-        "copy (weight.detach().clone())."
+        f"{holder} keeps the gathered parameter '{param.name}', or a view of it, after its "
+        "forward. FSDP2 has freed that memory: to use it later computes with freed memory or old "
+        "weights, and can end the process. Read the parameter from its module in every forward, or "
+        "keep a copy (weight.detach().clone())."
     )

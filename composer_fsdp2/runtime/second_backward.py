@@ -107,8 +107,8 @@ def _versions(group: Any) -> list[int]:
 
 
 _GRAPH_OF_PARAMETERS = (
-    "backward(create_graph=True) leaves a graph in the gradients of parameters. FSDP2 reduces those "
-    "gradients over the ranks outside autograd, so nothing could be differentiated through them. "
-    "Take the gradient of inputs or of activations: torch.autograd.grad(outputs, inputs, "
+    "backward(create_graph=True) leaves a graph in the gradients of parameters. FSDP2 reduces "
+    "those gradients over the ranks outside autograd, so nothing could be differentiated through "
+    "them. Take the gradient of inputs or of activations: torch.autograd.grad(outputs, inputs, "
     "create_graph=True), and call backward without create_graph on the loss that is made of it."
 )

@@ -55,6 +55,7 @@ def check_optimizer(
         PlanError: for parameters of another model, for one weight in two groups, and for state that
             cannot be divided.
     """
+    _check_kind(optimizer)
     names = {id(ref.param): ref.name for ref in reversed(tree.params)}
     foreign = [
         _describe_foreign(group, number, index)
@@ -73,6 +74,30 @@ def check_optimizer(
     _check_aliases(optimizer, tree, names)
     for param, state in optimizer.state.items():
         _check_state(names.get(id(param), "?"), param, state, gives_values)
+
+
+_NEEDS_WHOLE: dict[type[torch.optim.Optimizer], str] = {
+    kind: why
+    for name, why in {
+        "Adafactor": "scales each step by norms over rows, columns and the whole parameter",
+        "LBFGS": "joins all gradients into one vector and takes its products",
+        "Rprop": "picks elements by sign, which not every torch can on shards",
+        "SparseAdam": "steps sparse gradients, and FSDP2 reduces dense ones",
+    }.items()
+    if (kind := getattr(torch.optim, name, None)) is not None
+}
+"""optimizers of torch that fail or go another way on shards, and why"""
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    why = next((why for kind, why in _NEEDS_WHOLE.items() if isinstance(optimizer, kind)), None)
+    if why is not None:
+        raise PlanError(
+            f"The optimizer {type(optimizer).__name__} {why}. On each rank it would get a part of "
+            "every parameter, and stop or compute something else than on whole ones. Use one that "
+            "steps element by element: AdamW, Adam, SGD, Adagrad, RMSprop, or Composer's "
+            "DecoupledAdamW, DecoupledSGDW and DecoupledLionW."
+        )
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:

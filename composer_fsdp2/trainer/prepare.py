@@ -37,6 +37,7 @@ from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.accumulation import Accumulation
 from composer_fsdp2.runtime.events import UnitEvents
+from composer_fsdp2.runtime.explain import explain_in_forward
 from composer_fsdp2.runtime.gathered import watch_gathered
 from composer_fsdp2.runtime.oom import OOMGuard
 from composer_fsdp2.runtime.order_check import apply_order_check
@@ -265,7 +266,8 @@ def install_step_hooks(model: nn.Module, plan: PreparePlan, units: dict[str, FSD
     force_backward_through(units[name] for name in _beside_towers(model, plan))
     # After what counts gradients, for it may skip the end of a backward.
     groups = [group for unit in gathered.values() for group in param_groups(unit)]
-    watch_gathered(model, gathered, SecondBackward(model, groups))
+    watch_gathered(model, gathered, events, SecondBackward(model, groups))
+    explain_in_forward(model)
 
 
 def _accumulation(plan: PreparePlan, units: dict[str, FSDPModule]) -> Accumulation:

@@ -86,7 +86,10 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
     *_rows(
         EVERY_RUN,
         "wrapped",
-        {_GROUP: "_with_fqn _to_unsharded _to_sharded _to_sharded_post_forward pre_backward post_backward"},
+        {
+            _GROUP: "_with_fqn _to_unsharded _to_sharded _to_sharded_post_forward "
+            "pre_backward post_backward"
+        },
     ),
     *_rows(
         EVERY_RUN,
