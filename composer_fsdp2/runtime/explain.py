@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import functools
 import linecache
+import sys
 import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
@@ -29,7 +30,7 @@ from composer_fsdp2.shard.torch_private.units import (
     sharded_param,
 )
 
-__all__ = ["explain_in_forward", "explained"]
+__all__ = ["Refusal", "explain_in_forward", "explained"]
 
 
 def explain_in_forward(model: nn.Module) -> None:
@@ -70,6 +71,42 @@ def explained(model: nn.Module) -> Generator[None]:
         if explanation is None:
             raise
         raise explanation from error
+
+
+class Refusal:
+    """Stands before the forward of a module while its parameters are shards.
+
+    It costs nothing when the module runs as it should, for it is taken away when its unit gathers.
+    """
+
+    def __init__(self, module: nn.Module, param: str, unit: FSDPModule, unit_name: str) -> None:
+        functools.update_wrapper(self, module.forward)
+        self._forward = module.forward
+        self._module, self._param = module, param
+        self._unit, self._unit_name = unit, unit_name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module where another one has put whole parameters into it.
+
+        Raises:
+            PlanError: naming the parameter and the unit.
+        """
+        own = self._module._parameters.values()
+        if any(isinstance(one, DTensor) for one in (*args, *kwargs.values())) or not any(
+            isinstance(param, DTensor) for param in own
+        ):
+            return self._forward(*args, **kwargs)
+        name, kind = self._param.rpartition(".")[0], type(self._module).__name__
+        module = f"'{name}' ({kind})" if name else f"The model ({kind})"
+        methods = list(self._methods(sys._getframe(1)))
+        raise PlanError(_outside(module, f"'{self._param}'", self._unit_name, "", methods))
+
+    def _methods(self, frame: types.FrameType | None) -> Iterator[str]:
+        """Yields methods of the unit that are running, the outermost last."""
+        while frame is not None:
+            if frame.f_locals.get("self") is self._unit and _is_method(frame, self._unit):
+                yield f"{self._unit_name}.{frame.f_code.co_name}".lstrip(".")
+            frame = frame.f_back
 
 
 _DTYPES = (
@@ -161,10 +198,8 @@ class _Scene:
         """Methods of modules, besides forward, that were running, as `forward_methods` has them."""
         found: dict[str, None] = {}
         for module, frame in self.at:
-            method = frame.f_code.co_name
-            known = method in ("forward", "__call__") or method.startswith("_")
-            if not known and callable(getattr(type(module), method, None)):
-                found[f"{self._names[id(module)]}.{method}".lstrip(".")] = None
+            if _is_method(frame, module):
+                found[f"{self._names[id(module)]}.{frame.f_code.co_name}".lstrip(".")] = None
         return list(found)
 
     def casts(self) -> bool:
@@ -180,6 +215,13 @@ class _Scene:
         )
 
 
+def _is_method(frame: types.FrameType, module: object) -> bool:
+    """Whether it runs a method of the module that could be listed in `forward_methods`."""
+    name = frame.f_code.co_name
+    known = name == "forward" or name.startswith("_")
+    return not known and callable(getattr(type(module), name, None))
+
+
 def _frames_of(traceback: types.TracebackType | None) -> Iterator[tuple[types.FrameType, int]]:
     while traceback is not None:
         yield traceback.tb_frame, traceback.tb_lineno
@@ -193,11 +235,15 @@ def _mixed(scene: _Scene) -> str:
     shard = scene.shard()
     name, unit = shard if shard is not None else ("a parameter", None)
     what = f"'{name}'" if shard is not None else name
+    return _outside(scene.title(scene.module), what, unit, scene.line(), scene.methods())
+
+
+def _outside(module: str, param: str, unit: str | None, line: str, methods: list[str]) -> str:
     around = "its unit" if unit is None else f"unit '{unit}'" if unit else "the root unit"
-    methods = scene.methods() or [f"{unit or 'path.to.module'}.method"]
+    methods = methods or [f"{unit or 'path.to.module'}.method"]
     return (
-        f"{scene.title(scene.module)} computed with this rank's shard of {what}{scene.line()}. The "
-        f"whole parameter is there only while the forward of {around} runs, and this was outside. "
+        f"{module} computed with this rank's shard of {param}{line}. The whole parameter is "
+        f"there only while the forward of {around} runs, and this was outside. "
         "Either name the method that is called instead of forward, so that it gathers too "
         f"(forward_methods: ['{methods[-1]}']), or choose the units so that whatever uses the "
         "parameter lies inside one: wrap_policy, with the module around both in `names`, or "

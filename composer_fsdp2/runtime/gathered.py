@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.events import Event, UnitEvents
+from composer_fsdp2.runtime.explain import Refusal
 from composer_fsdp2.runtime.second_backward import SecondBackward
 from composer_fsdp2.shard.summon import is_shown
 from composer_fsdp2.shard.torch_private.gathered import (
@@ -135,9 +136,10 @@ class _Watch:
         """of training, and of evaluation, that came to their end"""
         self._in_first: list[Any] = []
         names = {id(module): name for name, module in model.named_modules()}
+        self._refusals: dict[Any, list[tuple[dict[str, Any], Refusal]]] = {}
         for unit_name, unit in units.items():
             for group in param_groups(unit):
-                self._add(group, unit_name, names)
+                self._add(group, unit_name, unit, names)
             assert isinstance(unit, nn.Module)
             unit.register_forward_pre_hook(partial(_check_transform, unit_name), prepend=True)
             hook = partial(self._check_output, unit_name, unit)
@@ -147,19 +149,33 @@ class _Watch:
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
-    def _add(self, group: Any, unit: str, names: Mapping[int, str]) -> None:
-        self._groups[group] = [_Param(p, _name_of(p, names), unit) for p in params_of(group)]
+    def _add(self, group: Any, name: str, unit: FSDPModule, names: Mapping[int, str]) -> None:
+        self._groups[group] = [_Param(p, _name_of(p, names), name) for p in params_of(group)]
         wrap_transitions(
             group,
             before=partial(self._before_gather, group),
             after=partial(self._after_gather, group),
             frees=partial(self._before_free, group),
         )
+        # Units gather themselves, and who replaced a forward keeps it.
+        holders = {place[0]: p for p in self._groups[group] for place in places_of(p.record)}
+        self._refusals[group] = [
+            (vars(module), Refusal(module, p.name, unit, name))
+            for module, p in holders.items()
+            if not isinstance(module, FSDPModule) and "forward" not in vars(module)
+        ]
+        self._refuse_calls(group)
+
+    def _refuse_calls(self, group: Any) -> None:
+        for attributes, refusal in self._refusals[group]:
+            attributes["forward"] = refusal
 
     def _before_gather(self, group: Any) -> None:
         self._found += [_exchanged(p) for p in self._groups[group] if p.is_exchanged()]
 
     def _after_gather(self, group: Any) -> None:
+        for attributes, _ in self._refusals[group]:
+            attributes.pop("forward", None)
         contents = self._forwards[torch.is_grad_enabled()] == 0
         for param in self._groups[group]:
             param.note(contents)
@@ -173,6 +189,7 @@ class _Watch:
             elif param.is_changed():
                 self._found.append(_changed(param))
             param.contents = None
+        self._refuse_calls(group)
         return True
 
     def _begin(self, _module: nn.Module, _args: object) -> None:
