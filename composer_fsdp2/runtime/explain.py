@@ -79,10 +79,12 @@ class Refusal:
     It costs nothing when the module runs as it should, for it is taken away when its unit gathers.
     """
 
-    def __init__(self, module: nn.Module, param: str, unit: FSDPModule, unit_name: str) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, param: str, unit: FSDPModule, unit_name: str
+    ) -> None:
         functools.update_wrapper(self, module.forward)
         self._forward = module.forward
-        self._module, self._param = module, param
+        self._module, self._name, self._param = module, name, param
         self._unit, self._unit_name = unit, unit_name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -96,7 +98,7 @@ class Refusal:
             isinstance(param, DTensor) for param in own
         ):
             return self._forward(*args, **kwargs)
-        name, kind = self._param.rpartition(".")[0], type(self._module).__name__
+        name, kind = self._name, type(self._module).__name__
         module = f"'{name}' ({kind})" if name else f"The model ({kind})"
         methods = list(self._methods(sys._getframe(1)))
         raise PlanError(_outside(module, f"'{self._param}'", self._unit_name, "", methods))
@@ -110,11 +112,13 @@ class Refusal:
 
 
 _DTYPES = (
-    "must have the same dtype",
-    "to have the same dtype",
-    "expected scalar type",
-    "should be the same",
-    "expected input to have the same dtype",
+    "same dtype",
+    "same datatype",
+    "mixed dtype",
+    "scalar type",
+    "type should be the same",
+    "type and weight type",
+    "must be equal",  # followed by both dtypes, of attention
 )
 
 
@@ -172,11 +176,14 @@ class _Scene:
         module = self.module
         if module is None:
             return None
-        for key, param in module.named_parameters():
-            if isinstance(param, DTensor):
-                prefix = self._names[id(module)]
-                name = f"{prefix}.{key}".lstrip(".")
-                return name.replace("_checkpoint_wrapped_module.", ""), self.unit_of(param)
+        shards = [(k, p) for k, p in module.named_parameters() if isinstance(p, DTensor)]
+        line, own = self.line(), module._parameters
+        # Of those inside, the one the code names, such as `self.blocks[0].up.weight`.
+        shards.sort(key=lambda shard: ".".join(shard[0].split(".")[-2:]) not in line)
+        shards.sort(key=lambda shard: shard[0] not in own)
+        for key, param in shards[:1]:
+            name = f"{self._names[id(module)]}.{key}".lstrip(".")
+            return name.replace("_checkpoint_wrapped_module.", ""), self.unit_of(param)
         return None
 
     def unit_of(self, param: nn.Parameter) -> str:

@@ -158,9 +158,12 @@ class _Watch:
             frees=partial(self._before_free, group),
         )
         # Units gather themselves, and who replaced a forward keeps it.
-        holders = {place[0]: p for p in self._groups[group] for place in places_of(p.record)}
+        holders: dict[nn.Module, _Param] = {}
+        for param in self._groups[group]:
+            for module, _ in places_of(param.record):
+                holders.setdefault(module, param)
         self._refusals[group] = [
-            (vars(module), Refusal(module, p.name, unit, name))
+            (vars(module), Refusal(module, names.get(id(module), "?"), p.name, unit, name))
             for module, p in holders.items()
             if not isinstance(module, FSDPModule) and "forward" not in vars(module)
         ]
