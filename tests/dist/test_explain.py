@@ -143,12 +143,13 @@ class Casts(Block):
         return super().forward(x.double()).float()
 
 
+class ToFloat(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
 @pytest.mark.world_size(2)
 def test_a_module_that_casts_its_inputs():
-    class ToFloat(Block):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x.float())
-
     model = TinyLM()
     model.blocks[1] = ToFloat()
     precision = {"mixed_precision": {"param_dtype": "bf16"}}
