@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.shard.torch_private.gathered import gathered_param, is_gathered
 from composer_fsdp2.shard.torch_private.units import (
     has_run,
@@ -33,17 +34,20 @@ from composer_fsdp2.shard.torch_private.units import (
 __all__ = ["Refusal", "explain_in_forward", "explained"]
 
 
-def explain_in_forward(model: nn.Module) -> None:
-    """Has errors that leave the model's forward explained. Collective: no."""
-    model.forward = _Explained(model, model.forward)
+def explain_in_forward(model: nn.Module, events: UnitEvents) -> None:
+    """Has errors that leave the model's forward explained.
+
+    Collective: no. While ranks compare their collectives, an error of one is raised on all of them.
+    """
+    model.forward = _Explained(model, model.forward, events)
 
 
 class _Explained:
     """A forward that explains its errors; copied with its module, as a bound method is."""
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], events: UnitEvents) -> None:
         functools.update_wrapper(self, forward)
-        self._model, self._forward = model, forward
+        self._model, self._forward, self._events = model, forward, events
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -52,7 +56,18 @@ class _Explained:
             explanation = _explain(self._model, error)
             if explanation is None:
                 raise
+            try:
+                self._events.tell("error", str(explanation))
+            except PlanError as common:
+                raise common from error
             raise explanation from error
+        except UnitError as error:
+            self._events.tell("error", str(error))
+            raise
+
+
+class UnitError(PlanError):
+    """A PlanError that a module raised on this rank, and of which others do not know yet."""
 
 
 @contextlib.contextmanager
@@ -101,7 +116,7 @@ class Refusal:
         name, kind = self._name, type(self._module).__name__
         module = f"'{name}' ({kind})" if name else f"The model ({kind})"
         methods = list(self._methods(sys._getframe(1)))
-        raise PlanError(_outside(module, f"'{self._param}'", self._unit_name, "", methods))
+        raise UnitError(_outside(module, f"'{self._param}'", self._unit_name, "", methods))
 
     def _methods(self, frame: types.FrameType | None) -> Iterator[str]:
         """Yields methods of the unit that are running, the outermost last."""

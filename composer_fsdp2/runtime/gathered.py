@@ -64,7 +64,7 @@ def watch_gathered(
         events: of these units; ranks have compared their order before this is told.
         second: decides when memory may be freed.
     """
-    watch = _Watch(model, units, second)
+    watch = _Watch(model, units, events, second)
     events.listeners += (watch.hear,)
 
 
@@ -127,9 +127,13 @@ def _digest(record: Any) -> torch.Tensor:
 
 class _Watch:
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FSDPModule], second: SecondBackward
+        self,
+        model: nn.Module,
+        units: Mapping[str, FSDPModule],
+        events: UnitEvents,
+        second: SecondBackward,
     ) -> None:
-        self._model, self._second = model, second
+        self._model, self._events, self._second = model, events, second
         self._groups: dict[Any, list[_Param]] = {}
         self._found: list[str] = []
         self._forwards = {True: 0, False: 0}
@@ -214,6 +218,7 @@ class _Watch:
             return
         while self._in_first:
             self._in_first.pop().remove()
+        self._events.tell("end", "")  # a rank that does not come is missed there
         next(iter(self._groups)).agree_on_writes()
 
     def _agree(self) -> None:

@@ -267,7 +267,7 @@ def install_step_hooks(model: nn.Module, plan: PreparePlan, units: dict[str, FSD
     # After what counts gradients, for it may skip the end of a backward.
     groups = [group for unit in gathered.values() for group in param_groups(unit)]
     watch_gathered(model, gathered, events, SecondBackward(model, groups))
-    explain_in_forward(model)
+    explain_in_forward(model, events)
 
 
 def _accumulation(plan: PreparePlan, units: dict[str, FSDPModule]) -> Accumulation:

@@ -83,6 +83,18 @@ def test_a_unit_used_from_outside(name: str):
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_one_rank_alone_tells_the_others(name: str):
+    use, match = OUTSIDE[name]
+
+    def use_on_one(block: Any, x: torch.Tensor) -> torch.Tensor:
+        return use(block, x) if dist.get_rank() == 1 else x
+
+    with explained(rf"On rank 1: .*{match}", cause=None):
+        step(Calls(use_on_one))
+
+
+@pytest.mark.world_size(2)
 def test_the_first_cure_is_one():
     step(Calls(OUTSIDE["a method"][0], {**POLICY, "forward_methods": ["blocks.1.again"]}))
 
