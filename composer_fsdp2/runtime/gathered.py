@@ -161,7 +161,8 @@ class _Watch:
             after=partial(self._after_gather, group),
             frees=partial(self._before_free, group),
         )
-        # Units gather themselves, and who replaced a forward keeps it.
+        # Units gather themselves, and who replaced a forward keeps it. What is run again in
+        # backward is left alone, for after an aborted forward it may be run while sharded.
         holders: dict[nn.Module, _Param] = {}
         for param in self._groups[group]:
             for module, _ in places_of(param.record):
@@ -169,20 +170,23 @@ class _Watch:
         self._refusals[group] = [
             (vars(module), Refusal(module, names.get(id(module), "?"), p.name, unit, name))
             for module, p in holders.items()
-            if not isinstance(module, FSDPModule) and "forward" not in vars(module)
+            if not isinstance(module, FSDPModule)
+            and "forward" not in vars(module)
+            and "_checkpoint_wrapped_module" not in names.get(id(module), "")
         ]
         self._refuse_calls(group)
 
     def _refuse_calls(self, group: Any) -> None:
         for attributes, refusal in self._refusals[group]:
-            attributes["forward"] = refusal
+            attributes.setdefault("forward", refusal)  # somebody may have put in another one
 
     def _before_gather(self, group: Any) -> None:
         self._found += [_exchanged(p) for p in self._groups[group] if p.is_exchanged()]
 
     def _after_gather(self, group: Any) -> None:
-        for attributes, _ in self._refusals[group]:
-            attributes.pop("forward", None)
+        for attributes, refusal in self._refusals[group]:
+            if attributes.get("forward") is refusal:
+                del attributes["forward"]
         contents = self._forwards[torch.is_grad_enabled()] == 0
         for param in self._groups[group]:
             param.note(contents)
