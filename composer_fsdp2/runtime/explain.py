@@ -17,6 +17,7 @@ import types
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -139,6 +140,8 @@ _DTYPES = (
 
 def _explain(model: nn.Module, error: RuntimeError) -> PlanError | None:
     text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+        return None  # nothing of it may be looked at: that would keep alive what it should free
     scene = _Scene(model, error)
     if "mixed torch.Tensor and DTensor" in text:
         return PlanError(_mixed(scene))
