@@ -7,9 +7,12 @@ import difflib
 import functools
 import importlib.metadata
 import os
+import pickle
 import platform
 import sys
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -55,10 +58,11 @@ def raise_on_all_ranks(
         ConfigError: `error` of the first rank that had one, of its own type.
         CheckpointError: likewise.
         PatchError: likewise.
-        PlanError: likewise, for an error of any other type, and for a difference.
+        PlanError: likewise, and for a difference.
+        Exception: likewise, for an error of any other type, which is a user's or the system's.
     """
-    failed = None if error is None else (type(error).__name__, str(error))
-    everyone: list[tuple[tuple[str, str] | None, Mapping[str, Any]]] = [(failed, facts)]
+    failed = None if error is None else _Failure.of(error)
+    everyone: list[tuple[_Failure | None, Mapping[str, Any]]] = [(failed, facts)]
     if dist.is_initialized() and not is_fake(group) and dist.get_world_size(group) > 1:
         everyone = [(None, {})] * dist.get_world_size(group)
         dist.all_gather_object(everyone, (failed, facts), group=group)
@@ -71,18 +75,63 @@ def raise_on_all_ranks(
     return [theirs for _, theirs in everyone]
 
 
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """An error in a form that every rank can read."""
+
+    kind: str
+    text: str
+    error: bytes | None
+    """pickled, if it can be"""
+    where: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        pickled = None
+        # Its class may want other arguments than it keeps, or exist on this rank alone.
+        with contextlib.suppress(Exception):
+            pickled = pickle.dumps(error)
+            if str(pickle.loads(pickled)) != str(error):
+                pickled = None
+        return cls(type(error).__name__, str(error), pickled, _origin(error))
+
+    def rebuilt(self) -> Exception:
+        """Returns the same error, or a PlanError with its text where that cannot be."""
+        with contextlib.suppress(Exception):
+            found = pickle.loads(self.error) if self.error is not None else None
+            if isinstance(found, Exception):
+                return found
+        return PlanError(f"{self.kind}: {self.text}")
+
+
+def _origin(error: Exception) -> str:
+    """Where an error was raised: file, line, function and the line's text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
+
+
+_OWN = (CheckpointError, ConfigError, PatchError, PlanError)
+
+
 def _raise_first(
-    everyone: list[tuple[tuple[str, str] | None, Mapping[str, Any]]], error: Exception | None
+    everyone: list[tuple[_Failure | None, Mapping[str, Any]]], error: Exception | None
 ) -> None:
     failures = [(rank, failed) for rank, (failed, _) in enumerate(everyone) if failed is not None]
     if not failures:
         return
-    rank, (kind, text) = failures[0]
-    where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
-    own = {kind.__name__: kind for kind in (CheckpointError, ConfigError, PatchError, PlanError)}
-    if kind not in own:
-        where += f"{kind}: "
-    raise own.get(kind, PlanError)(where + text) from error
+    rank, failed = failures[0]
+    own = {kind.__name__: kind for kind in _OWN}
+    if failed.kind in own:
+        where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
+        raise own[failed.kind](where + failed.text) from error
+    same = error is not None and (type(error).__name__, str(error)) == (failed.kind, failed.text)
+    raised = error if same and error is not None else failed.rebuilt()
+    if hasattr(raised, "add_note"):  # since Python 3.11
+        raised.add_note(f"Raised on rank {rank}, at {failed.where}")
+    raise raised
 
 
 def _difference(name: str, mine: str, theirs: str, rank: int) -> str:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,8 @@ __all__ = [
     "apply_activation",
     "plan_activation",
 ]
+
+log = logging.getLogger(__name__)
 
 Choice = Callable[[str, nn.Module], bool]
 
@@ -139,8 +142,46 @@ class ActivationCheckpointing(Transformation[ActivationPlan]):
         return plan_activation(facts.tree, recompute, choose=facts.is_checkpointed, offload=offload)
 
     def apply(self, tree: ModuleTree, plan: ActivationPlan) -> None:
-        """Wraps the modules of the plan."""
+        """Wraps the modules of the plan, and switches key-value caches off."""
         apply_activation(tree, plan)
+        if plan.recompute:
+            _switch_caches_off(tree)
+
+
+def _switch_caches_off(tree: ModuleTree) -> None:
+    """Sets `use_cache` of Hugging Face configurations to false.
+
+    A block that runs again in backward would append to the cache of its first run.
+    """
+    switched = [
+        f"{type(config).__name__} of '{name}'" if name else f"{type(config).__name__} of the model"
+        for name, module in tree.modules()
+        for config in _configs(getattr(module, "config", None), depth=3)
+        if _switch_off(config)
+    ]
+    if switched:
+        log.warning(
+            "activation_checkpointing: use_cache was true and is now false in %s. A block that is "
+            "run again in backward would write into the cache a second time.",
+            ", ".join(switched),
+        )
+
+
+def _configs(config: object, depth: int) -> Iterator[Any]:
+    """Yields a configuration and those inside it, such as `text_config`."""
+    if isinstance(config, dict | nn.Module) or not hasattr(config, "__dict__"):
+        return
+    yield config
+    for value in vars(config).values() if depth else ():
+        if hasattr(value, "use_cache"):
+            yield from _configs(value, depth - 1)
+
+
+def _switch_off(config: Any) -> bool:
+    if getattr(config, "use_cache", False) is not True:
+        return False
+    config.use_cache = False
+    return True
 
 
 def _choice(tree: ModuleTree, spec: ActivationSpec) -> Choice:

@@ -114,8 +114,11 @@ def _refuse_sharded(tree: ModuleTree) -> None:
     for path, module in tree.modules():
         if isinstance(module, FSDPModule):
             raise PlanError(
-                f"{_name(path)} is sharded by FSDP2 already. Sharding twice would mix shards of "
-                "shards. Call prepare_fully_shard once, and take your own fully_shard calls out."
+                f"{_name(path)} is sharded by FSDP2 already, by an earlier Trainer or "
+                "prepare_fully_shard of this process, or by your own fully_shard. Sharding twice "
+                "would mix shards of shards. Build the model anew for every Trainer, and load its "
+                "weights from a checkpoint (load_path); or go on with the first Trainer (fit, "
+                "eval). Take your own fully_shard calls out."
             )
 
 

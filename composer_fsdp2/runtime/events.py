@@ -21,8 +21,9 @@ from composer_fsdp2.shard.torch_private.units import label_hook, param_groups
 
 __all__ = ["Event", "UnitEvents"]
 
-Event = Literal["begin", "forward", "gather", "backward", "reduce"]
-"""`begin` is a forward of training of the whole model; `gather` and `reduce` are collectives"""
+Event = Literal["begin", "forward", "gather", "backward", "reduce", "end", "error"]
+"""`begin` is a forward of training of the whole model; `gather` and `reduce` are collectives; `end`
+comes before ranks agree on what a first forward has shown, and `error` has a text for a name"""
 
 _EVENTS: Mapping[str, Event | None] = {
     "FSDP::pre_forward": "forward",
@@ -61,7 +62,7 @@ class UnitEvents:
         if not torch.is_grad_enabled():
             return
         self._microbatch += 1
-        self._tell("begin", "")
+        self.tell("begin", "")
 
     def _hear(self, name: str, label_of: Callable[[str], str], label: str) -> str:
         if label in _EVENTS:
@@ -69,10 +70,11 @@ class UnitEvents:
             self._previous = (label, name)
             # Torch may ask for the same label twice, for the log.
             if event is not None and previous != (label, name):
-                self._tell(event, name)
+                self.tell(event, name)
         return label_of(label)
 
-    def _tell(self, event: Event, name: str) -> None:
+    def tell(self, event: Event, name: str) -> None:
+        """Tells the listeners, and the watchdog of what may last. Collective: as they are."""
         for listener in self.listeners:
             listener(event, name)
         if self.watchdog is not None and event in ("gather", "reduce"):

@@ -88,6 +88,7 @@ class OOMGuard:
             GATHER: reserve_gather,
             REDUCE: reserve_reduction,
             "agree_on_used": bool,  # ours, about parameters without a gradient; it needs no memory
+            "agree_on_writes": bool,  # ours too, about gathered parameters
         }
         self._before: list[tuple[Any, str, Any]] = []
         for group in (group for unit in units for group in param_groups(unit)):

@@ -30,6 +30,7 @@ from composer_fsdp2.shard.torch_private.units import backward_number
 
 __all__ = ["OrderCheck", "apply_order_check", "check_order_check"]
 
+_ERROR = "an error: "
 _SHOWN = 4
 """collectives shown before the first difference"""
 _KEPT = 4096
@@ -131,8 +132,12 @@ class _Check:
         elif self._began and event in ("gather", "reduce"):
             self._compare(f"{event} {unit_text(name)}")
             self._reduced = self._reduced or event == "reduce"
+        elif self._began and event == "end":
+            self._compare("the end of the first forward", shown=False)
+        elif self._began and event == "error":
+            self._compare(f"{_ERROR}{name}")
 
-    def _compare(self, what: str) -> None:
+    def _compare(self, what: str, shown: bool = True) -> None:
         """Raises on every rank if this is not what all of them do next. Collective: yes."""
         code = zlib.crc32(what.encode())
         found = torch.tensor([code, -code])
@@ -145,8 +150,9 @@ class _Check:
         if found[0] != -found[1]:
             everyone: list[list[str]] = [[]] * self._channel.size()
             dist.all_gather_object(everyone, [*self._last, what], group=self._channel)
-            raise PlanError(_difference(everyone))
-        self._last.append(what)
+            raise PlanError(_first_error(everyone) or _difference(everyone))
+        if shown:
+            self._last.append(what)
 
 
 class OrderCheck:
@@ -231,6 +237,12 @@ def _missed(what: str, watchdog: CollectiveWatchdog) -> str:
         "another number of microbatches, or wait for data; if it is only slow, raise "
         "`dist_timeout`.\n" + watchdog.report()
     )
+
+
+def _first_error(everyone: list[list[str]]) -> str | None:
+    """What another rank could not go on for, which all of them raise."""
+    errors = [(rank, last[-1]) for rank, last in enumerate(everyone) if last[-1].startswith(_ERROR)]
+    return f"On rank {errors[0][0]}: {errors[0][1].removeprefix(_ERROR)}" if errors else None
 
 
 def _difference(everyone: list[list[str]]) -> str:

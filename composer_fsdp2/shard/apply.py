@@ -311,8 +311,7 @@ def _shard_unit(
     if ignored:
         kwargs["ignored_params"] = ignored
     cast, policy = InputCast.taken_from(policy)
-    if isinstance(module, nn.Linear):
-        module.register_forward_hook(_own_output)
+    module.register_forward_hook(_own_output if isinstance(module, nn.Linear) else _whole_output)
     fully_shard(
         module,
         mesh=reduction.mesh,
@@ -341,6 +340,34 @@ def _own_output(_module: nn.Module, _args: object, output: object) -> object:
     if not isinstance(output, torch.Tensor) or not is_view(output):
         return output
     return unsafe_view(output)
+
+
+def _whole_output(_module: nn.Module, _args: object, output: object) -> object:
+    """Has torch refuse a change in place of a view that the unit returns.
+
+    Such a change drops the hook by which FSDP2 learns that backward has come. What is no plain
+    container stays whole, as inputs do.
+    """
+    if isinstance(output, torch.Tensor):
+        view = torch.is_grad_enabled() and output.requires_grad and is_view(output)
+        return _Returned.apply(output) if view else output
+    if type(output) is tuple or type(output) is list:
+        return type(output)(_whole_output(_module, _args, one) for one in output)
+    if type(output) is dict:
+        return {key: _whole_output(_module, _args, one) for key, one in output.items()}
+    return output
+
+
+class _Returned(torch.autograd.Function):
+    """The same tensor, which torch lets nobody change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return grad
 
 
 def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers that cannot work on shards, known by the module their class comes from."""
+"""Optimizers that cannot work on shards, known by their class and the module it comes from."""
 
 from __future__ import annotations
 
@@ -20,6 +20,18 @@ _INSTEAD = (
     "and mixed_precision or cpu_offload: true saves memory"
 )
 
+_NEEDS_WHOLE: dict[type[torch.optim.Optimizer], str] = {
+    kind: why
+    for name, why in {
+        "Adafactor": "scales each step by norms over rows, columns and the whole parameter",
+        "LBFGS": "joins all gradients into one vector and takes its products",
+        "Rprop": "picks elements by sign, which not every torch can on shards",
+        "SparseAdam": "steps sparse gradients, and FSDP2 reduces dense ones",
+    }.items()
+    if (kind := getattr(torch.optim, name, None)) is not None
+}
+"""optimizers of torch that fail or go another way on shards, and why"""
+
 
 def check_optimizer_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuses optimizers that read past DTensors, or whose state is another on other ranks.
@@ -30,6 +42,14 @@ def check_optimizer_kind(optimizer: torch.optim.Optimizer) -> None:
         PlanError: with what to use instead.
     """
     name = type(optimizer).__name__
+    for kind, why in _NEEDS_WHOLE.items():
+        if isinstance(optimizer, kind):
+            raise PlanError(
+                f"The optimizer {name} {why}. On each rank it would get a part of every "
+                "parameter, and stop or compute something else than on whole ones. Use one that "
+                "steps element by element: AdamW, Adam, SGD, Adagrad, RMSprop, or Composer's "
+                "DecoupledAdamW and DecoupledSGDW."
+            )
     for cls in type(optimizer).__mro__:
         package = cls.__module__.partition(".")[0]
         if package in _LOW_BIT_PACKAGES and _LOW_BIT.search(cls.__name__):

@@ -34,7 +34,7 @@ from composer_fsdp2.shard.torch_private.units import (
     is_root,
 )
 
-__all__ = ["holds_shards", "is_summoned", "summon_full_params"]
+__all__ = ["holds_shards", "is_shown", "is_summoned", "summon_full_params"]
 
 _MARK = "_fsdp2_summoned"
 """On a parameter and on what stands in for it: the block they are summoned by."""
@@ -46,6 +46,11 @@ _Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
 def holds_shards(module: nn.Module) -> bool:
     """Whether FSDP2 or another DTensor holds parameters of the module. Collective: no."""
     return is_sharded(module) or any(isinstance(param, DTensor) for param in module.parameters())
+
+
+def is_shown(param: object) -> bool:
+    """Whether a block around this call has put the parameter in the place of a shard."""
+    return hasattr(param, _MARK)
 
 
 def is_summoned(module: nn.Module) -> bool:

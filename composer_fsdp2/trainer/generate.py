@@ -16,6 +16,7 @@ import torch
 from composer.utils import dist
 
 from composer_fsdp2.ranks import any_rank
+from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import holds_shards
 
 __all__ = ["generate"]
@@ -25,12 +26,23 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """Stands in for `GenerationMixin.generate`: ranks may have other prompts and other ends.
 
     Collective: yes, for a sharded model, unless `synced_gpus=False` says that all ranks call
-    forward equally often. An error of one rank, outside of forward, is raised when the others are
-    done.
+    forward equally often. No unit is left gathered. An error of one rank, outside of forward, is
+    raised when the others are done.
     """
-    alone = dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False
-    if alone or not holds_shards(model):
+    if not holds_shards(model):
         return original(model, *args, **kwargs)
+    try:
+        if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
+            return original(model, *args, **kwargs)
+        return _generate_in_step(original, model, args, kwargs)
+    finally:
+        reshard(model)
+
+
+def _generate_in_step(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """See [Note: generating in step]. Collective: yes."""
     kwargs["synced_gpus"] = False
     word = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     encodes = model.config.is_encoder_decoder and kwargs.get("encoder_outputs") is None

@@ -37,9 +37,12 @@ from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.accumulation import Accumulation
 from composer_fsdp2.runtime.events import UnitEvents
+from composer_fsdp2.runtime.explain import explain_in_forward
+from composer_fsdp2.runtime.gathered import watch_gathered
 from composer_fsdp2.runtime.oom import OOMGuard
 from composer_fsdp2.runtime.order_check import OrderCheck, apply_order_check
 from composer_fsdp2.runtime.prefetch import apply_prefetch
+from composer_fsdp2.runtime.second_backward import SecondBackward
 from composer_fsdp2.runtime.unused_parameters import (
     UnusedParameters,
     force_backward_through,
@@ -59,6 +62,7 @@ from composer_fsdp2.shard.optimizer import (
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import fast_chunking
+from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 from composer_fsdp2.trainer.sharding import Sharding, note_sharding
@@ -273,6 +277,10 @@ def install_step_hooks(
     if plan.settings.unused_parameters is not False:
         often = _with_unused(plan.units, plan.settings, plan.conditional)
         unused = reduce_unused(units, often)
+    # After what counts gradients, for it may skip the end of a backward.
+    groups = [group for unit in gathered.values() for group in param_groups(unit)]
+    watch_gathered(model, gathered, events, SecondBackward(model, groups))
+    explain_in_forward(model, events)
     return order, unused
 
 

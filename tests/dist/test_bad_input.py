@@ -18,11 +18,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import ConfigError, FSDP2Config, PatchError, PlanError, prepare_fully_shard
+from composer_fsdp2 import (
+    ConfigError,
+    FSDP2Config,
+    PatchError,
+    PlanError,
+    installed,
+    prepare_fully_shard,
+)
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.shard.apply import apply_plan
 from composer_fsdp2.shard.torch_private import members
 from tests.support.models import TinyComposer, TinyLM
+from tests.support.training import samples_of, trainer_for
 
 pytestmark = pytest.mark.fault("settings that cannot work", "reported")
 DIFFERENT = pytest.mark.fault("ranks that hold different things", "reported")
@@ -175,6 +183,59 @@ def test_applying_twice():
     model = sharded(TinyLM())
     with _every_rank_raises(PlanError, "The model is sharded by FSDP2 already"):
         sharded(model)
+
+
+class OwnError(Exception):
+    """Of a user, with arguments of its own."""
+
+    def __init__(self, code: int, *, detail: str) -> None:
+        super().__init__(f"{detail} ({code})")
+
+
+def _raise_type_error(_module: nn.Module) -> bool:
+    raise TypeError("my own mistake")
+
+
+def _raise_own_error(_module: nn.Module) -> bool:
+    raise OwnError(3, detail="my own class")
+
+
+@ONE_RANK
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one"])
+def test_an_exception_of_the_users_code_is_shown_as_it_is(ranks: tuple[int, ...]):
+    model = TinyLM()
+    if dist.get_rank() in ranks:
+        model.fsdp_wrap_fn = _raise_type_error
+    with pytest.raises(TypeError, match="my own mistake") as caught:
+        prepare_fully_shard(model, None, {})
+    if hasattr(caught.value, "__notes__"):  # Python 3.11
+        [note] = caught.value.__notes__
+        assert note.startswith(f"Raised on rank {ranks[0]}, at ")
+        assert "test_bad_input.py" in note
+        assert "_raise_type_error" in note
+
+
+@ONE_RANK
+@pytest.mark.world_size(2)
+def test_an_exception_that_cannot_travel_is_a_sentence_elsewhere():
+    model = TinyLM()
+    if dist.get_rank() == 1:
+        model.fsdp_wrap_fn = _raise_own_error
+    kind = OwnError if dist.get_rank() == 1 else PlanError
+    with pytest.raises(kind, match=r"my own class \(3\)"):
+        prepare_fully_shard(model, None, {})
+
+
+@pytest.mark.world_size(2)
+def test_a_model_of_an_earlier_trainer():
+    model, samples = TinyComposer(), samples_of(1, 8)
+    with installed():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer_for(model, optimizer, samples).fit()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(PlanError, match=r"by an earlier Trainer .* Build the model anew"):
+            trainer_for(model, optimizer, samples)
 
 
 @pytest.mark.world_size(2)

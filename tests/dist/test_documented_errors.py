@@ -28,6 +28,7 @@ from composer_fsdp2.shard.torch_private import members
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.trainer import patches, save_pretrained
 from composer_fsdp2.trainer.config import parse_parallelism_config
+from tests.dist import test_explain, test_gathered
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
 from tests.support.models import WIDTH, TinyComposer, TinyLM, batches, llama_config
 from tests.support.training import built, samples_of, trainer_for
@@ -51,9 +52,18 @@ def another_models_optimizer() -> None:
     prepare(TinyLM(), optimizer=torch.optim.SGD(TinyLM().parameters(), lr=0.1))
 
 
+class ByRows(torch.optim.SGD):
+    """Keeps a number for each row."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["row_var"] = torch.zeros(len(param), 1)
+        return super().step(closure)
+
+
 def optimizer_state_without_rows() -> None:
     model = TinyLM()
-    prepare(model, optimizer=_stepped(model, torch.optim.Adafactor(model.parameters())))
+    prepare(model, optimizer=_stepped(model, ByRows(model.parameters(), lr=0.1)))
 
 
 def one_memory_in_two_groups() -> None:
@@ -136,6 +146,46 @@ def another_method() -> None:
     model = Generating()
     prepare(model)
     model.generate(batches(1, 2)[0][0])
+
+
+def in_forward(deed: Callable[[Any], object]) -> None:
+    model = test_gathered.model_with(test_gathered.Writes(deed))
+    for _ in range(2):
+        test_gathered.step(model)
+
+
+def keep(block: Any) -> None:
+    vars(block).setdefault("kept", [block.up.weight])
+
+
+def returned() -> None:
+    test_gathered.step(test_gathered.model_with(test_gathered.Returns()))
+
+
+def mapped() -> None:
+    model = TinyLM()
+    prepare(model)
+    torch.vmap(model)(batches(1, 2)[0][0])
+
+
+def graph_of_gradients() -> None:
+    model = TinyLM()
+    prepare(model)
+    model(batches(1, 2)[0][0]).sum().backward(create_graph=True)
+
+
+def another_dtype() -> None:
+    model = TinyLM()
+    model.blocks[1] = test_explain.ToFloat()
+    prepare(model, {**test_explain.POLICY, "mixed_precision": {"param_dtype": "bf16"}})
+    test_explain.step(model)
+
+
+def input_in_place() -> None:
+    model = TinyLM()
+    model.blocks[1] = test_explain.DoublesItsInput()
+    prepare(model, test_explain.POLICY)
+    test_explain.step(model)
 
 
 class WithoutReset(nn.Module):
@@ -270,6 +320,9 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
         TinyLM(), {"data_parallel_shard_degree": 8}
     ),
     "parameters that are not in the model": lambda _: another_models_optimizer(),
+    "Use one that steps element by element": lambda _: prepare(
+        (model := TinyLM()), optimizer=torch.optim.Rprop(model.parameters())
+    ),
     "cannot be divided into the parameter's shards": lambda _: optimizer_state_without_rows(),
     "which share memory": lambda _: one_memory_in_two_groups(),
     "have tensor hooks": lambda _: tensor_hook(),
@@ -320,7 +373,15 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "is sharded by FSDP2 already": lambda _: sharded_twice(),
     "hold a different plan": lambda _: prepare(TinyLM(layers=2 + dist.get_rank())),
     "The next collective is": lambda _: another_order(),
-    "got mixed torch.Tensor and DTensor": lambda _: another_method(),
+    "computed with this rank's shard of": lambda _: another_method(),
+    "was changed in place while": lambda _: in_forward(lambda block: block.up.weight.data.mul_(2)),
+    "Another tensor was put in the place of": lambda _: in_forward(test_gathered.assign_module),
+    "keeps the gathered parameter": lambda _: in_forward(keep),
+    "returns its parameter": lambda _: returned(),
+    "called inside a transformation of torch.func": lambda _: mapped(),
+    "leaves a graph in the gradients of parameters": lambda _: graph_of_gradients(),
+    "in another dtype than that in which": lambda _: another_dtype(),
+    "changes an input or output of": lambda _: input_in_place(),
     "Nothing initialises": lambda _: nothing_initialises(),
     "Rank 0 holds the model on meta": lambda _: meta_on_rank_0(),
     "is not one the replacement was written for": lambda _: another_composer(),

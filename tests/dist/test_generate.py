@@ -14,6 +14,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -22,6 +24,8 @@ from transformers import (
 )
 
 from composer_fsdp2 import CheckpointError, installed, prepare_fully_shard, summon_full_params
+from composer_fsdp2.shard.torch_private.gathered import is_gathered
+from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer import save_pretrained
 from tests.support.models import llama_config
 from tests.support.parity import OPTIMIZERS
@@ -102,6 +106,23 @@ def test_generates_like_one_process(way: str, cache: bool):
     model.train()
     ids = Tokens(2).ids
     model({"input_ids": ids, "labels": ids})["loss"].backward()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("synced", [None, False])
+def test_no_unit_is_left_gathered(synced: bool | None):
+    _, model = _pair()
+    settings = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    if synced is not None:
+        settings["synced_gpus"] = synced
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups = [group for unit in units for group in param_groups(unit)]
+    with installed():
+        for generate in (model.generate, model.model.generate):
+            generate(torch.arange(3, 7)[None], **settings)
+            assert groups
+            assert not any(map(is_gathered, groups))
+            assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 def _translator() -> Any:

@@ -205,9 +205,33 @@ def test_named_parameters_of_another_model_are_refused_by_name():
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["Adafactor", "LBFGS", "Rprop", "SparseAdam"])
+def test_an_optimizer_that_needs_whole_parameters_is_refused_by_name(name: str):
+    model = tied_lm()
+
+    class Mine(getattr(torch.optim, name)):
+        pass
+
+    for kind in (getattr(torch.optim, name), Mine):
+        optimizer = kind(model.parameters())
+        with pytest.raises(PlanError, match=rf"{kind.__name__} .* AdamW"):
+            prepare_fully_shard(model, optimizer, {})
+    _assert_untouched(model)
+
+
+class ByRows(torch.optim.SGD):
+    """Keeps a number for each row."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["row_var"] = torch.zeros(len(param), 1)
+        return super().step(closure)
+
+
+@pytest.mark.world_size(2)
 def test_state_that_cannot_be_divided_is_refused():
     model = tied_lm()
-    optimizer = torch.optim.Adafactor(model.parameters())
+    optimizer = ByRows(model.parameters(), lr=0.1)
     _train(model, optimizer, batches(1, 4))
     with pytest.raises(PlanError, match=r"state 'row_var' of 'embed\.weight' has shape"):
         prepare_fully_shard(model, optimizer, {})

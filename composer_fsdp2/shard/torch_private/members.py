@@ -86,7 +86,23 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             "torch.distributed.distributed_c10d": "_get_default_store",
         },
     ),
-    *_rows(EVERY_RUN, "wrapped", {_GROUP: "_with_fqn"}),
+    *_rows(
+        EVERY_RUN,
+        "wrapped",
+        {
+            _GROUP: "_with_fqn _to_unsharded _to_sharded _to_sharded_post_forward "
+            "pre_backward post_backward"
+        },
+    ),
+    *_rows(
+        EVERY_RUN,
+        "read",
+        {
+            _GROUP: "is_unsharded _training_state reshard",
+            _PARAM: "_module_info _unsharded_param all_gather_outputs",
+            "torch._C": "_functorch _storage_Use_Count",
+        },
+    ),
     *_rows(
         "gradient_sync",
         "read",

@@ -118,24 +118,30 @@ def _train_microbatch(
     current_batch_size: Any,
     is_final_microbatch: bool,
 ) -> Any:
+    from composer_fsdp2.runtime.explain import explained
     from composer_fsdp2.trainer.sharding import sharding_of
     from composer_fsdp2.trainer.uneven_batches import train_microbatch
 
     sharding = sharding_of(trainer.state.model)
-    last = contextlib.nullcontext()
-    if sharding is not None:
-        last = sharding.accumulation.microbatch(last=is_final_microbatch)
-    with last:
+    if sharding is None:
+        return train_microbatch(
+            original, trainer, use_grad_scaling, current_batch_size, is_final_microbatch
+        )
+    last = sharding.accumulation.microbatch(last=is_final_microbatch)
+    with explained(trainer.state.model), last:
         return train_microbatch(
             original, trainer, use_grad_scaling, current_batch_size, is_final_microbatch
         )
 
 
 def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.runtime.explain import explained
     from composer_fsdp2.trainer.sharding import sharding_of
 
     sharding = sharding_of(trainer.state.model)
-    with sharding.evaluating() if sharding else contextlib.nullcontext():
+    if sharding is None:
+        return original(trainer, *args, **kwargs)
+    with explained(trainer.state.model), sharding.evaluating():
         return original(trainer, *args, **kwargs)
 
 

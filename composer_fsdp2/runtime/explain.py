@@ -1,0 +1,310 @@
+"""Says in a sentence what an error of torch means for a sharded model.
+
+[Note: explained errors] Some mistakes are only possible with FSDP2, and torch speaks of them in
+its own terms: of DTensors, of storage, of custom Functions. Such an error passes through the
+model's forward or the Trainer's step. There the frames of its traceback show which module was at
+work. Every other error goes on as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import functools
+import linecache
+import sys
+import types
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.runtime.events import UnitEvents
+from composer_fsdp2.shard.torch_private.gathered import gathered_param, is_gathered
+from composer_fsdp2.shard.torch_private.units import (
+    has_run,
+    param_groups,
+    params_of,
+    sharded_param,
+)
+
+__all__ = ["Refusal", "explain_in_forward", "explained"]
+
+
+def explain_in_forward(model: nn.Module, events: UnitEvents) -> None:
+    """Has errors that leave the model's forward explained.
+
+    Collective: no. While ranks compare their collectives, an error of one is raised on all of them.
+    """
+    model.forward = _Explained(model, model.forward, events)
+
+
+class _Explained:
+    """A forward that explains its errors; copied with its module, as a bound method is."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], events: UnitEvents) -> None:
+        functools.update_wrapper(self, forward)
+        self._model, self._forward, self._events = model, forward, events
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._forward(*args, **kwargs)
+        except RuntimeError as error:
+            explanation = _explain(self._model, error)
+            if explanation is None:
+                raise
+            try:
+                self._events.tell("error", str(explanation))
+            except PlanError as common:
+                raise common from error
+            raise explanation from error
+        except UnitError as error:
+            self._events.tell("error", str(error))
+            raise
+
+
+class UnitError(PlanError):
+    """A PlanError that a module raised on this rank, and of which others do not know yet."""
+
+
+@contextlib.contextmanager
+def explained(model: nn.Module) -> Generator[None]:
+    """Explains errors that leave the block, where they have to do with FSDP2.
+
+    Collective: no.
+
+    Raises:
+        PlanError: naming the module and what to write instead; torch's error is its cause.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        explanation = _explain(model, error)
+        if explanation is None:
+            raise
+        raise explanation from error
+
+
+class Refusal:
+    """Stands before the forward of a module while its parameters are shards.
+
+    It costs nothing when the module runs as it should, for it is taken away when its unit gathers.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, param: str, unit: FSDPModule, unit_name: str
+    ) -> None:
+        functools.update_wrapper(self, module.forward)
+        self._forward = module.forward
+        self._module, self._name, self._param = module, name, param
+        self._unit, self._unit_name = unit, unit_name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module where another one has put whole parameters into it.
+
+        Raises:
+            PlanError: naming the parameter and the unit.
+        """
+        own = self._module._parameters.values()
+        if any(isinstance(one, DTensor) for one in (*args, *kwargs.values())) or not any(
+            isinstance(param, DTensor) for param in own
+        ):
+            return self._forward(*args, **kwargs)
+        name, kind = self._name, type(self._module).__name__
+        module = f"'{name}' ({kind})" if name else f"The model ({kind})"
+        methods = list(self._methods(sys._getframe(1)))
+        raise UnitError(_outside(module, f"'{self._param}'", self._unit_name, "", methods))
+
+    def _methods(self, frame: types.FrameType | None) -> Iterator[str]:
+        """Yields methods of the unit that are running, the outermost last."""
+        while frame is not None:
+            if frame.f_locals.get("self") is self._unit and _is_method(frame, self._unit):
+                yield f"{self._unit_name}.{frame.f_code.co_name}".lstrip(".")
+            frame = frame.f_back
+
+
+_DTYPES = (
+    "same dtype",
+    "same datatype",
+    "mixed dtype",
+    "scalar type",
+    "type should be the same",
+    "type and weight type",
+    "must be equal",  # followed by both dtypes, of attention
+)
+
+
+def _explain(model: nn.Module, error: RuntimeError) -> PlanError | None:
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
+        return None  # nothing of it may be looked at: that would keep alive what it should free
+    scene = _Scene(model, error)
+    if "mixed torch.Tensor and DTensor" in text:
+        return PlanError(_mixed(scene))
+    if "storage of size 0" in text:
+        return PlanError(_freed(scene))
+    if "is a view and is being modified inplace" in text and "custom Function" in text:
+        return PlanError(_in_place(scene))
+    if any(part in text for part in _DTYPES) and scene.casts():
+        return PlanError(_other_dtype(scene))
+    return None
+
+
+class _Scene:
+    """Which module an error was raised in, and at which line."""
+
+    def __init__(self, model: nn.Module, error: BaseException) -> None:
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._units = {n: m for n, m in model.named_modules() if isinstance(m, FSDPModule)}
+        self.frames = list(_frames_of(error.__traceback__))
+        self.at: list[tuple[nn.Module, types.FrameType]] = [
+            (holder, frame)
+            for frame, _ in self.frames
+            if isinstance(holder := frame.f_locals.get("self"), nn.Module)
+            and id(holder) in self._names
+        ]
+
+    @property
+    def module(self) -> nn.Module | None:
+        """The innermost one whose code ran, none of torch's wrappers."""
+        return self.at[-1][0] if self.at else None
+
+    def title(self, module: nn.Module | None) -> str:
+        if module is None:
+            return "code outside the model"
+        name = self._names[id(module)].replace("_checkpoint_wrapped_module.", "")
+        kind = type(module).__name__.removeprefix("FSDP")
+        return f"'{name}' ({kind})" if name else f"the model ({kind})"
+
+    def line(self) -> str:
+        """The user's last line of code: the last that is not in torch."""
+        for frame, number in reversed(self.frames):
+            file = frame.f_code.co_filename
+            if not fnmatch.fnmatch(file, "*/torch/*") and "/composer_fsdp2/" not in file:
+                code = linecache.getline(file, number).strip()
+                return f" ({file}:{number}: `{code}`)" if code else f" ({file}:{number})"
+        return ""
+
+    def shard(self) -> tuple[str, str] | None:
+        """Names of the sharded parameter that was computed with, and of its unit."""
+        module = self.module
+        if module is None:
+            return None
+        shards = [(k, p) for k, p in module.named_parameters() if isinstance(p, DTensor)]
+        line, own = self.line(), module._parameters
+        # Of those inside, the one the code names, such as `self.blocks[0].up.weight`.
+        shards.sort(key=lambda shard: ".".join(shard[0].split(".")[-2:]) not in line)
+        shards.sort(key=lambda shard: shard[0] not in own)
+        for key, param in shards[:1]:
+            name = f"{self._names[id(module)]}.{key}".lstrip(".")
+            return name.replace("_checkpoint_wrapped_module.", ""), self.unit_of(param)
+        return None
+
+    def unit_of(self, param: nn.Parameter) -> str:
+        for name, unit in self._units.items():
+            for group in param_groups(unit):
+                if any(sharded_param(record) is param for record in params_of(group)):
+                    return name
+        return ""
+
+    def running_unit(self) -> str | None:
+        """The innermost unit whose forward, or another method, was running."""
+        names = {id(unit): name for name, unit in self._units.items()}
+        for module, _ in reversed(self.at):
+            if id(module) in names:
+                return names[id(module)]
+        return None
+
+    def methods(self) -> list[str]:
+        """Methods of modules, besides forward, that were running, as `forward_methods` has them."""
+        found: dict[str, None] = {}
+        for module, frame in self.at:
+            if _is_method(frame, module):
+                found[f"{self._names[id(module)]}.{frame.f_code.co_name}".lstrip(".")] = None
+        return list(found)
+
+    def casts(self) -> bool:
+        """Whether parameters of the running unit are gathered in another dtype than their own."""
+        unit = self._units.get(self.running_unit() or "")
+        groups = param_groups(unit) if unit is not None else []
+        return any(
+            has_run(param)
+            and is_gathered(group)
+            and gathered_param(param).dtype != sharded_param(param).dtype
+            for group in groups
+            for param in params_of(group)
+        )
+
+
+def _is_method(frame: types.FrameType, module: object) -> bool:
+    """Whether it runs a method of the module that could be listed in `forward_methods`."""
+    name = frame.f_code.co_name
+    known = name == "forward" or name.startswith("_")
+    return not known and callable(getattr(type(module), name, None))
+
+
+def _frames_of(traceback: types.TracebackType | None) -> Iterator[tuple[types.FrameType, int]]:
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+# --- What is said. ---
+
+
+def _mixed(scene: _Scene) -> str:
+    shard = scene.shard()
+    name, unit = shard if shard is not None else ("a parameter", None)
+    what = f"'{name}'" if shard is not None else name
+    return _outside(scene.title(scene.module), what, unit, scene.line(), scene.methods())
+
+
+def _outside(module: str, param: str, unit: str | None, line: str, methods: list[str]) -> str:
+    around = "its unit" if unit is None else f"unit '{unit}'" if unit else "the root unit"
+    methods = methods or [f"{unit or 'path.to.module'}.method"]
+    return (
+        f"{module} computed with this rank's shard of {param}{line}. The whole parameter is "
+        f"there only while the forward of {around} runs, and this was outside. "
+        "Either name the method that is called instead of forward, so that it gathers too "
+        f"(forward_methods: ['{methods[-1]}']), or choose the units so that whatever uses the "
+        "parameter lies inside one: wrap_policy, with the module around both in `names`, or "
+        f"without {around if unit else 'a unit so small'}."
+    )
+
+
+def _freed(scene: _Scene) -> str:
+    return (
+        f"{scene.title(scene.module)} computed with the memory of a gathered parameter that FSDP2 "
+        f"had freed{scene.line()}. Somebody keeps a parameter, or a view of it, beyond the forward "
+        "of its unit; or the output of a unit is a view and was changed in place, so that FSDP2 "
+        "did not learn of backward. Read parameters from their module in every forward, keep "
+        "copies (weight.detach().clone()), and write x = x + y instead of x += y for what a unit "
+        "returns."
+    )
+
+
+def _in_place(scene: _Scene) -> str:
+    unit = scene.running_unit()
+    where = f"unit '{unit}'" if unit else "the root unit"
+    return (
+        f"{scene.title(scene.module)} changes an input or output of {where} in "
+        f"place{scene.line()}. FSDP2 learns from these tensors when backward has come to the unit, "
+        "and a change in place would cut them off. Write a new tensor: x = x * 2 instead of "
+        "x.mul_(2), or x = x.clone() before the change."
+    )
+
+
+def _other_dtype(scene: _Scene) -> str:
+    unit = scene.running_unit()
+    where = f"unit '{unit}'" if unit else "the root unit"
+    return (
+        f"{scene.title(scene.module)} computes in another dtype than that in which {where} gathers "
+        f"its parameters{scene.line()}. FSDP2 casts the inputs of a unit, not what its forward "
+        "casts itself. Cast to the weight's dtype (x.to(self.weight.dtype)), train with an amp "
+        "precision, which casts both, or keep the unit's parameters in their own dtype: "
+        "mixed_precision: FULL for the unit in `fsdp_wrap_fn` or `wrap_policy`, or keep_fp32."
+    )

@@ -1,0 +1,248 @@
+"""Errors of torch that come of sharding: a sentence with the module and the cures."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from composer_fsdp2 import PlanError, installed, prepare_fully_shard
+from tests.support.models import Block, TinyComposer, TinyLM, batches, lm_loss
+from tests.support.training import samples_of, trainer_for
+
+WIDTH = 10
+NAMES = ["blocks.0", "blocks.1", "blocks.2"]
+POLICY = {"wrap_policy": {"names": NAMES}}
+
+
+@contextlib.contextmanager
+def explained(match: str, cause: type[Exception] | None = RuntimeError) -> Iterator[Any]:
+    """Every rank raises the same error, with torch's behind it."""
+    with pytest.raises(PlanError, match=match) as caught:
+        yield caught
+    if cause is not None:
+        assert isinstance(caught.value.__cause__, cause)
+    said: list[Any] = [None, None]
+    dist.all_gather_object(said, str(caught.value))
+    assert said[0] == said[1]
+
+
+def step(model: nn.Module) -> None:
+    ids, targets = batches(1, 4)[0]
+    lm_loss(model(ids), targets).backward()
+
+
+class TwoWays(Block):
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Calls(TinyLM):
+    """`use` is what it does with its second block after it has run all of them."""
+
+    def __init__(self, use: Any, settings: dict[str, Any] | None = None) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.blocks[1] = TwoWays()
+        self.use = use
+        prepare_fully_shard(self, None, settings or POLICY)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x + self.use(self.blocks[1], x)))
+
+
+OUTSIDE: dict[str, tuple[Any, str]] = {
+    "a method": (lambda b, x: b.again(x), r"'blocks\.1\.up' \(Linear\) .*\['blocks\.1\.again'\]"),
+    "a part": (lambda b, x: b.down(b.up(x)), r"'blocks\.1\.up' \(Linear\) computed with"),
+    "a weight": (
+        lambda b, x: F.linear(F.linear(x, b.up.weight), b.up.weight.T),
+        r"\(Calls\) computed with this rank's shard of 'blocks\.\d\.up\.weight' .*b\.up\.weight",
+    ),
+}
+
+
+@pytest.mark.smoke
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_unit_used_from_outside(name: str):
+    use, match = OUTSIDE[name]
+    with explained(match, cause=None) as caught:
+        step(Calls(use))
+    said = str(caught.value)
+    assert all(word in said for word in ("unit 'blocks.", "forward_methods", "wrap_policy"))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_one_rank_alone_tells_the_others(name: str):
+    use, match = OUTSIDE[name]
+
+    def use_on_one(block: Any, x: torch.Tensor) -> torch.Tensor:
+        return use(block, x) if dist.get_rank() == 1 else x
+
+    with explained(rf"On rank 1: .*{match}", cause=None):
+        step(Calls(use_on_one))
+
+
+@pytest.mark.world_size(2)
+def test_the_first_cure_is_one():
+    step(Calls(OUTSIDE["a method"][0], {**POLICY, "forward_methods": ["blocks.1.again"]}))
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x)[0]
+
+
+@pytest.mark.world_size(2)
+def test_a_module_that_reads_the_weights_of_one_inside():
+    model = TinyLM()
+    model.blocks[1] = Attention()
+    policy = {"wrap_policy": {"classes": ["NonDynamicallyQuantizableLinear"]}}
+    prepare_fully_shard(model, None, policy)
+    match = r"'blocks\.1\.attention' \(MultiheadAttention\) .* 'blocks\.1\.attention\.out_proj\.w"
+    with explained(match):
+        step(model)
+
+
+@pytest.mark.world_size(2)
+def test_a_part_of_the_model_called_alone():
+    """No forward of the model is around it."""
+    model = TinyLM("two modules")
+    prepare_fully_shard(model, None, POLICY)
+    with explained(
+        r"'head' \(Linear\) computed with this rank's shard of 'embed.weight'", cause=None
+    ):
+        model.head(torch.ones(1, WIDTH))
+    with explained(r"'blocks\.0\.up' \(Linear\) .* unit 'blocks\.0'", cause=None):
+        model.blocks[0].up(torch.ones(1, WIDTH))
+    step(model)
+
+
+@pytest.mark.world_size(2)
+def test_the_trainers_own_frames_explain_too():
+    class Regularized(TinyComposer):
+        def loss(self, outputs: Any, batch: Any, *args: Any) -> torch.Tensor:
+            weight = self.net.blocks[0].up.weight
+            return super().loss(outputs, batch) + F.linear(torch.ones(1, WIDTH), weight).sum()
+
+    model = Regularized()
+    settings = {"wrap_policy": {"classes": ["Block"]}}
+    with installed():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_for(model, optimizer, samples_of(1, 8), settings)
+        with explained(r"\(Regularized\) computed with this rank's shard of .*ones\(1, WIDTH\)"):
+            trainer.fit()
+    trainer.close()
+
+
+class Casts(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.double()).float()
+
+
+class ToFloat(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
+@pytest.mark.world_size(2)
+def test_a_module_that_casts_its_inputs():
+    model = TinyLM()
+    model.blocks[1] = ToFloat()
+    precision = {"mixed_precision": {"param_dtype": "bf16"}}
+    prepare_fully_shard(model, None, {**POLICY, **precision})
+    with explained(r"'blocks\.1\.\w+' \(\w+\) computes in another dtype .* unit 'blocks\.1' "):
+        step(model)
+
+
+@pytest.mark.world_size(2)
+def test_an_error_that_sharding_has_no_part_in_is_left_alone():
+    model = TinyLM()
+    model.blocks[1] = Casts()
+    prepare_fully_shard(model, None, POLICY)
+    with pytest.raises(RuntimeError, match=r"same dtype|scalar type|mixed dtype"):
+        step(model)
+
+
+class DoublesItsInput(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        return super().forward(x)
+
+
+class DoublesAPart(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x[:, 0].mul_(2.0)
+        return super().forward(x)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", [DoublesItsInput, DoublesAPart])
+def test_an_input_changed_in_place(kind: type[nn.Module]):
+    model = TinyLM()
+    model.blocks[1] = kind()
+    prepare_fully_shard(model, None, POLICY)
+    match = rf"'blocks\.1' \({kind.__name__}\) changes an input or output of unit 'blocks\.1'"
+    with explained(rf"{match} in place .*mul_\(2\.0\)"):
+        step(model)
+
+
+class ReturnsView(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[:]
+
+
+class AddsInPlace(TinyLM):
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return self.head(self.norm(x))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("view", [True, False])
+def test_an_output_changed_in_place(view: bool):
+    torch.manual_seed(0)
+    model = AddsInPlace()
+    if view:
+        model.blocks[1] = ReturnsView()
+    plain = copy.deepcopy(model)
+    prepare_fully_shard(model, None, POLICY)
+    if view:
+        with explained(r"\(AddsInPlace\) changes an input or output of .* in place .*x \+= 1"):
+            step(model)
+        return
+    for one in (plain, model):
+        step(one)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad.full_tensor(), atol=1e-6)
+
+
+@pytest.mark.world_size(2)
+def test_a_view_that_nobody_changes_is_right():
+    torch.manual_seed(0)
+    model = TinyLM()
+    model.blocks[1] = ReturnsView()
+    plain = copy.deepcopy(model)
+    prepare_fully_shard(model, None, POLICY)
+    for one in (plain, model):
+        step(one)
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad.full_tensor(), atol=1e-6)

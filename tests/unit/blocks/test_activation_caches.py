@@ -1,0 +1,54 @@
+"""Key-value caches of Hugging Face models are off where blocks are run again in backward."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from torch import nn
+from transformers import LlamaForCausalLM, PretrainedConfig
+
+from composer_fsdp2.blocks.activation import ActivationCheckpointing, plan_activation
+from composer_fsdp2.plan.module_tree import ModuleTree
+from tests.support.models import llama_config
+
+
+class TextAndImage(PretrainedConfig):
+    """A configuration around that of a language model."""
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(**kwargs)
+        self.text_config = llama_config()
+
+
+def _applied(model: nn.Module, **settings: bool) -> None:
+    plan = plan_activation(model, **settings)
+    ActivationCheckpointing().apply(ModuleTree.read(model), plan)
+
+
+def test_the_cache_is_switched_off_and_logged(caplog: pytest.LogCaptureFixture):
+    model = LlamaForCausalLM(llama_config())
+    assert model.config.use_cache
+    with caplog.at_level(logging.WARNING, logger="composer_fsdp2"):
+        _applied(model, settings=True)
+    assert not model.config.use_cache
+    [record] = caplog.records
+    assert "use_cache was true and is now false in LlamaConfig" in record.getMessage()
+
+
+def test_a_nested_configuration_too(caplog: pytest.LogCaptureFixture):
+    model = LlamaForCausalLM(llama_config())
+    outer = nn.Module()
+    outer.net = model
+    outer.config = TextAndImage()
+    with caplog.at_level(logging.WARNING, logger="composer_fsdp2"):
+        _applied(outer, settings=True)
+    assert not outer.config.text_config.use_cache
+    assert not model.config.use_cache
+
+
+def test_offloading_alone_leaves_it(caplog: pytest.LogCaptureFixture):
+    model = LlamaForCausalLM(llama_config())
+    _applied(model, settings=False, offload=True)
+    assert model.config.use_cache
+    assert not caplog.records
