@@ -109,7 +109,7 @@ class JointExit:
             with around_collectives(self._around):
                 try:
                     yield
-                    self._meet()  # nobody goes where others cannot reach it
+                    self.meet()  # nobody goes where others cannot reach it
                 except Exception as error:
                     self._attempting = False
                     text = self._reason(error)
@@ -196,10 +196,11 @@ class JointExit:
     def end(self) -> None:
         """The attempt ends on every rank, or on none. Collective: yes."""
         if self._attempting:
-            self._meet()
+            self.meet()
             self._attempting = False
 
-    def _meet(self) -> None:
+    def meet(self) -> None:
+        """Waits for all ranks; none is short of anything after that. Collective: yes."""
         flag = torch.zeros(1, dtype=torch.uint8, device=self._device)
         dist.all_reduce(flag)
         flag.item()  # waits

@@ -87,6 +87,9 @@ class _Attempts:
         self._guarded = bool(self._state.automicrobatch_fsdp_hook_handles)
         self._snapshot = Snapshot(self._device)
         self._snapshot.keep_buffers(self._state.model)
+        for metric in (self._state.train_metrics or {}).values():
+            metric.reset()  # as every attempt begins; what it had collected is not to stay alive
+            self._snapshot.keep_metric(metric)
         self._keep_batch()
 
     def _keep_batch(self) -> None:
@@ -133,12 +136,15 @@ class _Attempts:
 
         def computed(**settings: Any) -> Any:
             loss = closure(**settings)
-            self._note_step(optimizer)  # forward and backward are over
+            self._note_step(optimizer)
             return loss
 
         return args, {**kwargs, "closure": computed}
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Forward and backward have fitted on this rank; no weight has changed."""
+        if self.exit is not None and self.exit.attempting:
+            self.exit.meet()
         if self._guarded:
             self._snapshot.keep_optimizer(optimizer)
         self._stepped = True
