@@ -21,7 +21,7 @@ import pickle
 import threading
 import traceback
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -53,6 +53,39 @@ class _ToldEveryoneError(RuntimeError):
     """All ranks raise it."""
 
 
+class _Round:
+    """What is known between two times that all ranks leave together."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.frozen = False
+        """whether this rank has told how much it has entered"""
+        self.entered: dict[str, int] = {}
+        self.records: dict[str, list[Joined]] = {}
+        self.owed: list[tuple[str, Joined]] = []
+        """counted, and not entered after all"""
+        self.wanted: dict[str, int] | None = None
+        """the most that any rank has entered"""
+        self.sound: dict[str, int] = {}
+        """in how many all those that have failed took part"""
+        self.agreed = threading.Event()
+
+    def key(self, what: str) -> str:
+        """Returns a name in the store."""
+        return f"composer_fsdp2/leaving/{self.number}/{what}"
+
+    def count(self, collective: Collective) -> None:
+        """Notes that a collective is entered."""
+        name = collective.name
+        self.entered[name] = self.entered.get(name, 0) + 1
+        self.records.setdefault(name, []).append(collective.described())
+
+    def held(self, name: str, count: int) -> list[Joined]:
+        """Returns the records of what was entered up to `count`."""
+        records = self.records[name]
+        return records[: len(records) - (self.entered[name] - count)]
+
+
 class JointExit:
     """Counts collectives, and brings all ranks out of them; see [Note: leaving together].
 
@@ -69,20 +102,7 @@ class JointExit:
         self._owner = 0
         self._watching = self._attempting = False
         self._total = 0
-        self._round = 0
-        """how often all ranks have left together"""
-        self._start()
-
-    def _start(self) -> None:
-        self._frozen = False
-        self._entered: dict[str, int] = {}
-        self._records: dict[str, list[Joined]] = {}
-        self._owed: list[tuple[str, Joined]] = []
-        """counted, and not entered after all"""
-        self._wanted: dict[str, int] | None = None
-        self._sound: dict[str, int] = {}
-        """in how many nobody who had failed took part"""
-        self._agreed = threading.Event()
+        self._now = _Round(0)
         self._wake = threading.Event()
 
     # --- Counting. ---
@@ -99,7 +119,6 @@ class JointExit:
         if self._watching:
             yield
             return
-        self._start()
         self._attempting, self._owner = False, threading.get_ident()
         self._watching = True
         stop = threading.Event()
@@ -134,7 +153,7 @@ class JointExit:
             raise
         finally:
             self._inside.depth = 0
-        if self._frozen and not collective.returns_early:
+        if self._now.frozen and not collective.returns_early:
             self._check(collective.name)
         return result
 
@@ -146,40 +165,38 @@ class JointExit:
         """Counts, unless this rank is to leave."""
         while True:
             with self._lock:
-                if not self._frozen or self._is_wanted(collective.name):
-                    self._count(collective)
+                now = self._now
+                if not now.frozen or self._is_wanted(collective.name):
+                    now.count(collective)
+                    self._total += 1
                     return
-                if self._attempting or self._wanted is not None:
+                if self._attempting or now.wanted is not None:
                     raise _AbandonedError
             # Others may wait in what comes before their attempt, with results that count.
             self._wait_for_all()
 
     def _is_wanted(self, name: str) -> bool:
-        if self._attempting or self._wanted is None:
+        now = self._now
+        if self._attempting or now.wanted is None:
             return False
-        return self._entered.get(name, 0) < self._wanted.get(name, 0)
-
-    def _count(self, collective: Collective) -> None:
-        name = collective.name
-        self._entered[name] = self._entered.get(name, 0) + 1
-        self._records.setdefault(name, []).append(collective.described())
-        self._total += 1
+        return now.entered.get(name, 0) < now.wanted.get(name, 0)
 
     def _take_back(self, collective: Collective) -> None:
         """It was not entered, and perhaps the others have been told that it was."""
         with self._lock:
-            described = self._records[collective.name][-1]
-            if self._frozen:
-                self._owed.append((collective.name, described))
+            now, name = self._now, collective.name
+            if now.frozen:
+                now.owed.append((name, now.records[name][-1]))
             else:
-                self._records[collective.name].pop()
-                self._entered[collective.name] -= 1
+                now.records[name].pop()
+                now.entered[name] -= 1
 
     def _check(self, name: str) -> None:
         """Raises if what was received may be the zeros of a rank that has left."""
         if not self._attempting:
             self._wait_for_all()
-        if self._attempting or self._entered[name] > self._sound.get(name, self._entered[name]):
+        entered = self._now.entered[name]
+        if self._attempting or entered > self._now.sound.get(name, entered):
             raise _AbandonedError
 
     # --- Attempts. ---
@@ -205,10 +222,10 @@ class JointExit:
         dist.all_reduce(flag)
         flag.item()  # waits
         with self._lock:
-            if self._frozen:
+            if self._now.frozen:
                 raise _AbandonedError
-            for held in self._records.values():
-                held.clear()  # all ranks have entered these
+            for records in self._now.records.values():
+                records.clear()  # all ranks have entered these
 
     @contextmanager
     def attempt(self) -> Generator[None]:
@@ -235,30 +252,29 @@ class JointExit:
         if isinstance(error, _ToldEveryoneError) or "microbatch of size 1" in str(error):
             return None
         if isinstance(error, _AbandonedError) or not is_out_of_memory(error):
-            return "" if self._frozen else None
+            return "" if self._now.frozen else None
         return str(error).strip() or type(error).__name__
 
     # --- Leaving. ---
 
     def _end(self, text: str) -> RuntimeError:
         """Leaves with all others; returns what each of them raises. Collective: yes."""
+        now = self._now
         if text:
-            store().set(self._key("failed"), "1")
-        self._freeze(failed=bool(text))
+            store().set(now.key("failed"), "1")
+        self._freeze(now, failed=bool(text))
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
         self._wait_for_all()
         self._inside.depth = 1
         try:
-            self._join_the_rest()
+            self._join_the_rest(now)
             everyone: list[tuple[str, bool]] = [("", True)] * dist.get_world_size()
             dist.all_gather_object(everyone, (text, self._attempting))
         finally:
             self._inside.depth = 0
         with self._lock:
-            self._round += 1
-            self._attempting = False
-            self._start()
+            self._attempting, self._now = False, _Round(now.number + 1)
         failed = {rank: said for rank, (said, _) in enumerate(everyone) if said}
         why = f"{rank_text(failed)}: {next(iter(failed.values()), '')}"
         if all(attempting for _, attempting in everyone):
@@ -272,44 +288,36 @@ class JointExit:
         )
 
     def _wait_for_all(self) -> None:
-        if not self._agreed.wait(self._late_seconds):
+        if not self._now.agreed.wait(self._late_seconds):
             raise _ToldEveryoneError(
                 "Memory ran out on a rank, and not all ranks have answered that since: one has "
                 "ended, or is outside of the training. Resume from the last checkpoint with a "
                 "smaller device_train_microbatch_size."
             )
 
-    def _freeze(self, failed: bool) -> None:
+    def _freeze(self, now: _Round, failed: bool) -> None:
         """Tells how much this rank has entered; from now on that is all. Collective: no."""
         with self._lock:
-            if self._frozen:
+            if now.frozen:
                 return
-            self._frozen = True
-            entered = dict(self._entered)
+            now.frozen = True
+            told = pickle.dumps((now.entered, failed))
         self._total += 1
-        told = pickle.dumps((entered, failed))
-        store().set(self._key(f"entered/{dist.get_rank()}"), told)
+        store().set(now.key(f"entered/{dist.get_rank()}"), told)
         self._wake.set()
 
-    def _join_the_rest(self) -> None:
+    def _join_the_rest(self, now: _Round) -> None:
         """Enters what others have entered. Collective: yes."""
-        waits: list[Callable[[], object]] = []
-        for name, described in self._owed:
-            waits.append(self._join(name, described))
-        for name, wanted in (self._wanted or {}).items():
-            missing = wanted - self._entered.get(name, 0)
-            if missing and (group := group_named(name)) is not None:
-                held: list[Joined] = pickle.loads(store().get(self._key(f"held/{name}")))
-                waits += [join(one, group) for one in held[len(held) - missing :]]
+        rest = list(now.owed)
+        for name, wanted in (now.wanted or {}).items():
+            missing = wanted - now.entered.get(name, 0)
+            if missing and group_named(name) is not None:
+                held: list[Joined] = pickle.loads(store().get(now.key(f"held/{name}")))
+                rest += [(name, one) for one in held[len(held) - missing :]]
+        groups = {name: group_named(name) for name, _ in rest}
+        waits = [join(one, group) for name, one in rest if (group := groups[name]) is not None]
         for wait in waits:
             wait()
-
-    def _join(self, name: str, described: Joined) -> Callable[[], object]:
-        group = group_named(name)
-        return int if group is None else join(described, group)
-
-    def _key(self, what: str) -> str:
-        return f"composer_fsdp2/leaving/{self._round}/{what}"
 
     # --- The thread that looks. ---
 
@@ -320,44 +328,40 @@ class JointExit:
             while not stop.is_set():
                 self._wake.wait(pause)
                 self._wake.clear()
-                if seen != self._total:
-                    seen, pause = self._total, _SHORT_SECONDS
-                elif not self._frozen:
-                    pause = min(1.3 * pause, _LONG_SECONDS)
-                if self._frozen:
+                now = self._now  # a look is at one round, whatever the rank does meanwhile
+                if now.frozen:
                     pause = _SHORT_SECONDS
-                    self._agree()
-                elif pause > _SHORT_SECONDS and store().check([self._key("failed")]):
-                    self._freeze(failed=False)
+                    _agree(now, self._lock)
+                elif seen != self._total:
+                    seen, pause = self._total, _SHORT_SECONDS
+                else:
+                    pause = min(1.3 * pause, _LONG_SECONDS)
+                    if store().check([now.key("failed")]):
+                        self._freeze(now, failed=False)
 
-    def _agree(self) -> None:
-        """Finds out how much every rank has to enter, when all have told."""
-        keys = [self._key(f"entered/{rank}") for rank in range(dist.get_world_size())]
-        if self._agreed.is_set() or not all(store().check([key]) for key in keys):
-            return
-        told: list[tuple[dict[str, int], bool]] = [pickle.loads(store().get(key)) for key in keys]
-        wanted: dict[str, int] = {}
-        sound: dict[str, int] = {}
-        for entered, failed in told:
-            for name, count in entered.items():
-                wanted[name] = max(count, wanted.get(name, 0))
-                if failed:
-                    sound[name] = min(count, sound.get(name, count))
-        for name, count in wanted.items():
-            first = next(
-                rank for rank, (entered, _) in enumerate(told) if entered.get(name) == count
-            )
-            if first == dist.get_rank():
-                with self._lock:
-                    held = self._records[name][: self._told_records(name, count)]
-                store().set(self._key(f"held/{name}"), pickle.dumps(held))
-        with self._lock:
-            self._wanted, self._sound = wanted, sound
-        self._agreed.set()
 
-    def _told_records(self, name: str, count: int) -> int:
-        """How many of the records are of what was told; nothing was entered since."""
-        return len(self._records[name]) - (self._entered[name] - count)
+def _agree(now: _Round, lock: threading.Lock) -> None:
+    """Finds out how much every rank has to enter, when all have told. Collective: no."""
+    keys = [now.key(f"entered/{rank}") for rank in range(dist.get_world_size())]
+    if now.agreed.is_set() or not all(store().check([key]) for key in keys):
+        return
+    told: list[tuple[dict[str, int], bool]] = [pickle.loads(store().get(key)) for key in keys]
+    wanted: dict[str, int] = {}
+    sound: dict[str, int] = {}
+    for entered, failed in told:
+        for name, count in entered.items():
+            wanted[name] = max(count, wanted.get(name, 0))
+            if failed:
+                sound[name] = min(count, sound.get(name, count))
+    for name, count in wanted.items():
+        first = next(rank for rank, (entered, _) in enumerate(told) if entered.get(name) == count)
+        if first == dist.get_rank():
+            with lock:
+                held = now.held(name, count)
+            store().set(now.key(f"held/{name}"), pickle.dumps(held))
+    with lock:
+        now.wanted, now.sound = wanted, sound
+    now.agreed.set()
 
 
 _exits: weakref.WeakKeyDictionary[dist.ProcessGroup, JointExit] = weakref.WeakKeyDictionary()

@@ -30,6 +30,7 @@ from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.shard.torch_private.units import device_of, param_groups
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 from composer_fsdp2.trainer.override_attribute import override_attribute
+from composer_fsdp2.trainer.sharding import sharding_of
 
 __all__ = [
     "clear_attempt",
@@ -170,6 +171,8 @@ class _Attempts:
             )
         reset(_units(self._state.model).values())
         self._snapshot.restore()
+        if (sharding := sharding_of(self._state.model)) is not None:
+            sharding.accumulation.again()
         self.begin()
 
 

@@ -292,6 +292,7 @@ class Variant:
     world: int = 2
     algorithms: Callable[[], Sequence[Algorithm]] = tuple
     extra: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
     noisy: bool = True
 
 
@@ -307,7 +308,12 @@ VARIANTS: dict[str, Variant] = {
     "clipped": Variant(
         algorithms=lambda: [GradientClipping(clipping_type="norm", clipping_threshold=0.1)]
     ),
-    "compiled": Variant({"compile": {"backend": "aot_eager"}}, noisy=False),
+    "compiled": Variant(
+        # Hooks inside of a block would be compiled with it.
+        {"compile": {"backend": "aot_eager"}},
+        noisy=False,
+        left_out=("forward", "backward"),
+    ),
     "HSDP": Variant({"data_parallel_replicate_degree": 2}, world=4),
 }
 
@@ -318,7 +324,7 @@ def cases_of(name: str) -> list[Case]:
     ranks = itertools.cycle([(0,), (world - 1,), tuple(range(world))])
     kinds = itertools.cycle(range(len(KINDS)))
     times = itertools.cycle([2, 1, 2])
-    places = [*TRAINED, *VARIANTS[name].extra]
+    places = [p for p in (*TRAINED, *VARIANTS[name].extra) if p not in VARIANTS[name].left_out]
     found = [
         Case(place, next(ranks), next(kinds), guarded, next(times))
         for guarded in (True, False)
