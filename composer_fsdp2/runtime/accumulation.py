@@ -72,9 +72,11 @@ class Accumulation:
 
         Collective: no.
         """
-        self._before = {**self._new, **self._again}
+        new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
+        self._before = {**new, **self._again}
         try:
             yield
+            self._again = {}
         except BaseException:
             # What went wrong first is what the user has to see.
             with contextlib.suppress(Exception):
