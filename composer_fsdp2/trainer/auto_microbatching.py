@@ -265,6 +265,8 @@ class _EvaluatedBatches:
         if batch is self._running:  # to take a sampler's duplicates off
             return original(batch, size)
         if self._kept is not None:  # this batch again
+            # On every rank: one that came to the end has kept what the others have dropped.
+            reset(self._units.values())
             self._kept.restore()
         else:
             self._kept = self._snapshot(batch)
