@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ class Snapshot:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._random = (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        self._random = (random.getstate(), _numpy_random(), torch.get_rng_state())
         self._device_random = _device_random(device)
         self._kept: list[Callable[[], Any]] = []
         self._optimizers: set[int] = set()
@@ -67,10 +67,17 @@ class Snapshot:
         """Puts back those of Python, numpy, torch and the device."""
         python, of_numpy, cpu = self._random
         random.setstate(python)
-        np.random.set_state(of_numpy)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
         torch.set_rng_state(cpu)
         if self._device_random is not None:
             torch.get_device_module(self._device).set_rng_state(self._device_random, self._device)
+
+
+def _numpy_random() -> Any:
+    """The state of numpy, which torch can do without; `None` where nothing has imported it."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
 
 
 def _device_random(device: torch.device) -> torch.Tensor | None:
