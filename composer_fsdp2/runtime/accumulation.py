@@ -58,6 +58,9 @@ class Accumulation:
         self._sync = sync
         self._kept = [units[name] for name in kept]
         self._new = dict(units) if sync == "last" else {}
+        self._before: dict[str, FSDPModule] = {}
+        self._again: dict[str, FSDPModule] = {}
+        """new ones of a batch that was aborted"""
         self._inside = False
         self._watches: list[Any] = []
         if sync != "every":
@@ -69,13 +72,20 @@ class Accumulation:
 
         Collective: no.
         """
+        new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
+        self._before = {**new, **self._again}
         try:
             yield
+            self._again = {}
         except BaseException:
             # What went wrong first is what the user has to see.
             with contextlib.suppress(Exception):
                 reset(self._units.values())
             raise
+
+    def again(self) -> None:
+        """The batch is run again: it reduces when a run would that had not tried it before."""
+        self._again = self._before
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Generator[None]:
@@ -119,11 +129,16 @@ class Accumulation:
     def _set_due(self, due: bool) -> None:
         if self._sync == "last":
             self._new = {name: unit for name, unit in self._new.items() if not _has_run(unit)}
+            new = {**self._new, **self._again}
+            if due:
+                self._again = {}
+        else:
+            new = {}
         for name, unit in self._units.items():
             if self._sync == "reduce_scatter_only":
                 _set_all_reduce_due(unit, due)
             # Torch fails over a unit that has never run and need not reduce: it does so once.
-            elif self._sync == "last" and (due or name not in self._new):
+            elif self._sync == "last" and (due or name not in new):
                 unit.set_requires_gradient_sync(due, recurse=False)
         for unit in self._kept:
             unit.set_reshard_after_backward(due, recurse=False)

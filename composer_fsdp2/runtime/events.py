@@ -21,9 +21,10 @@ from composer_fsdp2.shard.torch_private.units import label_hook, param_groups
 
 __all__ = ["Event", "UnitEvents"]
 
-Event = Literal["begin", "forward", "gather", "backward", "reduce", "end", "error"]
+Event = Literal["begin", "forward", "gather", "backward", "reduce", "end", "error", "aborted"]
 """`begin` is a forward of training of the whole model; `gather` and `reduce` are collectives; `end`
-comes before ranks agree on what a first forward has shown, and `error` has a text for a name"""
+comes before ranks agree on what a first forward has shown; `error` has a text for a name; after
+`aborted` nothing counts that was heard since `begin`"""
 
 _EVENTS: Mapping[str, Event | None] = {
     "FSDP::pre_forward": "forward",
@@ -52,10 +53,13 @@ class UnitEvents:
         """called with an event and the name of its unit, before torch does it"""
         self._microbatch = 0
         self._previous: tuple[str, str] | None = None
+        first = next(iter(units.values()), None)
         # Before torch's own hook, which may gather.
         model.register_forward_pre_hook(self._begin, prepend=True)
         for name, unit in units.items():
             for group in param_groups(unit):
+                if unit is first:
+                    group.forget_events = self._abort
                 label_hook(group, partial(self._hear, name))
 
     def _begin(self, _module: nn.Module, _args: object) -> None:
@@ -63,6 +67,10 @@ class UnitEvents:
             return
         self._microbatch += 1
         self.tell("begin", "")
+
+    def _abort(self) -> None:
+        self._previous = None
+        self.tell("aborted", "")
 
     def _hear(self, name: str, label_of: Callable[[str], str], label: str) -> str:
         if label in _EVENTS:

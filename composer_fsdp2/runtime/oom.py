@@ -9,7 +9,7 @@ less. The messages are those of Composer's trainer for FSDP1, so its waiting loo
 
 from __future__ import annotations
 
-import random
+import re
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.runtime.snapshot import Snapshot
 from composer_fsdp2.shard.averaging import AverageOverReplicas
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import (
@@ -34,10 +34,39 @@ from composer_fsdp2.shard.torch_private.units import (
     reset_iteration,
 )
 
-__all__ = ["REMOTE_OOM_MESSAGE", "OOMGuard", "Snapshot", "exchange", "reset", "sync_oom"]
+__all__ = [
+    "REMOTE_OOM_MESSAGE",
+    "OOMGuard",
+    "Snapshot",
+    "exchange",
+    "is_out_of_memory",
+    "reset",
+    "sync_oom",
+]
 
 REMOTE_OOM_MESSAGE = "CUDA out of memory encountered on a different rank"
 """what Composer's trainer looks for in the text of an error"""
+
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|_STATUS_ALLOC_FAILED|failed to cuda [cm]alloc|cuda(host)?alloc failed"
+    r"|(can't|cannot|failed to) allocate( [\w ]*)?memory|not enough memory"
+    # What cuDNN says instead, of batches that are too large.
+    r"|CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous",
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether memory ran out: torch's own error, those of CUDA's libraries, or caused by one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def exchange(failed: bool, finished: bool, device: torch.device) -> tuple[bool, bool]:
@@ -58,18 +87,22 @@ def sync_oom(device: torch.device) -> Generator[None]:
     Raises:
         torch.OutOfMemoryError: on every rank, when any rank raised it.
     """
-    error: torch.OutOfMemoryError | None = None
+    error: Exception | None = None
     try:
         yield
-    except torch.OutOfMemoryError as caught:
+    except Exception as caught:
+        if not is_out_of_memory(caught):
+            raise
         error = caught
     finished, failed = False, error is not None
     while not finished:
         failed, finished = exchange(failed, True, device)
     if error is None and failed:
         error = torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
-    if error is not None:
+    if isinstance(error, torch.OutOfMemoryError):
         raise error
+    if error is not None:
+        raise torch.OutOfMemoryError(f"CUDA out of memory: {error}") from error
 
 
 class OOMGuard:
@@ -78,11 +111,17 @@ class OOMGuard:
     Costs two small reductions and a wait for the device each time: `remove()` it when the size of
     a microbatch has proved to fit.
 
+    Args:
+        units: all of a model.
+        agree: otherwise a rank only makes sure that there is memory for a collective before it
+            enters it, and something else brings the ranks out.
+
     Raises:
         PatchError: when this torch lacks what is needed to leave a step and start it again.
     """
 
-    def __init__(self, units: Iterable[FSDPModule]) -> None:
+    def __init__(self, units: Iterable[FSDPModule], agree: bool = True) -> None:
+        self._agree = agree
         check_private_members(["device_train_microbatch_size: auto"])
         reserves: dict[str, Callable[[Any], object]] = {
             GATHER: reserve_gather,
@@ -101,7 +140,7 @@ class OOMGuard:
     ) -> Callable[..., Any]:
         def agreed(*args: Any, **kwargs: Any) -> Any:
             reserve(group)
-            if exchange(False, False, device_of(group))[0]:
+            if self._agree and exchange(False, False, device_of(group))[0]:
                 raise torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
             return collective(*args, **kwargs)
 
@@ -136,66 +175,5 @@ def reset(units: Iterable[FSDPModule]) -> None:
             if isinstance(hook, AverageOverReplicas):
                 hook.forget()
             getattr(group, "forget_unused", int)()
+            getattr(group, "forget_events", int)()
         unit.reshard()
-
-
-class Snapshot:
-    """What a step changes, kept in CPU memory. Random states are kept from the start."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._random = (random.getstate(), torch.get_rng_state())
-        self._device_random = _device_random(device)
-        self._tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._states: list[tuple[torch.optim.Optimizer, dict[Any, dict[str, Any]]]] = []
-
-    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Keeps the values of parameters or buffers, of a DTensor this rank's shard."""
-        self._tensors += [(tensor, _copied(tensor)) for tensor in tensors]
-
-    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keeps what the optimizer is about to change: its parameters and its state."""
-        self.keep(param for group in optimizer.param_groups for param in group["params"])
-        kept = {
-            param: {key: (value, _copied(value)) for key, value in entries.items()}
-            for param, entries in optimizer.state.items()
-        }
-        self._states.append((optimizer, kept))
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Puts everything back in place."""
-        for tensor, copy in self._tensors:
-            _local(tensor).copy_(copy)
-        for optimizer, kept in self._states:
-            for param in set(optimizer.state) - set(kept):
-                del optimizer.state[param]
-            for param, entries in kept.items():
-                optimizer.state[param] = {key: _restored(*pair) for key, pair in entries.items()}
-        python, cpu = self._random
-        random.setstate(python)
-        torch.set_rng_state(cpu)
-        if self._device_random is not None:
-            torch.get_device_module(self._device).set_rng_state(self._device_random, self._device)
-
-
-def _device_random(device: torch.device) -> torch.Tensor | None:
-    if device.type == "cpu":
-        return None
-    return torch.get_device_module(device).get_rng_state(device)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _copied(value: Any) -> Any:
-    """A copy in CPU memory; of what is no tensor, the value."""
-    return _local(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
-
-
-def _restored(value: Any, copy: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        _local(value).copy_(copy)
-        return value
-    return copy

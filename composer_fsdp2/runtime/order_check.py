@@ -173,6 +173,8 @@ class OrderCheck:
         self._last: deque[str] = deque(maxlen=_KEPT)
 
     def _hear(self, event: Event, name: str) -> None:
+        if event == "aborted":
+            self._start()  # each rank has left the batch at another place
         # Evaluations and generation, which may be a rank's own affair, run without gradients.
         training = torch.is_grad_enabled() or backward_number() != -1
         if event in ("gather", "reduce") and training:

@@ -74,10 +74,17 @@ class _Prefetch:
 
     def hear(self, event: Event, name: str) -> None:
         """Records what runs."""
-        if event == "forward" and self._running:
+        if event == "aborted":
+            self._forget()
+        elif event == "forward" and self._running:
             self._ran.append(name)
         elif event == "backward" and name not in self._came_back:
             self._came_back.append(name)
+
+    def _forget(self) -> None:
+        """Starts anew: each rank has left the step at another place."""
+        self._running, self._ran, self._came_back = False, [], []
+        self._set_forward(dict.fromkeys(self._ahead, ()))
 
     def _end(self, _module: nn.Module, _args: object, _output: object) -> None:
         if not self._running:

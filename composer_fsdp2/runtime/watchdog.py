@@ -32,6 +32,7 @@ __all__ = [
     "CollectiveWatchdog",
     "add_rank_report",
     "rank_text",
+    "store",
     "timed_out",
     "unit_text",
     "watchdog_of",
@@ -115,17 +116,18 @@ class CollectiveWatchdog:
     def _places(self) -> dict[str, list[int]]:
         """What ranks told, and which of them."""
         places: dict[str, list[int]] = {}
-        store = _store()
+        held = store()
         for rank in range(dist.get_world_size()):
-            told = store.check([key := _key(rank)]) and store.get(key).decode()
+            told = held.check([key := _key(rank)]) and held.get(key).decode()
             places.setdefault(told or _SILENT, []).append(rank)
         return places
 
     def _post(self, text: str) -> None:
-        _store().set(_key(dist.get_rank()), text)
+        store().set(_key(dist.get_rank()), text)
 
 
-def _store() -> Any:
+def store() -> Any:
+    """Returns the one at which the ranks met."""
     return default_store()
 
 

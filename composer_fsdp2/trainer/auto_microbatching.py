@@ -8,10 +8,11 @@ computes what a run of that size would have.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,16 +22,21 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.ranks import any_rank
-from composer_fsdp2.runtime.oom import OOMGuard, Snapshot, reset, sync_oom
+from composer_fsdp2.runtime.joint_exit import joint_exit_of
+from composer_fsdp2.runtime.oom import OOMGuard, reset
+from composer_fsdp2.runtime.snapshot import Snapshot
 from composer_fsdp2.runtime.watchdog import add_rank_report
+from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.shard.torch_private.units import device_of, param_groups
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 from composer_fsdp2.trainer.override_attribute import override_attribute
+from composer_fsdp2.trainer.sharding import sharding_of
 
 __all__ = [
     "clear_attempt",
     "evaluate",
     "guard_again",
+    "leaving_together",
     "restore_unshard",
     "strip_auto_microbatch_size",
     "train_batch",
@@ -72,7 +78,7 @@ class _Attempts:
         self._state = state
         self._device = _device_of(_units(state.model))
         self._stepped = False
-        self.begin()
+        self.exit = joint_exit_of(self._device)
         for optimizer in state.optimizers:
             optimizer.register_step_pre_hook(self._before_step)
 
@@ -81,8 +87,45 @@ class _Attempts:
         self._stepped = False
         self._guarded = bool(self._state.automicrobatch_fsdp_hook_handles)
         self._snapshot = Snapshot(self._device)
+        self._snapshot.keep_buffers(self._state.model)
+        for metric in (self._state.train_metrics or {}).values():
+            metric.reset()  # as every attempt begins; what it had collected is not to stay alive
+            self._snapshot.keep_metric(metric)
+        self._keep_batch()
+
+    def _keep_batch(self) -> None:
+        """A microbatch is a view of its batch, which a transform may change in place."""
+        tensors = [one for one in tree_leaves(self._state.batch) if isinstance(one, torch.Tensor)]
+        self._versions = [] if self._guarded else [(one, one._version) for one in tensors]
         if self._guarded:
-            self._snapshot.keep(self._state.model.buffers())
+            self._snapshot.keep(tensors)
+
+    def around_split(self, split: Callable[..., Any]) -> Callable[..., Any]:
+        """The start of an attempt."""
+
+        @functools.wraps(split)
+        def beginning(*args: Any, **kwargs: Any) -> Any:
+            if self.exit is None:
+                return split(*args, **kwargs)
+            self.exit.begin()
+            with self.exit.attempt():
+                return split(*args, **kwargs)
+
+        return beginning
+
+    def around_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Everything else of an attempt, and its end."""
+
+        @functools.wraps(step)
+        def together(*args: Any, **kwargs: Any) -> Any:
+            if self.exit is None:
+                return step(*args, **kwargs)
+            with self.exit.attempt():
+                result = step(*args, **kwargs)
+                self.exit.end()
+            return result
+
+        return together
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -94,31 +137,62 @@ class _Attempts:
 
         def computed(**settings: Any) -> Any:
             loss = closure(**settings)
-            self._note_step(optimizer)  # forward and backward are over
+            self._note_step(optimizer)
             return loss
 
         return args, {**kwargs, "closure": computed}
 
     def _note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        self._stepped = True
+        """Forward and backward have fitted on this rank; no weight has changed."""
+        if self.exit is not None and self.exit.attempting:
+            self.exit.meet()
         if self._guarded:
             self._snapshot.keep_optimizer(optimizer)
+        self._stepped = True
 
     def undo(self) -> None:
         """Makes the model and its optimizer what they were. Collective: yes.
 
         Raises:
-            RuntimeError: on every rank, when a step was aborted that nobody had expected to be.
+            RuntimeError: on every rank, when something was changed that nobody had kept.
         """
+        changed = any(tensor._version != version for tensor, version in self._versions)
         if any_rank(self._stepped and not self._guarded, self._device):
             raise RuntimeError(
                 "Memory ran out in the optimizer's step, long after the microbatch size had been "
                 "found. Part of the weights may be stepped and part not. Resume from the last "
                 "checkpoint with a smaller device_train_microbatch_size."
             )
+        if any_rank(changed, self._device):
+            raise RuntimeError(
+                "Memory ran out long after the microbatch size had been found, in a batch that was "
+                "changed in place until then (microbatch_transforms, an algorithm). Resume from "
+                "the last checkpoint with a smaller device_train_microbatch_size."
+            )
         reset(_units(self._state.model).values())
         self._snapshot.restore()
+        if (sharding := sharding_of(self._state.model)) is not None:
+            sharding.accumulation.again()
         self.begin()
+
+
+def _attempts_of(state: State) -> _Attempts:
+    if not hasattr(state, _ATTEMPTS):
+        setattr(state, _ATTEMPTS, _Attempts(state))
+    return getattr(state, _ATTEMPTS)
+
+
+@contextmanager
+def leaving_together(trainer: Any, evaluator: Any = None) -> Generator[None]:
+    """Around training or evaluation in which a smaller microbatch may be tried. Collective: yes."""
+    units = _units(trainer.state.model)
+    auto = trainer.state.auto_microbatching or getattr(evaluator, "auto_microbatching", False)
+    exit_ = joint_exit_of(_device_of(units)) if auto and units else None
+    if exit_ is None:
+        yield
+        return
+    with exit_.watching():
+        yield
 
 
 @add_rank_report()
@@ -127,21 +201,33 @@ def train_batch(
 ) -> Mapping[str, torch.Tensor]:
     """Stands in for `Trainer._train_batch`. Collective: yes."""
     state: State = trainer.state
-    if state.auto_microbatching and (units := _units(state.model)):
-        searching = not trainer.first_train_batch_complete
-        if searching and not state.automicrobatch_fsdp_hook_handles:
-            state.fsdp_modules = units
-            state.automicrobatch_fsdp_hook_handles = [OOMGuard(units.values())]
-        if not hasattr(state, _ATTEMPTS):
-            setattr(state, _ATTEMPTS, _Attempts(state))
-        getattr(state, _ATTEMPTS).begin()
-    return original(trainer, *args, **kwargs)
+    units = _units(state.model) if state.auto_microbatching else {}
+    if not units:
+        return original(trainer, *args, **kwargs)
+    searching = not trainer.first_train_batch_complete
+    if searching and not state.automicrobatch_fsdp_hook_handles:
+        state.fsdp_modules = units
+        state.automicrobatch_fsdp_hook_handles = [OOMGuard(units.values(), agree=False)]
+    attempts, spec = _attempts_of(state), trainer._train_data_spec
+    attempts.begin()
+    with ExitStack() as stack:
+        split = attempts.around_split(spec.split_batch)
+        stack.enter_context(override_attribute(spec, "split_batch", split))
+        # The scaler's step is around the optimizer's, where there is one.
+        for stepping in (
+            [state.scaler]
+            if trainer._use_grad_scaling(state.precision, state.scaler)
+            else state.optimizers
+        ):
+            step = attempts.around_step(stepping.step)
+            stack.enter_context(override_attribute(stepping, "step", step))
+        return original(trainer, *args, **kwargs)
 
 
 def guard_again(original: Callable[..., list[Any]], modules: Any, sync_hook: Any) -> list[Any]:
     """Stands in for `_readd_fsdp_sync_hooks`."""
     units = [module for module in modules.values() if isinstance(module, FSDPModule)]
-    return [OOMGuard(units)] if units else original(modules, sync_hook)
+    return [OOMGuard(units, agree=False)] if units else original(modules, sync_hook)
 
 
 def restore_unshard(
@@ -160,32 +246,124 @@ def clear_attempt(original: Callable[[State], None], state: State) -> None:
         getattr(state, _ATTEMPTS).undo()
 
 
+# --- Evaluation. ---
+
+
+class _EvaluatedBatches:
+    """Undoes attempts at the batches of an evaluation, one after the other."""
+
+    def __init__(self, trainer: Any, units: Mapping[str, FSDPModule], metrics: Any) -> None:
+        self._state: State = trainer.state
+        self._units, self._metrics = units, metrics
+        self._device = _device_of(units)
+        self._exit = joint_exit_of(self._device)
+        self._running: Any = None
+        self._kept: Snapshot | None = None
+
+    def split(self, original: Callable[..., Any], batch: Any, size: Any) -> Any:
+        """Stands in for `DataSpec.split_batch`; the attempt ends after the last microbatch."""
+        if batch is self._running:  # to take a sampler's duplicates off
+            return original(batch, size)
+        if self._kept is not None:  # this batch again
+            # On every rank: one that came to the end has kept what the others have dropped.
+            reset(self._units.values())
+            self._kept.restore()
+        else:
+            self._kept = self._snapshot(batch)
+        if self._exit is None:
+            return _Ending(original(batch, size), self._end)
+        self._exit.begin()
+        return _Ending(self.together(original)(batch, size), self._end)
+
+    def _snapshot(self, batch: Any) -> Snapshot:
+        kept = Snapshot(self._device)
+        kept.keep_buffers(self._state.model)
+        kept.keep(one for one in tree_leaves(batch) if isinstance(one, torch.Tensor))
+        for metric in self._metrics.values():
+            kept.keep_metric(metric)
+        return kept
+
+    def _end(self) -> None:
+        if self._exit is not None:
+            with self._exit.attempt():
+                self._exit.end()
+        self._kept = None
+
+    def together(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """One of the things that are done with a microbatch."""
+
+        @functools.wraps(call)
+        def together(*args: Any, **kwargs: Any) -> Any:
+            if self._exit is None or not self._exit.attempting:
+                return call(*args, **kwargs)
+            try:
+                with self._exit.attempt():
+                    return call(*args, **kwargs)
+            except torch.OutOfMemoryError:
+                reset(self._units.values())
+                raise
+
+        return together
+
+    def transform(self, original: Callable[..., Any], microbatch: Any) -> Any:
+        """Stands in for `DataSpec.microbatch_transforms`."""
+        self._running = original(microbatch)
+        return self._running
+
+
+class _Ending(Sequence[Any]):
+    """Microbatches, and what is done when the last one has been evaluated."""
+
+    def __init__(self, microbatches: Sequence[Any], end: Callable[[], None]) -> None:
+        self._microbatches, self._at_end = microbatches, end
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._microbatches[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._microbatches
+        self._at_end()
+
+
 @add_rank_report()
 def evaluate(
-    original: Callable[..., None], trainer: Any, evaluator: Any, *args: Any, **kwargs: Any
+    original: Callable[..., None],
+    trainer: Any,
+    evaluator: Any,
+    metrics: Any,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
     """Stands in for `Trainer._eval_loop`. Collective: yes."""
     model, units = trainer._original_model, _units(trainer.state.model)
     if not evaluator.auto_microbatching or not units:
-        original(trainer, evaluator, *args, **kwargs)
+        original(trainer, evaluator, metrics, *args, **kwargs)
         return
-    standing = trainer.state.automicrobatch_fsdp_hook_handles
-    guards = [] if standing else [OOMGuard(units.values())]
-    forward = model.eval_forward
-
-    @functools.wraps(forward)
-    def together(*inputs: Any, **settings: Any) -> Any:
-        try:
-            with sync_oom(_device_of(units)):
-                return forward(*inputs, **settings)
-        except torch.OutOfMemoryError:
-            reset(units.values())
-            raise
-
-    try:
+    batches, spec = _EvaluatedBatches(trainer, units, metrics), copy.copy(evaluator.dataloader)
+    spec.split_batch = functools.partial(batches.split, spec.split_batch)
+    transform = functools.partial(batches.transform, spec.microbatch_transforms)
+    spec.microbatch_transforms = batches.together(transform)
+    state = trainer.state
+    guards = (
+        [] if state.automicrobatch_fsdp_hook_handles else [OOMGuard(units.values(), agree=False)]
+    )
+    parts = [
         # A model that is a unit itself gathers around an attribute of this name.
-        with override_attribute(model, "eval_forward", together):
-            original(trainer, evaluator, *args, **kwargs)
+        (model, "eval_forward"),
+        (model, "update_metric"),
+        (state.device, "batch_to_device"),
+        (trainer.engine, "run_event"),
+    ]
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(override_attribute(evaluator, "dataloader", spec))
+            for owner, name in parts:
+                call = batches.together(getattr(owner, name))
+                stack.enter_context(override_attribute(owner, name, call))
+            original(trainer, evaluator, metrics, *args, **kwargs)
     finally:
         for guard in guards:
             guard.remove()

@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from composer.core import DataSpec, Event, State, TrainerMode
 from composer.devices import DeviceCPU
@@ -28,8 +27,8 @@ from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.ranks import all_reduce_max, all_reduce_min_max
-from composer_fsdp2.runtime.oom import Snapshot
 from composer_fsdp2.runtime.order_check import OrderCheck
+from composer_fsdp2.runtime.snapshot import Snapshot
 from composer_fsdp2.trainer.averages_loaded import check_trains_own_weights
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.sharding import sharding_of
@@ -136,8 +135,8 @@ class _EvenTraining(_Even):
     @contextmanager
     def one_added(self, trainer: Any) -> Generator[None]:
         """Around one that was added."""
-        kept, of_numpy = Snapshot(self._device), np.random.get_state()
-        kept.keep(trainer.state.model.buffers())
+        kept = Snapshot(self._device)
+        kept.keep_buffers(trainer.state.model)
         self.left, self.adding = self.left - 1, True
         try:
             with override_attribute(trainer._original_model, "update_metric", _nothing):
@@ -145,7 +144,6 @@ class _EvenTraining(_Even):
         finally:
             self.adding = False
             kept.restore()
-            np.random.set_state(of_numpy)
 
 
 class _EvenEvaluation(_Even):

@@ -129,6 +129,8 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _STATE: "_is_root _device_handle",
             _STREAMS: "get_all_gather_streams reduce_scatter_stream",
             f"{_SHARD}._fsdp_common:FSDPMeshInfo": "shard_mesh_size",
+            "torch.distributed.distributed_c10d": "_resolve_process_group",
+            "torch.distributed._functional_collectives": "all_reduce broadcast wait_tensor",
         },
     ),
     *_rows(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.code import Use, find_uses
-from composer_fsdp2.tools.migrate.code_reads import find_reads
 from composer_fsdp2.tools.migrate.code_notebook import SUFFIX, read_cells
+from composer_fsdp2.tools.migrate.code_reads import find_reads
 from composer_fsdp2.tools.migrate.code_row import Kind
 from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
 

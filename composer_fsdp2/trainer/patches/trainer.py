@@ -102,6 +102,14 @@ def _apply_fsdp(original: Any, state: Any) -> None:
         start_memory_records(state)
 
 
+def _train_loop(original: Any, trainer: Any) -> None:
+    from composer_fsdp2.trainer.auto_microbatching import leaving_together
+    from composer_fsdp2.trainer.uneven_batches import train_loop
+
+    with leaving_together(trainer):
+        train_loop(original, trainer)
+
+
 def _train_microbatches(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer.sharding import sharding_of
     from composer_fsdp2.trainer.uneven_batches import train_microbatches
@@ -148,8 +156,11 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer import auto_microbatching, uneven_batches
 
-    even = functools.partial(uneven_batches.evaluate, original)
-    return _evaluate(functools.partial(auto_microbatching.evaluate, even), trainer, *args, **kwargs)
+    evaluator = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["evaluator"]
+    auto = functools.partial(auto_microbatching.evaluate, original)
+    even = functools.partial(uneven_batches.evaluate, auto)
+    with auto_microbatching.leaving_together(trainer, evaluator):
+        return _evaluate(even, trainer, *args, **kwargs)
 
 
 def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
@@ -215,7 +226,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         f"{_TRAINER}:Trainer._train_loop",
-        imported(_UNEQUAL, "train_loop"),
+        _train_loop,
         "71c0fc0ce3b828a4",
         "lets ranks run different numbers of microbatches, and wait for each other for ever",
         "trainer/trainer.py#L2383",

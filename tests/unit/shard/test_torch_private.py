@@ -35,7 +35,7 @@ NOT_TORCHS = {
     "_save_checkpoint",
     *("_format_path_with_rank_zero", "_get_integrations_state_dict", "_get_local_rank_zero_path"),
     *("_get_num_ranks_that_saved_rng", "_get_state_metadata", "_original_model"),
-    *("_train_data_spec", "_write_checkpoint_file"),
+    *("_train_data_spec", "_use_grad_scaling", "_write_checkpoint_file"),
     # transformers
     *("_init_weights", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),

@@ -1,0 +1,378 @@
+"""Leaving a step together, from wherever the ranks are in it.
+
+[Note: leaving together] A rank whose allocation fails stands somewhere between two collectives, and
+the others enter the next one and wait there. So every collective of the training is counted, per
+group, while a `JointExit` is `watching`. The rank that failed says so in the store at which the
+ranks met. A thread of each rank that makes no progress looks there, stops its rank from entering
+more, and writes how many it has entered. The most that any rank has entered is what all have to
+enter: whoever is short of it joins the rest with zeros, which frees those that wait; the results
+are thrown away with the step. Then all ranks have entered the same, nobody is inside, and they can
+speak to each other again. It is the same whatever the collective is, and costs a healthy run one
+count per collective and one small reduction per batch.
+
+A batch of training or evaluation can be tried again: it is an `attempt`, which no rank leaves
+before all have come to its end. Elsewhere, as in a callback between two batches, nothing can be
+tried again, and leaving together is an error on every rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import traceback
+import weakref
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composer_fsdp2.runtime.oom import is_out_of_memory
+from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, store, watchdog_of
+from composer_fsdp2.shard.torch_private.collectives import (
+    Collective,
+    Joined,
+    around_collectives,
+    group_named,
+    join,
+)
+from composer_fsdp2.shard.torch_private.units import backward_number
+
+__all__ = ["JointExit", "joint_exit_of"]
+
+_SHORT_SECONDS, _LONG_SECONDS = 0.005, 1.0
+"""between two looks into the store, while nothing is entered: the longer, the longer it lasts"""
+
+
+class _AbandonedError(RuntimeError):
+    """Another rank has run out of memory: this one enters nothing more."""
+
+
+class _ToldEveryoneError(RuntimeError):
+    """All ranks raise it."""
+
+
+class _Round:
+    """What is known between two times that all ranks leave together."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.frozen = False
+        """whether this rank has told how much it has entered"""
+        self.entered: dict[str, int] = {}
+        self.records: dict[str, list[Joined]] = {}
+        self.owed: list[tuple[str, Joined]] = []
+        """counted, and not entered after all"""
+        self.wanted: dict[str, int] | None = None
+        """the most that any rank has entered"""
+        self.sound: dict[str, int] = {}
+        """in how many all those that have failed took part"""
+        self.agreed = threading.Event()
+
+    def key(self, what: str) -> str:
+        """Returns a name in the store."""
+        return f"composer_fsdp2/leaving/{self.number}/{what}"
+
+    def count(self, collective: Collective) -> None:
+        """Notes that a collective is entered."""
+        name = collective.name
+        self.entered[name] = self.entered.get(name, 0) + 1
+        self.records.setdefault(name, []).append(collective.described())
+
+    def held(self, name: str, count: int) -> list[Joined]:
+        """Returns the records of what was entered up to `count`."""
+        records = self.records[name]
+        return records[: len(records) - (self.entered[name] - count)]
+
+
+class JointExit:
+    """Counts collectives, and brings all ranks out of them; see [Note: leaving together].
+
+    Args:
+        device: of the default group's collectives.
+        watchdog: knows how long a rank may be late.
+    """
+
+    def __init__(self, device: torch.device, watchdog: CollectiveWatchdog) -> None:
+        self._device = device
+        self._late_seconds = watchdog.late_seconds
+        self._lock = threading.Lock()
+        self._inside = threading.local()
+        self._owner = 0
+        self._watching = self._attempting = False
+        self._total = 0
+        self._now = _Round(0)
+        self._wake = threading.Event()
+
+    # --- Counting. ---
+
+    @contextmanager
+    def watching(self) -> Generator[None]:
+        """Around everything in which ranks may have to leave together.
+
+        Collective: yes, at the end.
+
+        Raises:
+            RuntimeError: on every rank, when memory ran out where nothing can be tried again.
+        """
+        if self._watching:
+            yield
+            return
+        self._attempting, self._owner = False, threading.get_ident()
+        self._watching = True
+        stop = threading.Event()
+        look = threading.Thread(target=self._look, args=(stop,), name="joint exit", daemon=True)
+        look.start()
+        try:
+            with around_collectives(self._around):
+                try:
+                    yield
+                    self.meet()  # nobody goes where others cannot reach it
+                except Exception as error:
+                    self._attempting = False
+                    text = self._reason(error)
+                    if text is None:
+                        raise
+                    raise self._end(text) from error
+        finally:
+            self._watching = False
+            stop.set()
+            self._wake.set()
+            look.join()
+
+    def _around(self, collective: Collective) -> Any:
+        if getattr(self._inside, "depth", 0) or not self._is_training():
+            return collective()
+        self._enter(collective)
+        self._inside.depth = 1
+        try:
+            result = collective()
+        except BaseException:
+            self._take_back(collective)
+            raise
+        finally:
+            self._inside.depth = 0
+        if self._now.frozen and not collective.returns_early:
+            self._check(collective.name)
+        return result
+
+    def _is_training(self) -> bool:
+        """Other threads, such as those that save, have groups and an order of their own."""
+        return threading.get_ident() == self._owner or backward_number() != -1
+
+    def _enter(self, collective: Collective) -> None:
+        """Counts, unless this rank is to leave."""
+        while True:
+            with self._lock:
+                now = self._now
+                if not now.frozen or self._is_wanted(collective.name):
+                    now.count(collective)
+                    self._total += 1
+                    return
+                if self._attempting or now.wanted is not None:
+                    raise _AbandonedError
+            # Others may wait in what comes before their attempt, with results that count.
+            self._wait_for_all()
+
+    def _is_wanted(self, name: str) -> bool:
+        now = self._now
+        if self._attempting or now.wanted is None:
+            return False
+        return now.entered.get(name, 0) < now.wanted.get(name, 0)
+
+    def _take_back(self, collective: Collective) -> None:
+        """It was not entered, and perhaps the others have been told that it was."""
+        with self._lock:
+            now, name = self._now, collective.name
+            if now.frozen:
+                now.owed.append((name, now.records[name][-1]))
+            else:
+                now.records[name].pop()
+                now.entered[name] -= 1
+
+    def _check(self, name: str) -> None:
+        """Raises if what was received may be the zeros of a rank that has left."""
+        if not self._attempting:
+            self._wait_for_all()
+        entered = self._now.entered[name]
+        if self._attempting or entered > self._now.sound.get(name, entered):
+            raise _AbandonedError
+
+    # --- Attempts. ---
+
+    @property
+    def attempting(self) -> bool:
+        """Whether an attempt has begun and not ended."""
+        return self._attempting
+
+    def begin(self) -> None:
+        """An attempt begins. Collective: no."""
+        self._attempting = True
+
+    def end(self) -> None:
+        """The attempt ends on every rank, or on none. Collective: yes."""
+        if self._attempting:
+            self.meet()
+            self._attempting = False
+
+    def meet(self) -> None:
+        """Waits for all ranks; none is short of anything after that. Collective: yes."""
+        flag = torch.zeros(1, dtype=torch.uint8, device=self._device)
+        dist.all_reduce(flag)
+        flag.item()  # waits
+        with self._lock:
+            if self._now.frozen:
+                raise _AbandonedError
+            for records in self._now.records.values():
+                records.clear()  # all ranks have entered these
+
+    @contextmanager
+    def attempt(self) -> Generator[None]:
+        """Around a part of an attempt: all ranks leave it when memory runs out on one.
+
+        Collective: yes, when it does.
+
+        Raises:
+            torch.OutOfMemoryError: on every rank, when memory ran out on one in this attempt.
+            RuntimeError: on every rank, when it ran out where nothing can be tried again.
+        """
+        try:
+            yield
+            return
+        except Exception as error:
+            text = self._reason(error) if self._attempting else None
+            if text is None:
+                raise
+            traceback.clear_frames(error.__traceback__)  # which hold what was allocated
+        raise self._end(text)
+
+    def _reason(self, error: Exception) -> str | None:
+        """Why this rank has to leave with the others; `None` if it has not."""
+        if isinstance(error, _ToldEveryoneError) or "microbatch of size 1" in str(error):
+            return None
+        if isinstance(error, _AbandonedError) or not is_out_of_memory(error):
+            return "" if self._now.frozen else None
+        return str(error).strip() or type(error).__name__
+
+    # --- Leaving. ---
+
+    def _end(self, text: str) -> RuntimeError:
+        """Leaves with all others; returns what each of them raises. Collective: yes."""
+        now = self._now
+        if text:
+            store().set(now.key("failed"), "1")
+        self._freeze(now, failed=bool(text))
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).empty_cache()
+        self._wait_for_all()
+        self._inside.depth = 1
+        try:
+            self._join_the_rest(now)
+            everyone: list[tuple[str, bool]] = [("", True)] * dist.get_world_size()
+            dist.all_gather_object(everyone, (text, self._attempting))
+        finally:
+            self._inside.depth = 0
+        with self._lock:
+            self._attempting, self._now = False, _Round(now.number + 1)
+        failed = {rank: said for rank, (said, _) in enumerate(everyone) if said}
+        why = f"{rank_text(failed)}: {next(iter(failed.values()), '')}"
+        if all(attempting for _, attempting in everyone):
+            return torch.OutOfMemoryError(f"CUDA out of memory on {why}")
+        return _ToldEveryoneError(
+            f"Memory ran out where nothing can be tried again, on {why}\nA smaller microbatch is "
+            "tried by itself in the forward, backward and step of a batch alone, and this was "
+            "beside them: in a callback, an algorithm, a metric or a checkpoint. Resume from the "
+            "last checkpoint and use less memory there, or write a smaller number for "
+            "device_train_microbatch_size to leave more for it."
+        )
+
+    def _wait_for_all(self) -> None:
+        if not self._now.agreed.wait(self._late_seconds):
+            raise _ToldEveryoneError(
+                "Memory ran out on a rank, and not all ranks have answered that since: one has "
+                "ended, or is outside of the training. Resume from the last checkpoint with a "
+                "smaller device_train_microbatch_size."
+            )
+
+    def _freeze(self, now: _Round, failed: bool) -> None:
+        """Tells how much this rank has entered; from now on that is all. Collective: no."""
+        with self._lock:
+            if now.frozen:
+                return
+            now.frozen = True
+            told = pickle.dumps((now.entered, failed))
+        self._total += 1
+        store().set(now.key(f"entered/{dist.get_rank()}"), told)
+        self._wake.set()
+
+    def _join_the_rest(self, now: _Round) -> None:
+        """Enters what others have entered. Collective: yes."""
+        rest = list(now.owed)
+        for name, wanted in (now.wanted or {}).items():
+            missing = wanted - now.entered.get(name, 0)
+            if missing and group_named(name) is not None:
+                held: list[Joined] = pickle.loads(store().get(now.key(f"held/{name}")))
+                rest += [(name, one) for one in held[len(held) - missing :]]
+        groups = {name: group_named(name) for name, _ in rest}
+        waits = [join(one, group) for name, one in rest if (group := groups[name]) is not None]
+        for wait in waits:
+            wait()
+
+    # --- The thread that looks. ---
+
+    def _look(self, stop: threading.Event) -> None:
+        seen, pause = -1, _SHORT_SECONDS
+        # A store that is gone takes the others with it.
+        with suppress(RuntimeError, ValueError):
+            while not stop.is_set():
+                self._wake.wait(pause)
+                self._wake.clear()
+                now = self._now  # a look is at one round, whatever the rank does meanwhile
+                if now.frozen:
+                    pause = _SHORT_SECONDS
+                    _agree(now, self._lock)
+                elif seen != self._total:
+                    seen, pause = self._total, _SHORT_SECONDS
+                else:
+                    pause = min(1.3 * pause, _LONG_SECONDS)
+                    if store().check([now.key("failed")]):
+                        self._freeze(now, failed=False)
+
+
+def _agree(now: _Round, lock: threading.Lock) -> None:
+    """Finds out how much every rank has to enter, when all have told. Collective: no."""
+    keys = [now.key(f"entered/{rank}") for rank in range(dist.get_world_size())]
+    if now.agreed.is_set() or not all(store().check([key]) for key in keys):
+        return
+    told: list[tuple[dict[str, int], bool]] = [pickle.loads(store().get(key)) for key in keys]
+    wanted: dict[str, int] = {}
+    sound: dict[str, int] = {}
+    for entered, failed in told:
+        for name, count in entered.items():
+            wanted[name] = max(count, wanted.get(name, 0))
+            if failed:
+                sound[name] = min(count, sound.get(name, count))
+    for name, count in wanted.items():
+        first = next(rank for rank, (entered, _) in enumerate(told) if entered.get(name) == count)
+        if first == dist.get_rank():
+            with lock:
+                held = now.held(name, count)
+            store().set(now.key(f"held/{name}"), pickle.dumps(held))
+    with lock:
+        now.wanted, now.sound = wanted, sound
+    now.agreed.set()
+
+
+_exits: weakref.WeakKeyDictionary[dist.ProcessGroup, JointExit] = weakref.WeakKeyDictionary()
+
+
+def joint_exit_of(device: torch.device) -> JointExit | None:
+    """The one of this process, `None` where no other rank could wait. Collective: no."""
+    world: Any = dist.group.WORLD
+    watchdog = watchdog_of(device)
+    if watchdog is None:
+        return None
+    if world not in _exits:
+        _exits[world] = JointExit(device, watchdog)
+    return _exits[world]

@@ -1,0 +1,141 @@
+"""What a batch changes, kept so that another attempt at it starts from the same state."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["Snapshot"]
+
+
+class Snapshot:
+    """What a step changes, kept in CPU memory. Random states are kept from the start.
+
+    `restore` may be called again and again: for another attempt after the second one, too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._random = (random.getstate(), _numpy_random(), torch.get_rng_state())
+        self._device_random = _device_random(device)
+        self._kept: list[Callable[[], Any]] = []
+        self._optimizers: set[int] = set()
+
+    def keep(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keeps the values of parameters or buffers, of a DTensor this rank's shard."""
+        self._kept += [_keep(tensor) for tensor in tensors]
+
+    def keep_buffers(self, model: nn.Module) -> None:
+        """Keeps the buffers, also against a module that puts another tensor in their place."""
+        self._kept += [_keep(module._buffers) for module in model.modules() if module._buffers]
+
+    def keep_metric(self, metric: nn.Module) -> None:
+        """Keeps what a metric has added up, in lists or in tensors, on their device."""
+        self._kept += [_keep_attributes(module) for module in metric.modules()]
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Keeps what the optimizer is about to change: parameters, state and settings.
+
+        The first call counts: an optimizer may begin several times with one step.
+        """
+        if id(optimizer) in self._optimizers:
+            return
+        self._optimizers.add(id(optimizer))
+        self.keep(param for group in optimizer.param_groups for param in group["params"])
+        self._kept.append(_keep(optimizer.state))
+        settings = [
+            {k: v for k, v in group.items() if k != "params"} for group in _groups(optimizer)
+        ]
+        for group, keeper in zip(_groups(optimizer), map(_keep, settings), strict=True):
+            self._kept.append(lambda group=group, keeper=keeper: group.update(keeper()))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts everything back in place."""
+        for put_back in self._kept:
+            put_back()
+        self.restore_random_states()
+
+    def restore_random_states(self) -> None:
+        """Puts back those of Python, numpy, torch and the device."""
+        python, of_numpy, cpu = self._random
+        random.setstate(python)
+        if of_numpy is not None:
+            sys.modules["numpy"].random.set_state(of_numpy)
+        torch.set_rng_state(cpu)
+        if self._device_random is not None:
+            torch.get_device_module(self._device).set_rng_state(self._device_random, self._device)
+
+
+def _numpy_random() -> Any:
+    """The state of numpy, which torch can do without; `None` where nothing has imported it."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
+
+
+def _device_random(device: torch.device) -> torch.Tensor | None:
+    if device.type == "cpu":
+        return None
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return optimizer.param_groups
+
+
+def _keep(value: Any) -> Callable[[], Any]:
+    """Returns what gives the same object back, with the values it has now."""
+    if isinstance(value, torch.Tensor):
+        return functools.partial(_fill, value, _local(value).to("cpu", copy=True))
+    if isinstance(value, dict):
+        inside = {key: _keep(one) for key, one in value.items()}
+        return functools.partial(_fill_dict, value, inside)
+    if isinstance(value, list):
+        return functools.partial(_fill_list, value, [_keep(one) for one in value])
+    return lambda: value
+
+
+def _fill(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+    _local(tensor).copy_(copy)
+    return tensor
+
+
+def _fill_dict(held: dict[Any, Any], inside: Mapping[Any, Callable[[], Any]]) -> dict[Any, Any]:
+    values = {key: put_back() for key, put_back in inside.items()}
+    held.clear()
+    held.update(values)
+    return held
+
+
+def _fill_list(held: list[Any], inside: Sequence[Callable[[], Any]]) -> list[Any]:
+    held[:] = [put_back() for put_back in inside]
+    return held
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _keep_attributes(module: nn.Module) -> Callable[[], Any]:
+    held = {name: _held(value) for name, value in vars(module).items()}
+
+    def put_back() -> None:
+        vars(module).update({name: _held(value) for name, value in held.items()})
+
+    return put_back
+
+
+def _held(value: Any) -> Any:
+    """A copy that adding to the value does not change; a list's tensors are never changed."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict) and any(isinstance(one, torch.Tensor) for one in value.values()):
+        return {name: _held(one) for name, one in value.items()}
+    return list(value) if isinstance(value, list) else value

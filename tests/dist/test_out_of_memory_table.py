@@ -1,0 +1,168 @@
+"""Memory runs out at every place of a batch, once or twice, on one rank or on all.
+
+The result is that of a run that had the final size from the start; where nothing can be tried
+again, every rank says so, soon. See `tests/support/memory_table.py` for the places.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from composer.core import DataSpec, Evaluator
+from torch import distributed as dist
+
+from composer_fsdp2 import installed
+from tests.support.faults_table import record
+from tests.support.memory_table import (
+    EVALUATED,
+    FITS,
+    KINDS,
+    STABLE,
+    VARIANTS,
+    Case,
+    Changing,
+    Memory,
+    Smaller,
+    Speaking,
+    Stepping,
+    Variant,
+    cases_of,
+    different,
+    due,
+    fitted,
+    trainer_of,
+)
+from tests.support.training import built, loader_of, samples_of, trainer_for
+
+SOON_SECONDS = 20.0
+
+
+def trained(name: str, cases: list[Case]) -> list[str]:
+    """What is wrong, one line for each case."""
+    variant, wanted, wrong = VARIANTS[name], {}, []
+    for case in cases:
+        key = (case.guarded, case.times)
+        if key not in wanted and due(case) == "survived":
+            wanted[key] = expected(variant, *key)
+        said = one(variant, case, wanted.get(key, {}))
+        if said:
+            wrong.append(f"{name}: {case}: {said}")
+    return wrong
+
+
+def expected(variant: Variant, guarded: bool, times: int) -> dict[str, Any]:
+    """Of a run that had the final size from the start."""
+    size = FITS if times > 1 else 4
+    if guarded:
+        return fitted(trainer_of(variant, size, 2))
+    return fitted(trainer_of(variant, 8, STABLE + 2, Smaller(size)))
+
+
+def one(variant: Variant, case: Case, wanted: dict[str, Any]) -> str:
+    trainer = trainer_of(variant, "auto", 2 if case.guarded else STABLE + 2)
+    memory = Memory(case, trainer, start=0 if case.guarded else STABLE)
+    outcome, error, found = "survived", "", {}
+    started = time.monotonic()
+    try:
+        with memory.limited():
+            found = fitted(trainer)
+    except Exception as caught:
+        outcome, error = "reported", f"{type(caught).__name__}: {caught}"
+    seconds = time.monotonic() - started
+    # Of several ranks, one may leave because of another before it comes to the place itself.
+    if not memory.raised and (dist.get_rank(),) == case.ranks:
+        return "nothing was raised"
+    if outcome != due(case):
+        return f"{outcome} {error}"
+    if outcome == "survived":
+        names = different(found, wanted)
+        record("out of memory at every place of a batch", "survived")
+        return f"different: {names}" if names else ""
+    record("out of memory at every place of a batch", "reported", seconds)
+    says = "emory ran out" in error and "Resume from" in error and seconds < SOON_SECONDS
+    return "" if says else f"{error} after {seconds:.0f} s"
+
+
+def assert_on_all(wrong: list[str]) -> None:
+    """So that all ranks end together."""
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, wrong)
+    said = [f"rank {rank}: {line}" for rank, lines in enumerate(everyone) for line in lines]
+    assert not said, "\n" + "\n".join(said)
+
+
+def parameters() -> list[Any]:
+    return [
+        pytest.param(name, marks=pytest.mark.world_size(variant.world, timeout=300))
+        for name, variant in VARIANTS.items()
+    ]
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("name", parameters())
+def test_training_ends_as_if_it_had_begun_with_what_fits(name: str):
+    with installed():
+        assert_on_all(trained(name, cases_of(name)))
+
+
+def test_the_table_is_large():
+    found = [case for name in VARIANTS for case in cases_of(name)]
+    evaluations = 3 * len(EVALUATED)
+    assert len(found) + evaluations >= 300
+    assert {case.kind for case in found} == set(range(len(KINDS)))
+
+
+# --- Evaluation. ---
+
+
+def evaluated(case: Case | None, size: int) -> tuple[Any, str]:
+    samples = samples_of(3, 8 * dist.get_world_size())
+    model = built(Changing)
+    evaluator = Evaluator(
+        label="eval", dataloader=DataSpec(loader_of(samples, 8)), device_eval_microbatch_size=size
+    )
+    trainer = trainer_for(
+        model,
+        Stepping(model.parameters()),
+        samples,
+        eval_dataloader=evaluator,
+        callbacks=[Speaking()],
+    )
+    (evaluator,) = trainer.state.evaluators
+    if case is None:
+        trainer.eval()
+    else:
+        evaluator.auto_microbatching = True  # which Composer takes on a GPU alone
+        memory = Memory(case, trainer, evaluator)
+        with memory.limited():
+            trainer.eval()
+        if not memory.raised and (dist.get_rank(),) == case.ranks:
+            return {}, "nothing was raised"
+    found = {"metric": trainer.state.eval_metric_values["samples"]}
+    found |= {n: b.clone() for n, b in trainer.state.model.named_buffers()}
+    trainer.close()
+    return found, ""
+
+
+@pytest.mark.fault
+@pytest.mark.world_size(2, timeout=300)
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.filterwarnings("ignore:CUDA out of memory detected")
+def test_evaluation_gives_the_numbers_of_what_fits(ranks: tuple[int, ...]):
+    wrong: list[str] = []
+    with installed():
+        wanted = {times: evaluated(None, FITS if times > 1 else 4)[0] for times in (1, 2)}
+        for number, place in enumerate(EVALUATED):
+            case = Case(place, ranks, number % len(KINDS), True, 1 + number % 2)
+            try:
+                found, said = evaluated(case, 8)
+                said = said or ", ".join(different(found, wanted[case.times]))
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            if said:
+                wrong.append(f"{case}: {said}")
+            else:
+                record("out of memory at every place of an evaluation", "survived")
+    assert_on_all(wrong)
