@@ -30,8 +30,10 @@ __all__ = [
     "check_pickle",
     "load_file",
     "load_object",
+    "load_plainly",
     "read_metadata",
     "trusts",
+    "vet_metadata",
 ]
 
 TRUST_VARIABLE = "COMPOSER_FSDP2_TRUST"
@@ -105,10 +107,9 @@ def read_metadata(path: Path) -> Metadata:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        unpickler = pickle.Unpickler if trusts(path) else _MetadataUnpickler
-        found = unpickler(io.BytesIO(data)).load()
-    except _Forbidden as error:
-        raise _refusal(str(path), str(error)) from None
+        found = _unpickle_metadata(path, data)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle raises anything at all
         raise damaged(str(path), error) from error
     if not isinstance(found, Metadata):
@@ -117,6 +118,24 @@ def read_metadata(path: Path) -> Metadata:
             "can be found without it. Give the folder that torch.distributed.checkpoint wrote."
         )
     return found
+
+
+def vet_metadata(path: Path) -> None:
+    """Unpickles a `.metadata` without executing anything, for someone who will do so freely.
+
+    Raises:
+        CheckpointError: it asks for something that could execute code.
+        Exception: whatever unpickling freely would raise too.
+    """
+    _unpickle_metadata(path, path.read_bytes())
+
+
+def _unpickle_metadata(path: Path, data: bytes) -> Any:
+    unpickler = pickle.Unpickler if trusts(path) else _MetadataUnpickler
+    try:
+        return unpickler(io.BytesIO(data)).load()
+    except _Forbidden as error:
+        raise _refusal(str(path), str(error)) from None
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -147,22 +166,15 @@ def check_pickle(path: Path) -> None:
     """Reads a plain pickle, such as Composer's `resumption.pkl`, without executing anything.
 
     Raises:
-        CheckpointError: it is missing, damaged, or asks for something that could execute code.
+        CheckpointError: it asks for something that could execute code.
+        Exception: whatever unpickling it freely would raise too.
     """
     if trusts(path):
         return
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        _DataUnpickler(data, str(path)).load()
+        _DataUnpickler(path.read_bytes(), str(path)).load()
     except _Forbidden as error:
         raise _refusal(str(path), str(error)) from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything at all
-        raise damaged(str(path), error) from error
 
 
 def load_object(data: bytes | memoryview, where: str, *, trusted: bool = False) -> Any:
@@ -193,6 +205,21 @@ def load_file(path: Path) -> Any:
     with path.open("rb") as file:
         mapped = file.read(4) == b"PK\x03\x04"  # older files are not zip archives
     return _load(lambda **kwargs: torch.load(path, mmap=mapped, **kwargs), str(path), trusts(path))  # pyright: ignore[reportUnknownLambdaType]
+
+
+def load_plainly(path: Path, map_location: str) -> Any:
+    """Returns what `torch.load(path, map_location)` does, without executing anything.
+
+    Raises:
+        CheckpointError: it could execute code, or is no pickle.
+        Exception: whatever `torch.load` raises.
+    """
+    try:
+        with torch.serialization.safe_globals(_safe_types()):
+            return torch.load(path, map_location=map_location, weights_only=not trusts(path))
+    except pickle.UnpicklingError as error:
+        unsafe = _asked_for(error)
+        raise (_refusal(str(path), unsafe) if unsafe else damaged(str(path), error)) from None
 
 
 def _load(load: Callable[..., Any], where: str, trusted: bool) -> Any:

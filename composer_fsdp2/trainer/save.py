@@ -1,7 +1,7 @@
 """Saving checkpoints of Composer's Trainer: whole or absent, and on request in the background.
 
-The functions here stand in for Composer's (see `patches`). Runs under FSDP1 keep Composer's own
-saving; their full checkpoints are written atomically too.
+The functions here stand in for Composer's (see `patches`). Runs without FSDP2 keep Composer's own
+saving.
 """
 
 from __future__ import annotations
@@ -90,16 +90,16 @@ def save_checkpoint(
     return _snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
-def write_whole_file(
-    original: Callable[[StateDict, str], None], state_dict: StateDict, filename: str
-) -> None:
-    """Stands in for `_write_checkpoint_file`, and has it write under a hidden name.
+def write_whole_file(state_dict: StateDict, path: Path) -> None:
+    """Writes one file as Composer does, under a hidden name until it is complete.
+
+    Collective: no.
 
     Raises:
         CheckpointError: the file could not be written; what had its name is as it was.
     """
-    with staged(Path(filename), folder=False, replace=True) as temporary:
-        original(state_dict, str(temporary))
+    with staged(path, folder=False, replace=True) as temporary:
+        composers._write_checkpoint_file(state_dict, str(temporary))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class _Snapshot:
         return str(self.path) if first else None
 
     def _write_file(self) -> None:
-        composers._write_checkpoint_file(self.values, str(self.path))
+        write_whole_file(self.values, self.path)
 
 
 def _snapshot(

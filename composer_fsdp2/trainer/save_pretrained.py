@@ -37,6 +37,8 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Raises:
         CheckpointError: it could not be written, or not all ranks called; on every rank that did.
     """
+    if not args or not holds_shards(args[0]):
+        return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     model, is_main_process = given.args[0], given.arguments["is_main_process"]
@@ -48,8 +50,6 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     # PEFT takes it as one of the arguments it does not name.
     if given.kwargs.get("state_dict", given.arguments.get("state_dict")) is not None:
-        return save(is_main_process)
-    if not holds_shards(model):
         return save(is_main_process)
     if is_summoned(model):
         # The ranks that were not shown full parameters have nothing to write.
