@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_fsdp2.checkpoint.archive import Archive, map_file
+from composer_fsdp2.checkpoint.cover import covers_exactly
 from composer_fsdp2.checkpoint.metadata import (
     METADATA,
     as_today,
@@ -195,7 +196,9 @@ class FolderCheckpoint(Checkpoint):
         self._mapped: dict[str, memoryview] = {}
         try:
             self._index()
-            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
+            self.problems = dict(
+                [*self._find_changes(), *self._find_short_files(), *self._find_gaps()]
+            )
         except (AttributeError, TypeError, LookupError) as error:
             raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
@@ -285,24 +288,25 @@ class FolderCheckpoint(Checkpoint):
         """A value that is no tensor, its checksum compared."""
         if key in self.problems:
             raise self._incomplete()
-        index = self.indices(key)[0]
+        return self._object_at(self.indices(key)[0])
+
+    def _object_at(self, index: MetadataIndex) -> Any:
         archive = self.archive(index)
         archive.check()
         return load_object(archive.data, archive.where, trusted=trusts(self.path))
 
     def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
-        """Every n-th piece, and the digest of `.metadata` where our save wrote one."""
-        self.check_digest()
+        """Every n-th piece, read as a load reads it."""
         first, step = share
         for index in list(self.metadata.storage_data)[first::step]:
             yield self.check_piece(index)
 
     def check_piece(self, index: MetadataIndex) -> int:
-        """Reads one piece or object and compares it with its checksums; returns its bytes."""
+        """Reads one piece or object as a load does, without keeping it; returns its bytes."""
         if index.fqn in self.tensors:
             self.chunk(index)
         else:
-            self.archive(index).check()
+            self._object_at(index)
         return self.metadata.storage_data[index].length
 
     @functools.cached_property
@@ -325,6 +329,16 @@ class FolderCheckpoint(Checkpoint):
             elif file.stat().st_size < size:
                 yield name, f"'{name}' has {file.stat().st_size} of {size} bytes"
 
+    def _find_changes(self) -> Iterator[tuple[str, str]]:
+        """`.metadata` is what our save wrote; it is small, whatever the checkpoint's size."""
+        expected = _read_checksums(self.path).get("metadata_sha256")
+        if expected is not None and digest_of(self.path / METADATA) != expected:
+            yield (
+                METADATA,
+                f"'{METADATA}' is damaged: it is not what was written beside it in '{CHECKSUMS}', "
+                "and values would be looked for in wrong places",
+            )
+
     def _find_gaps(self) -> Iterator[tuple[str, str]]:
         """Every value is somewhere: what no piece covers would be read as garbage."""
         for key, entry in self.tensors.items():
@@ -334,6 +348,8 @@ class FolderCheckpoint(Checkpoint):
             stored_bytes = sum(self.metadata.storage_data[i].length for i in self.indices(key))
             if found != size or len(pieces) != len(stored):
                 yield key, f"pieces of '{key}' hold {found} of {size} elements"
+            elif not covers_exactly(entry.shape, [(c.offsets, c.sizes) for c in pieces]):
+                yield key, f"pieces of '{key}' overlap, and leave gaps between them"
             elif entry.size_bytes > stored_bytes:
                 yield key, f"'{key}' has {stored_bytes} of {entry.size_bytes} bytes"
         for key in self.objects:
@@ -341,6 +357,9 @@ class FolderCheckpoint(Checkpoint):
                 yield key, f"'{key}' is in no file"
 
     def _incomplete(self) -> CheckpointError:
+        if METADATA in self.problems:
+            found = self.problems[METADATA]
+            return CheckpointError(f"In '{self.path}', {found}. Take another checkpoint.")
         problems = list(self.problems.values())
         shown = ", ".join(problems[:20])
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
@@ -348,20 +367,6 @@ class FolderCheckpoint(Checkpoint):
             f"The checkpoint '{self.path}' is incomplete: {shown}{more}. Some weights are not "
             "there. Restore the files, or take another checkpoint."
         )
-
-    def check_digest(self) -> None:
-        """Compares `.metadata` with its digest where our save wrote one.
-
-        Raises:
-            CheckpointError: it is not what was written.
-        """
-        expected = _read_checksums(self.path).get("metadata_sha256")
-        if expected is not None and digest_of(self.path / METADATA) != expected:
-            raise CheckpointError(
-                f"'{self.path / METADATA}' is damaged: it is not what was written beside it in "
-                f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
-                "checkpoint."
-            )
 
 
 def digest_of(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import tarfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,12 @@ from composer import algorithms
 from composer.utils import checkpoint as composers
 from torch.distributed.checkpoint.planner import LoadItemType
 
+from composer_fsdp2.checkpoint.descriptions import (
+    descriptions,
+    executes,
+    is_plain_call,
+    vet_algorithms,
+)
 from composer_fsdp2.checkpoint.load import read_items
 from composer_fsdp2.checkpoint.metadata import METADATA, check_places
 from composer_fsdp2.checkpoint.pickles import load_object, load_plainly, trusts, vet_metadata
@@ -57,19 +63,6 @@ def unpacking_safely() -> Generator[None]:
             tarfile.TarFile.extraction_filter = before
 
 
-def vet_algorithms(state_dict: Mapping[str, Any]) -> None:
-    """Refuses algorithms whose description is more than a call with plain arguments.
-
-    Composer evaluates the description, which comes from the checkpoint.
-
-    Raises:
-        CheckpointError: evaluating it could execute code.
-    """
-    for name, text in _descriptions(state_dict):
-        if not _is_plain_call(name, text):
-            raise _executes(name, text)
-
-
 def vet_evaluated_algorithms(
     state_dict: Mapping[str, Any],
     _logger: Any = None,
@@ -85,25 +78,11 @@ def vet_evaluated_algorithms(
         CheckpointError: evaluating one could execute code.
     """
     excluded = () if exclude_algorithms is None else exclude_algorithms
-    for name, text in _descriptions(state_dict):
+    for name, text in descriptions(state_dict):
         known = getattr(algorithms, name, None)
         evaluated = known is not None and known.required_on_load() and name not in excluded
-        if evaluated and not _is_plain_call(name, text) and _can_be_parsed(f"algorithms.{text}"):
-            raise _executes(name, text)
-
-
-def _descriptions(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    saved = state_dict.get("algorithms")
-    for name, value in saved if isinstance(saved, list) else ():
-        yield str(name), str(value.get("repr", "") if isinstance(value, Mapping) else "")
-
-
-def _executes(name: str, text: str) -> CheckpointError:
-    return CheckpointError(
-        f"The checkpoint describes its algorithm '{name}' as {text[:100]!r}. Composer would "
-        "evaluate that, and it is more than a name with plain arguments, so it could execute "
-        "code. Leave the algorithms out with load_ignore_keys: [state/algorithms]."
-    )
+        if evaluated and not is_plain_call(name, text) and _can_be_parsed(f"algorithms.{text}"):
+            raise executes(name, text)
 
 
 def _can_be_parsed(text: str) -> bool:
@@ -114,20 +93,6 @@ def _can_be_parsed(text: str) -> bool:
     except (RecursionError, MemoryError):  # Composer's own attempt may get further
         return True
     return True
-
-
-def _is_plain_call(name: str, text: str) -> bool:
-    try:
-        call = ast.parse(text, mode="eval").body
-        # No assert: `python -O` would drop it, and Composer evaluates what passes here.
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
-            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-                ast.literal_eval(argument)
-            return True
-    except (SyntaxError, ValueError, RecursionError):
-        pass
-    # The default `repr` of an object cannot be evaluated; Composer warns and goes on.
-    return text.startswith("<") and text.endswith(">")
 
 
 def read_file(path: str | Path, map_location: str) -> Any:

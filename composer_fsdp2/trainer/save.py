@@ -19,7 +19,7 @@ from composer.utils import checkpoint as composers
 from composer.utils import dist, reproducibility
 from composer.utils.misc import ParallelismType
 
-from composer_fsdp2.checkpoint.staging import staged
+from composer_fsdp2.checkpoint.staging import Publications, staged
 from composer_fsdp2.checkpoint.write import (
     Savers,
     Staging,
@@ -36,12 +36,15 @@ __all__ = [
     "check_saved_adapters",
     "finish_background_save",
     "leave_background_save",
+    "note_start",
     "save_checkpoint",
     "save_in_background",
     "write_whole_file",
 ]
 
 _ATTRIBUTE = "_fsdp2_background"
+_OWN = "_fsdp2_publications"
+"""attribute of a State"""
 _LEAVE_SECONDS = 60.0
 
 
@@ -90,7 +93,7 @@ def save_checkpoint(
     return _snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
-def write_whole_file(state_dict: StateDict, path: Path) -> None:
+def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None = None) -> None:
     """Writes one file as Composer does, under a hidden name until it is complete.
 
     Collective: no.
@@ -98,7 +101,7 @@ def write_whole_file(state_dict: StateDict, path: Path) -> None:
     Raises:
         CheckpointError: the file could not be written; what had its name is as it was.
     """
-    with staged(path, folder=False, replace=True) as temporary:
+    with staged(path, folder=False, replace=True, own=own) as temporary:
         composers._write_checkpoint_file(state_dict, str(temporary))
 
 
@@ -111,21 +114,22 @@ class _Snapshot:
     """the file this rank writes, or would"""
     sharded: bool
     planner: Any
+    own: Publications
 
     def write(self, savers: Savers, publish: Callable[[], None] | None = None) -> str | None:
         """Writes it. Collective: yes, over `savers.everyone`."""
         first = dist.get_global_rank() == 0
         if self.sharded:
             folder = self.path.parent
-            write_sharded(self.values, folder, savers, self.planner, publish)
+            write_sharded(self.values, folder, savers, self.planner, publish, self.own)
             return str(self.path) if savers.writes else None
         together(savers.everyone, lambda: self._write_file() if first else None, self.path)
         if publish is not None:
-            publish()
+            together(savers.everyone, publish, self.path)
         return str(self.path) if first else None
 
     def _write_file(self) -> None:
-        write_whole_file(self.values, self.path)
+        write_whole_file(self.values, self.path, self.own)
 
 
 def _snapshot(
@@ -152,7 +156,16 @@ def _snapshot(
     if sharded and dist.get_global_rank() > 0:
         values.pop("rng", None)  # rank 0 has those of all ranks
     planner = getattr(state.fsdp_config, "save_planner", None)
-    return _Snapshot(values, Path(save_filename), sharded, planner)
+    return _Snapshot(values, Path(save_filename), sharded, planner, note_start(state))
+
+
+def note_start(state: State) -> Publications:
+    """Returns what the run has written since this was called first. Collective: no."""
+    own = getattr(state, _OWN, None)
+    if own is None:
+        own = Publications()
+        setattr(state, _OWN, own)
+    return own
 
 
 def _savers(state: State) -> Savers:
