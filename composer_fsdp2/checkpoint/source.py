@@ -192,13 +192,12 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
+        _check_digest(path)  # before it is unpickled: what is not what was written may ask for much
         self.metadata = as_today(read_metadata(path / METADATA), path)
         self._mapped: dict[str, memoryview] = {}
         try:
             self._index()
-            self.problems = dict(
-                [*self._find_changes(), *self._find_short_files(), *self._find_gaps()]
-            )
+            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
         except (AttributeError, TypeError, LookupError) as error:
             raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
@@ -329,16 +328,6 @@ class FolderCheckpoint(Checkpoint):
             elif file.stat().st_size < size:
                 yield name, f"'{name}' has {file.stat().st_size} of {size} bytes"
 
-    def _find_changes(self) -> Iterator[tuple[str, str]]:
-        """`.metadata` is what our save wrote; it is small, whatever the checkpoint's size."""
-        expected = _read_checksums(self.path).get("metadata_sha256")
-        if expected is not None and digest_of(self.path / METADATA) != expected:
-            yield (
-                METADATA,
-                f"'{METADATA}' is damaged: it is not what was written beside it in '{CHECKSUMS}', "
-                "and values would be looked for in wrong places",
-            )
-
     def _find_gaps(self) -> Iterator[tuple[str, str]]:
         """Every value is somewhere: what no piece covers would be read as garbage."""
         for key, entry in self.tensors.items():
@@ -357,15 +346,27 @@ class FolderCheckpoint(Checkpoint):
                 yield key, f"'{key}' is in no file"
 
     def _incomplete(self) -> CheckpointError:
-        if METADATA in self.problems:
-            found = self.problems[METADATA]
-            return CheckpointError(f"In '{self.path}', {found}. Take another checkpoint.")
         problems = list(self.problems.values())
         shown = ", ".join(problems[:20])
         more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
         return CheckpointError(
             f"The checkpoint '{self.path}' is incomplete: {shown}{more}. Some weights are not "
             "there. Restore the files, or take another checkpoint."
+        )
+
+
+def _check_digest(folder: Path) -> None:
+    """Compares `.metadata`, which is small, with its digest where our save wrote one.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    expected = _read_checksums(folder).get("metadata_sha256")
+    metadata = folder / METADATA
+    if expected is not None and metadata.is_file() and digest_of(metadata) != expected:
+        raise CheckpointError(
+            f"'{metadata}' is damaged: it is not what was written beside it in '{CHECKSUMS}'. "
+            "Values would be looked for in wrong places. Take another checkpoint."
         )
 
 

@@ -171,14 +171,13 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
         act()
     except CheckpointError as failed:
         error = failed
-    except (Exception, CheckpointException) as failed:  # the other ranks must hear of it
+    except CheckpointException as failed:
+        error = CheckpointError(reason_of(failed))
+    except Exception as failed:  # whatever it is, the other ranks must hear of it
         refused = write_failure(failed)
+        error = CheckpointError(f"{type(failed).__name__}: {failed}")
         if refused is not None:
             error = unwritten(path, refused)
-        elif isinstance(failed, CheckpointException):
-            error = CheckpointError(reason_of(failed))
-        else:
-            error = CheckpointError(f"{type(failed).__name__}: {failed}")
     try:
         raise_on_all_ranks({}, error, group)
     except CheckpointError as agreed:

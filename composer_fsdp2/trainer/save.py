@@ -6,6 +6,8 @@ saving.
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,7 +18,7 @@ import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import checkpoint as composers
-from composer.utils import dist, reproducibility
+from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
 
 from composer_fsdp2.checkpoint.staging import Publications, staged
@@ -36,6 +38,7 @@ __all__ = [
     "check_saved_adapters",
     "finish_background_save",
     "leave_background_save",
+    "make_save_folder",
     "note_start",
     "save_checkpoint",
     "save_in_background",
@@ -157,6 +160,32 @@ def _snapshot(
         values.pop("rng", None)  # rank 0 has those of all ranks
     planner = getattr(state.fsdp_config, "save_planner", None)
     return _Snapshot(values, Path(save_filename), sharded, planner, note_start(state))
+
+
+def make_save_folder(
+    original: Callable[[CheckpointSaver, Any, Any], None],
+    saver: CheckpointSaver,
+    state: State,
+    logger: Any,
+) -> None:
+    """Stands in for `CheckpointSaver.init`, which makes the folder. Collective: yes.
+
+    Raises:
+        CheckpointError: nothing could be saved there; on every rank.
+    """
+    error = None
+    try:
+        original(saver, state, logger)
+        folder = format_name_with_dist(saver.folder, state.run_name)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as failed:
+        error = CheckpointError(
+            f"Nothing can be written to the save_folder '{saver.folder}': "
+            f"{failed.strerror or failed}. The run would train and keep nothing. Give a "
+            "save_folder that can be made and written to on every node."
+        )
+    raise_on_all_ranks({}, error)
 
 
 def note_start(state: State) -> Publications:

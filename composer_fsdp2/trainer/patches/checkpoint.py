@@ -117,6 +117,15 @@ def _apply_required_algorithms(
     original(state, state_dict, *args, **kwargs)
 
 
+def _saver_init(original: Any, saver: Any, state: Any, logger: Any) -> None:
+    from composer_fsdp2.trainer.save import make_save_folder
+
+    if _uses_fsdp2(state):
+        make_save_folder(original, saver, state, logger)
+    else:
+        original(saver, state, logger)
+
+
 def _saver_fit_end(original: Any, saver: Any, state: Any, logger: Any) -> None:
     from composer.callbacks import CheckpointSaver
 
@@ -231,6 +240,13 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         "9cefb70c987ff4aa",
         "evaluates text that comes from the checkpoint",
         "core/state.py#L1092",
+    ),
+    _row(
+        f"{_SAVER}.init",
+        _saver_init,
+        "692e66dc893a2141",
+        "raises on one rank, and leaves the others waiting, when the folder cannot be made",
+        "callbacks/checkpoint_saver.py#L327",
     ),
     _row(
         f"{_SAVER}._save_checkpoint",
