@@ -17,6 +17,7 @@ import os
 import pickle
 import pickletools
 import sys
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -287,7 +288,9 @@ class _NamelessUnpickler(pickle.Unpickler):
 
 def _load(load: Callable[..., Any], where: str, trusted: bool, file: BinaryIO) -> Any:
     try:
-        with torch.serialization.safe_globals(_safe_types()):
+        with torch.serialization.safe_globals(_safe_types()), warnings.catch_warnings():
+            # It stands before the error that follows, and advises to switch the check off.
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
             return load(map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
         unsafe = _asked_for(error, file)

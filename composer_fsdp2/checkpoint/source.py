@@ -363,7 +363,7 @@ def _check_digest(folder: Path) -> None:
     """
     expected = _read_checksums(folder).get("metadata_sha256")
     metadata = folder / METADATA
-    if expected is not None and metadata.is_file() and digest_of(metadata) != expected:
+    if expected is not None and os.access(metadata, os.R_OK) and digest_of(metadata) != expected:
         raise CheckpointError(
             f"'{metadata}' is damaged: it is not what was written beside it in '{CHECKSUMS}'. "
             "Values would be looked for in wrong places. Take another checkpoint."

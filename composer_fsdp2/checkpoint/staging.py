@@ -37,6 +37,7 @@ __all__ = [
     "locked",
     "make_own_folder",
     "new_token",
+    "reason_at",
     "remove_leftovers",
     "staged",
     "sync",
@@ -264,11 +265,15 @@ def unwritten(path: Path, error: OSError) -> CheckpointError:
     cure = "Make room there, or give another place."
     if error.errno in _READ_ONLY:
         cure = "Give another place, or the right to write there."
-    reason = error.strerror or str(error)
     return CheckpointError(
-        f"The checkpoint '{path}' could not be written: {reason}{_room_at(path)}. Nothing is left "
+        f"The checkpoint '{path}' could not be written: {reason_at(path, error)}. Nothing is left "
         f"of it, because half a checkpoint is none, and earlier ones are as they were. {cure}"
     )
+
+
+def reason_at(path: Path, error: OSError) -> str:
+    """Returns why the system refused to write there, and how much room there is."""
+    return f"{error.strerror or error}{_room_at(path)}"
 
 
 def _room_at(path: Path) -> str:

@@ -6,10 +6,11 @@ saving.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -253,7 +254,8 @@ class _Background:
 
         def publish() -> None:
             if link is not None and dist.get_global_rank() == 0:
-                point_to(link, target)
+                with _told_of_what_follows(target):
+                    point_to(link, target)
 
         def write() -> None:
             try:
@@ -282,6 +284,35 @@ class _Background:
         return self.written
 
 
+@contextlib.contextmanager
+def _told_of_what_follows(path: object) -> Generator[None]:
+    try:
+        yield
+    except OSError as failed:
+        reason = failed.strerror or str(failed)
+        raise CheckpointError(
+            f"'{path}' is complete, and what comes after a save (the link to the latest one, the "
+            f"removal of old ones, an upload) could not be written: {reason}. A run that resumes "
+            "would not find it by its link. Make room there, or give another save_folder."
+        ) from failed
+
+
+def _save_and_wait(
+    original: Callable[[CheckpointSaver, Any, Any], None],
+    saver: CheckpointSaver,
+    state: State,
+    logger: Any,
+) -> None:
+    """Saves, and raises on every rank what rank 0 alone meets afterwards. Collective: yes."""
+    error = None
+    try:
+        with _told_of_what_follows(saver.folder):
+            original(saver, state, logger)
+    except CheckpointError as failed:
+        error = failed
+    raise_on_all_ranks({}, error)
+
+
 def save_in_background(
     original: Callable[[CheckpointSaver, Any, Any], None],
     saver: CheckpointSaver,
@@ -296,8 +327,11 @@ def save_in_background(
     Raises:
         CheckpointError: this save failed, or the one before that was still being written.
     """
-    if not getattr(state.fsdp_config, "async_save", False):
+    if state.fsdp_config_version != 2:
         original(saver, state, logger)
+        return
+    if not getattr(state.fsdp_config, "async_save", False):
+        _save_and_wait(original, saver, state, logger)
         return
     finish_background_save(original, saver, logger)
     background: _Background | None = getattr(saver, _ATTRIBUTE, None)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import inspect
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 from composer.utils import dist
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
@@ -66,8 +68,12 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
                 with _wherever_it_is(model):
                     save(is_main_process)
             except Exception as caught:  # the other ranks must hear of it
-                folder = given.arguments["save_directory"]
-                error = CheckpointError(f"save_pretrained could not write '{folder}': {caught}")
+                folder, refused = given.arguments["save_directory"], write_failure(caught)
+                reason = caught if refused is None else reason_at(Path(folder), refused)
+                error = CheckpointError(
+                    f"save_pretrained could not write '{folder}': {reason}. What is there is "
+                    "incomplete. Give a place with room that can be written to."
+                )
     raise_on_all_ranks({}, error)
     return None
 
