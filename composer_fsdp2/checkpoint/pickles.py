@@ -261,7 +261,8 @@ def load_plainly(path: Path, map_location: str) -> Any:
         Exception: whatever `torch.load` raises.
     """
     try:
-        with torch.serialization.safe_globals(_safe_types()):
+        with torch.serialization.safe_globals(_safe_types()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
             return torch.load(path, map_location=map_location, weights_only=not trusts(path))
     except (pickle.UnpicklingError, EOFError) as error:
         with path.open("rb") as file:
