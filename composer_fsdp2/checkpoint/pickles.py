@@ -93,6 +93,8 @@ _MARKS = (
     "Trying to call reduce for ",
 )
 """what torch's errors say before the name they refuse"""
+_AS_WRITTEN = {"__builtin__": "builtins", "commands": "subprocess", "nt": "os", "posix": "os"}
+"""names of modules that pickles have in place of those their authors wrote"""
 _FOUND = "WeightsUnpickler error: "
 _LONGEST_PICKLE = 1 << 26
 _RUN_CODE = frozenset(
@@ -333,7 +335,7 @@ def _names_in(data: bytes) -> Iterator[str]:
         f"{kind.__module__}.{kind.__qualname__}" for kind in _safe_types() if type(kind) is type
     }
     texts: list[str] = []
-    for operation, value, _ in pickletools.genops(data):
+    for operation, value, _ in _operations(io.BytesIO(data)):
         name = ""
         if operation.name in ("GLOBAL", "INST"):
             name = str(value).replace(" ", ".")
@@ -343,6 +345,12 @@ def _names_in(data: bytes) -> Iterator[str]:
             texts.append(value)
         if name and name not in known and not name.startswith(("torch.", "collections.")):
             yield name
+
+
+def _operations(file: BinaryIO) -> Iterator[tuple[Any, Any, Any]]:
+    """Those of all pickles of a file: older files have four, one after the other."""
+    while True:
+        yield from pickletools.genops(file)
 
 
 def _safe_types() -> list[Any]:
@@ -364,7 +372,7 @@ def _safe_types() -> list[Any]:
 
 def _refusal(where: str, asked: str) -> CheckpointError:
     module, _, name = asked.rpartition(".")
-    asked = f"os.{name}" if module in ("posix", "nt") else asked  # as its author wrote it
+    asked = f"{_AS_WRITTEN.get(module, module)}.{name}".removeprefix(".")
     runs = asked.partition(".")[0] in _RUN_CODE or asked in _RUN_CODE
     what = f"asks to run code: {asked}" if runs else f"asks to load '{asked}', which is not data"
     return CheckpointError(

@@ -439,7 +439,7 @@ def test_resumption_files_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             composers.load_resumption_checkpoint(trainer.state, str(path))
         assert not trace.exists()
         path.write_bytes(path.read_bytes()[:-5])
-        with pytest.raises(CheckpointError):
+        with pytest.raises((pickle.UnpicklingError, EOFError)):  # as without the package
             composers.load_resumption_checkpoint(trainer.state, str(path))
         monkeypatch.setenv("COMPOSER_FSDP2_TRUST", str(tmp_path))
         path.write_bytes(pickle.dumps({"rng": Evil(trace), "rank_zero_seed": 0}))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.source import open_checkpoint
@@ -57,10 +57,10 @@ class Meanwhile(DefaultSavePlanner):
         super().__init__()
         self._given = folder, own
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def create_local_plan(self) -> SavePlan:
         folder, own = self._given
         write_sharded(state_of(2.0), folder, savers(), own=own)
-        super().set_up_planner(*args, **kwargs)
+        return super().create_local_plan()
 
 
 @pytest.mark.world_size(2)
