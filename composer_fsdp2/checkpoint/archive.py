@@ -81,8 +81,8 @@ class Archive:
         self.where = where
         try:
             self.members = dict(self._find_members())
-        except (zipfile.BadZipFile, struct.error, OSError, ValueError, NotImplementedError) as e:
-            raise damaged(where, e) from None
+        except Exception as error:  # a damaged directory raises anything at all
+            raise damaged(where, error) from None
 
     def _find_members(self) -> Iterator[tuple[str, _Member]]:
         with zipfile.ZipFile(_View(self.data)) as archive:

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.checkpoint.averages import take_trained_weights
 from composer_fsdp2.checkpoint.describe import find_ties
+from composer_fsdp2.checkpoint.descriptions import vet_algorithms_of
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
     CHECKSUMS,
@@ -59,8 +60,9 @@ def prove_whole(source: Checkpoint) -> None:
     """Compares a file with its checksums; a folder does so with each piece that is read.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: it is damaged, or loading it could execute code.
     """
+    vet_algorithms_of(source)
     if isinstance(source, FileCheckpoint):
         for _ in source.check():
             pass

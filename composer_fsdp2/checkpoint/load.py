@@ -201,13 +201,13 @@ def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) ->
     # Pieces that lie behind each other are read one after the other.
     for item in sorted(plan.items, key=lambda item: _place(saved, item)):
         archive = saved.archive(item.storage_index)
-        archive.check()
         if item.type == LoadItemType.BYTE_IO:
+            archive.check()
             # What passes here cannot execute anything when the planner loads it its own way.
             load_object(archive.data, archive.where, trusted=trusted)
             planner.load_bytes(item, io.BytesIO(archive.data))
             continue
-        piece = archive.tensor()
+        piece = saved.chunk(item.storage_index)
         try:
             for dim, (start, length) in enumerate(
                 zip(item.storage_offsets, item.lengths, strict=True)

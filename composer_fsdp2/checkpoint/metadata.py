@@ -16,7 +16,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["METADATA", "as_today", "check_counts", "is_inside", "senseless_metadata"]
+__all__ = [
+    "METADATA",
+    "as_today",
+    "check_counts",
+    "check_places",
+    "is_inside",
+    "senseless_metadata",
+]
 
 METADATA = ".metadata"
 
@@ -27,7 +34,8 @@ def as_today(metadata: Metadata, folder: Path) -> Metadata:
     """Checks what the file says and moves an optimizer at the root under `state`."""
     ways = metadata.planner_data or {}
     try:
-        _check_places(metadata, folder)
+        _check_numbers(metadata)
+        check_places(metadata, folder)
         legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
         if not legacy:
             return metadata
@@ -77,8 +85,14 @@ def check_counts(key: str, numbers: Iterable[Any]) -> None:
         raise ValueError(f"{key!a} has a place or a size that is no number")
 
 
-def _check_places(metadata: Metadata, folder: Path) -> None:
-    _check_numbers(metadata)
+def check_places(metadata: Metadata, folder: Path) -> None:
+    """Refuses metadata that looks for values outside of its folder, or that changed their form.
+
+    Collective: no.
+
+    Raises:
+        CheckpointError: naming the value.
+    """
     for index, info in metadata.storage_data.items():
         if not is_inside(info.relative_path):
             raise CheckpointError(

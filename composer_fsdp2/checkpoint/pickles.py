@@ -9,14 +9,19 @@ for. `COMPOSER_FSDP2_TRUST` names the paths whose author the user trusts.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import io
 import os
 import pickle
+import pickletools
 import sys
-from collections.abc import Callable
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -28,10 +33,13 @@ from composer_fsdp2.errors import CheckpointError
 __all__ = [
     "TRUST_VARIABLE",
     "check_pickle",
+    "is_refusal",
     "load_file",
     "load_object",
+    "load_plainly",
     "read_metadata",
     "trusts",
+    "vet_metadata",
 ]
 
 TRUST_VARIABLE = "COMPOSER_FSDP2_TRUST"
@@ -78,6 +86,27 @@ def trusts(path: Path) -> bool:
     return any(resolved == item or item in resolved.parents for item in trusted)
 
 
+_MARKS = (
+    "Unsupported global: GLOBAL ",
+    "Trying to load unsupported GLOBAL ",
+    "Unsupported class ",
+    "Trying to call reduce for ",
+)
+"""what torch's errors say before the name they refuse"""
+_AS_WRITTEN = {"__builtin__": "builtins", "commands": "subprocess", "nt": "os", "posix": "os"}
+"""names of modules that pickles have in place of those their authors wrote"""
+_FOUND = "WeightsUnpickler error: "
+_LONGEST_PICKLE = 1 << 26
+_RUN_CODE = frozenset(
+    {
+        *("builtins", "__builtin__", "code", "ctypes", "eval", "exec", "getattr", "importlib"),
+        *("io", "open", "os", "pdb", "platform", "pty", "runpy", "shutil", "socket"),
+        *("subprocess", "sys", "timeit", "types", "webbrowser"),
+    }
+)
+"""modules and names that are for running code, or for touching files"""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA_NAMES:
@@ -105,10 +134,9 @@ def read_metadata(path: Path) -> Metadata:
     except OSError as error:
         raise unreadable(path, error) from error
     try:
-        unpickler = pickle.Unpickler if trusts(path) else _MetadataUnpickler
-        found = unpickler(io.BytesIO(data)).load()
-    except _Forbidden as error:
-        raise _refusal(str(path), str(error)) from None
+        found = _unpickle_metadata(path, data)
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged pickle raises anything at all
         raise damaged(str(path), error) from error
     if not isinstance(found, Metadata):
@@ -117,6 +145,24 @@ def read_metadata(path: Path) -> Metadata:
             "can be found without it. Give the folder that torch.distributed.checkpoint wrote."
         )
     return found
+
+
+def vet_metadata(path: Path) -> None:
+    """Unpickles a `.metadata` without executing anything, for someone who will do so freely.
+
+    Raises:
+        CheckpointError: it asks for something that could execute code.
+        Exception: whatever unpickling freely would raise too.
+    """
+    _unpickle_metadata(path, path.read_bytes())
+
+
+def _unpickle_metadata(path: Path, data: bytes) -> Any:
+    unpickler = pickle.Unpickler if trusts(path) else _MetadataUnpickler
+    try:
+        return unpickler(io.BytesIO(data)).load()
+    except _Forbidden as error:
+        raise _refusal(str(path), str(error)) from None
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -147,22 +193,15 @@ def check_pickle(path: Path) -> None:
     """Reads a plain pickle, such as Composer's `resumption.pkl`, without executing anything.
 
     Raises:
-        CheckpointError: it is missing, damaged, or asks for something that could execute code.
+        CheckpointError: it asks for something that could execute code.
+        Exception: whatever unpickling it freely would raise too.
     """
     if trusts(path):
         return
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
-    try:
-        _DataUnpickler(data, str(path)).load()
+        _DataUnpickler(path.read_bytes(), str(path)).load()
     except _Forbidden as error:
         raise _refusal(str(path), str(error)) from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything at all
-        raise damaged(str(path), error) from error
 
 
 def load_object(data: bytes | memoryview, where: str, *, trusted: bool = False) -> Any:
@@ -176,7 +215,8 @@ def load_object(data: bytes | memoryview, where: str, *, trusted: bool = False) 
     Raises:
         CheckpointError: it is damaged, or asks for something that could execute code.
     """
-    return _load(lambda **kwargs: torch.load(io.BytesIO(data), **kwargs), where, trusted)  # pyright: ignore[reportUnknownLambdaType]
+    file = io.BytesIO(data)
+    return _load(lambda **kwargs: torch.load(file, **kwargs), where, trusted, file)  # pyright: ignore[reportUnknownLambdaType]
 
 
 def load_file(path: Path) -> Any:
@@ -192,27 +232,125 @@ def load_file(path: Path) -> Any:
         raise unreadable(path, FileNotFoundError("there is no such file"))
     with path.open("rb") as file:
         mapped = file.read(4) == b"PK\x03\x04"  # older files are not zip archives
-    return _load(lambda **kwargs: torch.load(path, mmap=mapped, **kwargs), str(path), trusts(path))  # pyright: ignore[reportUnknownLambdaType]
+        if mapped:
+            _check_stored(file, path)
+        load: Callable[..., Any] = functools.partial(torch.load, path, mmap=mapped)
+        return _load(load, str(path), trusts(path), file)
 
 
-def _load(load: Callable[..., Any], where: str, trusted: bool) -> Any:
+def _check_stored(file: BinaryIO, path: Path) -> None:
+    """Refuses an archive that torch would inflate in memory, whatever size that turns out to be."""
     try:
-        with torch.serialization.safe_globals(_safe_types()):
+        members = zipfile.ZipFile(file).infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise damaged(str(path), error) from None
+    packed = [member for member in members if member.compress_type != zipfile.ZIP_STORED]
+    if packed:
+        size, kept = sum(m.file_size for m in packed), sum(m.compress_size for m in packed)
+        raise CheckpointError(
+            f"'{path}' is compressed: its members say that {kept:,} bytes become {size:,}. Values "
+            "could not be read where they lie, and inflating all of them could take any amount of "
+            "memory. torch.save compresses nothing; pack the members again without compression, "
+            "for example with `unzip` and `zip -0 -r`."
+        )
+
+
+def load_plainly(path: Path, map_location: str) -> Any:
+    """Returns what `torch.load(path, map_location)` does, without executing anything.
+
+    Raises:
+        CheckpointError: it could execute code, or is no pickle.
+        Exception: whatever `torch.load` raises.
+    """
+    try:
+        with torch.serialization.safe_globals(_safe_types()), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            return torch.load(path, map_location=map_location, weights_only=not trusts(path))
+    except (pickle.UnpicklingError, EOFError) as error:
+        with path.open("rb") as file:
+            unsafe = _asked_for(error, file)
+        if unsafe:
+            raise _refusal(str(path), unsafe) from None
+        _raise_as_pickle(path)
+        raise damaged(str(path), error) from None
+
+
+def _raise_as_pickle(path: Path) -> None:
+    """Raises what Python's own unpickler says of a file that is no archive; it finds no name."""
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            file.seek(0)
+            with contextlib.suppress(_Forbidden):
+                _NamelessUnpickler(file).load()
+
+
+class _NamelessUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise _Forbidden(f"{module}.{name}")
+
+
+def _load(load: Callable[..., Any], where: str, trusted: bool, file: BinaryIO) -> Any:
+    try:
+        with torch.serialization.safe_globals(_safe_types()), warnings.catch_warnings():
+            # It stands before the error that follows, and advises to switch the check off.
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
             return load(map_location="cpu", weights_only=not trusted)
     except pickle.UnpicklingError as error:
-        unsafe = _asked_for(error)
+        unsafe = _asked_for(error, file)
         raise (_refusal(where, unsafe) if unsafe else damaged(where, error)) from None
     except Exception as error:  # a damaged archive raises anything at all
         raise damaged(where, error) from error
 
 
-def _asked_for(error: Exception) -> str:
-    """What torch's unpickler refused, or nothing if the pickle is damaged."""
+def _asked_for(error: BaseException, file: BinaryIO) -> str:
+    """What torch's unpickler refused, or nothing if the pickle is damaged.
+
+    torch names it in most cases; where it does not know the protocol, the pickle is looked through.
+    """
     text = " ".join(str(error).split())
-    for mark in ("Unsupported global: GLOBAL ", "Unsupported class ", "Trying to call reduce for "):
+    for mark in _MARKS:
         if mark in text:
             return text.partition(mark)[2].split()[0].rstrip(".,")
+    if "Unsupported operand" not in text and "protocol" not in text:
+        return ""
+    with contextlib.suppress(Exception):  # it is damaged as well
+        return next(_names_in(_pickle_of(file)), "")
     return ""
+
+
+def _pickle_of(file: BinaryIO) -> bytes:
+    """The pickle inside of what `torch.save` wrote; what is not an archive is one itself."""
+    file.seek(0)
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        return file.read(_LONGEST_PICKLE)
+    archive = zipfile.ZipFile(file)
+    name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+    return archive.open(name).read(_LONGEST_PICKLE)
+
+
+def _names_in(data: bytes) -> Iterator[str]:
+    """Yields the names that a pickle looks up and that are not data, without executing it."""
+    known = {
+        f"{kind.__module__}.{kind.__qualname__}" for kind in _safe_types() if type(kind) is type
+    }
+    texts: list[str] = []
+    for operation, value, _ in _operations(io.BytesIO(data)):
+        name = ""
+        if operation.name in ("GLOBAL", "INST"):
+            name = str(value).replace(" ", ".")
+        elif operation.name == "STACK_GLOBAL" and len(texts) > 1:
+            name = ".".join(texts[-2:])
+        elif isinstance(value, str):
+            texts.append(value)
+        if name and name not in known and not name.startswith(("torch.", "collections.")):
+            yield name
+
+
+def _operations(file: BinaryIO) -> Iterator[tuple[Any, Any, Any]]:
+    """Those of all pickles of a file: older files have four, one after the other."""
+    while True:
+        yield from pickletools.genops(file)
 
 
 def _safe_types() -> list[Any]:
@@ -233,11 +371,19 @@ def _safe_types() -> list[Any]:
 
 
 def _refusal(where: str, asked: str) -> CheckpointError:
+    module, _, name = asked.rpartition(".")
+    asked = f"{_AS_WRITTEN.get(module, module)}.{name}".removeprefix(".")
+    runs = asked.partition(".")[0] in _RUN_CODE or asked in _RUN_CODE
+    what = f"asks to run code: {asked}" if runs else f"asks to load '{asked}', which is not data"
     return CheckpointError(
-        f"{where} asks to load '{asked}', which is not data. Loading it could execute code that "
-        f"came with the file, so nothing was loaded. If you trust whoever wrote it, set "
-        f"{TRUST_VARIABLE} to its path."
+        f"{where} {what}. Loading it could execute code that came with the file, so nothing was "
+        f"loaded. If you trust whoever wrote it, set {TRUST_VARIABLE} to its path."
     )
+
+
+def is_refusal(error: CheckpointError) -> bool:
+    """Whether it says that a file could execute code: no damage, and no older one helps."""
+    return TRUST_VARIABLE in str(error)
 
 
 def damaged(where: str, error: BaseException) -> CheckpointError:
@@ -259,4 +405,7 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()).rstrip(".")
+    if "weights_only" in text:  # torch says how to switch the check off, and what it has found
+        text = text.partition(_FOUND)[2].partition(" Check the documentation")[0]
+        text = text.rstrip(". ") or "its pickle makes no sense"
     return text if len(text) <= 200 else text[:200] + "..."

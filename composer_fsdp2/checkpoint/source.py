@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from composer_fsdp2.checkpoint.archive import Archive, map_file
+from composer_fsdp2.checkpoint.cover import covers_exactly
 from composer_fsdp2.checkpoint.metadata import (
     METADATA,
     as_today,
@@ -191,6 +192,7 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
+        _check_digest(path)  # before it is unpickled: what is not what was written may ask for much
         self.metadata = as_today(read_metadata(path / METADATA), path)
         self._mapped: dict[str, memoryview] = {}
         try:
@@ -285,24 +287,25 @@ class FolderCheckpoint(Checkpoint):
         """A value that is no tensor, its checksum compared."""
         if key in self.problems:
             raise self._incomplete()
-        index = self.indices(key)[0]
+        return self._object_at(self.indices(key)[0])
+
+    def _object_at(self, index: MetadataIndex) -> Any:
         archive = self.archive(index)
         archive.check()
         return load_object(archive.data, archive.where, trusted=trusts(self.path))
 
     def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
-        """Every n-th piece, and the digest of `.metadata` where our save wrote one."""
-        self.check_digest()
+        """Every n-th piece, read as a load reads it."""
         first, step = share
         for index in list(self.metadata.storage_data)[first::step]:
             yield self.check_piece(index)
 
     def check_piece(self, index: MetadataIndex) -> int:
-        """Reads one piece or object and compares it with its checksums; returns its bytes."""
+        """Reads one piece or object as a load does, without keeping it; returns its bytes."""
         if index.fqn in self.tensors:
             self.chunk(index)
         else:
-            self.archive(index).check()
+            self._object_at(index)
         return self.metadata.storage_data[index].length
 
     @functools.cached_property
@@ -334,6 +337,8 @@ class FolderCheckpoint(Checkpoint):
             stored_bytes = sum(self.metadata.storage_data[i].length for i in self.indices(key))
             if found != size or len(pieces) != len(stored):
                 yield key, f"pieces of '{key}' hold {found} of {size} elements"
+            elif not covers_exactly(entry.shape, [(c.offsets, c.sizes) for c in pieces]):
+                yield key, f"pieces of '{key}' overlap, and leave gaps between them"
             elif entry.size_bytes > stored_bytes:
                 yield key, f"'{key}' has {stored_bytes} of {entry.size_bytes} bytes"
         for key in self.objects:
@@ -349,19 +354,20 @@ class FolderCheckpoint(Checkpoint):
             "there. Restore the files, or take another checkpoint."
         )
 
-    def check_digest(self) -> None:
-        """Compares `.metadata` with its digest where our save wrote one.
 
-        Raises:
-            CheckpointError: it is not what was written.
-        """
-        expected = _read_checksums(self.path).get("metadata_sha256")
-        if expected is not None and digest_of(self.path / METADATA) != expected:
-            raise CheckpointError(
-                f"'{self.path / METADATA}' is damaged: it is not what was written beside it in "
-                f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
-                "checkpoint."
-            )
+def _check_digest(folder: Path) -> None:
+    """Compares `.metadata`, which is small, with its digest where our save wrote one.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    expected = _read_checksums(folder).get("metadata_sha256")
+    metadata = folder / METADATA
+    if expected is not None and os.access(metadata, os.R_OK) and digest_of(metadata) != expected:
+        raise CheckpointError(
+            f"'{metadata}' is damaged: it is not what was written beside it in '{CHECKSUMS}'. "
+            "Values would be looked for in wrong places. Take another checkpoint."
+        )
 
 
 def digest_of(path: Path) -> str:

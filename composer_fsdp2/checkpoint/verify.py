@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from composer_fsdp2.checkpoint.descriptions import vet_algorithms_of
 from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 
@@ -48,21 +50,25 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> Verd
     checks = _folder(source) if isinstance(source, FolderCheckpoint) else _file(source)
     done, total = 0, source.size_bytes
     for check in checks:
-        try:
+        with _told(problems):
             done += check()
-        except CheckpointError as error:
-            problems.append(str(error))
         advance(min(done, total), total)
+    if not problems:  # what cannot be read has been told
+        with _told(problems):
+            vet_algorithms_of(source)
     advance(total, total)
     return Verdict(str(path), source.kind, total, len(source.paths), tuple(problems))
 
 
-def _folder(source: FolderCheckpoint) -> Iterator[Callable[[], int]]:
-    def digest() -> int:
-        source.check_digest()
-        return 0
+@contextmanager
+def _told(problems: list[str]) -> Generator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        problems.append(str(error))
 
-    yield digest
+
+def _folder(source: FolderCheckpoint) -> Iterator[Callable[[], int]]:
     for index, info in source.metadata.storage_data.items():
         # What is missing or cut off is known already, and one problem, not one for each piece.
         if info.relative_path not in source.problems and index.fqn not in source.problems:

@@ -29,7 +29,19 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.checkpoint.load import reason_of
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import CHECKSUMS, digest_of
-from composer_fsdp2.checkpoint.staging import hidden, sync, unwritten
+from composer_fsdp2.checkpoint.staging import (
+    INCOMPLETE,
+    Publications,
+    hidden,
+    keep_beside,
+    locked,
+    make_own_folder,
+    new_token,
+    remove_leftovers,
+    sync,
+    unwritten,
+    write_failure,
+)
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 
@@ -44,6 +56,8 @@ __all__ = [
 ]
 
 
+_SAID = ("could not be written", "was written by another run")
+"""errors that say all there is to say"""
 REPLACED = ".replaced."
 """What the name of a folder begins with while another one takes its place."""
 
@@ -95,6 +109,7 @@ def write_sharded(
     savers: Savers,
     planner: SavePlanner | None = None,
     publish: Callable[[], None] | None = None,
+    own: Publications | None = None,
 ) -> None:
     """Writes a state dict of shards as one folder.
 
@@ -106,28 +121,40 @@ def write_sharded(
         savers: who takes part.
         planner: what decides who writes which piece.
         publish: called on every rank when the checkpoint is complete and visible.
+        own: what the run has written; what another one has is not replaced.
 
     Raises:
         CheckpointError: on every rank, when any rank could not write. Nothing appears then.
     """
-    temporary = hidden(folder)
     group = savers.everyone
+    token = raise_on_all_ranks({"~token": new_token()}, group=group)[0]["~token"]
+    temporary, held = hidden(folder, token), contextlib.ExitStack()
+
+    def clear() -> None:
+        if savers.first_on_node:
+            remove_leftovers(folder)
+            held.enter_context(make_own_folder(temporary))
+
+    def appear() -> None:
+        _appear(temporary, folder, token, own)
+
     try:
-        together(group, lambda: _clear(temporary) if savers.first_on_node else None, folder)
+        together(group, clear, folder)
         together(group, lambda: _write_shards(state_dict, temporary, savers, planner), folder)
         together(
             group, lambda: write_checksums(temporary) if savers.first_on_node else None, folder
         )
         # On a shared disk the first to come renames it for all; the others see that it is gone.
         rank = dist.get_rank(group) if dist.is_initialized() else 0
-        together(group, lambda: _appear(temporary, folder) if rank == 0 else None, folder)
+        together(group, lambda: appear() if rank == 0 else None, folder)
         late = savers.first_on_node and rank != 0
-        together(group, lambda: _appear(temporary, folder) if late else None, folder)
+        together(group, lambda: appear() if late else None, folder)
     finally:
+        held.close()
         if savers.first_on_node:
             shutil.rmtree(temporary, ignore_errors=True)
     if publish is not None:
-        publish()
+        together(group, publish, folder)
 
 
 @_signals_after()
@@ -142,18 +169,19 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
     error: Exception | None = None
     try:
         act()
-    except CheckpointException as failed:
-        error = CheckpointError(reason_of(failed))
     except CheckpointError as failed:
         error = failed
-    except OSError as failed:
-        error = unwritten(path, failed)
+    except CheckpointException as failed:
+        error = CheckpointError(reason_of(failed))
     except Exception as failed:  # whatever it is, the other ranks must hear of it
+        refused = write_failure(failed)
         error = CheckpointError(f"{type(failed).__name__}: {failed}")
+        if refused is not None:
+            error = unwritten(path, refused)
     try:
         raise_on_all_ranks({}, error, group)
     except CheckpointError as agreed:
-        if "could not be written" in str(agreed):
+        if any(said in str(agreed) for said in _SAID):
             raise
         raise CheckpointError(
             f"The checkpoint '{path}' could not be written: {agreed}. Nothing is left of it, and "
@@ -161,12 +189,30 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
         ) from error
 
 
-def _clear(temporary: Path) -> None:
-    shutil.rmtree(temporary, ignore_errors=True)
-    # On a shared disk each node does this, and whoever is the last to remove it makes it again.
-    # `exist_ok` looks a second time, and raises when another has removed it by then.
-    with contextlib.suppress(FileExistsError):
-        temporary.mkdir(parents=True)
+class _Writer(FileSystemWriter):
+    """torch's own, which hides what the system said, and loses it on the way to other ranks."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        """Writes this rank's file. Collective: no."""
+        with _told_plainly(Path(self.path)):
+            return super().write_data(*args, **kwargs)
+
+    def finish(self, *args: Any, **kwargs: Any) -> None:
+        """Writes `.metadata`. Collective: no."""
+        with _told_plainly(Path(self.path)):
+            super().finish(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _told_plainly(temporary: Path) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:
+        refused = write_failure(error)
+        if refused is None:
+            raise
+        shown = temporary.name.removeprefix(INCOMPLETE).partition(".")[2]
+        raise unwritten(temporary.with_name(shown), refused) from error
 
 
 def _write_shards(
@@ -176,7 +222,7 @@ def _write_shards(
         return
     save(
         state_dict,
-        storage_writer=FileSystemWriter(temporary),
+        storage_writer=_Writer(temporary),
         planner=planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         process_group=savers.writers,
     )
@@ -197,23 +243,27 @@ def write_checksums(folder: Path) -> None:
     sync(folder)
 
 
-def _appear(temporary: Path, folder: Path) -> None:
+def _appear(temporary: Path, folder: Path, token: str, own: Publications | None) -> None:
     """Gives the folder its name; what has the name steps aside first and goes afterwards."""
     if not temporary.is_dir():
         return
     replaced = folder.with_name(f"{REPLACED}{folder.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if folder.exists():
-        folder.rename(replaced)
-    temporary.rename(folder)
+    with locked(folder.parent):
+        if own is not None and own.is_anothers(folder):
+            raise keep_beside(temporary, folder, token)
+        shutil.rmtree(replaced, ignore_errors=True)
+        if folder.exists():
+            folder.rename(replaced)
+        temporary.rename(folder)
+        if own is not None:
+            own.note(folder)
     sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
 def point_to(link: Path, target: Path) -> None:
     """Makes a symbolic link point somewhere else, with no moment in between without a link."""
-    temporary = hidden(link)
-    temporary.unlink(missing_ok=True)
+    temporary = hidden(link, new_token())
     temporary.symlink_to(os.path.relpath(target, link.parent))
     temporary.replace(link)
 

@@ -150,7 +150,7 @@ def verify(path: PathArgument, as_json: JsonOption = False) -> None:
             _print_json(dataclasses.asdict(found))
         else:
             parts = _count(found.parts, "value")
-            result = "is damaged" if found.problems else "is whole"
+            result = "is not good" if found.problems else "is whole"
             typer.echo(f"{path} {result}: {parts}, {_size(found.size_bytes)}")
             for problem in found.problems:
                 typer.echo(f"  {problem}")

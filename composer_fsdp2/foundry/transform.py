@@ -59,9 +59,9 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
     """
     from composer_fsdp2.trainer.load import set_node_rank
 
-    set_node_rank()  # before Composer starts torch.distributed
     parsed = parse_run_config(cfg)
     if requests_fsdp2(parsed):
+        set_node_rank()  # before Composer starts torch.distributed
         from composer_fsdp2.trainer.patches import check_one_rank, install
 
         install()

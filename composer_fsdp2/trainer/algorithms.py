@@ -45,9 +45,10 @@ def clip_adaptively(
     original: Callable[..., None], parameters: Iterable[torch.Tensor], clipping_threshold: float
 ) -> None:
     """Stands in for `_apply_agc`. Collective: yes, for shards."""
-    held = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    if any(isinstance(param, DTensor) for param in held):
-        clip_by_unit_norm_(held, clipping_threshold)
+    held = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
+    listed = [held] if isinstance(held, torch.Tensor) else held
+    if any(isinstance(param, DTensor) for param in listed):
+        clip_by_unit_norm_(listed, clipping_threshold)
     else:
         original(held, clipping_threshold)
 
@@ -93,7 +94,9 @@ def weights_of(original: Callable[..., Any], model: nn.Module) -> Any:
 def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
     """Stands in for `EMA.state_dict`: names are those of the model without wrappers."""
     values = original(ema)
-    average = values["ema_model"]
+    average = values.get("ema_model")
+    if average is None or not _sharded(average["named_parameters_dict"].values()):
+        return values
     for part, tensors in average.items():
         average[part] = {plain_name(name): tensor for name, tensor in tensors.items()}
     return values

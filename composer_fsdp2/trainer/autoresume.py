@@ -16,6 +16,7 @@ from composer.core import State
 from composer.utils import dist
 from composer.utils.file_helpers import format_name_with_dist, parse_uri
 
+from composer_fsdp2.checkpoint.pickles import is_refusal
 from composer_fsdp2.checkpoint.source import Checkpoint, open_checkpoint
 from composer_fsdp2.checkpoint.write import REPLACED, point_to
 from composer_fsdp2.errors import CheckpointError
@@ -219,6 +220,7 @@ def _is_damaged(path: Path) -> bool:
     try:
         for _ in open_checkpoint(path).check((dist.get_global_rank(), dist.get_world_size())):
             pass
-    except CheckpointError:
-        damaged = True
+    except CheckpointError as error:
+        # Whether to trust somebody is for the user to say, and no older checkpoint helps.
+        damaged = not is_refusal(error)
     return any(dist.all_gather_object(damaged))

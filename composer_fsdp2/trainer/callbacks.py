@@ -5,6 +5,7 @@ The functions here stand in for Composer's (see `patches`); other models keep Co
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from composer.core import State
 from composer.devices import DeviceGPU
 from composer.utils import dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.runtime.norms import whole_metrics
@@ -104,10 +106,13 @@ def name_modules(original: Callable[..., None], monitor: Any, model: nn.Module) 
         monitor.module_names = {module: plain_name(name) for module, name in names.items()}
 
 
-def measure_activation(original: Callable[..., None], *args: Any) -> None:
+def measure_activation(
+    original: Callable[..., None], monitor: Any, *args: Any, **kwargs: Any
+) -> None:
     """Stands in for `ActivationMonitor.add_metrics`: numbers to log need no gradient."""
-    with torch.no_grad():
-        original(*args)
+    sharded = any(isinstance(module, FSDPModule) for module in monitor.module_names)
+    with torch.no_grad() if sharded else contextlib.nullcontext():
+        original(monitor, *args, **kwargs)
 
 
 def record_memory(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:

@@ -20,7 +20,13 @@ from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_conf
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
 
-__all__ = ["TrainerFSDP2Config", "asks_for_fsdp2", "parse_parallelism_config", "resolve_settings"]
+__all__ = [
+    "TrainerFSDP2Config",
+    "asks_for_fsdp2",
+    "concerns_fsdp2",
+    "parse_parallelism_config",
+    "resolve_settings",
+]
 
 T = TypeVar("T")
 _FIELDS = tuple(ours.name for ours in dataclasses.fields(FSDP2Config))
@@ -170,6 +176,29 @@ def asks_for_fsdp2(config: ParallelismConfig | Mapping[str, Any] | None) -> bool
     if isinstance(config, ParallelismConfig):
         return config.fsdp2 is not None or _means_fsdp2(config.fsdp)
     return "fsdp2" in config or _means_fsdp2(config.get("fsdp"))
+
+
+def concerns_fsdp2(config: Any) -> bool:
+    """Whether anything in the Trainer's `parallelism_config` is about FSDP2, right or wrong.
+
+    Composer reads the others itself, and says itself what is wrong with them. A misspelt `fsdp2`
+    and settings that FSDP2 alone has are about FSDP2. Collective: no. It raises nothing.
+    """
+    if isinstance(config, ParallelismConfig):
+        config = {"fsdp": config.fsdp} if config.fsdp2 is None else {"fsdp2": config.fsdp2}
+    if not isinstance(config, Mapping):
+        return False
+    if any(_may_mean_fsdp2(str(key)) for key in config):
+        return True
+    fsdp = config.get("fsdp")
+    if not isinstance(fsdp, Mapping):
+        return isinstance(fsdp, FSDP2Config | ComposerFSDP2Config)
+    ours = {"version", *known_settings()} - FSDP1_KEYS
+    return _switched_to_fsdp2() or not ours.isdisjoint(fsdp)
+
+
+def _may_mean_fsdp2(key: str) -> bool:
+    return key not in ("fsdp", "tp") and "'fsdp2'" in nearest(key, ("fsdp", "fsdp2", "tp"))
 
 
 def _check_keys(given: Mapping[str, Any]) -> None:

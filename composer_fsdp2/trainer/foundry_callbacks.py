@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from composer.core import State
-from composer.utils import checkpoint as composers
 from composer.utils import dist, format_name_with_dist_and_time, reproducibility
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.write import together
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
 from composer_fsdp2.trainer.load_steps import plain_name
+from composer_fsdp2.trainer.save import write_whole_file
 
 __all__ = [
     "ReducedNorms",
@@ -60,6 +60,9 @@ class ReducedNorms(_View):
 
 def freeze_layers(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:
     """Lets `LayerFreezing` find parameters by plain names under activation checkpointing."""
+    if state.fsdp_config_version != 2:
+        original(callback, state, logger)
+        return
     wanted = callback.layer_names
     names = {plain_name(name): name for name, _ in state.model.named_parameters()}
     callback.layer_names = {names.get(name, name) for name in wanted}
@@ -125,4 +128,4 @@ def _local_folder(saver: Any, folder: str) -> Generator[str]:
 
 def _write(values: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    composers._write_checkpoint_file(values, str(path))
+    write_whole_file(values, path)

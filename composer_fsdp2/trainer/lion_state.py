@@ -26,6 +26,19 @@ def save_lions_as_text(optimizers: Any) -> None:
         if type(optimizer).__name__ in ADAPTIVE_LIONS:
             optimizer.register_state_dict_post_hook(lambda _, saved: lion_as_text(saved))  # pyright: ignore[reportUnknownLambdaType]
             optimizer.register_load_state_dict_pre_hook(_with_objects)
+            optimizer.register_step_pre_hook(_name_average)
+
+
+def _name_average(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    """Gives the trackers the method that `clip_lion` calls at an outlier, under its new name.
+
+    Source: llm-foundry 0.22, optim/adaptive_lion.py line 399 and optim/outlier_detection.py. A
+    tracker that the coming step makes has seen too little for an outlier in it.
+    """
+    for state in optimizer.state.values():
+        tracker = state.get("grad_tracker")
+        if tracker is not None and not hasattr(tracker, "get_slow_mva"):
+            tracker.get_slow_mva = tracker.get_delayed_mva
 
 
 def lion_as_text(state_dict: dict[str, Any]) -> dict[str, Any]:

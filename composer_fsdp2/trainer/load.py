@@ -1,7 +1,7 @@
 """Loading checkpoints into Composer's Trainer: any kind, and only exactly.
 
-The functions here stand in for Composer's (see `patches`). Runs under FSDP1 keep Composer's own
-loading, with files read safely.
+The functions here stand in for Composer's (see `patches`). Runs without FSDP2 keep Composer's own
+loading, with files read safely; but for folders of shards, which Composer cannot read without FSDP.
 
 [Note: kind of a checkpoint] Composer decides by `state_dict_type` how to read a checkpoint. Here it
 is what the path holds, a folder with `.metadata` or a file, and the run's setting is changed to it

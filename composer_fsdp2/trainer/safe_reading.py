@@ -5,37 +5,38 @@ from __future__ import annotations
 import ast
 import contextlib
 import tarfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from composer import algorithms
 from composer.utils import checkpoint as composers
+from torch.distributed.checkpoint.planner import LoadItemType
 
-from composer_fsdp2.checkpoint.load import (
-    check_fit,
-    load_sharded,
-    read_items,
+from composer_fsdp2.checkpoint.descriptions import (
+    descriptions,
+    executes,
+    is_plain_call,
+    vet_algorithms,
 )
-from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint, flatten
+from composer_fsdp2.checkpoint.load import read_items
+from composer_fsdp2.checkpoint.metadata import METADATA, check_places
+from composer_fsdp2.checkpoint.pickles import load_object, load_plainly, trusts, vet_metadata
+from composer_fsdp2.checkpoint.source import FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.trainer.load_steps import (
-    StateDict,
-    left_out_notes,
-    remove_keys,
-    run_on_all_ranks,
-    warn_on_rank_0,
-)
 
 __all__ = [
-    "load_sharded_safely",
     "read_file",
     "read_folder_data",
     "read_folder_metadata",
     "unpacking_safely",
     "vet_algorithms",
+    "vet_evaluated_algorithms",
 ]
+
+_CHECKPOINT = "checkpoint"
+"""attribute of a reader that a load under FSDP2 uses: the folder, opened"""
 
 
 @contextlib.contextmanager
@@ -62,57 +63,79 @@ def unpacking_safely() -> Generator[None]:
             tarfile.TarFile.extraction_filter = before
 
 
-def vet_algorithms(state_dict: Mapping[str, Any]) -> None:
-    """Refuses algorithms whose description is more than a call with plain arguments.
+def vet_evaluated_algorithms(
+    state_dict: Mapping[str, Any],
+    _logger: Any = None,
+    exclude_algorithms: Iterable[str] | None = None,
+    *_args: Any,
+    **_kwargs: Any,
+) -> None:
+    """Refuses descriptions that Composer is about to evaluate, and no others.
 
-    Composer evaluates the description, which comes from the checkpoint.
+    What Python cannot parse it cannot execute; Composer warns of it.
 
     Raises:
-        CheckpointError: evaluating it could execute code.
+        CheckpointError: evaluating one could execute code.
     """
-    algorithms = state_dict.get("algorithms")
-    for entry in algorithms if isinstance(algorithms, list) else ():
-        name, value = entry
-        text = value.get("repr", "") if isinstance(value, Mapping) else ""
-        if not _is_plain_call(str(name), str(text)):
-            raise CheckpointError(
-                f"The checkpoint describes its algorithm '{name}' as {text[:100]!r}. Composer "
-                "would evaluate that, and it is more than a name with plain arguments, so it could "
-                "execute code. Leave the algorithms out with load_ignore_keys: [state/algorithms]."
-            )
+    excluded = () if exclude_algorithms is None else exclude_algorithms
+    for name, text in descriptions(state_dict):
+        known = getattr(algorithms, name, None)
+        evaluated = known is not None and known.required_on_load() and name not in excluded
+        if evaluated and not is_plain_call(name, text) and _can_be_parsed(f"algorithms.{text}"):
+            raise executes(name, text)
 
 
-def _is_plain_call(name: str, text: str) -> bool:
+def _can_be_parsed(text: str) -> bool:
     try:
-        call = ast.parse(text, mode="eval").body
-        # No assert: `python -O` would drop it, and Composer evaluates what passes here.
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
-            for argument in (*call.args, *(keyword.value for keyword in call.keywords)):
-                ast.literal_eval(argument)
-            return True
-    except (SyntaxError, ValueError, RecursionError):
-        pass
-    # The default `repr` of an object cannot be evaluated; Composer warns and goes on.
-    return text.startswith("<") and text.endswith(">")
+        ast.parse(text, mode="eval")
+    except (SyntaxError, ValueError):
+        return False
+    except (RecursionError, MemoryError):  # Composer's own attempt may get further
+        return True
+    return True
 
 
 def read_file(path: str | Path, map_location: str) -> Any:
-    """Stands in for the function that unpickles a file. `map_location` is always the CPU."""
-    del map_location
-    return FileCheckpoint(Path(composers._ensure_valid_checkpoint(path))).values
+    """Stands in for the function that unpickles a file: returns what Composer's does.
+
+    Raises:
+        CheckpointError: it could execute code. Other errors are those of Composer's.
+    """
+    return load_plainly(Path(composers._ensure_valid_checkpoint(path)), map_location)
 
 
-def read_folder_metadata(reader: Any) -> Any:
-    """Stands in for `FileSystemReaderWithValidation.read_metadata`."""
+def read_folder_metadata(original: Callable[[Any], Any], reader: Any) -> Any:
+    """Stands in for `FileSystemReaderWithValidation.read_metadata`.
+
+    A load under FSDP2 has opened the folder already; all others read what Composer reads.
+
+    Raises:
+        CheckpointError: it could execute code, or looks for files elsewhere.
+    """
     folder = Path(reader.path)
-    composers._ensure_valid_checkpoint(folder / METADATA)
-    if not hasattr(reader, "checkpoint"):
-        reader.checkpoint = FolderCheckpoint(folder, incomplete=True)
-    return reader.checkpoint.metadata
+    if hasattr(reader, _CHECKPOINT):
+        composers._ensure_valid_checkpoint(folder / METADATA)
+        return reader.checkpoint.metadata
+    if (folder / METADATA).is_file():
+        vet_metadata(folder / METADATA)
+    found = original(reader)
+    check_places(found, folder)
+    return found
 
 
-def read_folder_data(reader: Any, plan: Any, planner: Any) -> Any:
-    """Stands in for `FileSystemReaderWithValidation.read_data`."""
+def read_folder_data(
+    original: Callable[[Any, Any, Any], Any], reader: Any, plan: Any, planner: Any
+) -> Any:
+    """Stands in for `FileSystemReaderWithValidation.read_data`; see `read_folder_metadata`.
+
+    Raises:
+        CheckpointError: an entry could execute code; under FSDP2, it is damaged.
+    """
+    if not hasattr(reader, _CHECKPOINT):
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                _vet_entry(reader, item)
+        return original(reader, plan, planner)
     folder: FolderCheckpoint = reader.checkpoint
     specs: dict[str, list[tuple[int, int]]] = {}
     for item in plan.items:
@@ -126,18 +149,12 @@ def read_folder_data(reader: Any, plan: Any, planner: Any) -> Any:
     return done
 
 
-def load_sharded_safely(
-    state_dict: StateDict, storage_reader: Any, load_planner: Any = None
-) -> None:
-    """Stands in for `dist_cp_load`, which meets one missing key by asking for no key at all.
-
-    Raises:
-        CheckpointError: it does not fit, or executes code.
-    """
-    saved = FolderCheckpoint(Path(storage_reader.path), incomplete=True)
-    flat, _ = flatten(state_dict)
-    fit = run_on_all_ranks(lambda: check_fit(saved, flat, strict=False))
-    warn_on_rank_0(left_out_notes(saved, fit))
-    remove_keys(state_dict, [key for key in fit.left_out if not key.startswith("state.model.")])
-    load_sharded(state_dict, storage_reader, load_planner)
-    run_on_all_ranks(lambda: vet_algorithms(state_dict.get("state", {})))
+def _vet_entry(reader: Any, item: Any) -> None:
+    """Looks at an entry that is no tensor, which planners of torch unpickle without a limit."""
+    info = reader.storage_data[item.storage_index]
+    path = Path(reader.path, info.relative_path)
+    if path.is_file():  # else the original says so
+        with path.open("rb") as file:
+            file.seek(info.offset)
+            data = file.read(info.length)
+        load_object(data, f"'{item.storage_index.fqn}' in '{path}'", trusted=trusts(path))

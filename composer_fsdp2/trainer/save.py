@@ -1,13 +1,16 @@
 """Saving checkpoints of Composer's Trainer: whole or absent, and on request in the background.
 
-The functions here stand in for Composer's (see `patches`). Runs under FSDP1 keep Composer's own
-saving; their full checkpoints are written atomically too.
+The functions here stand in for Composer's (see `patches`). Runs without FSDP2 keep Composer's own
+saving.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,10 @@ import torch
 from composer.callbacks import CheckpointSaver
 from composer.core import State
 from composer.utils import checkpoint as composers
-from composer.utils import dist, reproducibility
+from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
 
-from composer_fsdp2.checkpoint.staging import staged
+from composer_fsdp2.checkpoint.staging import Publications, staged
 from composer_fsdp2.checkpoint.write import (
     Savers,
     Staging,
@@ -36,12 +39,16 @@ __all__ = [
     "check_saved_adapters",
     "finish_background_save",
     "leave_background_save",
+    "make_save_folder",
+    "note_start",
     "save_checkpoint",
     "save_in_background",
     "write_whole_file",
 ]
 
 _ATTRIBUTE = "_fsdp2_background"
+_OWN = "_fsdp2_publications"
+"""attribute of a State"""
 _LEAVE_SECONDS = 60.0
 
 
@@ -90,16 +97,16 @@ def save_checkpoint(
     return _snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
-def write_whole_file(
-    original: Callable[[StateDict, str], None], state_dict: StateDict, filename: str
-) -> None:
-    """Stands in for `_write_checkpoint_file`, and has it write under a hidden name.
+def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None = None) -> None:
+    """Writes one file as Composer does, under a hidden name until it is complete.
+
+    Collective: no.
 
     Raises:
         CheckpointError: the file could not be written; what had its name is as it was.
     """
-    with staged(Path(filename), folder=False, replace=True) as temporary:
-        original(state_dict, str(temporary))
+    with staged(path, folder=False, replace=True, own=own) as temporary:
+        composers._write_checkpoint_file(state_dict, str(temporary))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,21 +118,22 @@ class _Snapshot:
     """the file this rank writes, or would"""
     sharded: bool
     planner: Any
+    own: Publications
 
     def write(self, savers: Savers, publish: Callable[[], None] | None = None) -> str | None:
         """Writes it. Collective: yes, over `savers.everyone`."""
         first = dist.get_global_rank() == 0
         if self.sharded:
             folder = self.path.parent
-            write_sharded(self.values, folder, savers, self.planner, publish)
+            write_sharded(self.values, folder, savers, self.planner, publish, self.own)
             return str(self.path) if savers.writes else None
         together(savers.everyone, lambda: self._write_file() if first else None, self.path)
         if publish is not None:
-            publish()
+            together(savers.everyone, publish, self.path)
         return str(self.path) if first else None
 
     def _write_file(self) -> None:
-        composers._write_checkpoint_file(self.values, str(self.path))
+        write_whole_file(self.values, self.path, self.own)
 
 
 def _snapshot(
@@ -152,7 +160,42 @@ def _snapshot(
     if sharded and dist.get_global_rank() > 0:
         values.pop("rng", None)  # rank 0 has those of all ranks
     planner = getattr(state.fsdp_config, "save_planner", None)
-    return _Snapshot(values, Path(save_filename), sharded, planner)
+    return _Snapshot(values, Path(save_filename), sharded, planner, note_start(state))
+
+
+def make_save_folder(
+    original: Callable[[CheckpointSaver, Any, Any], None],
+    saver: CheckpointSaver,
+    state: State,
+    logger: Any,
+) -> None:
+    """Stands in for `CheckpointSaver.init`, which makes the folder. Collective: yes.
+
+    Raises:
+        CheckpointError: nothing could be saved there; on every rank.
+    """
+    error = None
+    try:
+        original(saver, state, logger)
+        folder = format_name_with_dist(saver.folder, state.run_name)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as failed:
+        error = CheckpointError(
+            f"Nothing can be written to the save_folder '{saver.folder}': "
+            f"{failed.strerror or failed}. The run would train and keep nothing. Give a "
+            "save_folder that can be made and written to on every node."
+        )
+    raise_on_all_ranks({}, error)
+
+
+def note_start(state: State) -> Publications:
+    """Returns what the run has written since this was called first. Collective: no."""
+    own = getattr(state, _OWN, None)
+    if own is None:
+        own = Publications()
+        setattr(state, _OWN, own)
+    return own
 
 
 def _savers(state: State) -> Savers:
@@ -211,7 +254,8 @@ class _Background:
 
         def publish() -> None:
             if link is not None and dist.get_global_rank() == 0:
-                point_to(link, target)
+                with _told_of_what_follows(target):
+                    point_to(link, target)
 
         def write() -> None:
             try:
@@ -240,6 +284,35 @@ class _Background:
         return self.written
 
 
+@contextlib.contextmanager
+def _told_of_what_follows(path: object) -> Generator[None]:
+    try:
+        yield
+    except OSError as failed:
+        reason = failed.strerror or str(failed)
+        raise CheckpointError(
+            f"'{path}' is complete, and what comes after a save (the link to the latest one, the "
+            f"removal of old ones, an upload) could not be written: {reason}. A run that resumes "
+            "would not find it by its link. Make room there, or give another save_folder."
+        ) from failed
+
+
+def _save_and_wait(
+    original: Callable[[CheckpointSaver, Any, Any], None],
+    saver: CheckpointSaver,
+    state: State,
+    logger: Any,
+) -> None:
+    """Saves, and raises on every rank what rank 0 alone meets afterwards. Collective: yes."""
+    error = None
+    try:
+        with _told_of_what_follows(saver.folder):
+            original(saver, state, logger)
+    except CheckpointError as failed:
+        error = failed
+    raise_on_all_ranks({}, error)
+
+
 def save_in_background(
     original: Callable[[CheckpointSaver, Any, Any], None],
     saver: CheckpointSaver,
@@ -254,8 +327,11 @@ def save_in_background(
     Raises:
         CheckpointError: this save failed, or the one before that was still being written.
     """
-    if not getattr(state.fsdp_config, "async_save", False):
+    if state.fsdp_config_version != 2:
         original(saver, state, logger)
+        return
+    if not getattr(state.fsdp_config, "async_save", False):
+        _save_and_wait(original, saver, state, logger)
         return
     finish_background_save(original, saver, logger)
     background: _Background | None = getattr(saver, _ATTRIBUTE, None)

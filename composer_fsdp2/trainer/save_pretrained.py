@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import inspect
 from collections.abc import Callable, Generator
+from pathlib import Path
 from typing import Any
 
 from composer.utils import dist
@@ -14,6 +15,7 @@ from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
@@ -37,6 +39,8 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Raises:
         CheckpointError: it could not be written, or not all ranks called; on every rank that did.
     """
+    if not args or not holds_shards(args[0]):
+        return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     model, is_main_process = given.args[0], given.arguments["is_main_process"]
@@ -48,8 +52,6 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     # PEFT takes it as one of the arguments it does not name.
     if given.kwargs.get("state_dict", given.arguments.get("state_dict")) is not None:
-        return save(is_main_process)
-    if not holds_shards(model):
         return save(is_main_process)
     if is_summoned(model):
         # The ranks that were not shown full parameters have nothing to write.
@@ -66,8 +68,12 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
                 with _wherever_it_is(model):
                     save(is_main_process)
             except Exception as caught:  # the other ranks must hear of it
-                folder = given.arguments["save_directory"]
-                error = CheckpointError(f"save_pretrained could not write '{folder}': {caught}")
+                folder, refused = given.arguments["save_directory"], write_failure(caught)
+                reason = caught if refused is None else reason_at(Path(folder), refused)
+                error = CheckpointError(
+                    f"save_pretrained could not write '{folder}': {reason}. What is there is "
+                    "incomplete. Give a place with room that can be written to."
+                )
     raise_on_all_ranks({}, error)
     return None
 

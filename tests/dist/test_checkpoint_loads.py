@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from composer_fsdp2 import installed
@@ -29,6 +30,9 @@ from tests.support.models import TinyComposer
 from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
 SHARDED, FULL = "sharded_dtensor_2r", "full_2r"
+COMPOSERS_WARNING = pytest.mark.filterwarnings(
+    "ignore:ClosureGradScaler is not in the state_dict"  # in a run without FSDP2
+)
 BOTH = pytest.mark.parametrize("name", [SHARDED, FULL])
 
 
@@ -372,6 +376,7 @@ EVIL = {
 }
 
 
+@COMPOSERS_WARNING
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("parallelism", [{"fsdp2": {}}, None], ids=["fsdp2", "plain"])
 @pytest.mark.parametrize("place", EVIL)
@@ -408,12 +413,14 @@ def test_composers_own_readers_execute_nothing(place: str, tmp_path: Path):
             reader = composers.FileSystemReaderWithValidation(path)
             composers.dist_cp_load({"state": {"run_name": ""}}, reader)
 
-    with installed(), pytest.raises(CheckpointError, match="exec"):
+    # torch wraps what a rank raises while it loads a folder.
+    with installed(), pytest.raises((CheckpointError, CheckpointException), match="exec"):
         read()
     assert not trace.exists()
 
 
 @pytest.mark.world_size(1)
+@COMPOSERS_WARNING
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # by Composer
 def test_resumption_files_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Composer's second way of saving the rest of a run, a plain pickle."""
@@ -432,7 +439,7 @@ def test_resumption_files_are_data(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             composers.load_resumption_checkpoint(trainer.state, str(path))
         assert not trace.exists()
         path.write_bytes(path.read_bytes()[:-5])
-        with pytest.raises(CheckpointError):
+        with pytest.raises((pickle.UnpicklingError, EOFError)):  # as without the package
             composers.load_resumption_checkpoint(trainer.state, str(path))
         monkeypatch.setenv("COMPOSER_FSDP2_TRUST", str(tmp_path))
         path.write_bytes(pickle.dumps({"rng": Evil(trace), "rank_zero_seed": 0}))

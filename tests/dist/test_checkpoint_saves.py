@@ -266,6 +266,20 @@ def no_metadata(path: Path) -> None:
     dist.barrier()
 
 
+def header(path: Path) -> None:
+    """Its bytes are whole, but for two that say where an object's archive begins."""
+    if dist.get_rank() == 0:
+        file, at = path, 0
+        if path.is_dir():
+            saved = FolderCheckpoint(path)
+            info = saved.metadata.storage_data[saved.indices("state.run_name")[0]]
+            file, at = path / info.relative_path, info.offset
+        with file.open("r+b") as opened:
+            opened.seek(at + 2)
+            opened.write(b"xx")
+    dist.barrier()
+
+
 def no_batch(path: Path) -> None:
     """Its timestamp says nothing that could be counted."""
     if dist.get_rank() == 0:
@@ -280,7 +294,7 @@ def no_batch(path: Path) -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("harm", [damage, cut_off, no_metadata, no_batch])
+@pytest.mark.parametrize("harm", [damage, cut_off, no_metadata, no_batch, header])
 def test_autoresume_passes_over_a_bad_checkpoint(harm: Any, kind: str, tmp_path: Path):
     fsdp2 = {"state_dict_type": kind}
     again = {"autoresume": True, "run_name": "again"}

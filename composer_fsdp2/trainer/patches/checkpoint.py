@@ -5,6 +5,9 @@ of 29 April 2026, after 0.32.1): they unpickle with a list of allowed names. Tha
 and not run. `_read_file` replaces one of them whole, with the same arguments and what it needs of
 the module. `_load_resumption` looks at the file and then calls the original, which refuses more
 than it did.
+
+[Note: runs without FSDP2] They load and save as Composer does, strictness and warnings included.
+Only what would be executed is refused in every run, before the original reads it.
 """
 
 from __future__ import annotations
@@ -27,10 +30,6 @@ _LOAD_FUNCTIONS = Feature(
     "Loading with the functions of composer.checkpoint",
     "Load with the Trainer's load_path, or with composer.utils.checkpoint.",
 )
-_FSDP1_FOLDERS = Feature(
-    "Loading a sharded checkpoint under FSDP1",
-    "Write `composer-fsdp2 checkpoint convert OLD NEW --to full` and load the file.",
-)
 _ASYNC_SAVE = Feature(
     "async_save",
     "Leave async_save out of parallelism_config.fsdp2.",
@@ -42,23 +41,35 @@ def load_checkpoint(original: Any, path: str, state: Any, *args: Any, **kwargs: 
     """Stands in for `load_checkpoint`, under every name it has."""
     from composer_fsdp2.trainer.autoresume import load_newest_good
 
-    if _uses_fsdp1(state):
-        return original(path, state, *args, **kwargs)
-    return load_newest_good(path, state, *args, **kwargs)
+    if _uses_fsdp2(state) or _is_folder_for_one_process(path, state, *args, **kwargs):
+        return load_newest_good(path, state, *args, **kwargs)
+    return original(path, state, *args, **kwargs)
+
+
+def _is_folder_for_one_process(
+    path: str, state: Any, _logger: Any = None, object_store: Any = None, *_: Any, **_kwargs: Any
+) -> bool:
+    """Whether it is a folder of shards for a run without FSDP: Composer can read none there."""
+    from pathlib import Path
+
+    from composer.utils.misc import partial_format
+
+    from composer_fsdp2.checkpoint.metadata import METADATA
+
+    if state.fsdp_config is not None or object_store is not None:
+        return False
+    return (Path(partial_format(path, run_name=state.run_name)) / METADATA).is_file()
 
 
 def _save_checkpoint(original: Any, state: Any, save_filename: str, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer.save import save_checkpoint
 
-    if _uses_fsdp1(state):
-        return original(state, save_filename, **kwargs)
-    return save_checkpoint(state, save_filename, **kwargs)
+    chosen = save_checkpoint if _uses_fsdp2(state) else original
+    return chosen(state, save_filename, **kwargs)
 
 
-def _uses_fsdp1(state: Any) -> bool:
-    from composer.utils.parallelism import FSDPConfig
-
-    return isinstance(state.fsdp_config, FSDPConfig)
+def _uses_fsdp2(state: Any) -> bool:
+    return state.fsdp_config_version == 2
 
 
 def _read_file(_original: Any, checkpoint_filepath: Any, map_location: str) -> Any:
@@ -76,24 +87,16 @@ def _load_resumption(original: Any, state: Any, load_path: str) -> Any:
     return original(state, load_path)
 
 
-def _read_metadata(_original: Any, reader: Any) -> Any:
+def _read_metadata(original: Any, reader: Any) -> Any:
     from composer_fsdp2.trainer.safe_reading import read_folder_metadata
 
-    return read_folder_metadata(reader)
+    return read_folder_metadata(original, reader)
 
 
-def _read_data(_original: Any, reader: Any, plan: Any, planner: Any) -> Any:
+def _read_data(original: Any, reader: Any, plan: Any, planner: Any) -> Any:
     from composer_fsdp2.trainer.safe_reading import read_folder_data
 
-    return read_folder_data(reader, plan, planner)
-
-
-def _dist_cp_load(
-    _original: Any, state_dict: Any, storage_reader: Any, load_planner: Any = None
-) -> None:
-    from composer_fsdp2.trainer.safe_reading import load_sharded_safely
-
-    load_sharded_safely(state_dict, storage_reader, load_planner)
+    return read_folder_data(original, reader, plan, planner)
 
 
 def _download_checkpoint(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -107,11 +110,20 @@ def _apply_required_algorithms(
     original: Any, state: Any, state_dict: Any, *args: Any, **kwargs: Any
 ) -> None:
     from composer_fsdp2.trainer.extensions import check_required
-    from composer_fsdp2.trainer.safe_reading import vet_algorithms
+    from composer_fsdp2.trainer.safe_reading import vet_evaluated_algorithms
 
-    vet_algorithms(state_dict)
+    vet_evaluated_algorithms(state_dict, *args, **kwargs)
     check_required(state, state_dict, *args, **kwargs)
     original(state, state_dict, *args, **kwargs)
+
+
+def _saver_init(original: Any, saver: Any, state: Any, logger: Any) -> None:
+    from composer_fsdp2.trainer.save import make_save_folder
+
+    if _uses_fsdp2(state):
+        make_save_folder(original, saver, state, logger)
+    else:
+        original(saver, state, logger)
 
 
 def _saver_fit_end(original: Any, saver: Any, state: Any, logger: Any) -> None:
@@ -174,13 +186,6 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         "utils/checkpoint.py#L1023",
     ),
     _row(
-        f"{_CHECKPOINT}:_write_checkpoint_file",
-        imported(_SAVING, "write_whole_file"),
-        "5667fa51e1466f3e",
-        "writes under the final name, so that a killed run leaves half a file to resume from",
-        "utils/checkpoint.py#L1116",
-    ),
-    _row(
         f"{_CHECKPOINT}:_torch_load_with_validation",
         _read_file,
         "950333d5ddc66c05",
@@ -219,17 +224,8 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_data",
         _read_data,
         "c64adb4f3f7ba2ac",
-        "executes code that an entry contains, and does not compare checksums",
+        "executes code that an entry contains, and under FSDP2 does not compare checksums",
         "utils/checkpoint.py#L176",
-    ),
-    _row(
-        f"{_CHECKPOINT}:dist_cp_load",
-        _dist_cp_load,
-        "c8f3457cd3ced3a5",
-        "meets one missing key with a second try in which any key may be missing",
-        "utils/checkpoint.py#L557",
-        _FSDP1_FOLDERS,
-        refused=_always,
     ),
     _row(
         f"{_CHECKPOINT}:download_checkpoint",
@@ -244,6 +240,13 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         "9cefb70c987ff4aa",
         "evaluates text that comes from the checkpoint",
         "core/state.py#L1092",
+    ),
+    _row(
+        f"{_SAVER}.init",
+        _saver_init,
+        "692e66dc893a2141",
+        "raises on one rank, and leaves the others waiting, when the folder cannot be made",
+        "callbacks/checkpoint_saver.py#L327",
     ),
     _row(
         f"{_SAVER}._save_checkpoint",

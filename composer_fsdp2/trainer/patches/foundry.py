@@ -59,8 +59,9 @@ def _read_evaluation(
     transforms: Any = None,
     icl_tasks_required: bool = False,
 ) -> Any:
-    asked = [TRANSFORM, *(transforms or ())]
-    return original(cfg, dataclass_constructor, dataclass_fields, asked, icl_tasks_required)
+    if _asks_for_parallelism(cfg):
+        transforms = [TRANSFORM, *(transforms or ())]
+    return original(cfg, dataclass_constructor, dataclass_fields, transforms, icl_tasks_required)
 
 
 def _asks_for_parallelism(cfg: Any, *_args: Any, **_kwargs: Any) -> bool:
@@ -68,14 +69,13 @@ def _asks_for_parallelism(cfg: Any, *_args: Any, **_kwargs: Any) -> bool:
 
 
 def _keep_learning_rates(original: Any, optimizer: Any, optimizer_metrics: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    steps = (param for group in optimizer.param_groups for param in group["params"])
+    if not any(isinstance(param, DTensor) for param in steps):
+        return original(optimizer, optimizer_metrics)
     rates = {k: v for k, v in optimizer_metrics.items() if k.startswith("layerwise_lr")}
     return {**original(optimizer, optimizer_metrics), **rates}
-
-
-def _outlier_detector(original: Any, *args: Any, **kwargs: Any) -> Any:
-    detector = original(*args, **kwargs)
-    detector.get_slow_mva = detector.get_delayed_mva
-    return detector
 
 
 def _row(
@@ -127,14 +127,6 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         "adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
         "optim/adaptive_lion.py#L1",
         source="optim.adaptive_lion",
-    ),
-    _row(
-        _ADAPTIVE_LIONS,
-        "optim.adaptive_lion:OutlierDetector",
-        _outlier_detector,
-        "e98daf72be3b8df2",
-        "lacks the method that clip_lion calls at the first outlier, under its new name",
-        "optim/outlier_detection.py#L10",
     ),
     _row(
         _ADAPTIVE_LIONS,

@@ -40,11 +40,13 @@ _PREDICTION = Feature(
 )
 
 
-def _parse_parallelism_config(_original: Any, trainer: Any, parallelism_config: Any) -> Any:
+def _parse_parallelism_config(original: Any, trainer: Any, parallelism_config: Any) -> Any:
     from composer_fsdp2.trainer.compile_once import check_compiled_once
-    from composer_fsdp2.trainer.config import parse_parallelism_config
+    from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
     from composer_fsdp2.trainer.extensions import check_extensions, given_of
 
+    if not concerns_fsdp2(parallelism_config):
+        return original(trainer, parallelism_config)
     parsed = parse_parallelism_config(parallelism_config)
     if parsed is not None and parsed.fsdp2 is not None:
         check_extensions(trainer)
@@ -71,9 +73,16 @@ def _parallelize_composer_model(
 def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
     from composer_fsdp2.trainer.auto_microbatching import strip_auto_microbatch_size
     from composer_fsdp2.trainer.autoresume import note_autoresume
+    from composer_fsdp2.trainer.config import concerns_fsdp2
     from composer_fsdp2.trainer.extensions import note_extensions
 
-    given = inspect.signature(original).bind(trainer, *args, **kwargs)
+    try:
+        given = inspect.signature(original).bind(trainer, *args, **kwargs)
+    except TypeError:
+        given = None  # Python says it about the original
+    if given is None or not concerns_fsdp2(given.arguments.get("parallelism_config")):
+        original(trainer, *args, **kwargs)
+        return
     note_extensions(trainer, given.arguments)
     with strip_auto_microbatch_size(original, trainer, args, kwargs) as given:
         note_autoresume(original, *given.args, **given.kwargs)
@@ -82,22 +91,23 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
 def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
     from composer_fsdp2.trainer.autoresume import settle_autoresume
     from composer_fsdp2.trainer.lion_state import save_lions_as_text
-    from composer_fsdp2.trainer.save import check_saved_adapters
+    from composer_fsdp2.trainer.save import check_saved_adapters, note_start
 
+    if trainer.state.fsdp_config_version != 2:
+        original(trainer, model, optimizers)
+        return
+    note_start(trainer.state)
     save_lions_as_text(optimizers)
-    if trainer.state.fsdp_config_version == 2:
-        check_saved_adapters(trainer.state)
+    check_saved_adapters(trainer.state)
     settle_autoresume(original, trainer, model, optimizers)
 
 
 def _apply_fsdp(original: Any, state: Any) -> None:
-    from composer.utils.parallelism import FSDPConfig
-
     from composer_fsdp2.trainer.algorithms import move_averages
     from composer_fsdp2.trainer.callbacks import start_memory_records
 
     original(state)
-    if not isinstance(state.fsdp_config, FSDPConfig):
+    if state.fsdp_config_version == 2:
         move_averages(state)
         start_memory_records(state)
 

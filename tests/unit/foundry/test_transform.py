@@ -143,13 +143,15 @@ def test_transform_installs_for_fsdp2_only(uninstalled):
 
 
 @pytest.mark.parametrize(("node_rank", "expected"), [(None, "3"), ("1", "1")])
-def test_node_rank_comes_from_torchrun(monkeypatch, node_rank, expected):
+def test_node_rank_comes_from_torchrun(monkeypatch, uninstalled, node_rank, expected):
     monkeypatch.setenv("NODE_RANK", "removed at the end")
     monkeypatch.delenv("NODE_RANK")
     monkeypatch.setenv("GROUP_RANK", "3")
     if node_rank is not None:
         monkeypatch.setenv("NODE_RANK", node_rank)
     transform(dict(OTHERS))
+    assert os.environ.get("NODE_RANK") == node_rank, "no FSDP2, no change"
+    transform({**OTHERS, "parallelism_config": {"fsdp2": {}}})
     assert os.environ["NODE_RANK"] == expected
 
 

@@ -251,7 +251,6 @@ ASKING: dict[str, Callable[[PatchPoint], object]] = {
     "Evaluation of a model sharded with FSDP2": called(sharded_trainer()),
     "Trainer.predict with a model sharded with FSDP2": called(sharded_trainer()),
     "Loading with the functions of composer.checkpoint": called("path", "cpu"),
-    "Loading a sharded checkpoint under FSDP1": called({}, None),
     "async_save": lambda _: ask_trainer({"async_save": True}),
     **dict(
         callback(*names)
