@@ -18,7 +18,6 @@ if TYPE_CHECKING:
         ConfigError,
         PatchError,
         PlanError,
-        ShardReadError,
     )
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping
@@ -41,7 +40,6 @@ _HOMES = {
     "FSDP2Monitor": "trainer.monitor",
     "PatchError": "errors",
     "PlanError": "errors",
-    "ShardReadError": "errors",
     "ShardUnit": "plan.planner",
     "TrainerFSDP2Config": "trainer.config",
     "WrapPlan": "plan.planner",
@@ -67,7 +65,6 @@ __all__ = [
     "FSDP2Monitor",
     "PatchError",
     "PlanError",
-    "ShardReadError",
     "ShardUnit",
     "TrainerFSDP2Config",
     "WrapPlan",

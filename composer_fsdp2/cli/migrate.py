@@ -129,8 +129,8 @@ def _checked(config: Path | None) -> Path:
 
 
 def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
-    from composer_fsdp2.tools.migrate.code_files import migrate_code
-    from composer_fsdp2.tools.migrate.code_report import code_as_dict, describe_code
+    from composer_fsdp2.tools.migrate.python_code.files import migrate_code
+    from composer_fsdp2.tools.migrate.python_code.report import code_as_dict, describe_code
 
     files = migrate_code(code)
     typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))

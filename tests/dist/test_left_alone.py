@@ -503,7 +503,7 @@ def under_fsdp1(_folder: Path, name: str, **kwargs: Any) -> Any:
 
 for name in ("full_2r", "sharded_dtensor_2r", "sharded_legacy_optimizer_root_2r"):
     add(f"fsdp1-{name}", under_fsdp1, name)
-add("fsdp1-no folder", under_fsdp1, "sharded_dtensor_2r", load_path="/tmp/not-there")
+add("fsdp1-no folder", under_fsdp1, "sharded_dtensor_2r", load_path="not/there")
 add("fsdp1-a file", under_fsdp1, "sharded_dtensor_2r", load_path=str(path_of("full_2r")))
 add(
     "fsdp1-ignored keys",

@@ -20,11 +20,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from composer_fsdp2 import (
-    ShardReadError,
     installed,
     prepare_fully_shard,
     summon_full_params,
 )
+from composer_fsdp2.errors import ShardReadError
 from tests.support.models import TinyComposer
 from tests.support.parity import OPTIMIZERS, full
 from tests.support.training import built, samples_of, trainer_for

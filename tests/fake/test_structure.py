@@ -158,14 +158,13 @@ def test_meta_model_shows_its_structure(as_rank: Join):
 
 
 class Odd(nn.Module):
-    """Rows that ranks share evenly, with a rest, with too few for all, and none at all."""
+    """Rows that ranks share evenly, with a rest, and with too few for all."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList(
             nn.Parameter(torch.randn(rows, 3)) for rows in (128, 100, 65, 64, 63, 1)
         )
-        self.nothing = nn.Parameter(torch.empty(0, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + sum(weight.sum() for weight in self.weights)

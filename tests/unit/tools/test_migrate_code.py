@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.cli.main import app
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.code import find_uses
-from composer_fsdp2.tools.migrate.code_files import migrate_code
-from composer_fsdp2.tools.migrate.code_row import Found, Kind
-from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
-from composer_fsdp2.tools.migrate.code_table import CODE_ROWS
+from composer_fsdp2.tools.migrate.python_code.files import migrate_code
+from composer_fsdp2.tools.migrate.python_code.row import Found, Kind
+from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS
+from composer_fsdp2.tools.migrate.python_code.uses import find_uses
 
 FSDP = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
 CONFIG = "from composer.utils import FSDPConfig\n"

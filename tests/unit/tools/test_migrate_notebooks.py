@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli.main import app
-from composer_fsdp2.tools.migrate.code import find_uses
-from composer_fsdp2.tools.migrate.code_files import migrate_code
-from composer_fsdp2.tools.migrate.code_source import Source
+from composer_fsdp2.tools.migrate.python_code.files import migrate_code
+from composer_fsdp2.tools.migrate.python_code.source import Source
+from composer_fsdp2.tools.migrate.python_code.uses import find_uses
 
 FSDP = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli.main import app
-from composer_fsdp2.tools.migrate.code_reads import READ_ROWS, find_reads
-from composer_fsdp2.tools.migrate.code_source import Source
+from composer_fsdp2.tools.migrate.python_code.reads import READ_ROWS, find_reads
+from composer_fsdp2.tools.migrate.python_code.source import Source
 
 NUMBER, VALUES, SAVED = (row.title for row in READ_ROWS)
 

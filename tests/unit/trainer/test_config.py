@@ -247,9 +247,9 @@ def test_tensor_parallelism_passes_through():
         ({"xyz": {}}, "Valid keys: fsdp, fsdp2, tp."),
         ({"fsdp": {}, "fsdp2": {}}, "both 'fsdp' and 'fsdp2'"),
         ({"fsdp2": {"reshard_after_forwrd": True}}, "Did you mean 'reshard_after_forward'?"),
-        ({"fsdp2": {"sharding_strategy": "FULL_SHARD"}}, "'sharding_strategy' is not a key"),
+        ({"fsdp2": {"sharding_strategy": "FULL_SHARD"}}, "'sharding_strategy' is a key of FSDP1"),
         ({"fsdp2": "yes"}, "is a str"),
-        ({"fsdp2": True}, "is a bool"),
+        ({"fsdp2": True}, "is true. It takes settings"),
         ({"fsdp2": {"version": 1}}, "'version' of parallelism_config.fsdp2 is 1"),
         ({"fsdp": {"version": 3}}, "'version' of parallelism_config.fsdp is 3"),
         ({"fsdp": {"sharding_strateg": "FULL_SHARD"}}, "Did you mean 'sharding_strategy'?"),
@@ -314,7 +314,7 @@ def test_a_version_in_the_settings_comes_before_the_switch(monkeypatch):
 def test_a_switch_that_says_one_changes_nothing(monkeypatch):
     monkeypatch.setenv("FSDP_VERSION", "1")
     assert parse_parallelism_config({"fsdp": {}}).fsdp2 is None
-    assert "not a key" in error_of({"fsdp2": {"sharding_strategy": "FULL_SHARD"}})
+    assert "a key of FSDP1" in error_of({"fsdp2": {"sharding_strategy": "FULL_SHARD"}})
 
 
 @pytest.mark.parametrize("given", ["DEFAULT", {"reduce_dtype": "fp32", "buffer_dtype": "bf16"}])

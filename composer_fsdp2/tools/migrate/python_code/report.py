@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from composer_fsdp2.tools.migrate.code import Use
-from composer_fsdp2.tools.migrate.code_files import CodeFile
-from composer_fsdp2.tools.migrate.code_row import Kind
+from composer_fsdp2.tools.migrate.python_code.files import CodeFile
+from composer_fsdp2.tools.migrate.python_code.row import Kind
+from composer_fsdp2.tools.migrate.python_code.uses import Use
 
 __all__ = ["code_as_dict", "describe_code"]
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.code import Use, find_uses
-from composer_fsdp2.tools.migrate.code_notebook import SUFFIX, read_cells
-from composer_fsdp2.tools.migrate.code_reads import find_reads
-from composer_fsdp2.tools.migrate.code_row import Kind
-from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.notebook import SUFFIX, read_cells
+from composer_fsdp2.tools.migrate.python_code.reads import find_reads
+from composer_fsdp2.tools.migrate.python_code.row import Kind
+from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.uses import Use, find_uses
 
 __all__ = ["CodeFile", "migrate_code"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 
-from composer_fsdp2.tools.migrate.code_names import Scope, ScopedVisitor, arguments, dotted
-from composer_fsdp2.tools.migrate.code_row import Found
-from composer_fsdp2.tools.migrate.code_table import CODE_ROWS
+from composer_fsdp2.tools.migrate.python_code.names import Scope, ScopedVisitor, arguments, dotted
+from composer_fsdp2.tools.migrate.python_code.row import Found
+from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS
 
 __all__ = ["CONFIG_CALLEES", "CONFIG_NAMES", "checked_objects", "last_name", "learn"]
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from composer_fsdp2.tools.migrate.code_row import CodeRow
-from composer_fsdp2.tools.migrate.code_table_torch import TORCH_ROWS
-from composer_fsdp2.tools.migrate.code_table_trainers import TRAINER_ROWS
+from composer_fsdp2.tools.migrate.python_code.row import CodeRow
+from composer_fsdp2.tools.migrate.python_code.table_torch import TORCH_ROWS
+from composer_fsdp2.tools.migrate.python_code.table_trainers import TRAINER_ROWS
 
 __all__ = ["CODE_ROWS"]
 

@@ -7,18 +7,18 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer_fsdp2.tools.migrate.code_known import (
+from composer_fsdp2.tools.migrate.python_code.known import (
     CONFIG_CALLEES,
     CONFIG_NAMES,
     checked_objects,
     last_name,
     learn,
 )
-from composer_fsdp2.tools.migrate.code_names import Scope, ScopedVisitor, dotted, read_scopes
-from composer_fsdp2.tools.migrate.code_replacement import replaced_line
-from composer_fsdp2.tools.migrate.code_row import CodeRow, Found
-from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
-from composer_fsdp2.tools.migrate.code_table import CODE_ROWS
+from composer_fsdp2.tools.migrate.python_code.names import Scope, ScopedVisitor, dotted, read_scopes
+from composer_fsdp2.tools.migrate.python_code.replacement import replaced_line
+from composer_fsdp2.tools.migrate.python_code.row import CodeRow, Found
+from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS
 
 __all__ = ["Use", "find_uses"]
 

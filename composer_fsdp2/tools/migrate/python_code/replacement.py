@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ast
 
-from composer_fsdp2.tools.migrate.code_row import CodeRow, Replacement
-from composer_fsdp2.tools.migrate.code_source import Source
+from composer_fsdp2.tools.migrate.python_code.row import CodeRow, Replacement
+from composer_fsdp2.tools.migrate.python_code.source import Source
 
 __all__ = ["replaced_line"]
 

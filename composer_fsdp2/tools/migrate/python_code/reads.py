@@ -13,11 +13,11 @@ import re
 from collections.abc import Callable, Iterable
 from enum import Enum
 
-from composer_fsdp2.tools.migrate.code import Use
-from composer_fsdp2.tools.migrate.code_known import last_name
-from composer_fsdp2.tools.migrate.code_names import dotted
-from composer_fsdp2.tools.migrate.code_row import CodeRow, Found, Kind
-from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.known import last_name
+from composer_fsdp2.tools.migrate.python_code.names import dotted
+from composer_fsdp2.tools.migrate.python_code.row import CodeRow, Found, Kind
+from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.uses import Use
 
 __all__ = ["READ_ROWS", "find_reads"]
 
@@ -57,8 +57,9 @@ _WORTH_A_LOOK = re.compile(r"parameters\(|state_dict\(|\.grad\b|\.weight\b|\.bia
 _MANY = ("parameters", "named_parameters", "state_dict", "get_model_state_dict")
 _ONE = ("grad", "weight", "bias")
 _OTHER_STATE = re.compile("sched|scaler|sampler|loader|timestamp|metric", re.IGNORECASE)
-_PASSED_ON = ("values", "items", "copy", "list", "tuple", "dict", "filter", "zip", "enumerate")
-_PASSED_ON += ("sorted", "reversed", "iter", "chain", "pop", "get", "next")
+_PASSED_ON = ("values", "items", "copy", "list", "tuple", "dict", "filter", "zip", "enumerate") + (
+    *("sorted", "reversed", "iter", "chain", "pop", "get", "next"),
+)
 _PLAIN = {
     *("full_tensor", "to_local", "numel", "nelement", "size", "shape", "dim", "ndim", "dtype"),
     *("device", "stride", "layout", "names", "keys", "element_size", "data_ptr", "requires_grad"),

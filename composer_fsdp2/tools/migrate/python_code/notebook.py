@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer_fsdp2.tools.migrate.code_source import Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
 
 __all__ = ["SUFFIX", "Cell", "read_cells"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_fsdp2.tools.migrate.code_row import (
+from composer_fsdp2.tools.migrate.python_code.row import (
     BLOCK,
     GET_MODEL,
     GET_OPTIMIZER,
