@@ -57,7 +57,8 @@ _WORTH_A_LOOK = re.compile(r"parameters\(|state_dict\(|\.grad\b|\.weight\b|\.bia
 _MANY = ("parameters", "named_parameters", "state_dict", "get_model_state_dict")
 _ONE = ("grad", "weight", "bias")
 _OTHER_STATE = re.compile("sched|scaler|sampler|loader|timestamp|metric", re.IGNORECASE)
-_PASSED_ON = ("values", "items", "copy", "list", "tuple", "dict", "filter", "zip", "enumerate") + (
+_PASSED_ON = (
+    *("values", "items", "copy", "list", "tuple", "dict", "filter", "zip", "enumerate"),
     *("sorted", "reversed", "iter", "chain", "pop", "get", "next"),
 )
 _PLAIN = {
