@@ -336,7 +336,8 @@ def _resolve(document: Document) -> dict[str, Any]:
             return value
         inside = inner is not None and path[0] == _JOB
         try:
-            start, place = (inner, path[1:]) if inside else (tree, path)
+            start: Any = inner if inside else tree
+            place = path[1:] if inside else path
             found = OmegaConf.select(start, ".".join(place), default=value)
             whole = OmegaConf.is_config(found)
             return OmegaConf.to_container(found, resolve=True) if whole else found
