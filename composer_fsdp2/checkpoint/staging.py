@@ -295,6 +295,8 @@ def write_failure(error: BaseException) -> OSError | None:
     found = _cause(error)
     if isinstance(found, OSError):
         return found
+    if isinstance(found, KeyboardInterrupt):
+        return None
     said = any(part in str(error) for part in _REFUSED_BYTES)
     if said and not isinstance(error, CheckpointError):
         return OSError(errno.ENOSPC, "the system did not take all of its bytes")

@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.runtime.events import Event
 from composer_fsdp2.shard.torch_private.tensors import default_store, tree_leaves
 from composer_fsdp2.shard.torch_private.units import (
     add_zero_gradients,
@@ -42,6 +43,7 @@ from composer_fsdp2.shard.torch_private.units import (
     runs_backward,
     sharded_param,
     trained_params,
+    will_get_gradient,
     wrap_post_backward,
 )
 
@@ -68,20 +70,21 @@ def reduce_unused(
     """
     if dist.get_world_size() == 1 or is_fake():
         return None
-    return UnusedParameters(units.values(), [units[name] for name in always])
+    return UnusedParameters(units, always)
 
 
 class UnusedParameters:
     """Has units reduce every parameter of theirs on every rank; see [Note: unused parameters].
 
     Args:
-        units: all of them.
-        always: those that compare what was used after each backward.
+        units: all of them, by name.
+        always: names of those that compare what was used after each backward.
     """
 
-    def __init__(self, units: Iterable[FSDPModule], always: Iterable[FSDPModule]) -> None:
-        self._always = {group for unit in always for group in param_groups(unit)}
-        self._groups = [group for unit in units for group in param_groups(unit)]
+    def __init__(self, units: Mapping[str, FSDPModule], always: Collection[str]) -> None:
+        self._of_unit = {name: param_groups(unit) for name, unit in units.items()}
+        self._always = {group for name in always for group in self._of_unit[name]}
+        self._groups = [group for groups in self._of_unit.values() for group in groups]
         self._size = dist.get_world_size()
         self._comparing = True
         """whether the next backward compares all units"""
@@ -93,6 +96,8 @@ class UnusedParameters:
         """had no gradient before the reductions that are still to be agreed on"""
         self._told: dict[Any, str] = {}
         """those of which the store knows that this rank filled in a zero, with their keys"""
+        self._uses: dict[Any, int] = {}
+        """forwards since the last backward"""
         self._backward = -1
         self._complete = 0
         """number of the backward for the store's keys, the same on all ranks"""
@@ -108,6 +113,12 @@ class UnusedParameters:
         """Has the next backward compare all units; every rank calls it. Collective: no."""
         self._comparing = True
         self.must_compare = False
+
+    def hear(self, event: Event, name: str) -> None:
+        """Counts how often a unit runs. Collective: no."""
+        if event == "forward" and torch.is_grad_enabled():
+            for group in self._of_unit[name]:
+                self._uses[group] = self._uses.get(group, 0) + 1
 
     def _post_backward(self, group: Any, reduce: Callable[..., Any], *args: Any) -> Any:
         self._note(group)
@@ -125,13 +136,15 @@ class UnusedParameters:
             return
         self._ran.discard(group)
         self._fresh.update(param for param in params if sharded_param(param).grad is None)
-        if not missing:
-            return
-        add_zero_gradients(params, missing)
-        if not self._compares(group):
-            self.must_compare = True
+        if missing and not self._compares(group):
+            if self._uses.get(group, 0) > 1:
+                # It comes here as often as it ran, and the first time before its gradients.
+                missing = [param for param in missing if not will_get_gradient(param)]
+            self.must_compare = self.must_compare or bool(missing)
             if _is_complete(group):
                 self._tell(missing)
+        if missing:
+            add_zero_gradients(params, missing)
 
     def _compares(self, group: Any) -> bool:
         return self._comparing or group in self._always
@@ -139,7 +152,7 @@ class UnusedParameters:
     def _tell(self, missing: Iterable[Any]) -> None:
         """Says which of them nobody may have used. Collective: no, and before the reduction."""
         for param in missing:
-            if param in self._fresh and param not in self._used:
+            if param in self._fresh and param not in self._used and param not in self._told:
                 self._told[param] = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"
                 default_store().add(self._told[param], 1)
 
@@ -155,6 +168,7 @@ class UnusedParameters:
     def _settle(self) -> None:
         """Takes back the gradients that nobody computed. Collective: yes."""
         self._complete += 1
+        self._uses.clear()
         self._take_back_told()
         complete = [group for group in self._groups if _is_complete(group)]
         groups = [group for group in complete if self._compares(group)]
@@ -210,6 +224,7 @@ class UnusedParameters:
         self._fresh.clear()
         self._ran.clear()
         self._told.clear()
+        self._uses.clear()
         self._comparing = True
 
     @staticmethod

@@ -277,6 +277,8 @@ def install_step_hooks(
     if plan.settings.unused_parameters is not False:
         often = _with_unused(plan.units, plan.settings, plan.conditional)
         unused = reduce_unused(units, often)
+        if unused is not None:
+            events.listeners += (unused.hear,)
     # After what counts gradients, for it may skip the end of a backward.
     groups = [group for unit in gathered.values() for group in param_groups(unit)]
     watch_gathered(model, gathered, events, SecondBackward(model, groups))

@@ -308,7 +308,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "is not a key of parallelism_config. The run would": lambda _: parse_parallelism_config(
         {"fdsp2": {}}
     ),
-    "is not a key of parallelism_config.fsdp2": lambda _: parse_parallelism_config(
+    "is a key of FSDP1 and has no effect in FSDP2": lambda _: parse_parallelism_config(
         {"fsdp2": {"sharding_strategy": "FULL_SHARD"}}
     ),
     "of FSDP1 has no equal in FSDP2": lambda _: prepare(

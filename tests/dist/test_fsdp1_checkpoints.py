@@ -60,6 +60,9 @@ def resume(
         warnings.filterwarnings("ignore", message=".*RNG state")
         # Ours: torch 2.7 did not save it, newer ones ask for it.
         warnings.filterwarnings("ignore", message=".*both have state.schedulers.LambdaLR._is_init")
+        if parallelism is None:
+            # Of Composer, whose own loading that is: FSDP1's scaler goes by another name.
+            warnings.filterwarnings("ignore", message=".*GradScaler is not in the state_dict")
         trainer = Trainer(
             **settings_of(name, model, parallelism_config=parallelism, callbacks=[losses], **kwargs)
         )

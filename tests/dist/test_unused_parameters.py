@@ -243,10 +243,28 @@ class NeverSpare(Forked):
         del self.spare
 
 
+class Twice(NeverSpare):
+    """The first block runs again at the end."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(self.norm(self.side(x)))
+
+    def side(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = torch.tensor(self.chosen)
+        for number, side in enumerate((self.left, self.right)):
+            rows = (chosen == number).nonzero().flatten()
+            if len(rows):
+                x = x.index_add(0, rows, side(x[rows]))
+        return x
+
+
 @pytest.mark.fault("ranks run other branches of a model after the first step", "survived")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("make", [NeverSpare, Forked])
+@pytest.mark.parametrize("make", [NeverSpare, Forked, Twice])
 def test_branches_that_differ_after_the_first_step(
     make: Callable[[], nn.Module], optimizer: str, ranks: int
 ):

@@ -115,7 +115,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         {
             _GROUP: "_training_state _all_reduce_hook reduce_grads all_reduce_grads",
             _PARAM: "_unsharded_param",
-            "torch._C": "_current_graph_task_id",
+            "torch._C": "_current_graph_task_id _will_engine_execute_node",
             "torch.autograd:Variable": "_execution_engine",
         },
     ),

@@ -43,6 +43,7 @@ __all__ = [
     "runs_backward",
     "sharded_param",
     "trained_params",
+    "will_get_gradient",
     "wrap_post_backward",
 ]
 
@@ -169,6 +170,15 @@ def trained_params(group: Any) -> list[Any]:
 def has_gradient(param: Any) -> bool:
     """Whether there is a gradient that is not reduced yet."""
     return param._unsharded_param.grad is not None or _accumulated(param) is not None
+
+
+def will_get_gradient(param: Any) -> bool:
+    """Whether the backward that runs reaches the parameter, perhaps later.
+
+    A gradient of two uses arrives after the second of them.
+    """
+    node = torch.autograd.graph.get_gradient_edge(param._unsharded_param).node
+    return torch._C._will_engine_execute_node(node)  # pyright: ignore
 
 
 def _accumulated(param: Any) -> torch.Tensor | None:

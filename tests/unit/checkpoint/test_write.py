@@ -8,17 +8,23 @@ from pathlib import Path
 
 from composer_fsdp2.checkpoint import write
 from composer_fsdp2.checkpoint.source import CHECKSUMS
+from composer_fsdp2.checkpoint.staging import make_own_folder, remove_leftovers
 
 
 def test_nodes_of_one_disk_clear_the_same_folder(tmp_path: Path):
     """Each of them does, because a disk of its own has to be cleared as well."""
     folder = tmp_path / "saved" / ".incomplete.ep0-ba2"
+
+    def clear(node: int) -> bool:
+        remove_leftovers(folder.with_name("ep0-ba2"))
+        with make_own_folder(folder):
+            (folder / f"__{node}_0.distcp").touch()
+            return folder.is_dir()
+
     with ThreadPoolExecutor(4) as nodes:
         for _ in range(100):
-            list(nodes.map(write._clear, [folder] * 4))
-            assert folder.is_dir()
-            (folder / "left").touch()
-    assert [file.name for file in folder.iterdir()] == ["left"]
+            assert all(nodes.map(clear, range(4)))
+    assert len(list(folder.iterdir())) == 4
 
 
 def test_nodes_of_one_disk_write_the_same_checksums(tmp_path: Path):
