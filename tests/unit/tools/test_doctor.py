@@ -449,7 +449,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "degree": ("parallelism_config: {fsdp2: {data_parallel_shard_degree: 0}}", []),
     "tensor parallelism": ("parallelism_config: {fsdp2: {}, tp: {strategy: ffn}}", []),
     "another trainer's": ("distributed_type: FSDP\nnum_processes: 8\nmachine_rank: 0", []),
-    "cannot be applied": ("a: 1", ["a.b.c=1"]),
+    "cannot be applied": ("a: 1", ["a=[1, 2"]),
 }
 
 
