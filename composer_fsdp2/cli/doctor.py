@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from composer_fsdp2.cli.console import reported
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -30,7 +30,7 @@ CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads i
 through what the run goes through before its first batch: it imports `code_paths`, applies config
 transforms (which may write data), builds everything that has a name, the model on meta, looks for
 every folder, and plans the units. No process is started and nothing is downloaded. Exit code 1 if
-something would make the run fail, 2 for a CONFIG that cannot be used.
+something would make the run fail, 2 for a command line that cannot be.
 
 - `composer-fsdp2 doctor run.yaml`
 
@@ -69,20 +69,16 @@ def doctor(
         machine = _read_machine()
         if not as_json:
             _print_machine(machine, whole=config is None)
-        rehearsed: list[Finding] = []
         try:
-            run = None
-            if config is not None:
-                run, rehearsed = _read_run(config, overrides or [], machine, ranks, gpus_per_node)
-            elif ranks or gpus_per_node:
-                raise ConfigError(
-                    "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
-                    "Give the training YAML they are for."
-                )
+            numbers = _check_command_line(config, overrides or [], machine, ranks, gpus_per_node)
         except ConfigError as error:
             if as_json:
                 _print_json(machine, None, [], str(error))
             raise
+        run, rehearsed = None, []
+        if config is not None:
+            is_here = gpus_per_node is None
+            run, rehearsed = _try_run(config, overrides or [], machine, numbers, is_here=is_here)
         findings = examine(machine, run, rehearsed)
         if as_json:
             _print_json(machine, run, findings)
@@ -121,13 +117,54 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _read_run(
-    path: Path,
+def _check_command_line(
+    config: Path | None,
     overrides: list[str],
     machine: Machine,
     ranks: int | None,
     gpus_per_node: int | None,
-) -> tuple[Run, list[Finding]]:
+) -> tuple[int, int]:
+    """Number of ranks, and how many of them share a node.
+
+    Raises:
+        ConfigError: the command line cannot be, whatever the run is.
+    """
+    from composer_fsdp2.foundry.run_file import check_named
+
+    if config is not None:
+        check_named(config, overrides)
+    elif ranks or gpus_per_node:
+        raise ConfigError(
+            "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
+            "Give the training YAML they are for."
+        )
+    return _processes(machine, ranks, gpus_per_node)
+
+
+def _try_run(
+    path: Path,
+    overrides: list[str],
+    machine: Machine,
+    numbers: tuple[int, int],
+    *,
+    is_here: bool,
+) -> tuple[Run | None, list[Finding]]:
+    """Reads a run and goes through it; what `train` would refuse it for is found as well."""
+    from composer_fsdp2.tools.doctor import findings_of
+
+    try:
+        cfg, run = _read_run(path, overrides, machine, numbers, is_here=is_here)
+    except ConfigError as error:
+        return None, list(findings_of(error))
+    try:
+        return _rehearse(cfg, run, machine, is_here=is_here)
+    except (CheckpointError, ConfigError, PatchError, PlanError) as error:
+        return run, list(findings_of(error))
+
+
+def _read_run(
+    path: Path, overrides: list[str], machine: Machine, numbers: tuple[int, int], *, is_here: bool
+) -> tuple[DictConfig, Run]:
     from composer_fsdp2.foundry.run_file import read_parallelism, read_run, read_setting
     from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
     from composer_fsdp2.tools.doctor import KEYS, Run
@@ -138,7 +175,7 @@ def _read_run(
     parsed = read_parallelism(cfg)
     fsdp2 = requests_fsdp2(parsed)
     values = {key: read_setting(cfg, key) for key in KEYS}
-    number, per_node = _processes(machine, ranks, gpus_per_node)
+    number, per_node = numbers
     run = Run(
         path=str(path),
         asks="FSDP2" if fsdp2 else "FSDP1" if parsed.get("fsdp_config") is not None else "neither",
@@ -147,10 +184,10 @@ def _read_run(
         ranks=number,
         ranks_per_node=per_node,
         # GPUs that are named are there, though perhaps not here.
-        on_gpus=bool(machine.gpus or gpus_per_node),
+        on_gpus=bool(machine.gpus) or not is_here,
         others={key: value for key, value in values.items() if value is not None},
     )
-    return _rehearse(cfg, run, machine, is_here=gpus_per_node is None)
+    return cfg, run
 
 
 def _rehearse(
@@ -177,7 +214,6 @@ def _rehearse(
 
 
 def _processes(machine: Machine, ranks: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    """Number of ranks, and how many of them share a node."""
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
 
     launched = os.environ["WORLD_SIZE"] if under_launcher() else ""

@@ -70,10 +70,12 @@ class _Copy:
         if isinstance(value, str):
             return self._text(str.__str__(value))
         if isinstance(value, Mapping):
-            pairs = self._items(value, lambda: value.items())
+            mapping: Mapping[Any, Any] = value
+            pairs = self._items(mapping, lambda: mapping.items())
             return {self._text(self._key(key)): self.of(item, depth + 1) for key, item in pairs}
         if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-            return [self.of(item, depth + 1) for item in self._items(value, lambda: value)]
+            sequence: Sequence[Any] = value
+            return [self.of(item, depth + 1) for item in self._items(sequence, lambda: sequence)]
         return value
 
     def _items(self, value: Any, read: Callable[[], Iterable[Any]]) -> list[Any]:

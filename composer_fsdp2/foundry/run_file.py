@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_installed",
+    "check_named",
     "check_ranks",
     "load_run",
     "merge",
@@ -51,6 +52,30 @@ def read_run(path: Path, overrides: list[str]) -> DictConfig:
         ConfigError: one of them cannot be read.
     """
     return merge(read_yaml(path), overrides)
+
+
+def check_named(path: Path, overrides: list[str]) -> None:
+    """Checks a command line that names a run, and reads nothing.
+
+    Raises:
+        ConfigError: there is no such file, or an override is none.
+    """
+    if not path.is_file():
+        raise ConfigError(
+            f"There is no file '{path}'. Without it there is nothing to train. "
+            f"Write the path of a training YAML, absolute or from {Path.cwd()}."
+        )
+    for item in overrides:
+        _check_override(item)
+
+
+def _check_override(item: str) -> None:
+    key, equals, _ = item.partition("=")
+    if not key or not equals:
+        raise ConfigError(
+            f"'{item}' is not an override. It would change nothing. "
+            "Write key=value without spaces around '=', for example max_duration=100ba."
+        )
 
 
 def _check_outermost(path: Path) -> None:
@@ -149,11 +174,7 @@ def _read_file(path: Path) -> DictConfig:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError, compose
 
-    if not path.is_file():
-        raise ConfigError(
-            f"There is no file '{path}'. Without it there is nothing to train. "
-            f"Write the path of a training YAML, absolute or from {Path.cwd()}."
-        )
+    check_named(path, [])
     try:
         cfg = OmegaConf.load(path)
         repr(cfg)  # a ValueError for numbers of thousands of digits, which nobody could show
@@ -162,6 +183,11 @@ def _read_file(path: Path) -> DictConfig:
         raise ConfigError(
             f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
             "Correct it at that place."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"'{path}' cannot be read: {error.strerror}. None of it can be used. "
+            "Give a file that you may read."
         ) from None
     except OmegaConfBaseException as error:
         raise ConfigError(
@@ -207,12 +233,7 @@ def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
     from yaml import YAMLError
 
     for item in overrides:
-        key, equals, _ = item.partition("=")
-        if not key or not equals:
-            raise ConfigError(
-                f"'{item}' is not an override. It would change nothing. "
-                "Write key=value without spaces around '=', for example max_duration=100ba."
-            )
+        _check_override(item)
         try:
             cfg.merge_with(OmegaConf.from_cli([item]))
         except (OmegaConfBaseException, YAMLError) as error:

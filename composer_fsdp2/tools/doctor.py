@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.shard.torch_private.members import MemberState
     from composer_fsdp2.trainer.patches import PatchState
 
-__all__ = ["KEYS", "Finding", "Gpu", "Machine", "Run", "examine", "mesh_of"]
+__all__ = ["KEYS", "Finding", "Gpu", "Machine", "Run", "examine", "findings_of", "mesh_of"]
 
 KEYS = (
     "algorithms.gradient_clipping.clipping_type",
@@ -32,6 +33,8 @@ KEYS = (
 
 _DEFAULTS = {"precision": "amp_bf16", "model.init_device": "cpu"}
 """LLM Foundry's"""
+_NUMBERED = re.compile(r"^ +\d+\. ", re.MULTILINE)
+"""how an error begins each of several mistakes"""
 SHARD, REPLICATE = "data_parallel_shard", "data_parallel_replicate"
 """Composer's names of the mesh axes, and the beginnings of the settings' names"""
 
@@ -124,10 +127,15 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
-def _of_error(error: ConfigError) -> Finding:
-    """Its last sentence says what to write instead."""
-    what, _, advice = str(error).rpartition(". ")
-    return Finding("problem", f"{what}.", advice)
+def findings_of(error: Exception) -> Findings:
+    """One for each mistake that an error numbers, or one for the error.
+
+    The last sentence says what to write instead.
+    """
+    _, *lines = _NUMBERED.split(str(error))
+    for text in lines or [str(error)]:
+        what, _, advice = " ".join(text.split()).rpartition(". ")
+        yield Finding("problem", f"{what}." if what else advice, advice if what else "Correct it.")
 
 
 def mesh_of(run: Run) -> MeshShape | None:
@@ -333,7 +341,7 @@ def _mesh(run: Run) -> Findings:
         assert shape is not None
         shape.check_reshard(run.settings.reshard_after_forward, "the run")
     except ConfigError as error:
-        yield _of_error(error)
+        yield from findings_of(error)
         return
     check = _mesh_within_a_node if run.nodes == 1 else _mesh_over_nodes
     yield from check(run, shape, run.settings.reshard_after_forward)
@@ -429,7 +437,7 @@ def _limits(run: Run) -> Findings:
     try:
         compute_dtype(run.value("precision"))
     except ConfigError as error:
-        yield _of_error(error)
+        yield from findings_of(error)
     if run.tensor_parallel:
         yield Finding(
             "problem",

@@ -23,9 +23,11 @@ __all__ = [
     "Given",
     "Refusal",
     "check_extensions",
+    "check_given",
     "check_required",
     "given_of",
     "note_extensions",
+    "read_given",
 ]
 
 _GIVEN = "_fsdp2_extensions"
@@ -172,13 +174,17 @@ ALGORITHMS = (
 
 def note_extensions(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
     """Remembers the Trainer's arguments until it is known whether the run uses FSDP2."""
+    setattr(trainer, _GIVEN, read_given(arguments))
+
+
+def read_given(arguments: Mapping[str, Any]) -> Given:
+    """Reads the arguments of a Trainer under their names."""
     items = [
         item
         for name in ("algorithms", "callbacks", "optimizers")
         for item in ensure_tuple(arguments.get(name))
     ]
-    given = Given(tuple(items), arguments.get("device_train_microbatch_size"))
-    setattr(trainer, _GIVEN, given)
+    return Given(tuple(items), arguments.get("device_train_microbatch_size"))
 
 
 def given_of(trainer: Trainer) -> Given:
@@ -187,6 +193,17 @@ def given_of(trainer: Trainer) -> Given:
 
 
 def check_extensions(trainer: Trainer) -> None:
+    """Refuses what would not give the same result under FSDP2, of what is remembered.
+
+    Collective: no. Every rank is given the same.
+
+    Raises:
+        ConfigError: naming the callback or algorithm.
+    """
+    check_given(given_of(trainer))
+
+
+def check_given(given: Given) -> None:
     """Refuses what would not give the same result under FSDP2.
 
     Collective: no. Every rank is given the same.
@@ -195,7 +212,7 @@ def check_extensions(trainer: Trainer) -> None:
         ConfigError: naming the callback or algorithm.
     """
     refused = {**_classes(algorithms, ALGORITHMS), **_classes(callbacks, CALLBACKS)}
-    for item in given_of(trainer).items:
+    for item in given.items:
         for cls in type(item).__mro__:
             refusal = refused.get(cls)
             if refusal is not None and refusal.applies(item):

@@ -14,7 +14,7 @@ from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.foundry.rehearsal.notes import Notes, is_network_error
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 __all__ = [
     "NameState",
@@ -78,10 +78,8 @@ def _ask_hub(notes: Notes, where: str, name: str) -> NameState:
         HFValidationError,
         RepositoryNotFoundError,
     )
-    from huggingface_hub.utils import validate_repo_id
 
     try:
-        validate_repo_id(name)
         if name.startswith((".", "~")):
             raise HFValidationError(name)
         HfApi().model_info(name, timeout=_SECONDS)
@@ -216,8 +214,7 @@ def _wrong_stream(block: Mapping[str, Any], split: Any) -> Iterator[tuple[str, s
 def _wrong_files(dataset: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     advice = f"Correct the path; it is read from {Path.cwd()}."
     name, kwargs = dataset.get("hf_name"), dataset.get("hf_kwargs") or {}
-    local = isinstance(name, str) and not is_remote(name) and name not in _WRITERS
-    if local and name.startswith((".", "/", "~")) and not os.path.exists(name):
+    if isinstance(name, str) and name.startswith((".", "/", "~")) and not os.path.exists(name):
         yield f"hf_name: there is no '{name}'.", advice
     folders = {"data_dir": dataset.get("data_dir"), "hf_kwargs.data_dir": None}
     if isinstance(kwargs, Mapping):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,21 +52,21 @@ class Notes:
         if mistake not in self.mistakes:
             self.mistakes.append(mistake)
 
-    @contextlib.contextmanager
-    def step(self, where: str, advice: str = _CORRECT) -> Generator[None]:
+    def step(self, where: str, advice: str = _CORRECT) -> _Step:
         """A part of the run: whatever it raises is noted."""
-        try:
-            yield
-        except _OWN as error:
+        return _Step(self, where, advice)
+
+    def caught(self, where: str, error: Exception | SystemExit, advice: str = _CORRECT) -> None:
+        """Adds what a part of the run raised."""
+        if isinstance(error, _OWN):
             what, _, cure = str(error).rpartition(". ")
             self.add(f"{where}: {what}.", cure)
-        except ImportError as error:
+        elif isinstance(error, ImportError):
             self.add(f"{where}: {_told(error)}.", "Install it, or take it out.")
-        except (Exception, SystemExit) as error:
-            if is_network_error(error):
-                self.unreachable(where, _told(error))
-            else:
-                self.add(f"{where}: {_told(error)}.", advice)
+        elif is_network_error(error):
+            self.unreachable(where, _told(error))
+        else:
+            self.add(f"{where}: {_told(error)}.", advice)
 
     def unreachable(self, where: str, told: str) -> None:
         """Something that only the network knows; where the run takes place it may be reachable."""
@@ -89,6 +88,23 @@ class Notes:
             f"Write one of {shown}; or register yours in a file of code_paths.",
         )
         return False
+
+
+class _Step:
+    """Notes an error, and lets the program go on after the block. As a class it can say so."""
+
+    def __init__(self, notes: Notes, where: str, advice: str) -> None:
+        self._notes = notes
+        self._where = where
+        self._advice = advice
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception | SystemExit):
+            return False
+        self._notes.caught(self._where, error, self._advice)
+        return True
 
 
 def is_network_error(error: BaseException) -> bool:

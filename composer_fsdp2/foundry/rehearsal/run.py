@@ -250,7 +250,8 @@ class _Run:
     def _eval_loaders(self, tokenizer: Any) -> None:
         config, notes = self.config, self.notes
         blocks = {"eval_loader": config.eval_loader} if config.eval_loader else {}
-        for number, block in enumerate(config.eval_loaders or ()):
+        several: list[Any] = config.eval_loaders or []
+        for number, block in enumerate(several):
             blocks[f"eval_loader[{number}]"] = {k: v for k, v in block.items() if k != "label"}
         for where, block in blocks.items():
             data.rehearse_loader(notes, where, block, tokenizer, config.device_eval_batch_size)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.foundry.rehearsal.data import any_remote, check_kwargs
 from composer_fsdp2.foundry.rehearsal.environment import environment_of
 from composer_fsdp2.foundry.rehearsal.notes import Notes
-from composer_fsdp2.trainer.extensions import check_extensions, note_extensions
+from composer_fsdp2.trainer.extensions import check_given, read_given
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import make_plan
 
@@ -216,14 +215,12 @@ def plan(notes: Notes, config: Any, parts: Parts, model: Any) -> WrapPlan | None
     with notes.step("parallelism_config.fsdp2"), environment_of(notes.cluster):
         block = {key: value for key, value in config.fsdp_config.items() if key != "version"}
         block.pop("sync_module_states", None)
-        given = types.SimpleNamespace()
         arguments = {
             "algorithms": parts.algorithms,
             "callbacks": parts.callbacks,
             "optimizers": parts.optimizer,
         }
-        note_extensions(given, arguments)
-        check_extensions(given)
+        check_given(read_given(arguments))
         settings = parse_config(block)
         planned = make_plan(
             model,

@@ -37,13 +37,18 @@ def arguments(command: str, path: Path) -> list[object]:
     return [command, path, path] if command == "parity" else [command, path]
 
 
+def code(command: str) -> int:
+    """For `doctor` it is a problem of the run, like others."""
+    return 1 if command == "doctor" else 2
+
+
 @pytest.mark.parametrize("command", ["train", "eval", "doctor", "parity"])
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_file_of_another_trainer_is_named(invoke, write, kind: str, command: str):
     path = write(FOREIGN[kind])
     result = invoke(*arguments(command, path))
-    said = " ".join(result.stderr.split())
-    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert result.exit_code == code(command)
     assert kind.strip() in said
     assert f"composer-fsdp2 migrate {path}" in said
 
@@ -52,9 +57,7 @@ def test_a_file_of_another_trainer_is_named(invoke, write, kind: str, command: s
 def test_a_job_of_mcli_is_named(invoke, write, command: str):
     result = invoke(command, write("image: x\nparameters: {max_duration: 1ep}\n"))
     assert result.exit_code == 2
-    assert "Write what is under 'parameters' to a file of its own" in " ".join(
-        result.stderr.split()
-    )
+    assert "its run stands under 'parameters'" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "doctor", "parity"])

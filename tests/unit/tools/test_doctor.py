@@ -443,23 +443,41 @@ BAD: dict[str, tuple[str, list[str]]] = {
     "no YAML": ("a: [1, 2", []),
     "unknown key": ("parallelism_config: {fsdp2: {reshard_after_forwrd: true}}", []),
     "both": ("parallelism_config: {fsdp: {verbose: true}, fsdp2: {}}", []),
-    "override": ("a: 1", ["max_duration"]),
     "wrong override": ("parallelism_config: {fsdp2: {}}", ["parallelism_config.fsdp2.verbose=3"]),
     "interpolation": ("parallelism_config: {fsdp2: {verbose: '${nowhere}'}}", []),
+    "several": ("parallelism_config: {fsdp2: {verbose: 3, state_dict_type: x}}", []),
+    "degree": ("parallelism_config: {fsdp2: {data_parallel_shard_degree: 0}}", []),
+    "tensor parallelism": ("parallelism_config: {fsdp2: {}, tp: {strategy: ffn}}", []),
+    "another trainer's": ("distributed_type: FSDP\nnum_processes: 8\nmachine_rank: 0", []),
+    "cannot be applied": ("a: 1", ["a=[1, 2"]),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_config_is_what_it_is_for_train(doctor, write, case: str):
+def test_a_bad_config_is_found_for_what_train_says(doctor, write, case: str):
+    """Exit code 1 as of whatever else would make the run fail."""
     pytest.importorskip("llmfoundry", reason="needs the extra foundry")
     text, overrides = BAD[case]
     path = write(text)
-    result = doctor(path, *overrides)
+    result = doctor(path, *overrides, "--json")
     trained = CliRunner().invoke(main.app, ["train", str(path), *overrides])
-    assert (result.exit_code, trained.exit_code) == (2, 2)
-    assert result.stderr == trained.stderr
-    assert "ConfigError" in result.stderr
-    assert "mosaicml " in result.stdout  # a bug report has the versions all the same
+    assert (result.exit_code, trained.exit_code) == (1, 2)
+    found = json.loads(result.stdout)["findings"]
+    problems = [one for one in found if one["level"] == "problem"]
+    assert len(problems) == (2 if case == "several" else 1)
+    for one in problems:
+        assert f"{one['what']} {one['advice']}" in " ".join(trained.stderr.split())
+    in_words = doctor(path, *overrides)
+    assert in_words.exit_code == 1
+    assert "problem: " in in_words.stdout
+    assert "mosaicml " in in_words.stdout  # a bug report has the versions all the same
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+def test_a_file_that_cannot_be_read(doctor):
+    result = doctor("/proc/self/mem")
+    assert result.exit_code == 1
+    assert "'/proc/self/mem' cannot be read" in " ".join(result.stdout.split())
 
 
 def test_a_resolver_of_code_paths(doctor, tmp_path):
@@ -482,11 +500,13 @@ def test_a_resolver_of_code_paths(doctor, tmp_path):
         (["--ranks", "2"], "without CONFIG"),
         ([QUICKSTART, "-n", "12", "--gpus-per-node", "8"], "12 ranks do not fill nodes of 8 GPUs"),
         (["nowhere.yaml"], "no file 'nowhere.yaml'"),
+        ([QUICKSTART, "max_duration"], "'max_duration' is not an override"),
     ],
 )
 def test_options_that_cannot_be(doctor, options: list[str], message: str):
     result = doctor(*options)
     assert result.exit_code == 2
+    assert json.loads(doctor(*options, "--json").stdout)["error"] in result.stderr
     assert message in " ".join(result.stderr.split())
 
 
@@ -507,7 +527,7 @@ def test_json(doctor):
 
 def test_json_of_a_bad_config(doctor, write):
     result = doctor(write("parallelism_config: 3"), "--json")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     document = json.loads(result.stdout)
-    assert document["run"] is None
-    assert document["error"] in " ".join(result.stderr.split())
+    assert (document["run"], document["error"]) == (None, None)
+    assert any("takes a mapping" in found["what"] for found in document["findings"])
