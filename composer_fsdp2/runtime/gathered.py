@@ -288,7 +288,7 @@ def _name_of(record: Any, names: Mapping[int, str]) -> str:
 
 def _holders_of(suspects: list[_Param]) -> Iterator[tuple[_Param, Any]]:
     """Pairs of a parameter and an object that holds it, or shares its memory."""
-    by_memory = {memory_id(param.record): param for param in suspects}
+    by_memory: dict[int | None, _Param] = {memory_id(param.record): param for param in suspects}
     ours = {id(gathered_param(p.record)) for p in suspects}
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.Tensor) and id(obj) not in ours:
