@@ -211,6 +211,8 @@ class _Watch:
 
     def hear(self, event: Event, _name: str) -> None:
         """Agrees on what the first step has shown. Collective: yes, at its end."""
+        if event == "aborted":  # each rank has come to the end of another number of forwards
+            self._forwards = {True: 0, False: 0}
         if event == "begin" and self._forwards[True] == 1 and self._groups:
             next(iter(self._groups)).agree_on_writes()
 
