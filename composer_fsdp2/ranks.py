@@ -129,8 +129,9 @@ def _raise_first(
         raise own[failed.kind](where + failed.text) from error
     same = error is not None and (type(error).__name__, str(error)) == (failed.kind, failed.text)
     raised = error if same and error is not None else failed.rebuilt()
-    if hasattr(raised, "add_note"):  # since Python 3.11
-        raised.add_note(f"Raised on rank {rank}, at {failed.where}")
+    add_note = getattr(raised, "add_note", None)  # since Python 3.11
+    if add_note is not None:
+        add_note(f"Raised on rank {rank}, at {failed.where}")
     raise raised
 
 

@@ -211,6 +211,8 @@ class _Watch:
 
     def hear(self, event: Event, _name: str) -> None:
         """Agrees on what the first step has shown. Collective: yes, at its end."""
+        if event == "aborted":  # each rank has come to the end of another number of forwards
+            self._forwards = {True: 0, False: 0}
         if event == "begin" and self._forwards[True] == 1 and self._groups:
             next(iter(self._groups)).agree_on_writes()
 
@@ -288,7 +290,7 @@ def _name_of(record: Any, names: Mapping[int, str]) -> str:
 
 def _holders_of(suspects: list[_Param]) -> Iterator[tuple[_Param, Any]]:
     """Pairs of a parameter and an object that holds it, or shares its memory."""
-    by_memory = {memory_id(param.record): param for param in suspects}
+    by_memory: dict[int | None, _Param] = {memory_id(param.record): param for param in suspects}
     ours = {id(gathered_param(p.record)) for p in suspects}
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.Tensor) and id(obj) not in ours:

@@ -214,11 +214,9 @@ def train_batch(
         split = attempts.around_split(spec.split_batch)
         stack.enter_context(override_attribute(spec, "split_batch", split))
         # The scaler's step is around the optimizer's, where there is one.
-        for stepping in (
-            [state.scaler]
-            if trainer._use_grad_scaling(state.precision, state.scaler)
-            else state.optimizers
-        ):
+        scaled = trainer._use_grad_scaling(state.precision, state.scaler)
+        steppers: list[Any] = [state.scaler] if scaled else [*state.optimizers]
+        for stepping in steppers:
             step = attempts.around_step(stepping.step)
             stack.enter_context(override_attribute(stepping, "step", step))
         return original(trainer, *args, **kwargs)

@@ -349,7 +349,7 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
 def _model_is_average(saved: FolderCheckpoint, reader: Any) -> bool:
     """See [Note: EMA in checkpoints]. Collective: yes."""
     ways = saved.under("state", "algorithms").values()
-    found: StateDict = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
+    found: dict[Any, Any] = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
     if found:
         load_sharded({"state": {"algorithms": found}}, reader)
     return holds_averages(found)

@@ -123,7 +123,7 @@ def join(collective: Joined, group: dist.ProcessGroup) -> Callable[[], object]:
 def group_named(name: str) -> dist.ProcessGroup | None:
     """Returns this rank's group of that name, `None` if this rank is not in it."""
     try:
-        return dist.distributed_c10d._resolve_process_group(name)
+        return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateImportUsage]
     except (RuntimeError, ValueError, KeyError):
         return None
 

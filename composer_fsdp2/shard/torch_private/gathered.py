@@ -134,4 +134,4 @@ def number_of_holders(param: Any) -> tuple[int, int]:
 
 def in_function_transform() -> bool:
     """Whether a transformation of `torch.func` runs: `vmap`, `grad`, `jvp` and so on."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]

@@ -27,7 +27,7 @@ from composer_fsdp2.errors import ShardReadError
 
 __all__ = ["guard_reading"]
 
-_READ_NUMBER = torch.ops.aten._local_scalar_dense.default
+_READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # pyright: ignore[reportAttributeAccessIssue]
 _NUMBER = (
     "One number was read out of a sharded tensor (`.item()`, `float()`, `int()`, `bool()`, `if`). "
     "This rank holds a part of it, so the number would be wrong, and another one on each rank. "
