@@ -161,8 +161,7 @@ class _Watch:
             after=partial(self._after_gather, group),
             frees=partial(self._before_free, group),
         )
-        # Units gather themselves, and who replaced a forward keeps it. What is run again in
-        # backward is left alone, for after an aborted forward it may be run while sharded.
+        # Units gather themselves, and who replaced a forward keeps it.
         holders: dict[nn.Module, _Param] = {}
         for param in self._groups[group]:
             for module, _ in places_of(param.record):
@@ -170,9 +169,7 @@ class _Watch:
         self._refusals[group] = [
             (vars(module), Refusal(module, names.get(id(module), "?"), p.name, unit, name))
             for module, p in holders.items()
-            if not isinstance(module, FSDPModule)
-            and "forward" not in vars(module)
-            and "_checkpoint_wrapped_module" not in names.get(id(module), "")
+            if not isinstance(module, FSDPModule) and "forward" not in vars(module)
         ]
         self._refuse_calls(group)
 
