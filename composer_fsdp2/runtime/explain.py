@@ -222,8 +222,12 @@ class _Scene:
     def methods(self) -> list[str]:
         """Methods of modules, besides forward, that were running, as `forward_methods` has them."""
         found: dict[str, None] = {}
+        forwards: set[int] = set()
         for module, frame in self.at:
-            if _is_method(frame, module):
+            if frame.f_code.co_name == "forward":
+                forwards.add(id(module))
+            # What its module's own forward calls gathers no more than that does.
+            elif _is_method(frame, module) and id(module) not in forwards:
                 found[f"{self._names[id(module)]}.{frame.f_code.co_name}".lstrip(".")] = None
         return list(found)
 
@@ -269,9 +273,10 @@ def _outside(module: str, param: str, unit: str | None, line: str, methods: list
     return (
         f"{module} computed with this rank's shard of {param}{line}. The whole parameter is "
         f"there only while the forward of {around} runs, and this was outside. "
-        "Either name the method that is called instead of forward, so that it gathers too "
-        f"(forward_methods: ['{methods[-1]}']), or choose the units so that whatever uses the "
-        "parameter lies inside one: wrap_policy, with the module around both in `names`, or "
+        "Call the module, not its forward by name; or name the method that is called instead of "
+        f"forward, so that it gathers too (forward_methods: ['{methods[-1]}']); or choose "
+        "the units so that whatever uses the parameter lies inside one: wrap_policy, with the "
+        "module around both in `names`, or "
         f"without {around if unit else 'a unit so small'}."
     )
 
@@ -306,5 +311,6 @@ def _other_dtype(scene: _Scene) -> str:
         f"its parameters{scene.line()}. FSDP2 casts the inputs of a unit, not what its forward "
         "casts itself. Cast to the weight's dtype (x.to(self.weight.dtype)), train with an amp "
         "precision, which casts both, or keep the unit's parameters in their own dtype: "
-        "mixed_precision: FULL for the unit in `fsdp_wrap_fn` or `wrap_policy`, or keep_fp32."
+        "mixed_precision: FULL for the unit in `fsdp_wrap_fn` or `wrap_policy`; keep_fp32, if that "
+        "is float32."
     )

@@ -42,6 +42,7 @@ from composer_fsdp2.shard.torch_private.units import (
     has_run,
     param_groups,
     params_of,
+    sharded_param,
 )
 
 __all__ = ["watch_gathered"]
@@ -78,6 +79,14 @@ class _Param:
         self.seen: tuple[int, int] | None = None
         self.contents: torch.Tensor | None = None
         self.holders: tuple[int, int] | None = None
+        self.shard: int | None = None
+
+    def note_shard(self) -> None:
+        self.shard = storage_id(sharded_param(self.record))
+
+    def has_other_shard(self) -> bool:
+        """Whether `.data` of the shard was assigned: a gather would go on reading the old one."""
+        return self.shard not in (None, storage_id(sharded_param(self.record)))
 
     def is_exchanged(self) -> bool:
         """Whether something stands in a module that FSDP2 did not put there."""
@@ -90,12 +99,12 @@ class _Param:
             refs, tensors = number_of_holders(self.record)
             self.holders = refs - len(self.places), tensors
         whole = gathered_param(self.record)
-        self.seen = (whole._version, whole.data_ptr()) if self.plain else None
+        self.seen = _seen(whole) if self.plain else None
         self.contents = _digest(self.record) if contents and self.plain else None
 
     def is_changed(self) -> bool:
         whole = gathered_param(self.record)
-        if self.seen is not None and self.seen != (whole._version, whole.data_ptr()):
+        if self.seen is not None and self.seen != _seen(whole):
             return True
         return self.contents is not None and not torch.equal(self.contents, _digest(self.record))
 
@@ -106,6 +115,11 @@ class _Param:
         more = now[0] > self.holders[0] or now[1] > self.holders[1]
         self.holders = max(now[0], self.holders[0]), max(now[1], self.holders[1])
         return more
+
+
+def _seen(whole: torch.Tensor) -> tuple[int, int]:
+    """Version and place; what was made under inference_mode has no version."""
+    return 0 if whole.is_inference() else whole._version, whole.data_ptr()
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -161,8 +175,7 @@ class _Watch:
             after=partial(self._after_gather, group),
             frees=partial(self._before_free, group),
         )
-        # Units gather themselves, and who replaced a forward keeps it. What is run again in
-        # backward is left alone, for after an aborted forward it may be run while sharded.
+        # Units gather themselves, and who replaced a forward keeps it.
         holders: dict[nn.Module, _Param] = {}
         for param in self._groups[group]:
             for module, _ in places_of(param.record):
@@ -170,9 +183,7 @@ class _Watch:
         self._refusals[group] = [
             (vars(module), Refusal(module, names.get(id(module), "?"), p.name, unit, name))
             for module, p in holders.items()
-            if not isinstance(module, FSDPModule)
-            and "forward" not in vars(module)
-            and "_checkpoint_wrapped_module" not in names.get(id(module), "")
+            if not isinstance(module, FSDPModule) and "forward" not in vars(module)
         ]
         self._refuse_calls(group)
 
@@ -208,6 +219,13 @@ class _Watch:
         self._found += self._kept()
         if not torch.is_grad_enabled() or self._forwards[True] != 1:
             self._raise_here()
+        if self._forwards[torch.is_grad_enabled()] == 0:
+            for param in self._params():
+                param.note_shard()
+
+    def _params(self) -> Iterator[_Param]:
+        for params in self._groups.values():
+            yield from params
 
     def hear(self, event: Event, _name: str) -> None:
         """Agrees on what the first step has shown. Collective: yes, at its end."""
@@ -224,6 +242,7 @@ class _Watch:
             return
         while self._in_first:
             self._in_first.pop().remove()
+        self._found += [_assigned(param) for param in self._params() if param.has_other_shard()]
         self._events.tell("end", "")  # a rank that does not come is missed there
         next(iter(self._groups)).agree_on_writes()
 
@@ -369,6 +388,15 @@ def _exchanged(param: _Param) -> str:
         "the parameters it gathers, so the tensor would be ignored or dropped. Give forward the "
         "tensor as an argument; call the module's function with it (F.linear(x, weight)); or write "
         "it into the parameter between steps with composer_fsdp2.summon_full_params."
+    )
+
+
+def _assigned(param: _Param) -> str:
+    return (
+        f"'{param.name}.data' was assigned in place, while {_unit_text(param.unit)} had not "
+        "gathered it. FSDP2 gathers the memory it made for the shard, so the assignment would be "
+        "ignored. Compute with a changed copy (F.linear(x, self.weight * 0.9)) in the unit; or "
+        "change the weight between steps, in a callback, with composer_fsdp2.summon_full_params."
     )
 
 

@@ -6,7 +6,8 @@ not come at all is missed long before the timeout of the collective it would hav
 That is a small message per collective, in the first step only: afterwards the order is the same
 where the step is. Data may choose another way through the model in a later step, and units of equal
 shape then take each other's weights without a word. So each rank keeps a checksum of the
-collectives of a batch, and the Trainer compares it when the ranks agree on having a next one.
+collectives of a batch, and the Trainer compares it when the ranks agree on having a next one. In a
+loop of one's own it is compared when the next forward of training begins.
 """
 
 from __future__ import annotations
@@ -158,6 +159,8 @@ class _Check:
 class OrderCheck:
     """Compares the collectives of whole batches of training, after the batch.
 
+    Who sends `terms` with a collective of its own calls `check`; else the next forward does both.
+
     Args:
         events: of the model.
         channel: the group over which ranks tell each other what they ran.
@@ -165,6 +168,7 @@ class OrderCheck:
 
     def __init__(self, events: UnitEvents, channel: dist.ProcessGroup) -> None:
         self._channel = channel
+        self._is_asked = self._began = False
         self._start()
         events.listeners += (self._hear,)
 
@@ -175,6 +179,10 @@ class OrderCheck:
     def _hear(self, event: Event, name: str) -> None:
         if event == "aborted":
             self._start()  # each rank has left the batch at another place
+        elif event == "begin":
+            if self._began and not self._is_asked:
+                self._compare()
+            self._began = True
         # Evaluations and generation, which may be a rank's own affair, run without gradients.
         training = torch.is_grad_enabled() or backward_number() != -1
         if event in ("gather", "reduce") and training:
@@ -185,8 +193,15 @@ class OrderCheck:
 
     def terms(self) -> tuple[int, int]:
         """Two numbers whose sums over the ranks `check` needs. Collective: no."""
+        self._is_asked = True
         checksum = self._checksum % _CHECKSUM
         return checksum, checksum**2
+
+    def _compare(self) -> None:
+        checksum = self._checksum % _CHECKSUM
+        sums = torch.tensor([checksum, checksum**2])
+        dist.all_reduce(sums, group=self._channel)
+        self.check(*sums.tolist())
 
     def check(self, total: int, squares: int) -> None:
         """Raises on every rank if the ranks ran different units since the last call.

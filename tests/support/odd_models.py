@@ -35,35 +35,6 @@ WRAPPINGS: dict[str, str] = {
     "every module": "`{wrap_policy: {min_num_params: 1}}`: whatever holds a parameter is a unit",
 }
 
-_WRITES = "in-place writes of gathered weights and of inputs are named in the first step"
-_CASTS = "a module that casts its own inputs is named, with its cure"
-_MIXED = "'got mixed torch.Tensor and DTensor' becomes a sentence with `forward_methods`"
-
-WAITS_FOR: dict[str, str] = {
-    **dict.fromkeys(
-        ("Clamped", "Assigned", "Copied", "WrittenData", "CountsUp", "InputInPlace", "ViewInPlace"),
-        _WRITES,
-    ),
-    "KeptWeight": "a weight kept from the first forward ends in a segmentation fault",
-    "gradient_penalty": "double backward through more than one unit ends in one, too",
-    "Functional": "functional_call on a unit is refused",
-    **dict.fromkeys(("float64", "bf16_block", "fp16_block", "four_dtypes", "MixedAdapter"), _CASTS),
-    **dict.fromkeys(
-        (
-            "LogitsOfEmbedding",
-            "OtherMethod",
-            "CallsParts",
-            "ReadsWeightOutside",
-            "PartOutside",
-            "CalledByName",
-        ),
-        _MIXED,
-    ),
-    "DifferentLayers": "a missing gradient is filled with zero in every unit",
-}
-"""Kinds that are not run yet, and for what."""
-
-
 _SAID_BY_TORCH = (
     "FSDP2-wrapped module .* returned a view tensor",
     "The .grad attribute of a Tensor that is not a leaf",
@@ -84,6 +55,8 @@ class Odd:
     """what to write instead, for the page"""
     only: tuple[str, ...] = tuple(WRAPPINGS)
     """wrappings in which it is refused"""
+    depends: tuple[str, ...] = ()
+    """wrappings in which it is refused with a newer torch alone"""
     takes: Literal["floats", "ids"] = "floats"
     call: Callable[[Any, torch.Tensor], Any] | None = None
     """calls the part, instead of `part(x)`"""

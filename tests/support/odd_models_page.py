@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.odd_models import WAITS_FOR, WRAPPINGS, Odd, kinds
+from tests.support.odd_models import WRAPPINGS, Odd, kinds
 
 PAGE = Path(__file__).parents[2] / "docs" / "odd-models.md"
 
@@ -36,15 +36,18 @@ def page() -> str:
 def _group(title: str, group: dict[str, Odd]) -> str:
     header = ["kind", *WRAPPINGS, "what to write instead"]
     rows = [_row(header), _row(["---"] * len(header))]
-    rows += [_row(_cells(name, kind)) for name, kind in group.items()]
+    rows += [_row(_cells(kind)) for kind in group.values()]
     return f"## {title}\n\n" + "".join(rows)
 
 
-def _cells(name: str, kind: Odd) -> list[str]:
-    found = ["refused" if kind.words(wrapping) else "trains" for wrapping in WRAPPINGS]
-    if name in WAITS_FOR:
-        found = ["not yet"] * len(found)
-    return [kind.says, *found, kind.instead]
+def _cells(kind: Odd) -> list[str]:
+    return [kind.says, *(_found(kind, wrapping) for wrapping in WRAPPINGS), kind.instead]
+
+
+def _found(kind: Odd, wrapping: str) -> str:
+    if wrapping in kind.depends:
+        return "by torch's version"
+    return "refused" if kind.words(wrapping) else "trains"
 
 
 def _row(cells: list[str]) -> str:

@@ -222,8 +222,11 @@ class OnOneRank(One):
 
 
 @odd(
-    "ranks use different layers of one unit after the first step",
+    "ranks use different layers after the first step",
     settings={"wrap_policy": {"names": ["odd"]}},
+    refused="ran different units",
+    only=("every module",),
+    instead="one unit around the layers",
 )
 class DifferentLayers(Two):
     def __init__(self) -> None:
@@ -354,9 +357,6 @@ class ReadsWeightOutside(Two):
 @odd(
     "a part of a block is used outside the block, by the model itself",
     call=lambda part, x: part(x) + part.block.out(x),
-    refused="forward_methods",
-    only=("automatic",),
-    instead="`wrap_policy.names` with the part, which becomes a unit",
 )
 class PartOutside(nn.Module):
     def __init__(self) -> None:

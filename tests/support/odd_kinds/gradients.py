@@ -205,8 +205,6 @@ def _penalty(model: nn.Module, x: Tensor) -> Tensor:
 @odd(
     "double backward, a gradient penalty on the input",
     step=_penalty,
-    refused="double backward",
-    instead="a penalty from finite differences, or DDP",
 )
 def gradient_penalty() -> nn.Module:
     return Two()
@@ -228,6 +226,7 @@ def gradient_of_input() -> nn.Module:
 @odd(
     "`torch.func.functional_call` on a part with other weights",
     refused="functional_call",
+    only=("every module",),
     instead="the computation with `torch.nn.functional` and weights of your own",
 )
 class Functional(Two):

@@ -16,6 +16,12 @@ EMPTY = "Initializing zero-element tensors is a no-op"
 PLAIN = "`nn.Parameter` with an attribute of your own, which is kept"
 
 
+# A unit gathers in the dtype of the run, which a module that casts its own inputs does not expect.
+WHOLE = ("one unit", "automatic")
+OTHER = "in another dtype"
+CASTS = "`mixed_precision: FULL`, for the module or all, or `x.to(self.weight.dtype)`"
+
+
 class Holds(nn.Module):
     """A layer, and one parameter that takes part as its mean."""
 
@@ -173,7 +179,7 @@ class Complex(nn.Module):
         return self.inner(x) @ self.turn
 
 
-@odd("a parameter of float64 beside those of float32")
+@odd("a parameter of float64 beside those of float32", refused=OTHER, only=WHOLE, instead=CASTS)
 def float64() -> nn.Module:
     return Chain(layer(), Cast(torch.float64), layer())
 
@@ -189,17 +195,35 @@ class Cast(nn.Module):
         return self.inner(x.to(self.dtype)).to(x.dtype)
 
 
-@odd("a block of bf16 in a model of float32", tolerance=2e-2)
+@odd(
+    "a block of bf16 in a model of float32",
+    refused=OTHER,
+    only=WHOLE,
+    instead=CASTS,
+    tolerance=2e-2,
+)
 def bf16_block() -> nn.Module:
     return Chain(layer(), Cast(torch.bfloat16))
 
 
-@odd("a block of fp16 in a model of float32", tolerance=2e-2)
+@odd(
+    "a block of fp16 in a model of float32",
+    refused=OTHER,
+    only=WHOLE,
+    instead=CASTS,
+    tolerance=2e-2,
+)
 def fp16_block() -> nn.Module:
     return Chain(layer(), Cast(torch.float16))
 
 
-@odd("blocks of four dtypes", tolerance=2e-2)
+@odd(
+    "blocks of four dtypes",
+    refused=OTHER,
+    only=WHOLE,
+    instead=CASTS,
+    tolerance=2e-2,
+)
 def four_dtypes() -> nn.Module:
     dtypes = (torch.float16, torch.bfloat16, torch.float64, torch.float32)
     return Chain(*[Cast(dtype) for dtype in dtypes])
@@ -341,7 +365,14 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-@odd("adapters of float32 beside frozen weights of bf16", tolerance=2e-2)
+@odd(
+    "adapters of float32 beside frozen weights of bf16",
+    refused=OTHER,
+    only=("automatic",),
+    depends=("one unit",),
+    instead=CASTS,
+    tolerance=2e-2,
+)
 class MixedAdapter(nn.Module):
     def __init__(self) -> None:
         super().__init__()

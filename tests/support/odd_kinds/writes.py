@@ -13,10 +13,12 @@ from tests.support.odd_models import WIDTH, odd
 
 STEP = "a callback after the step, or the change as a part of the computation"
 WRITTEN = "in place"
+# Where a layer is a unit, who holds it writes to its shards before it gathers them.
+WHOLE = ("one unit", "automatic")
 Tensor = torch.Tensor
 
 
-@odd("a weight is clamped in forward", refused=WRITTEN, instead=STEP)
+@odd("a weight is clamped in forward", refused=WRITTEN, instead=STEP, only=WHOLE)
 class Clamped(One):
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
@@ -31,7 +33,7 @@ class Assigned(One):
         return self.inner(x)
 
 
-@odd("a weight is written with `copy_` in forward", refused=WRITTEN, instead=STEP)
+@odd("a weight is written with `copy_` in forward", refused=WRITTEN, instead=STEP, only=WHOLE)
 class Copied(One):
     def forward(self, x: Tensor) -> Any:
         with torch.no_grad():
@@ -39,7 +41,7 @@ class Copied(One):
         return self.inner(x)
 
 
-@odd("a weight is written through `.data`", refused=WRITTEN, instead=STEP)
+@odd("a weight is written through `.data`", refused=WRITTEN, instead=STEP, only=WHOLE)
 class WrittenData(One):
     def forward(self, x: Tensor) -> Any:
         self.inner.weight.data.mul_(0.9)
@@ -70,7 +72,7 @@ class CountsScalar(One):
 
 @odd(
     "a weight is kept from the first forward",
-    refused="kept",
+    refused="odd.inner.weight'",
     instead="the weight read from its module in every forward",
 )
 class KeptWeight(Two):
@@ -88,7 +90,7 @@ class AddsInPlace(One):
         return self.inner(x)
 
 
-@odd("a part changes its input in place", refused=WRITTEN, instead="`x = x + 1`")
+@odd("a part changes its input in place")
 class InputInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +120,7 @@ class BlockInPlace(nn.Module):
         return self.out(x)
 
 
-@odd("a view that a part returns is changed in place", refused=WRITTEN, instead="`x = x * 2`")
+@odd("a view that a part returns is changed in place")
 class ViewInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
