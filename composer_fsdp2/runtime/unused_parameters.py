@@ -135,7 +135,6 @@ class UnusedParameters:
         if not reduces(group) or group not in self._ran:
             return
         self._ran.discard(group)
-        self._withdraw(param for param in params if param in self._told and param in self._used)
         self._fresh.update(param for param in params if sharded_param(param).grad is None)
         if missing and not self._compares(group):
             if self._uses.get(group, 0) > 1:
@@ -156,16 +155,6 @@ class UnusedParameters:
             if param in self._fresh and param not in self._used and param not in self._told:
                 self._told[param] = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"
                 default_store().add(self._told[param], 1)
-
-    def _withdraw(self, found: Iterable[Any]) -> None:
-        """Takes back what was said of a unit's first run in this backward: a later one used them.
-
-        Collective: no, and before the reduction.
-        """
-        for param in list(found):
-            key = self._told.pop(param)
-            if default_store().add(key, -1) == 0:
-                default_store().delete_key(key)
 
     def _end_with_this_backward(self) -> None:
         number = backward_number()
