@@ -216,6 +216,7 @@ class AddsInPlace(TinyLM):
         return self.head(self.norm(x))
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("view", [True, False])
 def test_an_output_changed_in_place(view: bool):
@@ -235,6 +236,7 @@ def test_an_output_changed_in_place(view: bool):
         assert torch.allclose(a.grad, b.grad.full_tensor(), atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 def test_a_view_that_nobody_changes_is_right():
     torch.manual_seed(0)
