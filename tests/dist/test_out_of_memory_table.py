@@ -7,6 +7,7 @@ again, every rank says so, soon. See `tests/support/memory_table.py` for the pla
 from __future__ import annotations
 
 import itertools
+import re
 import time
 from typing import Any
 
@@ -36,6 +37,7 @@ from tests.support.memory_table import (
     fitted,
     trainer_of,
 )
+from tests.support.pool import RankError
 from tests.support.training import built, loader_of, samples_of, trainer_for
 
 SOON_SECONDS = 20.0
@@ -106,12 +108,40 @@ def parameters() -> list[Any]:
 @pytest.mark.parametrize("name", parameters())
 def test_training_ends_as_if_it_had_begun_with_what_fits(name: str):
     with installed():
-        assert_on_all(trained(name, cases_of(name)))
+        assert_on_all(trained(name, tried_again(name)))
+
+
+def tried_again(name: str) -> list[Case]:
+    return [case for case in cases_of(name) if due(case) == "survived"]
+
+
+class RunEndedError(Exception):
+    """Ends the ranks, as an error of a run does: they may be out of step."""
+
+
+AS_IT_SHOULD = "every rank was told to resume from a checkpoint"
+ENDED = [(name, case) for name in ("plain", "HSDP") for case in cases_of(name)]
+ENDED = [(name, case) for name, case in ENDED if due(case) == "reported"]
+
+
+def ended(name: str, case: Case) -> None:
+    with installed():
+        raise RunEndedError(one(VARIANTS[name], case, {}) or AS_IT_SHOULD)
+
+
+@pytest.mark.parametrize(("name", "case"), ENDED, ids=str)
+def test_where_nothing_can_be_tried_again_all_ranks_hear_of_it(ranks, name: str, case: Case):
+    with pytest.raises(RankError) as caught:
+        ranks(VARIANTS[name].world, ended, name, case)
+    said = re.findall(r"^.*RunEndedError: (.*)$", str(caught.value), re.MULTILINE)
+    assert said
+    assert set(said) == {AS_IT_SHOULD}
 
 
 def test_the_table_is_large_and_has_all_pairs():
     found = [(name, case) for name in VARIANTS for case in cases_of(name)]
-    assert 320 <= len(found) + 3 * len(EVALUATED) <= 400
+    assert sum(len(tried_again(name)) for name in VARIANTS) >= 300
+    assert len(found) + 3 * len(EVALUATED) <= 400
     rows = [
         {
             "place": case.place,
