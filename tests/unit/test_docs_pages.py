@@ -12,7 +12,7 @@ import yaml
 
 from composer_fsdp2.config.fsdp1 import convert_fsdp1
 from composer_fsdp2.trainer.config import parse_parallelism_config
-from tests.support.documents import (
+from tests.support.site_pages import (
     DOCS,
     PAGES,
     ROOT,
