@@ -4,71 +4,61 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
-import yaml
-from typer.core import TyperGroup
-from typer.main import get_command
+import torch
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
+from composer_fsdp2 import uninstall
 from composer_fsdp2.cli.main import app
-from composer_fsdp2.config.describe import describe_page
-from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
-from composer_fsdp2.config.schema import FIELDS
+from composer_fsdp2.config.fsdp1 import FSDP1_KEYS
 from composer_fsdp2.tools.migrate.engine import migrate
-from composer_fsdp2.trainer.config import parse_parallelism_config
+from tests.support.documents import (
+    ROOT,
+    avoided_phrases,
+    blocks,
+    check_command,
+    check_yaml,
+    commands,
+    shell_lines,
+)
 from tests.support.migration_tables import MARK as TABLE_OF_KEYS
 from tests.support.migration_tables import TABLES, table
+from tests.support.models import TinyComposer, llama_config
 from tests.support.odd_models_page import PAGE as ODD_MODELS
 from tests.support.odd_models_page import page as page_of_odd_models
 from tests.support.settings_mistakes import MARK as TABLE_OF_MISTAKES
 from tests.support.settings_mistakes import WRITTEN, message, sentences
 from tests.support.settings_mistakes import table as table_of_mistakes
+from tests.support.training import loader_of, samples_of
 
-ROOT = Path(__file__).parents[2]
 MIGRATION = (ROOT / "MIGRATION.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
-def _blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-
-
-@pytest.mark.parametrize("block", _blocks(MIGRATION + README, "yaml"))
+@pytest.mark.parametrize("block", blocks(MIGRATION + README, "yaml"))
 def test_yaml_blocks_are_valid(block: str):
-    config = yaml.safe_load(block)
-    if "fsdp_config" in config:
-        convert_fsdp1(config["fsdp_config"], world_size=8, local_world_size=8)
-    else:
-        assert parse_parallelism_config(config["parallelism_config"]) is not None
+    check_yaml(block)
 
 
 def test_the_migrated_run_is_the_one_shown():
-    before, after, *_ = _blocks(MIGRATION, "yaml")
+    before, after, *_ = blocks(MIGRATION, "yaml")
     assert migrate(before).text == after
 
 
-def _commands(text: str) -> list[str]:
-    lines = [line for block in _blocks(text, "bash") for line in block.splitlines()]
-    return [line.partition(" #")[0] for line in lines if line.startswith("composer-fsdp2 ")]
-
-
-@pytest.mark.parametrize("line", _commands(MIGRATION + README))
+@pytest.mark.parametrize("line", commands(MIGRATION + README))
 def test_commands_and_options_exist(line: str):
-    """Parsed as the command line does it; nothing is run."""
-    command, words = get_command(app), shlex.split(line)[1:]
-    context = typer.Context(command)
-    while isinstance(command, TyperGroup):
-        name, command, words = command.resolve_command(context, words)
-        context = typer.Context(command, parent=context, info_name=name)
-    command.parse_args(context, words)
+    check_command(line)
 
 
-@pytest.mark.parametrize("line", [c for c in _commands(MIGRATION) if "migrate old.yaml" in c])
+@pytest.mark.parametrize("line", [c for c in commands(MIGRATION) if "migrate old.yaml" in c])
 def test_migrations_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    before, *_ = _blocks(MIGRATION, "yaml")
+    before, *_ = blocks(MIGRATION, "yaml")
     monkeypatch.chdir(tmp_path)
     Path("old.yaml").write_text(before)
     result = CliRunner().invoke(app, shlex.split(line)[1:])
@@ -78,11 +68,9 @@ def test_migrations_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("block", _blocks(MIGRATION, "python"))
+@pytest.mark.parametrize("block", blocks(MIGRATION, "python"))
 @pytest.mark.filterwarnings("ignore:FSDP1 to FSDP2")
 def test_python_blocks_run(block: str):
-    from composer_fsdp2 import uninstall
-
     try:
         exec(compile(block, "MIGRATION.md", "exec"), {})
     finally:
@@ -121,11 +109,72 @@ def test_links_within_the_page_lead_somewhere():
     assert set(re.findall(r"\]\(#(.*?)\)", MIGRATION)) <= anchors
 
 
-def test_the_tables_of_settings_are_made_from_their_declarations():
-    """`python -m composer_fsdp2.config.describe README.md` writes them."""
-    assert describe_page(README) == README
-    missing = [key for key in FIELDS if f"| `{key}` |" not in README]
-    assert not missing
+def _for_the_trainer() -> dict[str, Any]:
+    model = TinyComposer()
+    loader = loader_of(samples_of(2, 8), 4)
+    return {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "dataloader": loader,
+    }
+
+
+def _for_a_loop() -> dict[str, Any]:
+    model = LlamaForCausalLM(llama_config())
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.arange(8).reshape(2, 4)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "dataloader": [{"input_ids": ids, "labels": ids}],
+    }
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("names", [_for_the_trainer, _for_a_loop])
+def test_the_ways_to_use_it_run(names: Callable[[], dict[str, Any]]):
+    """In the order of the page; each block has the names that it reads."""
+    block = blocks(README, "python")[[_for_the_trainer, _for_a_loop].index(names)]
+    given = names()
+    before = [param.detach().clone() for param in given["model"].parameters()]
+    try:
+        exec(compile(block, "README.md", "exec"), given)
+        assert any(isinstance(module, FSDPModule) for module in given["model"].modules())
+        after = [param.full_tensor() for param in given["model"].parameters()]
+        assert not any(map(torch.equal, before, after))
+    finally:
+        uninstall()
+
+
+def test_every_python_block_of_the_readme_is_run():
+    assert len(blocks(README, "python")) == 2
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("MIGRATION.md", 900)])
+def test_the_first_pages_are_short(name: str, most: int):
+    assert len((ROOT / name).read_text().splitlines()) <= most
+
+
+@pytest.mark.parametrize("text", [README, MIGRATION], ids=["README.md", "MIGRATION.md"])
+def test_the_lines_to_copy_need_no_scrolling(text: str):
+    """A page of GitHub shows about 95 characters of code."""
+    copied = [line for block in blocks(text, "bash") for line in block.splitlines()]
+    assert [line for line in copied if len(line) > 92] == []
+
+
+def test_the_readme_has_the_two_commands():
+    """In one line each: set up and train, set up and test."""
+    train, more, test = shell_lines(README)
+    assert train.startswith("python -m venv .venv && ")
+    assert train.endswith(" && .venv/bin/composer-fsdp2 train yamls/quickstart.yaml")
+    assert more.startswith(train.rpartition(" && ")[2])
+    assert test.endswith(" && .venv/bin/python -m pytest")
+
+
+@pytest.mark.parametrize("name", ["README.md"])
+def test_pages_are_in_plain_words(name: str):
+    """`tests.support.documents.AVOIDED` has the phrases."""
+    assert avoided_phrases((ROOT / name).read_text()) == []
 
 
 def test_the_page_of_odd_models_is_up_to_date():
