@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,7 @@ def _check_torchrun(words: list[str]) -> None:
 
 def _check_installation(words: list[str]) -> None:
     """Files that are named are there; a module that is run is one."""
-    for option, value in zip(words, words[1:], strict=False):
+    for option, value in itertools.pairwise(words):
         if option in {"-c", "--override"}:
             assert (ROOT / value).is_file()
         if option == "-m" and not value.startswith("build"):
