@@ -1,151 +1,110 @@
-"""Reads the pages of the documentation: blocks, commands, links, headings and phrases to avoid."""
+"""Examples and links of the pages in docs/, and how their commands are read."""
 
 from __future__ import annotations
 
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import typer
-import yaml
 from typer.core import TyperGroup
 from typer.main import get_command
 
 from composer_fsdp2.cli.main import app
-from composer_fsdp2.config.fsdp1 import convert_fsdp1
-from composer_fsdp2.trainer.config import parse_parallelism_config
-
-__all__ = [
-    "AVOIDED",
-    "ROOT",
-    "anchors",
-    "avoided_phrases",
-    "blocks",
-    "broken_links",
-    "check_command",
-    "check_yaml",
-    "commands",
-    "links",
-    "migration_pages",
-    "pages",
-    "shell_lines",
-]
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
 
-FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-HEADING = re.compile(r"^#+ (.*?)(?: \{#([\w-]+)\})?$", re.MULTILINE)
-# Of `[text](target)`, also of pictures and of links around pictures.
-LINK = re.compile(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)|\b(?:src|href)=\"([^\"]+)\"")
-
-# Phrases that make a reader guess: a pronoun or a verb without the thing it speaks of, words that
-# are not the standard term, and sentences that begin with "What". See CONTRIBUTING.md.
-AVOIDED = (
-    r"\btold of\b",
-    r"\bstands? in for\b",
-    r"\bwhat no rule\b",
-    r"\bnothing stays\b",
-    r"\bwithout a word\b",
-    r"\bas ever\b",
-    r"\bwhoever\b",
-    r"\bsays? so\b",
-    r"\bin all else\b",
-    r"\bis led (?:there|here)\b",
-    r"\bspeaks? of\b",
-    r"\bha(?:s|ve) not[.,;:)]",
-    r"\bare not there\b",
-    r"\bgives? (?:its|their) .{0,40} away\b",
-    r"\bnobody (?:would|looks|writes)\b",
-    r"\bcosts? no good\b",
-    r"\bknows? nothing of\b",
-)
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+_LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
 
 
-def pages() -> list[Path]:
-    """Returns README.md, MIGRATION.md and every page under docs/, in the order of their names."""
-    return [ROOT / "README.md", ROOT / "MIGRATION.md", *sorted((ROOT / "docs").rglob("*.md"))]
+@dataclass(frozen=True)
+class Example:
+    """A block of code of a page."""
+
+    page: str
+    language: str
+    text: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.language}:{self.number}"
+
+    @property
+    def included(self) -> list[str]:
+        """The files of the repository that are shown in its place."""
+        return _INCLUDED.findall(self.text)
 
 
-def migration_pages() -> list[Path]:
-    """Returns the pages on moving from FSDP1."""
-    return [ROOT / "MIGRATION.md", ROOT / "docs" / "from-fsdp1.md"]
+def examples(*languages: str) -> list[Example]:
+    """Returns the blocks of all pages in these languages; of all languages without arguments."""
+    found = []
+    for page in PAGES:
+        name = page.relative_to(DOCS).as_posix()
+        for number, (language, text) in enumerate(_FENCE.findall(page.read_text())):
+            if not languages or language in languages:
+                found.append(Example(name, language, text, number))
+    return found
 
 
-def blocks(text: str, language: str) -> list[str]:
-    """Returns the contents of the code blocks of a language, without their indentation."""
-    found = [match for match in FENCE.finditer(text) if match[2] == language]
-    return [re.sub(rf"^{match[1]}", "", match[3], flags=re.MULTILINE) for match in found]
+def command_lines() -> list[tuple[str, str]]:
+    """Returns page and command of every line of a shell block, without comments."""
+    return [
+        (example.page, line.partition(" #")[0].strip())
+        for example in examples("bash")
+        for line in example.text.replace("\\\n", " ").splitlines()
+        if line.strip() and not line.startswith("#")
+    ]
 
 
-def shell_lines(text: str) -> list[str]:
-    """Returns the lines of the bash blocks; a backslash at the end joins a line to the next."""
-    joined = (re.sub(r" *\\\n *", " ", block) for block in blocks(text, "bash"))
-    return [line for block in joined for line in block.splitlines()]
+def parse_command(words: list[str]) -> dict[str, Any]:
+    """Reads the arguments of `composer-fsdp2` as the command line does; nothing is run.
 
-
-def commands(text: str) -> list[str]:
-    """Returns the calls of `composer-fsdp2` in the bash blocks, without comments."""
-    parts = (part for line in shell_lines(text) for part in line.partition(" #")[0].split(" && "))
-    names = (part.strip().removeprefix(".venv/bin/") for part in parts)
-    return [name for name in names if name.startswith("composer-fsdp2 ")]
-
-
-def check_command(line: str) -> None:
-    """Parses a call as the command line does; runs nothing.
-
-    Raises:
-        click.UsageError: for a command, option or argument that does not exist.
+    Returns:
+        The values of the parameters, and under "command" the names of the command.
     """
-    command, words = get_command(app), shlex.split(line)[1:]
-    context = typer.Context(command)
+    command = get_command(app)
+    context, names = typer.Context(command), []
     while isinstance(command, TyperGroup):
-        name, command, words = command.resolve_command(context, words)
+        name, found, words = command.resolve_command(context, words)
+        assert found is not None
+        command, names = found, [*names, str(name)]
         context = typer.Context(command, parent=context, info_name=name)
     command.parse_args(context, words)
+    return {**context.params, "command": " ".join(names)}
 
 
-def check_yaml(block: str) -> None:
-    """Parses a block of YAML as a run does.
-
-    Raises:
-        ConfigError: for settings that the package refuses.
-        AssertionError: for a `parallelism_config` without FSDP2.
-    """
-    config = yaml.safe_load(block)
-    if "fsdp_config" in config:
-        convert_fsdp1(config["fsdp_config"], world_size=8, local_world_size=8)
-    elif "parallelism_config" in config:
-        assert parse_parallelism_config(config["parallelism_config"]) is not None
+def programs(line: str) -> Iterator[list[str]]:
+    """Yields the words of each command of a line, without assignments of variables before it."""
+    for part in line.split(" && "):
+        words = shlex.split(part)
+        while words and re.fullmatch(r"\w+=\S*", words[0]):
+            words = words[1:]
+        yield words
 
 
-def _prose(text: str) -> str:
-    return re.sub(r"`[^`\n]*`", "", FENCE.sub("", text))
+def links(page: Path) -> list[str]:
+    """Returns the targets of the links of a page, outside code, that lead to no other host."""
+    text = _FENCE.sub("", page.read_text())
+    text = re.sub(r"`[^`\n]*`", lambda found: found[0].replace("](", ""), text)
+    return [link for link in _LINK.findall(text) if "://" not in link]
 
 
-def links(text: str) -> list[str]:
-    """Returns the targets of links and pictures, web addresses left out."""
-    found = (link or source for link, source in LINK.findall(FENCE.sub("", text)))
-    return [target for target in found if not re.match(r"(?:https?|mailto):", target)]
+def anchors(page: Path) -> set[str]:
+    """Returns what a link to a heading of the page may have after its #."""
+    text = _FENCE.sub("", page.read_text())
+    own = set(re.findall(r"\{ ?#([\w.-]+) ?\}", text)) | set(re.findall(r'<a id="(.+?)"', text))
+    headings = re.findall(r"^#+ (.*?)(?: \{ ?#.*\})?$", text, re.MULTILINE)
+    return own | {_slug(heading) for heading in headings}
 
 
-def anchors(text: str) -> set[str]:
-    """Returns the fragments that headings can be linked by, as GitHub makes them."""
-    found = HEADING.findall(FENCE.sub("", text))
-    return {own or re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title, own in found}
-
-
-def broken_links(page: Path) -> Iterator[str]:
-    """Yields the links of a page that lead to no file, or to no heading of a page."""
-    for target in links(page.read_text()):
-        name, _, fragment = target.partition("#")
-        file = (page.parent / name).resolve() if name else page
-        missing = not file.exists() or ROOT not in (file, *file.parents)
-        if missing or (fragment and fragment not in anchors(file.read_text())):
-            yield target
-
-
-def avoided_phrases(text: str) -> list[str]:
-    """Returns what a page has of the phrases to avoid; code is left out."""
-    prose = " ".join(_prose(text).split())
-    return [found[0] for phrase in AVOIDED for found in re.finditer(phrase, prose, re.IGNORECASE)]
+def _slug(heading: str) -> str:
+    """As Python-Markdown makes it."""
+    plain = re.sub(r"[^\w\s-]", "", heading).strip().lower()
+    return re.sub(r"[-\s]+", "-", plain)

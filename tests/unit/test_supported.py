@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.support.documents import shell_lines
+from tests.support.first_pages import shell_lines
 from tests.support.supported_table import CI, MARK, PAGE, ROOT, rows, table, versions
 
 SECOND = r"\.venv/bin/uv pip install .*-c \.ci/stable\.txt .* && \.venv/bin/python -m pytest"
