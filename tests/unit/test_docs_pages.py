@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 import yaml
 
+import composer_fsdp2
 from composer_fsdp2.config.fsdp1 import convert_fsdp1
 from composer_fsdp2.trainer.config import parse_parallelism_config
-from tests.support.site_pages import (
+from tests.support import (
+    api_page,
+    command_line_page,
+    extension_table,
+    odd_models_page,
+    upstream_page,
+)
+from tests.support.documents import (
     DOCS,
     PAGES,
     ROOT,
@@ -25,6 +33,7 @@ from tests.support.site_pages import (
     parse_command,
     programs,
 )
+from tests.support.first_pages import avoided_phrases
 
 SHELL = {"cd", "export", "mkdir", "source"}
 INSTALLING = {"python", ".venv/bin/pip", ".venv/bin/uv", ".venv/bin/python", "pip"}
@@ -35,6 +44,24 @@ OF_ONE_MODEL = {"load_path", "model", "model_name", "tokenizer"}
 
 def _shown(language: str) -> list[Example]:
     return [example for example in examples(language) if not example.included]
+
+
+MADE = (api_page, command_line_page, upstream_page)
+MADE_PAGES = {made.PAGE for made in (*MADE, extension_table, odd_models_page)}
+
+
+# --- Pages that are made from code; those of settings and callbacks have tests beside the code. ---
+
+
+@pytest.mark.parametrize("made", MADE, ids=lambda made: made.__name__.rpartition(".")[2])
+def test_the_page_is_current(made: Any):
+    """`python -m tests.support.NAME` writes it."""
+    assert made.PAGE.read_text() == made.page()
+
+
+def test_the_api_page_has_every_public_name():
+    named = [name for names in api_page.GROUPS.values() for name in names]
+    assert sorted([*named, "__version__"]) == sorted(composer_fsdp2.__all__)
 
 
 # --- Blocks of code. ---
@@ -151,6 +178,12 @@ def test_every_page_is_in_the_navigation():
     named = set(re.findall(r"[\w/.-]+\.md", nav)) - {"migration.md", "changelog.md"}
     named -= {"contributing.md"}
     assert named - {"tutorial.md"} == {page.relative_to(DOCS).as_posix() for page in PAGES}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).as_posix())
+def test_pages_are_in_plain_words(page: Path):
+    """`tests.support.first_pages.AVOIDED` has the phrases."""
+    assert page in MADE_PAGES or avoided_phrases(page.read_text()) == []
 
 
 def test_pages_name_their_subject_once():
