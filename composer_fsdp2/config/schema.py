@@ -91,7 +91,7 @@ class FSDP2Config:
         "Number of ranks that share one copy of the parameters. -1 takes the ranks that "
         "`data_parallel_replicate_degree` leaves.",
         since="0.1.0",
-        example="data_parallel_shard_degree: 8",
+        example="{data_parallel_shard_degree: 8, data_parallel_replicate_degree: -1}",
         saves="With N ranks, a rank holds 1/N of parameters, gradients and optimizer state.",
         costs="Each gather and reduction goes over N ranks.",
     )

@@ -25,8 +25,8 @@ HEAD = """\
 composer-fsdp2 COMMAND [OPTIONS] ARGUMENTS
 ```
 
-`--help` after any command shows its part of this page. Results go to standard output. All else goes to
-standard error.
+`--help` after any command shows its part of this page. Results go to standard output. Messages go
+to standard error.
 
 `python -m tests.support.command_line_page` writes this page.
 
@@ -35,8 +35,8 @@ standard error.
 | Code | Meaning |
 |---|---|
 | 0 | success; equal; no problem |
-| 1 | a run failed, a checkpoint is damaged or different, a decision is needed, or `doctor` found a problem |
-| 2 | a mistake in the command line, in a setting, in a model or in a checkpoint; one message says what to do |
+| 1 | a run failed, checkpoints differ or are damaged, or a decision or problem is left |
+| 2 | a mistake in the command line, a setting, a model or a checkpoint; the message has the cure |
 | 128 + N | the command was ended by signal N |
 
 ## Commands

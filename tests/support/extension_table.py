@@ -12,8 +12,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "callbacks.md"
 HEAD = """\
 # Callbacks and algorithms
 
-All callbacks and algorithms of Composer. Each gives the result of the same run without sharding, or is
-refused before training starts, with a sentence that says what to use instead. A class that is derived from
+All callbacks and algorithms of Composer. Each gives the result of the same run without sharding, or
+is refused before training starts. The error says what to use instead. A class that is derived from
 a refused one is refused too.
 
 Batch norms keep the statistics of their rank, as under FSDP1.
@@ -24,8 +24,8 @@ Batch norms keep the statistics of their rank, as under FSDP1.
 FOUNDRY = """\
 ## LLM Foundry
 
-`clip_lion`, `adalr_lion`, `mono_checkpoint_saver`, `hf_checkpointer` and `layer_freezing` of LLM Foundry work
-under FSDP2. `tests/dist/test_foundry.py` tests them.
+`clip_lion`, `adalr_lion`, `mono_checkpoint_saver`, `hf_checkpointer` and `layer_freezing` of LLM
+Foundry work under FSDP2. `tests/dist/test_foundry.py` tests them.
 
 ## FSDP2Monitor
 

@@ -11,9 +11,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "upstream-points.md"
 HEAD = """\
 # Points of Composer's own FSDP2
 
-Composer 0.32.1 has a path for FSDP2 of its own (`FSDP_VERSION=2`). Each row names one thing that it gets wrong,
-and the tests of this package that show the right behaviour. [Versions](versions.md) has the versions of torch
-that are tested.
+Composer 0.32.1 has a path for FSDP2 of its own (`FSDP_VERSION=2`). Each row names one thing that it
+gets wrong, and the tests of this package that show the right behaviour.
 
 `python -m tests.support.upstream_page` writes this page.
 
