@@ -21,6 +21,7 @@ from composer_fsdp2.cli.main import app
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS
 from composer_fsdp2.tools.migrate.engine import migrate
 from tests.support import first_pages
+from tests.support.documents import links
 from tests.support.first_pages import (
     ERRORS,
     FROM_FSDP1,
@@ -28,6 +29,7 @@ from tests.support.first_pages import (
     ROOT,
     avoided_phrases,
     blocks,
+    broken_links,
     check_command,
     check_yaml,
     commands,
@@ -181,6 +183,12 @@ def test_the_readme_has_the_two_commands():
     assert train.endswith(" && .venv/bin/composer-fsdp2 train yamls/quickstart.yaml")
     assert more.startswith(train.rpartition(" && ")[2])
     assert test.endswith(" && .venv/bin/python -m pytest")
+
+
+@pytest.mark.parametrize("page", [first_pages.README, first_pages.MIGRATION], ids=_name)
+def test_links_lead_somewhere(page: Path):
+    assert links(page)
+    assert list(broken_links(page)) == []
 
 
 @pytest.mark.parametrize("page", WRITTEN_BY_HAND, ids=_name)
