@@ -113,7 +113,7 @@ def _section(one: Setting[Any]) -> str:
         "Since": one.since,
     }
     rows = "".join(f"| {name} | {text} |\n" for name, text in facts.items() if text)
-    parts = [f"## {one.name}\n\n{one.meaning}\n", f"| | |\n|---|---|\n{rows}"]
+    parts = [f"## `{one.name}`\n\n{one.meaning}\n", f"| | |\n|---|---|\n{rows}"]
     if one.values.spec is not None:
         parts.append(_option_table(one))
     if one.example:

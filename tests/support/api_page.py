@@ -39,6 +39,9 @@ GROUPS = {
     "Errors": ("ConfigError", "PlanError", "CheckpointError", "PatchError"),
 }
 
+WITHOUT_MEMBERS = {"FSDP2Config", "FSDP2Monitor", "TrainerFSDP2Config"}
+"""whose attributes are settings, or whose methods are called by Composer"""
+
 HEAD = """\
 # Python API
 
@@ -57,8 +60,13 @@ def page() -> str:
 
 def _group(title: str, names: tuple[str, ...]) -> str:
     rows = "".join(f"| `{name}` | {_summary(getattr(composer_fsdp2, name))} |\n" for name in names)
-    objects = "\n".join(f"::: {_home(name)}\n" for name in names)
+    objects = "\n".join(map(_object, names))
     return f"## {title}\n\n| name | |\n|---|---|\n{rows}\n{objects}"
+
+
+def _object(name: str) -> str:
+    options = "    options:\n      members: false\n" if name in WITHOUT_MEMBERS else ""
+    return f"::: {_home(name)}\n{options}"
 
 
 def _home(name: str) -> str:

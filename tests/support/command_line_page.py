@@ -83,7 +83,7 @@ def _section(name: str, command: Any) -> str:
     kinds = get_type_hints(command.callback)
     rows += [_row(_option(param, kinds[param.name]), param) for param in options]
     table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
-    parts = [f"## {name}\n", f"```text\n{usage}\n```\n", f"{help_text}\n"]
+    parts = [f"## `{name}`\n", f"```text\n{usage}\n```\n", f"{help_text}\n"]
     if rows:
         parts.append(f"| argument or option | default | meaning |\n|---|---|---|\n{table}")
     return "\n".join(parts)
