@@ -34,11 +34,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for notebook in sorted(DOCS.rglob("*.ipynb")):
         uri = notebook.relative_to(DOCS).with_suffix(".md").as_posix()
         _add(files, config, uri, notebook_markdown(json.loads(notebook.read_text())))
-    for file in files.documentation_pages():
-        for target in sorted(_linked(_source(file), file.content_string)):
+    pages = list(files.documentation_pages())
+    while pages:
+        page = pages.pop()
+        for target in sorted(_linked(_source(page), page.content_string)):
             uri = _uri(target)
             if uri.startswith(f"{COPIES}/") and files.get_file_from_path(uri) is None:
-                files.append(File.generated(config, uri, abs_src_path=str(target)))
+                copy = File.generated(config, uri, abs_src_path=str(target))
+                files.append(copy)
+                pages += [copy] if copy.is_documentation_page() else []
     return files
 
 
@@ -80,8 +84,8 @@ def _source(file: File) -> Path:
     for name in TOP_LEVEL:
         if file.src_uri == name.lower():
             return ROOT / name
-    if file.src_uri.startswith(f"{COPIES}/"):
-        return ROOT / file.src_uri.removeprefix(f"{COPIES}/")
+    if file.src_uri.startswith(f"{COPIES}/") and file.abs_src_path is not None:
+        return Path(file.abs_src_path)
     return DOCS / file.src_uri
 
 
@@ -103,4 +107,6 @@ def _uri(target: Path) -> str:
     if target.is_relative_to(DOCS):
         page = target.with_suffix(".md") if target.suffix == ".ipynb" else target
         return page.relative_to(DOCS).as_posix()
-    return f"{COPIES}/{target.relative_to(ROOT).as_posix()}"
+    # mkdocs leaves out what begins with a dot.
+    parts = [part.lstrip(".") for part in target.relative_to(ROOT).parts]
+    return "/".join([COPIES, *parts])

@@ -21,6 +21,7 @@ CI = Path(__file__).resolve().parent
 FENCE = re.compile(r"^([ >]*)(```+|~~~+).*?^\1\2[^\n]*$", re.MULTILINE | re.DOTALL)
 INLINE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+HEADING = re.compile(r"^(#+ .*)\S$", re.MULTILINE)
 LINK_TARGET = re.compile(r"(?<=\])\([^)\s]*\)")
 
 
@@ -78,7 +79,8 @@ def find_style(prose: dict[Path, str]) -> dict[Path, list[Finding]]:
             Path(folder).resolve() / f"{number}.md": file for number, file in enumerate(prose)
         }
         for copy, file in copies.items():
-            copy.write_text(prose[file])
+            # A heading that ends in a full stop is not read on into the sentence below it.
+            copy.write_text(HEADING.sub(r"\1.", prose[file]))
         checked = subprocess.run(
             [Path(sys.executable).with_name("proselint"), "check", *options, *copies],
             capture_output=True,
