@@ -59,6 +59,14 @@ def test_the_page_is_current(made: Any):
     assert made.PAGE.read_text() == made.page()
 
 
+def test_the_table_of_mistakes_in_a_run_is_current():
+    """`python -m tests.support.run_mistakes_page` writes it."""
+    pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+    from tests.support.run_mistakes_page import MARK, PAGE, table
+
+    assert [text for _, text in MARK.findall(PAGE.read_text())] == [table()]
+
+
 def test_the_api_page_has_every_public_name():
     named = [name for names in api_page.GROUPS.values() for name in names]
     assert sorted([*named, "__version__"]) == sorted(composer_fsdp2.__all__)
