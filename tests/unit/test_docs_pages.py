@@ -20,6 +20,7 @@ from tests.support import (
     extension_table,
     odd_models_page,
     upstream_page,
+    versions_page,
 )
 from tests.support.documents import (
     DOCS,
@@ -46,7 +47,7 @@ def _shown(language: str) -> list[Example]:
     return [example for example in examples(language) if not example.included]
 
 
-MADE = (api_page, command_line_page, upstream_page)
+MADE = (api_page, command_line_page, upstream_page, versions_page)
 MADE_PAGES = {made.PAGE for made in (*MADE, extension_table, odd_models_page)}
 
 
