@@ -18,8 +18,8 @@ HEAD = """\
 
 ## Tested versions
 
-`.ci/run` installs and runs every row of this table but the last, in a copy of the repository. Python
-is 3.10, 3.11 or 3.12. The pins for torch 2.15 need 3.11 or 3.12.
+`.ci/run` installs and runs every row of this table but the last, in a copy of the repository.
+Python is 3.10, 3.11 or 3.12. The pins for torch 2.15 need 3.11 or 3.12.
 
 """
 
@@ -27,9 +27,9 @@ NEWER = """
 The oldest versions that the package accepts are {needs}. The package sets no upper bound on torch.
 `.ci/newest` runs the tests marked `smoke` on the newest versions of all packages.
 
-An unknown version of Composer, LLM Foundry, transformers or PEFT may have other functions than those
-that the package replaces. The feature that needs an unknown function is then switched off. A run that
-asks for the feature is refused by name. `composer-fsdp2 doctor` lists what is off.
+An unknown version of Composer, LLM Foundry, transformers or PEFT may have other functions than
+those that the package replaces. The feature that needs an unknown function is then switched off. A
+run that asks for the feature is refused by name. `composer-fsdp2 doctor` lists what is off.
 
 ## Settings that need a newer torch
 
@@ -42,8 +42,8 @@ An older torch refuses these settings by name.
 MEMBERS = """
 ## Private members of torch
 
-Some features read or replace members of torch that are not public. If the installed torch lacks one, a
-run that needs it is refused before the model is changed. `fully_shard` stands for every run.
+Some features read or replace members of torch that are not public. If the installed torch lacks
+one, a run that needs it is refused before the model is changed. `fully_shard` stands for every run.
 
 | feature | members |
 |---|---|
