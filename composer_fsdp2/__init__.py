@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.trainer.patches import install, installed, uninstall
     from composer_fsdp2.trainer.prepare import prepare_fully_shard
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "ActivationPlan": "blocks.activation",

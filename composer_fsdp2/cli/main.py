@@ -19,6 +19,9 @@ from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
 from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.parity import HELP as PARITY_HELP
 from composer_fsdp2.cli.parity import parity
+from composer_fsdp2.cli.quickstart import HELP as QUICKSTART_HELP
+from composer_fsdp2.cli.quickstart import quickstart
+from composer_fsdp2.cli.version import show_versions
 from composer_fsdp2.errors import ConfigError
 
 __all__ = ["app", "main"]
@@ -44,6 +47,15 @@ _LogDir = Annotated[
     Path | None,
     typer.Option(help="Output of ranks above 0; default a new temporary folder."),
 ]
+_Version = Annotated[
+    bool,
+    typer.Option(
+        "--version",
+        callback=show_versions,
+        is_eager=True,
+        help="Show the versions of this package, torch, Composer and LLM Foundry.",
+    ),
+]
 
 app = typer.Typer(
     name="composer-fsdp2",
@@ -57,6 +69,7 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.command(help=MIGRATE_HELP)(migrate)
 app.command(help=DOCTOR_HELP)(doctor)
 app.command(help=PARITY_HELP)(parity)
+app.command(help=QUICKSTART_HELP)(quickstart)
 
 
 def main() -> None:
@@ -65,7 +78,7 @@ def main() -> None:
 
 
 @app.callback()
-def _about() -> None:
+def _about(version: _Version = False) -> None:
     """PyTorch FSDP2 for MosaicML Composer and LLM Foundry."""
 
 

@@ -98,11 +98,20 @@ def test_a_path_that_leaves_it_is_found(text: str):
 
 
 def test_no_other_file_names_a_folder_above_its_own():
-    """The `cd` to the root at the top of a script is none: nothing follows its dots."""
+    """The `cd` to the root at the top of a script is none: nothing follows its dots.
+
+    Nor are the folders of mkdocs.yml, which counts from .ci/ and names two of the repository.
+    """
     kinds = (".ci/*", "tests/data/**/*.yaml", "yamls/**/*.yaml", "pyproject.toml")
     files = [file for kind in kinds for file in ROOT.glob(kind) if file.is_file()]
     assert len(files) > 40
-    named = [file for file in files if ABOVE.search(file.read_text())]
+    inside = {ROOT / ".ci" / "mkdocs.yml": ("../docs", "../build/site")}
+    named = []
+    for file in files:
+        text = file.read_text()
+        for path in inside.get(file, ()):
+            text = text.replace(f": {path}\n", ": \n")
+        named += [file] if ABOVE.search(text) else []
     assert named == []
     assert ABOVE.search("cp -r ../shared/x .")
 

@@ -1,0 +1,129 @@
+"""Checks the style of the documentation: phrases of words.txt, and the rules of proselint.json.
+
+    python .ci/prose.py [FILE.md ...]    # default: every page of the documentation
+
+Code in the text is not read. The exit status is 1 when something was found.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+CI = Path(__file__).resolve().parent
+FENCE = re.compile(r"^([ >]*)(```+|~~~+).*?^\1\2[^\n]*$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+HEADING = re.compile(r"^(#+ .*)\S$", re.MULTILINE)
+LINK_TARGET = re.compile(r"(?<=\])\([^)\s]*\)")
+
+
+class Finding(NamedTuple):
+    """One place in the prose of a file."""
+
+    line: int
+    text: str
+
+
+class Phrase(NamedTuple):
+    """A row of words.txt."""
+
+    pattern: re.Pattern[str]
+    text: str
+    instead: str
+
+
+def read_phrases(text: str) -> Iterator[Phrase]:
+    """Reads rows `phrase => instead`; lines that begin with `#` are comments."""
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            phrase, instead = line.split(" => ")
+            words = r"\s+".join(map(re.escape, phrase.split()))
+            yield Phrase(re.compile(rf"(?<!\w){words}(?!\w)", re.IGNORECASE), phrase, instead)
+
+
+def without_code(markdown: str) -> str:
+    """Returns the text with code, comments and targets of links blank, of the same length.
+
+    Code within a sentence becomes dashes: the words around it are no repetition.
+    """
+    for pattern, filler in ((FENCE, " "), (COMMENT, " "), (INLINE, "-"), (LINK_TARGET, " ")):
+        markdown = pattern.sub(partial(_filled, filler), markdown)
+    return markdown
+
+
+def _filled(filler: str, match: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", filler, match[0])
+
+
+def find_phrases(prose: str, phrases: Iterable[Phrase]) -> Iterator[Finding]:
+    """Yields every phrase of the house's list in the prose."""
+    for phrase in phrases:
+        for match in phrase.pattern.finditer(prose):
+            line = prose.count("\n", 0, match.start()) + 1
+            yield Finding(line, f"'{phrase.text}': {phrase.instead}")
+
+
+def find_style(prose: dict[Path, str]) -> dict[Path, list[Finding]]:
+    """Returns what proselint finds in the prose of every file, read without its code."""
+    options = ["--output-format", "json", "--config", str(CI / "proselint.json")]
+    with tempfile.TemporaryDirectory() as folder:
+        copies = {
+            Path(folder).resolve() / f"{number}.md": file for number, file in enumerate(prose)
+        }
+        for copy, file in copies.items():
+            # A heading that ends in a full stop is not read on into the sentence below it.
+            copy.write_text(HEADING.sub(r"\1.", prose[file]))
+        checked = subprocess.run(
+            [Path(sys.executable).with_name("proselint"), "check", *options, *copies],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    try:
+        results = json.loads(checked.stdout)["result"]
+    except (ValueError, KeyError):
+        raise RuntimeError(f"proselint gave no result: {checked.stderr}") from None
+    return {
+        copies[Path(name.removeprefix("file://"))]: [
+            Finding(row["pos"][0], f"{row['check_path']}: {row['message']}")
+            for row in found.get("diagnostics", ())
+        ]
+        for name, found in results.items()
+    }
+
+
+def pages() -> list[Path]:
+    """Returns the Markdown files of the repository, without the data of tests."""
+    root = CI.parent
+    folders = (root / name for name in (".github", "benchmarks", "docs"))
+    return [
+        *sorted(root.glob("*.md")),
+        *(file for f in folders for file in sorted(f.rglob("*.md"))),
+    ]
+
+
+def main(arguments: list[str]) -> int:
+    """Prints every finding as `FILE:LINE: text`."""
+    phrases = list(read_phrases((CI / "words.txt").read_text()))
+    files = [Path(argument) for argument in arguments] or pages()
+    prose = {file: without_code(file.read_text()) for file in files}
+    style = find_style(prose)
+    count = 0
+    for file, text in prose.items():
+        found = sorted([*find_phrases(text, phrases), *style.get(file, ())])
+        count += len(found)
+        for line, message in found:
+            print(f"{file}:{line}: {message}")
+    return int(count > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""`composer-fsdp2 quickstart`: the files of a first run, for who has the package alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.errors import ConfigError
+
+__all__ = ["HELP", "quickstart", "write_quickstart"]
+
+HELP = """Write `yamls/quickstart.yaml` and the Python file of its data into FOLDER.
+
+They are the files of a first run, which needs no GPU and no network. A file that is there and has
+other content is left alone.
+
+- `composer-fsdp2 quickstart && composer-fsdp2 train yamls/quickstart.yaml`
+"""
+
+_FILES = ("quickstart.yaml", "quickstart_data.py")
+
+
+def quickstart(
+    folder: Annotated[Path, typer.Argument(help="Where the run will start.")] = Path(),
+) -> None:
+    """Writes the files and says what to do with them."""
+    with reported():
+        for path in write_quickstart(folder):
+            say(f"Wrote {escape(str(path))}")
+        place = "" if folder == Path() else f"cd {escape(str(folder))} && "
+        say(f"Next: {place}composer-fsdp2 train yamls/quickstart.yaml")
+
+
+def write_quickstart(folder: Path) -> list[Path]:
+    """Writes the files of the quickstart into `folder/yamls`.
+
+    Returns:
+        The paths of the files that were not there before.
+
+    Raises:
+        ConfigError: a file of that name is there with other content; nothing is written then.
+    """
+    contents = {folder / "yamls" / name: _source(name).read_bytes() for name in _FILES}
+    missing = [path for path in contents if not path.exists()]
+    for path in contents:
+        if path not in missing and not _holds(path, contents[path]):
+            raise ConfigError(
+                f"'{path}' is there and is not the quickstart's. It would be lost. Name another "
+                "folder, as in `composer-fsdp2 quickstart FOLDER`, or move the file."
+            )
+    for path in missing:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(contents[path])
+    return missing
+
+
+def _holds(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def _source(name: str) -> Path:
+    """A file of the quickstart: the wheel has it in the package, a checkout beside it."""
+    packed = Path(__file__).parents[1] / "yamls" / name
+    return packed if packed.is_file() else Path(__file__).parents[2] / "yamls" / name

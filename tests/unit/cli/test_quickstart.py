@@ -1,0 +1,48 @@
+"""`composer-fsdp2 quickstart`: the files of the first run, and nothing of the user's lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli.main import app
+
+ROOT = Path(__file__).parents[3]
+NAMES = ("quickstart.yaml", "quickstart_data.py")
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["quickstart", *arguments])
+
+
+def test_writes_the_files_of_the_repository(tmp_path):
+    done = invoke(str(tmp_path / "run"))
+    assert done.exit_code == 0
+    assert f"cd {tmp_path}/run && composer-fsdp2 train yamls/quickstart.yaml" in done.stderr
+    for name in NAMES:
+        written = tmp_path / "run" / "yamls" / name
+        assert written.read_bytes() == (ROOT / "yamls" / name).read_bytes()
+
+
+def test_here_and_twice(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "Wrote yamls/quickstart.yaml" in invoke().stderr
+    again = invoke()
+    assert (again.exit_code, again.stderr) == (
+        0,
+        "Next: composer-fsdp2 train yamls/quickstart.yaml\n",
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_file_of_that_name_stays(tmp_path, name):
+    own = tmp_path / "yamls" / name
+    own.parent.mkdir()
+    own.write_text("mine: 1\n")
+    done = invoke(str(tmp_path))
+    assert done.exit_code == 2
+    assert f"'{own}' is there" in " ".join(done.stderr.split())
+    assert [path.name for path in own.parent.iterdir()] == [name]
+    assert own.read_text() == "mine: 1\n"

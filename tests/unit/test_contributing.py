@@ -1,0 +1,142 @@
+"""What a contributor meets first: the guide, the hooks, the workflow and the forms are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+PAGES = sorted([ROOT / "CONTRIBUTING.md", *(ROOT / ".github").glob("*.md")])
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+MADE = ("build", ".venv")
+"""beginnings of paths that a command of the guide makes"""
+
+
+def blocks(language: str) -> list[str]:
+    found = re.findall(rf"^( *)```{language}\n(.*?)^ *```", GUIDE, re.MULTILINE | re.DOTALL)
+    return [
+        "".join(line.removeprefix(indent) for line in text.splitlines(keepends=True))
+        for indent, text in found
+    ]
+
+
+def words() -> list[str]:
+    lines = [line for block in blocks("bash") for line in block.splitlines()]
+    return [word for line in lines for word in shlex.split(line)]
+
+
+# --- The guide. ---
+
+
+def test_every_file_a_command_names_is_there():
+    files = [word for word in words() if re.fullmatch(r"[\w.-]+(/[\w.-]+)+", word)]
+    assert len(files) > 10
+    assert [file for file in files if not (file.startswith(MADE) or (ROOT / file).exists())] == []
+
+
+def test_every_module_a_command_starts_is_there():
+    modules = [after for word, after in zip(words(), words()[1:], strict=False) if word == "-m"]
+    own = [module for module in modules if module.startswith(("composer_fsdp2", "tests"))]
+    assert own
+    assert [m for m in own if not (ROOT / f"{m.replace('.', '/')}.py").exists()] == []
+
+
+def test_every_file_named_in_the_text_is_there():
+    named = set(re.findall(r"`((?:\.ci|composer_fsdp2|docs|tests)/[\w./-]+)`", GUIDE))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_its_python_can_be_read():
+    assert len(blocks("python")) == 3
+    for block in blocks("python"):
+        ast.parse(block)
+
+
+def test_the_names_of_its_example_are_those_of_the_code():
+    names = {
+        "composer_fsdp2/trainer/prepare_plan.py": ("def make_plan(", "    _check_reshards("),
+        "composer_fsdp2/config/schema.py": ("class FSDP2Config:", "null_or("),
+        "composer_fsdp2/config/value_types.py": ("def count(", "def null_or("),
+        "composer_fsdp2/ranks.py": ("def raise_on_all_ranks(",),
+        "tests/unit/config/test_schema.py": ("GOOD = {", "BAD = {"),
+    }
+    for file, expected in names.items():
+        text = (ROOT / file).read_text()
+        assert [name for name in expected if name not in text] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page):
+    assert [
+        link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()
+    ] == []
+
+
+# --- A release. ---
+
+
+def test_the_note_of_a_release_is_its_section():
+    from composer_fsdp2 import __version__
+
+    script = ROOT / ".ci" / "release-note"
+    note = subprocess.run([script, __version__], capture_output=True, text=True, check=True).stdout
+    assert note.startswith(f"composer_fsdp2 {__version__}\n\n")
+    assert "### Added" in note
+    assert "\n## " not in note
+    unknown = subprocess.run([script, "9.9"], capture_output=True, text=True, check=False)
+    assert (unknown.returncode, unknown.stdout) == (1, "")
+
+
+def test_the_version_has_a_dated_heading():
+    from composer_fsdp2 import __version__
+
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    dates = re.findall(rf"^## {re.escape(__version__)} - (\d{{4}}-\d\d-\d\d)$", changelog, re.M)
+    assert len(dates) == 1
+
+
+# --- What GitHub and pre-commit read. ---
+
+
+def test_the_workflow_runs_what_the_guide_names():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = {
+        job: [s.get("run") for s in workflow["jobs"][job]["steps"]] for job in workflow["jobs"]
+    }
+    assert steps["run"][-1] == ".ci/run"
+    assert steps["newest"][-1] == ".ci/newest"
+    assert workflow["permissions"] == {"contents": "read"}
+
+
+def test_hooks_use_the_pinned_tools():
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
+    assert {hook["id"] for hook in hooks} == {"codespell", "prose", "ruff", "ruff-format"}
+    pins = (ROOT / ".ci" / "docs.txt").read_text().splitlines()
+    assert {pin for hook in hooks for pin in hook["additional_dependencies"]} <= set(pins)
+
+
+@pytest.mark.parametrize("file", FORMS, ids=lambda file: file.stem)
+def test_forms_ask_for_what_is_needed(file):
+    form = yaml.safe_load(file.read_text())
+    if file.stem == "config":
+        assert form == {"blank_issues_enabled": True}
+        return
+    assert {"name", "description", "body"} <= set(form)
+    ids = [part["id"] for part in form["body"]]
+    assert len(set(ids)) == len(ids)
+    assert all(part["attributes"]["label"] for part in form["body"])
+
+
+def test_there_are_forms_for_bugs_features_and_migration():
+    assert [file.stem for file in FORMS] == ["bug", "config", "feature", "migration"]
