@@ -67,13 +67,10 @@ def losses_picture(comparison: Comparison, names: tuple[str, str], title: str) -
     shares = [comparison.difference(index, "loss") for index in range(len(steps))]
     shown = [share if 0 < share < math.inf else math.nan for share in shares]
     below.plot(steps, shown, ".", color=COLORS["blue"], ms=4)
-    below.axhline(comparison.tolerance, color=COLORS["red"], lw=1.4, ls="--")
-    finite = [share for share in shown if not math.isnan(share)] or [comparison.tolerance]
-    below.set_ylim(min(finite) / 10, comparison.tolerance * 30)
+    _draw_tolerance(below, comparison.tolerance, steps[-1])
+    finite = [share for share in shown if not math.isnan(share)] or [comparison.tolerance or 1.0]
+    below.set_ylim(min(finite) / 10, (comparison.tolerance or max(finite)) * 30)
     below.set_yscale("log")
-    below.text(
-        steps[-1], comparison.tolerance * 1.8, "tolerance", fontsize=SMALL, ha="right", va="bottom"
-    )
     above.set_xlim(*below.set_xlim(steps[0] - 1, steps[-1] + 1))
     equal = sum(share == 0 for share in shares)
     note = f"{equal} of {len(steps)} steps are equal to the last bit and have no dot."
@@ -81,6 +78,13 @@ def losses_picture(comparison: Comparison, names: tuple[str, str], title: str) -
     _plain(below, "relative\ndifference")
     below.set_xlabel("step", fontsize=SIZE)
     return figure
+
+
+def _draw_tolerance(axes: Axes, tolerance: float, last: int) -> None:
+    """Marks what passes; nothing below a tolerance of 0 can be shown on this scale."""
+    if tolerance > 0:
+        axes.axhline(tolerance, color=COLORS["red"], lw=1.4, ls="--")
+        axes.text(last, tolerance * 1.8, "tolerance", fontsize=SMALL, ha="right", va="bottom")
 
 
 def _plain(axes: Axes, label: str) -> None:

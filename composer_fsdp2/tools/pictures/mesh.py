@@ -52,7 +52,10 @@ def mesh_picture(shape: MeshShape, title: str = "Mesh of ranks") -> Figure:
     sheet.text(MARGIN, 42, _degrees(shape), SMALL)
     for j, shard in enumerate(columns):
         x = _LEFT + cell * (j + 0.5)
-        sheet.text(x, _TOP - 14, "…" if shard is None else f"shard {shard}", SMALL, ha="center")
+        label = "…" if shard is None else f"shard {shard}" if cell > 62 else str(shard)
+        sheet.text(x, _TOP - 14, label, SMALL, ha="center")
+    if cell <= 62:
+        sheet.text(MARGIN, _TOP - 14, "shard", SMALL)
     for i, replica in enumerate(rows):
         y = _TOP + _CELL * i
         label = "…" if replica is None else f"replica {replica}"

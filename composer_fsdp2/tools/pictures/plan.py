@@ -171,5 +171,8 @@ def _notes(plan: WrapPlan, width: float) -> list[str]:
     if len(plan.tied) > _NOTES:
         lines.append(f"and {len(plan.tied) - _NOTES} more ties")
     if plan.ignored:
-        lines += wrapped(f"left out by ignored_params: {', '.join(plan.ignored)}", width)[:_NOTES]
+        names = wrapped(f"left out by ignored_params: {', '.join(plan.ignored)}", width)
+        lines += names[:_NOTES]
+        if len(names) > _NOTES:
+            lines.append(f"{len(plan.ignored)} names in all")
     return lines

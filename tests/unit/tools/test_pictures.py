@@ -192,6 +192,7 @@ def test_charts_of_runs():
     old = tuple(Step(n, 5.0 - n / 10, 1.0) for n in range(1, 9))
     new = tuple(dataclasses.replace(step, loss=step.loss * (1 + 1e-7)) for step in old)
     check_text(losses_picture(Comparison(old, new, 1e-5), ("old", "new"), "Losses"))
+    check_text(losses_picture(Comparison(old, new, 0.0), ("old", "new"), "No tolerance"))
     check_text(losses_picture(Comparison(old, old, 1e-5), ("old", "new"), "Equal"))
     check_text(bars_picture({"a": {"x": 1.0, "y": 2.0}, "b" * 80: {"x": 9e9, "y": 0}}, "Bars"))
 
