@@ -92,7 +92,9 @@ _MARKS = (
     "Unsupported class ",
     "Trying to call reduce for ",
 )
-"""what torch's errors say before the name they refuse"""
+"""what torch's errors say before the name they refuse; read off
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_weights_only_unpickler.py#L305
+"""
 _AS_WRITTEN = {"__builtin__": "builtins", "commands": "subprocess", "nt": "os", "posix": "os"}
 """names of modules that pickles have in place of those their authors wrote"""
 _FOUND = "WeightsUnpickler error: "

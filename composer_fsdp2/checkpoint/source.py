@@ -468,7 +468,10 @@ class FileCheckpoint(Checkpoint):
 
 
 def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
-    """Values and ways by key, with the keys torch.distributed.checkpoint would give them."""
+    """Values and ways by key, with the keys torch.distributed.checkpoint would give them.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/_nested_dict.py#L27
+    """
     check_private_members(["checkpoints"])
     try:
         flat, ways = flatten_state_dict(dict(values))

@@ -190,7 +190,11 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
 
 
 class _Writer(FileSystemWriter):
-    """torch's own, which hides what the system said, and loses it on the way to other ranks."""
+    """torch's own, which hides what the system said, and loses it on the way to other ranks.
+
+    Source: an error travels pickled, without its cause,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/utils.py#L193
+    """
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """Writes this rank's file. Collective: no."""

@@ -93,6 +93,22 @@ def summon_full_params(
             block that asks for more than the one around it shows.
         PlanError: inside a forward or backward; for a module inside a unit; and at the end, when
             what stood in a module was replaced, or the shards stepped, inside the block.
+
+    Yields:
+        Nothing: the parameters of the module are whole, in the shapes of the unsharded model.
+
+    Source: signature and meaning are those of `FullyShardedDataParallel.summon_full_params`,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/fully_sharded_data_parallel.py
+
+    Example:
+        >>> import torch
+        >>> from composer_fsdp2 import prepare_fully_shard, summon_full_params
+        >>> model = torch.nn.Linear(4, 2)
+        >>> _ = prepare_fully_shard(model, None, {}, device="cpu")
+        >>> with summon_full_params(model):
+        ...     _ = model.weight.data.fill_(1.0)
+        >>> model.weight.full_tensor().sum().item()
+        8.0
     """
     check_private_members(["summon_full_params"])
     _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
@@ -394,7 +410,8 @@ class _Summoned:
     def leave(self, keep: bool) -> None:
         changed = [whole.name for whole in self.wholes if keep and not whole.is_ours()]
         keep = keep and not changed
-        # A forward that failed leaves units gathered, and FSDP2 believing so.
+        # A forward that failed leaves units gathered, and FSDP2 believing so: only the hook after
+        # forward frees them. https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L237
         idle = not any(_is_busy(unit) for unit in self.units)
         with self.undo:
             for unit in self.units:
