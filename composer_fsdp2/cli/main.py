@@ -12,9 +12,10 @@ import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.checkpoint import app as checkpoint_app
-from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.cli.console import CONSOLE, reported, say
 from composer_fsdp2.cli.doctor import HELP as DOCTOR_HELP
-from composer_fsdp2.cli.doctor import doctor
+from composer_fsdp2.cli.doctor import diagnose, doctor, print_report
+from composer_fsdp2.cli.exit_codes import EXIT_CODES, ExitCode
 from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
 from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.parity import HELP as PARITY_HELP
@@ -48,7 +49,7 @@ _LogDir = Annotated[
 app = typer.Typer(
     name="composer-fsdp2",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=EXIT_CODES,
     # Its tracebacks are pages long and hide the error.
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -61,7 +62,7 @@ app.command(help=PARITY_HELP)(parity)
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    app(obj=CONSOLE)
 
 
 @app.callback()
@@ -79,15 +80,55 @@ are those of `llmfoundry train`.
 
 - `composer-fsdp2 train run.yaml max_duration=100ba parallelism_config.fsdp2.state_dict_type=full`
 
+- `composer-fsdp2 train run.yaml --dry-run`: what doctor finds and the plan; nothing is started
+
 - On several nodes, on each: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
 --rdzv-endpoint HOST:29400 --no-python composer-fsdp2 train run.yaml`
 """
 )
 def train(
-    run: _Run, overrides: _Overrides = None, ranks: _Ranks = None, log_dir: _LogDir = None
+    context: typer.Context,
+    run: _Run,
+    overrides: _Overrides = None,
+    ranks: _Ranks = None,
+    log_dir: _LogDir = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show what doctor finds and the plan, and start nothing."),
+    ] = False,
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
+    if dry_run:
+        _show_only(run, overrides or [], ranks, log_dir, quick=context.obj == CONSOLE)
+        return
     _start_or_join("train", run, overrides or [], ranks, log_dir)
+
+
+def _show_only(
+    run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None, *, quick: bool
+) -> None:
+    """Prints what doctor finds and the units of FSDP2; the exit codes are doctor's."""
+    from composer_fsdp2.foundry.run_file import check_named
+
+    with reported():
+        if log_dir is not None:
+            raise ConfigError(
+                "--log-dir is given with --dry-run. It would have no effect: no rank starts. "
+                "Remove one of them."
+            )
+        check_named(run, overrides)
+        report = diagnose(run, overrides, ranks, None, quick=quick)
+        print_report(report, verbose=False)
+        if report.units is not None:
+            typer.echo(f"\nThe plan:\n{report.units}")
+        typer.echo(f"\nNothing was started. {_next_step(report.exit_code, run)}")
+        raise typer.Exit(report.exit_code)
+
+
+def _next_step(code: ExitCode, run: Path) -> str:
+    if code is ExitCode.OK:
+        return f"Without --dry-run it trains: composer-fsdp2 train {run}"
+    return "The run would fail: correct the problems above first."
 
 
 @app.command(
