@@ -16,6 +16,8 @@ from composer_fsdp2.cli.console import CONSOLE, reported, say
 from composer_fsdp2.cli.doctor import HELP as DOCTOR_HELP
 from composer_fsdp2.cli.doctor import diagnose, doctor, print_report
 from composer_fsdp2.cli.exit_codes import EXIT_CODES, ExitCode
+from composer_fsdp2.cli.init import HELP as INIT_HELP
+from composer_fsdp2.cli.init import init
 from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
 from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.parity import HELP as PARITY_HELP
@@ -55,6 +57,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command(help=INIT_HELP)(init)
 app.command(help=MIGRATE_HELP)(migrate)
 app.command(help=DOCTOR_HELP)(doctor)
 app.command(help=PARITY_HELP)(parity)
