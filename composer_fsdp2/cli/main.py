@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,6 +34,16 @@ _NOISE = (
     "TypedStorage is deprecated",
     "pkg_resources is deprecated as an API",
 )
+
+_CONSOLE = "COMPOSER_FSDP2_CONSOLE"
+
+
+class Console(str, Enum):
+    """What `train` prints at the interval of the YAML's console_log_interval."""
+
+    line = "line"
+    full = "full"
+
 
 _Run = Annotated[Path, typer.Argument(help="A run of LLM Foundry.", metavar="RUN.yaml")]
 _Overrides = Annotated[
@@ -85,6 +96,10 @@ are those of `llmfoundry train`.
 
 - `composer-fsdp2 train run.yaml --dry-run`: what doctor finds and the plan; nothing is started
 
+With `log_to_console: true`, which is the default, rank 0 prints one line every
+`console_log_interval`: loss, speed, MFU, memory and time left. `progress_bar: true` shows a bar on
+a terminal, and lines elsewhere. `--console full` is Composer's own console with every metric.
+
 - On several nodes, on each: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
 --rdzv-endpoint HOST:29400 --no-python composer-fsdp2 train run.yaml`
 """
@@ -95,12 +110,18 @@ def train(
     overrides: _Overrides = None,
     ranks: _Ranks = None,
     log_dir: _LogDir = None,
+    console: Annotated[
+        Console,
+        typer.Option(help="One line an interval, or Composer's own with every metric."),
+    ] = Console.line,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show what doctor finds and the plan, and start nothing."),
     ] = False,
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
+    if console is Console.full:
+        os.environ[_CONSOLE] = console.value  # the ranks inherit it
     if dry_run:
         _show_only(run, overrides or [], ranks, log_dir, quick=context.obj == CONSOLE)
         return
@@ -232,9 +253,11 @@ def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import train_from_yaml
 
-    from composer_fsdp2.foundry.registered import register
+    from composer_fsdp2.foundry.registered import register, register_console
 
     register()
+    if os.environ.get(_CONSOLE) != Console.full.value:
+        register_console()
     train_from_yaml(str(run), overrides)
 
 
