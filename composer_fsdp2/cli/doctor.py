@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HELP", "Report", "diagnose", "doctor", "print_report"]
 
-HELP = """Show what would make CONFIG fail, before a process starts; without CONFIG, what is installed.
+HELP = """Show what would make CONFIG fail; without CONFIG, what is installed.
 
 CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes
 through what the run goes through before its first batch: it imports `code_paths`, applies config
@@ -176,7 +176,6 @@ def _import_foundry(machine: Machine) -> None:
     """Imports what a rehearsal needs; what cannot be imported, the rehearsal reports."""
     if machine.versions.get("llm-foundry") is None or not machine.has_pkg_resources:
         return
-    import llmfoundry.command_utils
 
     import composer_fsdp2.foundry.rehearsal.run  # noqa: F401
 

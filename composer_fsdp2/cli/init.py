@@ -125,8 +125,7 @@ def _write(file: Path, text: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"'{file}' cannot be written: {reason}. There is no run without it. Write "
-            "another path."
+            f"'{file}' cannot be written: {reason}. There is no run without it. Write another path."
         ) from None
 
 

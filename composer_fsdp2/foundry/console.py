@@ -1,9 +1,9 @@
 """One line an interval on the console of `composer-fsdp2 train`, in place of Composer's twenty.
 
-A run says with `progress_bar`, `log_to_console` and `console_log_interval` what it shows; these keep
-their meaning. Composer's console logger prints every metric on a line of its own, on every rank;
-here rank 0 prints one line with what one looks for. A progress bar in a file or a pipe is a line
-for every step, so there it becomes lines at the interval.
+The keys `progress_bar`, `log_to_console` and `console_log_interval` keep their meaning. Composer's
+console logger prints every metric on a line of its own, on every rank; here rank 0 prints one line
+with loss, speed, MFU, memory and time left. A progress bar in a file or a pipe is a line for every
+step, so there it becomes lines at the interval.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class LineConsole(LoggerDestination):
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Prints at the interval."""
-        if self.interval.unit == TimeUnit.EPOCH:
-            if int(state.timestamp.epoch) % int(self.interval) == 0:
-                self._print(state)
+        counts_epochs = self.interval.unit == TimeUnit.EPOCH
+        if counts_epochs and int(state.timestamp.epoch) % int(self.interval) == 0:
+            self._print(state)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Prints the last batch, unless that has a line."""

@@ -105,7 +105,7 @@ def test_a_file_that_exists_stays(init, assets):
         (options("mpt-tiny", "d", "lora"), "nothing to start from"),
         (options("mpt-tiny", "d", "pretrain", 12), "12 GPUs do not fill nodes of 8"),
         (options("mpt-tiny", "d", "pretain"), "--goal"),
-        (["no/such\0/run.yaml", *options("mpt-tiny", "d", "pretrain")], "run.yaml"),
+        (["/dev/null/run.yaml", *options("mpt-tiny", "d", "pretrain")], "run.yaml"),
     ],
 )
 def test_answers_that_cannot_be(init, given, said):
