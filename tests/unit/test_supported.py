@@ -41,6 +41,4 @@ def test_a_row_names_files_that_exist(row: list[str]):
 
 def test_no_file_of_pins_is_forgotten():
     used = {name for row in rows() for name in row[1:3]}
-    # The documentation has tools of its own, and words.txt is a list of phrases.
-    others = {"docs.txt", "stacks.txt", "words.txt"}
-    assert {file.name for file in CI.glob("*.txt")} - used == others
+    assert {file.name for file in CI.glob("*.txt")} - used == {"stacks.txt"}
