@@ -1,14 +1,11 @@
 """Text about settings, made from their declarations.
 
-`python -m composer_fsdp2.config.describe README.md` writes the tables into the page, between the
-marks `<!-- settings -->` and `<!-- options of settings -->` and their ends.
+`python -m composer_fsdp2.config.describe` writes docs/reference/settings.md in the current folder.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING
 from pathlib import Path
@@ -17,7 +14,27 @@ from typing import Any
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, known_settings, values_of
 from composer_fsdp2.config.setting import Setting, settings_of
 
-__all__ = ["describe_options", "describe_page", "describe_settings", "describe_values"]
+__all__ = [
+    "PAGE",
+    "describe_options",
+    "describe_page",
+    "describe_settings",
+    "describe_values",
+    "example_of",
+]
+
+PAGE = Path("docs/reference/settings.md")
+
+_HEAD = """\
+# Settings
+
+All keys of `parallelism_config.fsdp2`. An unknown key, a wrong type and an impossible value are
+errors. One message lists all of them, with the nearest valid name.
+
+`python -m composer_fsdp2.config.describe` writes this page from the declarations in
+`composer_fsdp2/config`. Version 0.1.0 was not published. 0.2.0 is the first release.
+
+"""
 
 
 def describe_values(settings: FSDP2Config) -> str:
@@ -34,7 +51,7 @@ def describe_settings(settings: Mapping[str, Setting[Any]] | None = None) -> str
     """Returns a Markdown table of settings: by default of all that a run may have."""
     known = known_settings() if settings is None else settings
     rows = [
-        f"| `{name}` | {_default(one)} | {_values(one)} | {one.meaning}{_link(one)} |"
+        f"| `{name}` | {_default(one)} | {_values(one)} | {one.meaning} |"
         for name, one in known.items()
     ]
     return "\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *rows, ""])
@@ -67,7 +84,7 @@ def _default(setting: Setting[Any]) -> str:
         return str(default).lower()
     if isinstance(default, tuple):
         return "[]" if not default else f"[{', '.join(map(str, default))}]"
-    return "" if dataclasses.is_dataclass(default) else str(default)
+    return "{}" if dataclasses.is_dataclass(default) else str(default)
 
 
 def _values(setting: Setting[Any]) -> str:
@@ -77,27 +94,60 @@ def _values(setting: Setting[Any]) -> str:
     return f"{setting.values.expected} with {', '.join(f'`{name}`' for name in settings_of(spec))}"
 
 
-def _link(setting: Setting[Any]) -> str:
-    return f"; see [below](#{setting.see})" if setting.see else ""
+def describe_page(settings: Mapping[str, Setting[Any]] = FIELDS) -> str:
+    """Returns the reference page: an overview, and a section for each setting."""
+    overview = "".join(
+        f"| [`{name}`](#{name}) | {_default(one)} | {one.meaning.split('. ')[0].rstrip('.')} |\n"
+        for name, one in settings.items()
+    )
+    sections = "\n".join(_section(one) for one in settings.values())
+    return f"{_HEAD}| setting | default | meaning |\n|---|---|---|\n{overview}\n{sections}"
 
 
-def describe_page(text: str) -> str:
-    """Returns the page with its tables written anew, for the settings of the package."""
-    tables = {
-        "settings": describe_settings(FIELDS),
-        "options of settings": describe_options(FIELDS),
+def _section(one: Setting[Any]) -> str:
+    facts = {
+        "Default": _default(one) and f"`{_default(one)}`",
+        "Values": _values(one),
+        "Saves": one.saves,
+        "Costs": one.costs,
+        "Since": one.since,
     }
-    for name, table in tables.items():
-        marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end of {name} -->)", re.DOTALL)
-        text = marked.sub(lambda found, table=table: f"{found[1]}{table}{found[2]}", text)
-    return text
+    rows = "".join(f"| {name} | {text} |\n" for name, text in facts.items() if text)
+    parts = [f"## `{one.name}`\n\n{one.meaning}\n", f"| | |\n|---|---|\n{rows}"]
+    if one.values.spec is not None:
+        parts.append(_option_table(one))
+    if one.example:
+        parts.append(f"```yaml\n{example_of(one)}```\n")
+    if one.see:
+        parts.append(f"More: [{one.see}](../{one.see}).\n")
+    return "\n".join(parts)
+
+
+def _option_table(one: Setting[Any]) -> str:
+    assert one.values.spec is not None
+    rows = "".join(
+        f"| `{name}` | {_default(option)} | {_values(option)} | {option.meaning} |\n"
+        for name, option in settings_of(one.values.spec).items()
+    )
+    return f"Options:\n\n| option | default | values | meaning |\n|---|---|---|---|\n{rows}"
+
+
+def example_of(one: Setting[Any]) -> str:
+    """Returns the example of a setting as a block of a run."""
+    text = one.example
+    several = text.startswith("{")
+    lines = _flow_items(text[1:-1]) if several else [text]
+    return "parallelism_config:\n  fsdp2:\n" + "".join(f"    {line}\n" for line in lines)
+
+
+def _flow_items(text: str) -> list[str]:
+    """Divides `a: 1, b: 2`; the values hold no comma."""
+    return [item.strip() for item in text.split(",")]
 
 
 def main() -> None:
-    """Rewrites the pages that are named on the command line."""
-    for name in sys.argv[1:]:
-        page = Path(name)
-        page.write_text(describe_page(page.read_text()))
+    """Writes the page."""
+    PAGE.write_text(describe_page())
 
 
 if __name__ == "__main__":

@@ -37,20 +37,25 @@ from composer_fsdp2.config.fsdp1 import FSDP1_ONLY, fsdp1_answer
 from composer_fsdp2.config.messages import ascii_repr, raise_errors, unknown_keys
 from composer_fsdp2.config.placement import COMMUNICATION, CPU_OFFLOAD, Communication, CPUOffload
 from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
-from composer_fsdp2.config.setting import Setting, ValueType, setting, settings_of
+from composer_fsdp2.config.run_values import (
+    DEGREE,
+    LOAD_PLANNER,
+    SAVE_PLANNER,
+    UNITS_AHEAD,
+    UNUSED,
+    check_degrees,
+    check_monolith,
+)
+from composer_fsdp2.config.setting import Setting, setting, settings_of
 from composer_fsdp2.config.value_types import (
     BOOLEAN,
     FOLDER,
     FOLDER_NAME,
     NAMES,
     PATTERNS,
-    check_patterns,
     choice,
-    is_number,
     null_or,
-    parse_list,
     plain,
-    with_methods,
 )
 from composer_fsdp2.config.wrapping import RESHARD, WRAP_POLICY, Reshard, WrapPolicy
 from composer_fsdp2.errors import ConfigError
@@ -71,54 +76,6 @@ T = TypeVar("T")
 GradientSync = Literal["every", "last", "reduce_scatter_only"]
 OrderCheck = Literal["first", "always", "never"]
 
-_DEGREE = ValueType(
-    expected="a positive number of ranks, or -1 for all that are left",
-    accepts=lambda value: is_number(value) or (type(value) is int and value == -1),
-)
-_UNITS_AHEAD = ValueType(
-    expected="a number of units ahead, or 0 for torch's own prefetch",
-    accepts=lambda value: is_number(value, least=0),
-)
-
-
-def _check_unused(key: str, value: Any, errors: list[str]) -> None:
-    if isinstance(value, tuple):
-        check_patterns(key, value, errors)
-
-
-_UNUSED = ValueType(
-    expected="auto, true, false, or a list of patterns",
-    accepts=lambda value: isinstance(value, bool | tuple) or value == "auto",
-    check_inside=_check_unused,
-    parse=parse_list,
-)
-
-
-_LOAD_PLANNER = null_or(
-    with_methods("a LoadPlanner", "set_up_planner", "create_local_plan", "load_bytes")
-)
-_SAVE_PLANNER = null_or(
-    with_methods("a SavePlanner", "set_up_planner", "create_local_plan", "resolve_data")
-)
-
-
-def _check_degrees(values: Mapping[str, Any], errors: list[str]) -> None:
-    names = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
-    if all(values[name] == -1 for name in names):
-        errors.append(
-            "'data_parallel_shard_degree' and 'data_parallel_replicate_degree' are both -1. "
-            "Only one of them can take the ranks the other leaves. Give one of them a number."
-        )
-
-
-def _check_monolith(values: Mapping[str, Any], errors: list[str]) -> None:
-    if values["load_monolith_rank0_only"] is True and values["state_dict_type"] == "sharded":
-        errors.append(
-            "'load_monolith_rank0_only' is true while 'state_dict_type' is sharded. Only a full "
-            "checkpoint can be read by rank 0 alone, so it would have no effect. "
-            "Write state_dict_type: full, or leave load_monolith_rank0_only out."
-        )
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FSDP2Config:
@@ -129,170 +86,312 @@ class FSDP2Config:
     """
 
     data_parallel_shard_degree: int = setting(
-        -1, _DEGREE, "ranks that share one copy of the parameters; -1 takes what is left"
+        -1,
+        DEGREE,
+        "Number of ranks that share one copy of the parameters. -1 takes the ranks that "
+        "`data_parallel_replicate_degree` leaves.",
+        since="0.1.0",
+        example="{data_parallel_shard_degree: 8, data_parallel_replicate_degree: -1}",
+        saves="With N ranks, a rank holds 1/N of parameters, gradients and optimizer state.",
+        costs="Each gather and reduction goes over N ranks.",
     )
     data_parallel_replicate_degree: int | None = setting(
         None,
-        null_or(_DEGREE),
-        "copies of the model (HSDP); null is one copy on a one-dimensional mesh",
-        check_together=_check_degrees,
+        null_or(DEGREE),
+        "Number of copies of the model (HSDP). null is one copy on a mesh with one axis.",
+        check_together=check_degrees,
+        see="recipes/several-nodes.md",
+        since="0.1.0",
+        example="{data_parallel_replicate_degree: -1, data_parallel_shard_degree: 8}",
+        saves="Weights are gathered inside a copy only, for example inside a node.",
+        costs="A rank holds 1/shard degree of the model instead of 1/ranks. Gradients are averaged "
+        "between copies.",
     )
     reshard_after_forward: Reshard = setting(
         "auto",
         RESHARD,
-        "when a unit frees its gathered parameters. `auto`: top-level units keep them until "
-        "backward (unless nothing in them is trained), all others free them after forward; "
-        "`true`: all free them; `false`: none; a number: reshards to groups of that many ranks, "
-        "top-level units as with `auto`",
+        "When a unit frees its gathered parameters. `auto`: top-level units keep them until "
+        "backward (unless nothing in them is trained), all others free them after forward. "
+        "`true`: all units free them. `false`: no unit does. A number: units reshard to groups of "
+        "that many ranks, top-level units as with `auto`.",
+        see="memory-and-speed.md",
+        since="0.1.0",
+        example="reshard_after_forward: false",
+        saves="`true` frees the top-level unit too. `false` saves the second gather, a number "
+        "makes it smaller.",
+        costs="`false` holds all weights until backward. A number N holds 1/N of them.",
     )
     eval_reshard_after_forward: bool | None = setting(
         None,
         null_or(BOOLEAN),
-        "in the Trainer's evaluations: `false` gathers each unit once and keeps the whole model "
-        "until the end, `true` frees every unit after its forward; null is as in training",
+        "When units free parameters in the Trainer's evaluations. `false` gathers each unit once "
+        "and keeps it until the end. `true` frees it after its forward. null: as in training.",
+        see="recipes/export.md",
+        since="0.2.0",
+        example="eval_reshard_after_forward: false",
+        saves="`false` saves all gathers of an evaluation but one of each unit.",
+        costs="`false` holds the whole model during the evaluation.",
     )
     forward_prefetch: int = setting(
         0,
-        _UNITS_AHEAD,
-        "how many units ahead forward gathers in training, in the order in which units ran in "
-        "the first step; 0 is torch's own: the next one, as soon as the CPU gets there. Each one "
-        "ahead is one more unit in memory",
+        UNITS_AHEAD,
+        "Number of units that forward gathers ahead in training, in the order in which units ran "
+        "in the first step. 0 is torch's own: the next unit, as soon as the CPU gets there.",
+        see="memory-and-speed.md",
+        since="0.2.0",
+        example="forward_prefetch: 2",
+        saves="Time where a profile shows gaps. Not measured on GPUs.",
+        costs="One more unit in memory for each unit ahead.",
     )
     backward_prefetch: int = setting(
         0,
-        _UNITS_AHEAD,
-        "the same in backward; torch's own is one unit, in the reverse order of forward",
+        UNITS_AHEAD,
+        "Number of units that backward gathers ahead. 0 is torch's own: one, in reverse order.",
+        see="memory-and-speed.md",
+        since="0.2.0",
+        example="backward_prefetch: 2",
+        saves="Time where a profile shows gaps. Not measured on GPUs.",
+        costs="One more unit in memory for each unit ahead.",
     )
     gradient_sync: GradientSync = setting(
         "every",
         choice("every", "last", "reduce_scatter_only"),
-        "of the microbatches of a batch, `every` one reduces gradients; or the `last` one only "
-        "(whole gradients stay in memory until then; units with `reshard_after_forward: false` "
-        "and top-level units are gathered once a batch); or, with HSDP, `reduce_scatter_only`: "
-        "every one reduces within a copy, the last one averages over the copies",
+        "Which microbatches of a batch reduce gradients. `every`: each of them. `last`: the last "
+        "one only; units with `reshard_after_forward: false` and top-level units are gathered once "
+        "a batch. `reduce_scatter_only`, with HSDP: each reduces within a copy, the last one "
+        "averages over the copies.",
+        see="memory-and-speed.md",
+        since="0.2.0",
+        example="gradient_sync: last",
+        saves="`last` with 4 microbatches: 3/4 of the reduced bytes. `reduce_scatter_only`: 3/4 of "
+        "the all-reduces.",
+        costs="`last` holds whole gradients until the last microbatch. `reduce_scatter_only` holds "
+        "one more sharded gradient.",
     )
     order_check: OrderCheck = setting(
         "first",
         choice("first", "always", "never"),
-        "when ranks compare which collective comes next before they enter it, so that a "
-        "difference is an error on all of them: in the `first` step, in which it shows; `always`, "
-        "which costs a small message per collective; `never`",
+        "When ranks compare which collective comes next before they enter it, so that a difference "
+        "is an error on all of them. `first`: in the first step. `always`: in every step. `never`: "
+        "not at all.",
+        see="how-it-works.md",
+        since="0.2.0",
+        example="order_check: always",
+        saves="Hangs that end in a timeout without a reason.",
+        costs="`always` sends a small message before each collective.",
     )
     mixed_precision: str | PrecisionSpec = setting(
         "DEFAULT",
         PRECISION,
-        "`DEFAULT`: computes in the trainer's precision and reduces gradients in fp32; `PURE`: "
-        "reduces in the trainer's precision too; `FULL`: everything in the parameters' own dtype",
+        "`DEFAULT` computes in the trainer's precision and reduces gradients in fp32. `PURE` "
+        "reduces in that precision too. `FULL` uses the parameters' own dtype everywhere.",
+        since="0.1.0",
+        saves="`PURE` halves the bytes of reductions against `DEFAULT` in bf16.",
+        costs="`PURE` sums gradients in low precision.",
     )
     keep_fp32: tuple[str, ...] | None = setting(
         None,
         null_or(PATTERNS),
-        "globs (or `re:`) of modules that compute in fp32 in a run of lower precision, autocast "
-        "or not, as units of their own; null: those that a Hugging Face model lists",
+        "Globs (or `re:` and a regular expression) of modules that compute in fp32 in a run of "
+        "lower precision, autocast or not, as units of their own. null takes those that a Hugging "
+        "Face model lists.",
+        since="0.2.0",
+        example="keep_fp32: ['*.router', '*norm*']",
+        saves="Accuracy of norms and routers.",
+        costs="One unit for each module, gathered in fp32.",
     )
     unused_parameters: bool | Literal["auto"] | tuple[str, ...] = setting(
         "auto",
-        _UNUSED,
-        "parameters that get a gradient on some ranks only: `auto` reduces a zero for them, and "
-        "compares what was used in units with experts or a tower, and in those that left "
-        "something out; a list of globs (or `re:`) adds modules that a rank may leave out; `true` "
-        "compares in all units; `false`: as torch does it",
-        see="experts-and-towers",
+        UNUSED,
+        "Parameters that get a gradient on some ranks only. `auto` reduces a zero for them, and "
+        "compares what was used in units with experts or a tower and in units that left something "
+        "out. A list of globs (or `re:`) adds modules that a rank may leave out. `true` compares "
+        "in all units. `false` does as torch does.",
+        see="recipes/experts.md",
+        since="0.2.0",
+        example="unused_parameters: [vision_tower, bridge]",
+        saves="Wrong gradients and runs that stop.",
+        costs="In units that compare: one reduction of one number a parameter, and a wait for the "
+        "device, in each step.",
     )
     tied_weights: Literal["lift", "error"] = setting(
         "lift",
         choice("lift", "error"),
-        "`lift` shards a weight shared between units with their lowest common parent; `error` "
-        "refuses",
+        "`lift` moves a weight that several units share to their lowest common parent. `error` "
+        "refuses such a model.",
+        see="how-it-works.md",
+        since="0.1.0",
+        example="tied_weights: error",
     )
     wrap_policy: WrapPolicy = setting(
         WrapPolicy(),
         WRAP_POLICY,
-        "which modules become units; patterns are globs, or `re:` and a regular expression, and "
-        "may carry settings: `classes: {Block: {reshard_after_forward: 2}}`",
+        "Which modules become units. Patterns are globs, or `re:` and a regular expression. They "
+        "may carry settings of the unit: `classes: {Block: {reshard_after_forward: 2}}`.",
+        see="how-it-works.md",
+        since="0.1.0",
+        saves="Smaller units need less memory.",
+        costs="Smaller units need more collectives.",
     )
     ignored_params: tuple[str, ...] = setting(
         (),
         NAMES,
-        "globs of parameters FSDP leaves alone; they must be frozen, or be DTensors already",
+        "Globs of parameters that FSDP leaves alone. They must be frozen, or be DTensors already.",
+        since="0.1.0",
+        example="ignored_params: ['*.rotary.inv_freq']",
+        costs="They stay whole on every rank.",
     )
     forward_methods: tuple[str, ...] = setting(
         (),
         NAMES,
-        "methods besides `forward` that compute with parameters: `path.to.module.method`",
+        "Methods besides `forward` that compute with parameters, as `path.to.module.method`.",
+        since="0.1.0",
+        example="forward_methods: [model.encode]",
     )
     activation_checkpointing: bool | ActivationSpec = setting(
         False,
         ACTIVATION,
-        "modules that are computed again in backward: `true` takes them from "
-        "`activation_checkpointing_fn`, else every FSDP block; never reentrant",
+        "Modules that are computed again in backward. `true` takes them from "
+        "`activation_checkpointing_fn` of the model, else every FSDP block. Never reentrant.",
         check_together=check_activation_together,
-        see="inside-the-blocks",
+        see="memory-and-speed.md",
+        since="0.1.0",
+        saves="78 % of the activations of four blocks; `mode: selective` 33 %.",
+        costs="Chosen modules run twice.",
     )
     activation_cpu_offload: bool = setting(
         False,
         BOOLEAN,
-        "keeps in CPU memory what modules with activation checkpointing save for backward, "
-        "weights excepted",
+        "Keeps in CPU memory what modules with activation checkpointing save for backward, weights "
+        "excepted.",
+        see="memory-and-speed.md",
+        since="0.1.0",
+        example="{activation_checkpointing: true, activation_cpu_offload: true}",
+        saves="The device's copies of these activations.",
+        costs="One copy to the CPU and one back.",
     )
-    compile: bool | CompileSpec = setting(False, COMPILE, "`torch.compile` of every FSDP block")
+    compile: bool | CompileSpec = setting(
+        False,
+        COMPILE,
+        "Compiles every FSDP block with `torch.compile`.",
+        see="memory-and-speed.md",
+        since="0.2.0",
+        saves="Time, where the compiler finds some. Not measured on GPUs.",
+        costs="Compilation of one graph for all blocks of a class, and one more for evaluation.",
+    )
     tiled_mlp: TilingSpec | None = setting(
         None,
         TILING,
-        "runs MLPs on one part of the sequence after the other",
+        "Runs MLPs on one part of the sequence after the other.",
         check_together=check_tiling_together,
-        see="inside-the-blocks",
+        see="recipes/long-sequences.md",
+        since="0.2.0",
+        saves="8 tiles: 88 % of what an MLP keeps.",
+        costs="The MLP runs twice.",
     )
     chunked_loss: ChunkingSpec | None = setting(
         None,
         CHUNKING,
-        "runs output head and loss on one part of the tokens after the other",
-        see="inside-the-blocks",
+        "Runs output head and loss on one part of the tokens after the other.",
+        see="recipes/long-sequences.md",
+        since="0.2.0",
+        saves="16 chunks: nine tenths of the peak of logits and loss.",
+        costs="The head runs twice, and its unit stays gathered from forward to backward.",
     )
     fp8: bool | Float8Spec = setting(
         False,
         FLOAT8,
-        "linear layers of blocks multiply in fp8, by torchao; needs `composer-fsdp2[fp8]` and a "
-        "GPU of capability 8.9",
+        "Multiplies in fp8 in linear layers of blocks. Needs torchao and a GPU of capability 8.9.",
         check_together=check_fp8_together,
-        see="inside-the-blocks",
+        see="memory-and-speed.md",
+        since="0.2.0",
+        saves="Time of matrix products; with `all_gather: true` half the bytes of bf16 gathers. "
+        "Not measured on GPUs.",
+        costs="Rounding; one small reduction a gather.",
     )
     cpu_offload: bool | CPUOffload = setting(
         False,
         CPU_OFFLOAD,
-        "shards, gradients and optimizer state in CPU memory, where the optimizer steps; units "
-        "are copied to the GPU to be gathered. GPU only",
+        "Keeps shards, gradients and optimizer state in CPU memory, where the optimizer steps. "
+        "Units are copied to the GPU to be gathered. GPU only.",
+        see="memory-and-speed.md",
+        since="0.2.0",
+        saves="All shards, gradients and optimizer state on the device.",
+        costs="The optimizer steps on the CPU. Not measured on GPUs.",
     )
     communication: Communication = setting(
-        Communication(), COMMUNICATION, "switches of newer torch, an error in an older one"
+        Communication(),
+        COMMUNICATION,
+        "Switches of newer torch. An older torch refuses them.",
+        since="0.2.0",
+        saves="Time of collectives. Not measured on GPUs.",
+        costs="`reduce_scatter_buffers` holds one more unit for each buffer.",
     )
     state_dict_type: Literal["full", "sharded"] = setting(
-        "sharded", choice("full", "sharded"), "kind of the checkpoints"
+        "sharded",
+        choice("full", "sharded"),
+        "Kind of the checkpoints that are written. Loading reads the kind from the path.",
+        see="checkpoints.md",
+        since="0.1.0",
+        example="state_dict_type: full",
+        saves="`sharded`: every rank writes its part.",
+        costs="`full`: rank 0 gathers the whole model in CPU memory.",
     )
     pretrained_weights: str | None = setting(
         None,
         null_or(FOLDER),
-        "local Hugging Face folder (safetensors): every rank reads only its shards, in place of "
-        "the weights the model was built with",
+        "Local Hugging Face folder (safetensors). Every rank reads only its shards, in place of "
+        "the weights the model was built with.",
+        see="checkpoints.md",
+        since="0.1.0",
+        example="pretrained_weights: models/llama-3.1-8b",
+        saves="No rank holds the whole model.",
     )
     load_monolith_rank0_only: bool = setting(
-        False, BOOLEAN, "only rank 0 reads a full checkpoint", check_together=_check_monolith
+        False,
+        BOOLEAN,
+        "Only rank 0 reads a full checkpoint.",
+        check_together=check_monolith,
+        since="0.1.0",
+        example="{load_monolith_rank0_only: true, state_dict_type: full}",
+        saves="CPU memory and reads of all other ranks.",
+        costs="Rank 0 sends the weights to the others.",
     )
     load_planner: Any = setting(
-        None, _LOAD_PLANNER, "of torch's distributed checkpoint", same_on_ranks=False
+        None,
+        LOAD_PLANNER,
+        "Load planner of torch's distributed checkpoint.",
+        same_on_ranks=False,
+        since="0.1.0",
     )
     save_planner: Any = setting(
-        None, _SAVE_PLANNER, "of torch's distributed checkpoint", same_on_ranks=False
+        None,
+        SAVE_PLANNER,
+        "Save planner of torch's distributed checkpoint.",
+        same_on_ranks=False,
+        since="0.1.0",
     )
     sharded_ckpt_prefix_dir: str = setting(
-        "ep{epoch}-ba{batch}", FOLDER_NAME, "folder of a sharded checkpoint, inside save_folder"
+        "ep{epoch}-ba{batch}",
+        FOLDER_NAME,
+        "Folder of a sharded checkpoint, inside `save_folder`.",
+        since="0.1.0",
+        example="sharded_ckpt_prefix_dir: step{batch}",
     )
     async_save: bool = setting(
         False,
         BOOLEAN,
-        "training goes on while a checkpoint is written; one at a time, and the end of `fit` waits",
+        "Training continues while a checkpoint is written. One save runs at a time, and the end of "
+        "`fit` waits for it.",
+        see="checkpoints.md",
+        since="0.1.0",
+        example="async_save: true",
+        saves="Training stands still for 15 % of the time of a save.",
+        costs="CPU memory for a copy of the shards.",
     )
-    verbose: bool = setting(False, BOOLEAN, "shows the plan on rank 0")
+    verbose: bool = setting(
+        False, BOOLEAN, "Shows the plan on rank 0.", since="0.1.0", example="verbose: true"
+    )
 
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """values of the settings that `declare_setting` added, by name"""

@@ -4,7 +4,7 @@ A field of a dataclass becomes a setting by its default::
 
     verbose: bool = setting(False, BOOLEAN, "logs the plan on rank 0")
 
-The parser, the checks, the error texts, the Trainer's config class and the tables of the README
+The parser, the checks, the error texts, the Trainer's config class and docs/reference/settings.md
 read the declaration. Fields of `schema.FSDP2Config` are the settings of a run, fields of other
 dataclasses the options of a setting that is a mapping.
 """
@@ -102,7 +102,15 @@ class Setting(Generic[T]):
     check_together: CheckTogether = _no_conflict
     """finds other settings that it cannot stand beside"""
     see: str = ""
-    """heading of the README with more about it, as a link writes it"""
+    """page of docs/ with more about it"""
+    since: str = ""
+    """first version that has it; empty for an option that came with its setting"""
+    example: str = ""
+    """valid YAML with a value that is no default; a mapping in flow style for several keys"""
+    saves: str = ""
+    """memory, bytes or time that it saves; a sentence"""
+    costs: str = ""
+    """the price of it; a sentence"""
     same_on_ranks: bool = True
     """whether its text is the same on all ranks; false for objects, shown with their address"""
 
@@ -119,12 +127,20 @@ def setting(
     check_together: CheckTogether = _no_conflict,
     see: str = "",
     same_on_ranks: bool = True,
+    since: str = "",
+    example: str = "",
+    saves: str = "",
+    costs: str = "",
 ) -> T:
     """Declares a field of a dataclass as a setting; the arguments are fields of `Setting`."""
     metadata = option(values, meaning) | {
         "check_together": check_together,
         "see": see,
         "same_on_ranks": same_on_ranks,
+        "since": since,
+        "example": example or values.example,
+        "saves": saves,
+        "costs": costs,
     }
     return field(default=default, metadata=metadata)
 

@@ -187,8 +187,8 @@ def _is_path(value: Any) -> bool:
 def _check_inside_folder(key: str, value: str, errors: list[str]) -> None:
     if PurePath(value).is_absolute() or ".." in PurePath(value).parts:
         errors.append(
-            f"{key}: {ascii_repr(value)} leads out of save_folder. Checkpoints would be where "
-            "nobody looks for them. Write a name, such as ep{epoch}-ba{batch}."
+            f"{key}: {ascii_repr(value)} leads out of save_folder. Only checkpoints inside "
+            "it are found again. Write a name, such as ep{epoch}-ba{batch}."
         )
 
 

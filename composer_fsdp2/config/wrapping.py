@@ -145,8 +145,8 @@ class WrapPolicy:
     max_unit_bytes: int | None = setting(
         None,
         null_or(count("bytes")),
-        "the most that one collective gathers: a larger unit gives its largest modules away as "
-        "units",
+        "the most that one collective gathers; the largest modules of a larger unit become units "
+        "of their own",
     )
 
     @property

@@ -1,6 +1,6 @@
 """Which of Composer's callbacks and algorithms run under FSDP2: all of them, or refused at start.
 
-One table; the refusal, the tests and the README's table come from it.
+One table; the refusal, the tests and docs/reference/callbacks.md come from it.
 """
 
 from __future__ import annotations

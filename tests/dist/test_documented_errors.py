@@ -1,4 +1,4 @@
-"""Every error MIGRATION.md lists is raised by what the page says it comes from."""
+"""Every error of docs/reference/errors.md is raised by the case that the page gives for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
 from tests.support.models import WIDTH, TinyComposer, TinyLM, batches, llama_config
 from tests.support.training import built, samples_of, trainer_for
 
-PAGE = Path(__file__).parents[2] / "MIGRATION.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 TABLE = re.compile(r"<!-- errors -->\n(.*?)<!-- end of errors -->", re.DOTALL)
 DOCUMENTED = re.findall(r"^\| `([^`]+)` \|", TABLE.findall(PAGE.read_text())[0], re.MULTILINE)
 

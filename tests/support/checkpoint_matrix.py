@@ -1,6 +1,6 @@
 """Writes the table of checkpoints that resume: `python -m tests.support.checkpoint_matrix`.
 
-It runs the matrix test and puts down in MIGRATION.md what was measured; a cell that failed says so.
+It runs the matrix test and writes the results into docs/from-fsdp1.md; a cell that failed says so.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def table() -> str:
 
 
 def main() -> None:
-    path = ROOT / "MIGRATION.md"
+    path = ROOT / "docs" / "from-fsdp1.md"
     text, count = MARK.subn(lambda m: m[1] + table() + m[2], path.read_text())
     assert count == 1
     path.write_text(text)

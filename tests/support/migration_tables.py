@@ -1,4 +1,4 @@
-"""Writes the tables of keys into MIGRATION.md: `python -m tests.support.migration_tables`.
+"""Writes docs/reference/migration-keys.md's tables: `python -m tests.support.migration_tables`.
 
 A line is a row of a dialect's table. What it becomes is taken from a real migration, the first of
 the row's cases in the tests.
@@ -23,7 +23,7 @@ from tests.unit.tools.test_migrate_composer import fsdp1_reports, version2_repor
 from tests.unit.tools.test_migrate_dialects import reports_of
 from tests.unit.tools.test_migrate_trainers import OWN_ROWS, plugin_reports, unsharded_reports
 
-PAGE = Path(__file__).parents[2] / "MIGRATION.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migration-keys.md"
 MARK = re.compile(r"(<!-- keys: ([\w-]+) -->\n)(.*?)<!-- end of keys -->", re.DOTALL)
 HEADER = ("key", "value", "becomes", "status", "reason")
 

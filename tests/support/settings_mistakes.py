@@ -1,4 +1,4 @@
-"""Writes the table of mistakes into MIGRATION.md: `python -m tests.support.settings_mistakes`.
+"""Writes mistakes into docs/reference/errors.md: `python -m tests.support.settings_mistakes`.
 
 A line is what stands under `fsdp2` and the error that the parser raises for it.
 """
@@ -16,7 +16,7 @@ from composer_fsdp2 import config
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "MIGRATION.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
 MARK = re.compile(r"(<!-- mistakes -->\n)(.*?)<!-- end of mistakes -->", re.DOTALL)
 
 WRITTEN = (

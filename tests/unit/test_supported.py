@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 
-from tests.support.supported_table import CI, MARK, PAGE, rows, table, versions
+from tests.support.first_pages import shell_lines
+from tests.support.supported_table import CI, MARK, PAGE, ROOT, rows, table, versions
 
-SECOND = re.compile(
-    r"^\.venv/bin/uv pip install .*-c \.ci/stable\.txt .* && \.venv/bin/python -m pytest$", re.M
-)
+SECOND = r"\.venv/bin/uv pip install .*-c \.ci/stable\.txt .* && \.venv/bin/python -m pytest"
 
 
 def test_the_readme_shows_the_table():
@@ -18,18 +18,34 @@ def test_the_readme_shows_the_table():
     assert [text for _, text in MARK.findall(PAGE.read_text())] == [table()]
 
 
-def test_the_readme_names_the_versions_of_the_first_row():
-    stable = versions(*rows()[0][1:4])
-    named = PAGE.read_text().partition("`.ci/stable.txt` pins")[2].partition("`.ci/run`")[0]
-    assert f"torch {stable['torch']}, mosaicml {stable['mosaicml']}," in named
-    assert f"transformers {stable['transformers']})" in " ".join(named.split())
-    latest = next(row for row in rows() if row[0] == "latest")
-    assert f"torch {versions(*latest[1:4])['torch'].removesuffix('.0')} " in named
+def test_the_readme_says_which_row_is_which():
+    """The first is what pip gives; the second has the newest torch, with files of its own."""
+    said = PAGE.read_text().partition("<!-- end of supported -->")[2].partition("\n## ")[0]
+    (stable, *_), latest = rows()[0], rows()[1]
+    assert stable == "stable"
+    assert re.search(r"`\.ci/stable\.txt` pins what `pip install mosaicml llm-foundry` gives", said)
+    assert f"`-c .ci/{latest[1]} --override .ci/{latest[2]}`" in said
+    newest = max((versions(*row[1:4])["torch"] for row in rows()), key=_number)
+    assert versions(*latest[1:4])["torch"] == newest
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
 
 
 def test_ci_finds_the_command_of_the_readme():
     """It runs that line, in two halves."""
-    assert len(SECOND.findall(PAGE.read_text())) == 1
+    assert len([line for line in shell_lines(PAGE.read_text()) if re.fullmatch(SECOND, line)]) == 1
+    script = (CI / "run").read_text()
+    finding = script[script.index("second=$(") : script.index("mapfile -t quick")]
+    shown = subprocess.run(
+        ["bash", "-ec", f'{finding}\necho "$second"'],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.fullmatch(SECOND, shown.stdout.strip())
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
@@ -40,5 +56,8 @@ def test_a_row_names_files_that_exist(row: list[str]):
 
 
 def test_no_file_of_pins_is_forgotten():
-    used = {name for row in rows() for name in row[1:3]}
-    assert {file.name for file in CI.glob("*.txt")} - used == {"stacks.txt"}
+    """Every list of `.ci` is named by a row of stacks.txt, or by a script beside it."""
+    scripts = [file for file in CI.iterdir() if file.is_file() and file.suffix != ".txt"]
+    named = (CI / "stacks.txt").read_text() + "".join(file.read_text() for file in scripts)
+    words = set(re.findall(r"[\w.-]+\.txt", named))
+    assert {file.name for file in CI.glob("*.txt")} <= words

@@ -188,7 +188,7 @@ FSDP_ROWS = (
     Row(
         "state_dict_type",
         _DEC,
-        "local checkpoints hold FSDP1's flat parameters, which FSDP2 has not",
+        "local checkpoints hold FSDP1's flat parameters, which FSDP2 does not have",
         ("LOCAL_STATE_DICT",),
         options=("fsdp_state_dict_type=SHARDED_STATE_DICT", "fsdp_state_dict_type=FULL_STATE_DICT"),
     ),
@@ -238,8 +238,8 @@ FSDP_ROWS = (
     Row("xla", _UN, "FSDP2 of torch does not run on XLA", options=("xla=false",)),
     Row("xla_fsdp_v2", _NOT, "false: no XLA", OFF),
     Row("xla_fsdp_v2", _UN, "FSDP2 of torch does not run on XLA", options=("xla_fsdp_v2=false",)),
-    Row("xla_fsdp_settings", _NOT, "speaks of XLA alone"),
-    Row("xla_fsdp_grad_ckpt", _NOT, "speaks of XLA alone"),
+    Row("xla_fsdp_settings", _NOT, "only for XLA"),
+    Row("xla_fsdp_grad_ckpt", _NOT, "only for XLA"),
 )
 
 _LAUNCHING = (
@@ -302,7 +302,7 @@ _DEGREES = (
             ),
         )
     ),
-    Row("parallelism_config_cp_comm_strategy", _NOT, "speaks of context parallelism alone"),
+    Row("parallelism_config_cp_comm_strategy", _NOT, "only for context parallelism"),
 )
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
 

@@ -30,7 +30,7 @@ def _without_dropped(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _has_dropped_dtypes(value: Any) -> bool:
-    """A mapping with keys FSDP2 has not."""
+    """A mapping with keys that FSDP2 does not have."""
     return isinstance(value, Mapping) and value != _without_dropped(value)["mixed_precision"]
 
 
@@ -103,7 +103,7 @@ _ROWS = (
     Row(
         "state_dict_type",
         _DEC,
-        "local checkpoints hold FSDP1's flat parameters, which FSDP2 has not",
+        "local checkpoints hold FSDP1's flat parameters, which FSDP2 does not have",
         ("local",),
         options=("state_dict_type=sharded", "state_dict_type=full"),
     ),

@@ -213,7 +213,7 @@ _ROWS = (
         for row in _offload(name)
     ),
     *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in TUNING),
-    *(Row(f"{_ZERO}.{name}", _NOT, "speaks of DeepSpeed's own engine") for name in INTERNAL),
+    *(Row(f"{_ZERO}.{name}", _NOT, "only for DeepSpeed's own engine") for name in INTERNAL),
     *_gathered("gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_fp16_weights_on_model_save"),
@@ -225,7 +225,7 @@ _ROWS = (
     *_switch("bf16"),
     *_switch("fp16"),
     *(
-        Row(f"bf16.{name}", _NOT, "speaks of DeepSpeed's own engine")
+        Row(f"bf16.{name}", _NOT, "only for DeepSpeed's own engine")
         for name in ("immediate_grad_update", "check_grad_overflow")
     ),
     *(
@@ -280,7 +280,7 @@ _ROWS = (
         "apex's mixed precision is not torch's",
         options=("amp.enabled=false", "bf16.enabled=true"),
     ),
-    Row("amp.opt_level", _NOT, "speaks of apex alone"),
+    Row("amp.opt_level", _NOT, "only for apex"),
     *_parallel("tensor_parallel", "tensor parallelism"),
     *_parallel("autotp_size", "tensor parallelism"),
     *_parallel("tp_size", "tensor parallelism"),
@@ -307,7 +307,7 @@ _ROWS = (
         (True,),
     ),
     *(
-        Row(f"{_CHECKPOINTING}.{name}", _NOT, "speaks of DeepSpeed's own checkpointing")
+        Row(f"{_CHECKPOINTING}.{name}", _NOT, "only for DeepSpeed's own checkpointing")
         for name in (
             "contiguous_memory_optimization",
             "number_checkpoints",
@@ -316,7 +316,7 @@ _ROWS = (
         )
     ),
     *(
-        Row(name, _NOT, "speaks of DeepSpeed's own engine")
+        Row(name, _NOT, "only for DeepSpeed's own engine")
         for name in (
             "aio",
             "disable_allgather",

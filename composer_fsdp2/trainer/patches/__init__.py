@@ -67,7 +67,7 @@ def uninstall() -> None:
 
 
 def installed() -> AbstractContextManager[None]:
-    """Installs for the duration of a block, and leaves things as they were."""
+    """Installs while a block runs, and leaves things as they were before it."""
     engine.check_versions(NEEDS)
     return engine.installed(PATCHES)
 

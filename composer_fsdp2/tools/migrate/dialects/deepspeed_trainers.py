@@ -72,7 +72,7 @@ def _offload(part: str) -> tuple[Row, ...]:
             {"cpu_offload": True},
         ),
         Row(key, _UN, "there is CPU memory, no NVMe", ("nvme",), options=(f"{key}=none",)),
-        Row(f"offload_{part}_nvme_path", _NOT, "speaks of NVMe alone"),
+        Row(f"offload_{part}_nvme_path", _NOT, "only for NVMe"),
     )
 
 

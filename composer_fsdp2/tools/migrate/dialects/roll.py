@@ -164,8 +164,8 @@ _ROWS = (
         (True,),
         {"tiled_mlp": {"shards": 4}},
     ),
-    Row("tiled_num_shards", _NOT, "speaks of the tiled MLP alone"),
-    Row("model_type", _NOT, "speaks of the tiled MLP alone"),
+    Row("tiled_num_shards", _NOT, "only for the tiled MLP"),
+    Row("model_type", _NOT, "only for the tiled MLP"),
     Row("ulysses_size", _NOT, "no sequence is split", (1, None)),
     Row("ulysses_size", _UN, "sequences are not split over ranks", options=("ulysses_size=1",)),
 )

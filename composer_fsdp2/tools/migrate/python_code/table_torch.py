@@ -162,7 +162,7 @@ _MEMBERS = (
     _member(
         "summon_full_params",
         use="composer_fsdp2.summon_full_params(model, ...), with the same arguments",
-        reason="torch's knows FSDP1 only; after install() it is led there by itself",
+        reason="torch's own is for FSDP1 only; after install() a call of it reaches this function",
         distinctive=True,
     ),
     _member(

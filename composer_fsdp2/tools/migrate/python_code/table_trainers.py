@@ -60,7 +60,7 @@ _FUNCTIONS = (
         "fsdp_state_dict_type_context",
         homes=("composer.core.state",),
         use=f"{GET_MODEL}, with full_state_dict=True or False",
-        reason="sets FSDP1's kind of state dict, which FSDP2 modules have not",
+        reason="sets FSDP1's kind of state dict, which FSDP2 modules do not have",
     ),
     named(
         "get_fsdp_full_optim_state_dict",
