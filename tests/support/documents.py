@@ -17,7 +17,7 @@ from composer_fsdp2.cli.main import app
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "pictures" not in page.parts)
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
