@@ -10,19 +10,20 @@ from torch.distributed.fsdp import FSDPModule
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["apply_communication", "check_communication"]
+__all__ = ["METHODS", "apply_communication", "check_communication"]
 
-_METHODS = {
+METHODS = {
     "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
     "separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
     "allocate_from_process_group": "set_allocate_memory_from_process_group_for_comm",
     "symmetric_memory": "set_symm_mem_for_comm",
 }
+"""methods of torch's `FSDPModule` by the setting that needs them"""
 _NCCL_ONLY = ("allocate_from_process_group", "symmetric_memory")
 
 
 def _asked(settings: Communication) -> list[str]:
-    return [name for name in _METHODS if getattr(settings, name)]
+    return [name for name in METHODS if getattr(settings, name)]
 
 
 def check_communication(settings: Communication, device_type: str) -> None:
@@ -32,9 +33,9 @@ def check_communication(settings: Communication, device_type: str) -> None:
         ConfigError: naming the setting.
     """
     for name in _asked(settings):
-        if not hasattr(FSDPModule, _METHODS[name]):
+        if not hasattr(FSDPModule, METHODS[name]):
             raise ConfigError(
-                f"'communication.{name}' is set, and this torch has no `{_METHODS[name]}`. It "
+                f"'communication.{name}' is set, and this torch has no `{METHODS[name]}`. It "
                 "would have no effect. Take it out, or install a newer torch."
             )
         if name in _NCCL_ONLY and device_type != "cuda":
@@ -63,4 +64,4 @@ def apply_communication(
     for name in _asked(settings):
         # A separate group is made once and shared by all units below.
         for unit in tops if name == "separate_reduce_scatter_group" else units:
-            getattr(unit, _METHODS[name])(*arguments.get(name, (True,)))
+            getattr(unit, METHODS[name])(*arguments.get(name, (True,)))

@@ -20,6 +20,7 @@ from tests.support import (
     extension_table,
     odd_models_page,
     upstream_page,
+    versions_page,
 )
 from tests.support.documents import (
     DOCS,
@@ -46,7 +47,7 @@ def _shown(language: str) -> list[Example]:
     return [example for example in examples(language) if not example.included]
 
 
-MADE = (api_page, command_line_page, upstream_page)
+MADE = (api_page, command_line_page, upstream_page, versions_page)
 MADE_PAGES = {made.PAGE for made in (*MADE, extension_table, odd_models_page)}
 
 
@@ -57,6 +58,14 @@ MADE_PAGES = {made.PAGE for made in (*MADE, extension_table, odd_models_page)}
 def test_the_page_is_current(made: Any):
     """`python -m tests.support.NAME` writes it."""
     assert made.PAGE.read_text() == made.page()
+
+
+def test_the_table_of_mistakes_in_a_run_is_current():
+    """`python -m tests.support.run_mistakes_page` writes it."""
+    pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+    from tests.support.run_mistakes_page import MARK, PAGE, table
+
+    assert [text for _, text in MARK.findall(PAGE.read_text())] == [table()]
 
 
 def test_the_api_page_has_every_public_name():
