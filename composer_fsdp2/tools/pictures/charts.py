@@ -73,7 +73,8 @@ def losses_picture(comparison: Comparison, names: tuple[str, str], title: str) -
     below.set_yscale("log")
     above.set_xlim(*below.set_xlim(steps[0] - 1, steps[-1] + 1))
     equal = sum(share == 0 for share in shares)
-    note = f"{equal} of {len(steps)} steps are equal to the last bit and have no dot."
+    which = f"{equal} of {len(steps)}" if equal < len(steps) else f"All {equal}"
+    note = f"{which} steps are equal to the last bit and have no dot."
     figure.text(MARGIN / WIDTH, 12 / 400, note, fontsize=SMALL, va="center")
     _plain(below, "relative\ndifference")
     below.set_xlabel("step", fontsize=SIZE)
