@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.tools.parity.compare import Comparison
 from composer_fsdp2.tools.pictures.rows import elements_text
@@ -58,7 +58,10 @@ def losses_picture(comparison: Comparison, names: tuple[str, str], title: str) -
     below = figure.add_axes((0.17, 0.18, 0.79, 0.21))
     steps = [step.number for step in comparison.old]
     # The new run is drawn over the old one, so the line below is wide.
-    styles = ({"lw": 5, "color": COLORS["orange"]}, {"lw": 1.6, "color": COLORS["blue"]})
+    styles: tuple[dict[str, Any], ...] = (
+        {"lw": 5, "color": COLORS["orange"]},
+        {"lw": 1.6, "color": COLORS["blue"]},
+    )
     runs = (comparison.old, comparison.new)
     for run, name, style in zip(runs, names, styles, strict=True):
         above.plot(steps, [step.loss for step in run], label=name, **style)
