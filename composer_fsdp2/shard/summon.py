@@ -294,7 +294,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Summoned:
-    """What one block shows, and how it makes way for FSDP2 meanwhile."""
+    """The full parameters that one block shows, and how they make way for FSDP2 meanwhile."""
 
     units: list[FSDPModule]
     rank0_only: bool

@@ -125,7 +125,7 @@ def load_ema(
 
 
 class ShardedAverage:
-    """What Composer's `SWA` asks of torch's `AveragedModel`, without a copy of the modules."""
+    """Does what Composer's `SWA` needs of `AveragedModel`, without a copy of the modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.n_averaged = torch.tensor(0)

@@ -72,7 +72,7 @@ def strip_auto_microbatch_size(
 
 
 class _Attempts:
-    """What undoes the attempts at one batch after the other."""
+    """Undoes the attempts at one batch after the other."""
 
     def __init__(self, state: State) -> None:
         self._state = state

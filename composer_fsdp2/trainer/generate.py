@@ -84,7 +84,7 @@ def _generate_in_step(
 
 
 def _step_of(model: Any, word: torch.Tensor) -> dict[str, Any]:
-    """What forward takes for one word; of a model with an encoder, for its decoder alone."""
+    """Returns the inputs of a forward for one word; with an encoder, those of the decoder alone."""
     if not model.config.is_encoder_decoder:
         return {"input_ids": word, "attention_mask": torch.ones_like(word)}
     nothing = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=word.device)

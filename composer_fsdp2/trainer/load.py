@@ -184,7 +184,7 @@ def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> A
 
 
 class _Load:
-    """What loading a folder and loading a file have in common."""
+    """Common steps of loading a folder and loading a file."""
 
     saved: Checkpoint
 
@@ -212,7 +212,7 @@ class _Load:
         return bool(getattr(model, "using_peft", False) and model.should_save_peft_only)
 
     def wanted(self) -> StateDict:
-        """What the run has, as Composer would save it now. Collective: yes."""
+        """Returns the state of the run as Composer would save it now. Collective: yes."""
         if self.weights_only:
             wanted: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
         else:

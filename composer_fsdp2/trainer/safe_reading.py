@@ -1,4 +1,4 @@
-"""What Composer reads of a checkpoint, read without executing anything that is in it."""
+"""Reads the parts of a checkpoint that Composer reads, without executing anything in it."""
 
 from __future__ import annotations
 

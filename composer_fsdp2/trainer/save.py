@@ -111,7 +111,7 @@ def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What is to be saved, and where."""
+    """The state to save, and the place for it."""
 
     values: StateDict
     path: Path

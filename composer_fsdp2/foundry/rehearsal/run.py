@@ -42,7 +42,7 @@ _BLOCKS = ("model", "tokenizer", "optimizer", "scheduler", "train_loader")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What came of it."""
+    """Result of a rehearsal."""
 
     mistakes: tuple[Mistake, ...]
     units: WrapPlan | None = None
