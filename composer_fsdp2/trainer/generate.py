@@ -23,7 +23,7 @@ __all__ = ["generate"]
 
 
 def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `GenerationMixin.generate`: ranks may have other prompts and other ends.
+    """Replaces `GenerationMixin.generate`: ranks may have other prompts and other ends.
 
     Collective: yes, for a sharded model, unless `synced_gpus=False` says that all ranks call
     forward equally often. No unit is left gathered. An error of one rank, outside of forward, is

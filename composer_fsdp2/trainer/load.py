@@ -1,6 +1,6 @@
 """Loading checkpoints into Composer's Trainer: any kind, and only exactly.
 
-The functions here stand in for Composer's (see `patches`). Runs without FSDP2 keep Composer's own
+The functions here replace Composer's (see `patches`). Runs without FSDP2 keep Composer's own
 loading, with files read safely; but for folders of shards, which Composer cannot read without FSDP.
 
 [Note: kind of a checkpoint] Composer decides by `state_dict_type` how to read a checkpoint. Here it

@@ -69,7 +69,7 @@ def build_parts(notes: Notes, config: Any, logged: dict[str, Any]) -> Parts:
         {**registry.callbacks.get_all(), **with_config},
         lambda name, kwargs: builders.build_callback(name, kwargs, logged),
     )
-    # Told of the run, some would ask a server whether they may write there.
+    # If they knew the run, some would ask a server whether they may write there.
     remote = {name for name, block in (config.callbacks or {}).items() if any_remote(block)}
     parts.callbacks = [built for name, built in callbacks if name not in remote]
     known = registry.algorithms.get_all()
