@@ -65,6 +65,17 @@ def step_timeline() -> Figure:
 
 
 def loss_curves() -> Figure:
+    """The same model under torch's FSDP1 and under FSDP2."""
+    found = _json("losses.json")
+
+    def run(name: str) -> tuple[Step, ...]:
+        return tuple(Step(n, loss, 0.0) for n, loss in enumerate(found[name], 1))
+
+    comparison = Comparison(run("old"), run("new"), TOLERANCES["fp32"])
+    return losses_picture(comparison, ("FSDP1", "FSDP2"), "Loss under FSDP1 and FSDP2")
+
+
+def parity_curves() -> Figure:
     """Both runs of `composer-fsdp2 parity` on the quickstart's model."""
     text = (DATA / "parity.csv").read_text(encoding="utf-8")
     rows = [*csv.DictReader(text.splitlines())]
@@ -109,11 +120,30 @@ def memory_8b() -> Figure:
     return bars_picture(bars, "Peak memory of a rank", [note], lambda size: f"{size:.1f} GiB")
 
 
+def communication() -> Figure:
+    """Bytes on the wire for four microbatches, by when gradients and weights move."""
+    names = {
+        "accumulate_every": "every",
+        "accumulate_last_freed": "last, freed",
+        "accumulate_last": "last",
+        "accumulate_last_kept": "last, kept",
+    }
+    bars = {names[line["case"]]: {"": line["wire_bytes"][0]} for line in _lines("comm.jsonl")}
+    note = (
+        "gradient_sync, and reshard_after_forward: true (freed), auto or false (kept). Exact count "
+        "for one of 8 ranks (benchmarks/comm.py --backend fake)."
+    )
+    title = "Sent per batch of 4 microbatches"
+    return bars_picture(bars, title, [note], lambda size: f"{size / 2**20:.0f} MiB")
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "plan-bars.svg": plan_bars,
     "mesh-grid.svg": mesh_grid,
     "step-timeline.svg": step_timeline,
     "loss-curves.svg": loss_curves,
+    "parity-curves.svg": parity_curves,
+    "communication.svg": communication,
     "memory-parts.svg": memory_parts,
     "memory-8b.svg": memory_8b,
 }

@@ -2,10 +2,13 @@
 
     PYTHONPATH=. python docs/record.py plan > docs/pictures/data/plan.json
     PYTHONPATH=. python docs/record.py step > docs/pictures/data/step.json
+    PYTHONPATH=. python docs/record.py losses > docs/pictures/data/losses.json
 
 `plan` builds a vision-language model of transformers on meta and plans it: PaliGemma 3B in its
 default shape, with tied embeddings and a frozen vision tower. `step` trains a small language model
-on two gloo ranks with the Trainer and `FSDP2Monitor`, and writes the third step of rank 0.
+on two gloo ranks with the Trainer and `FSDP2Monitor`, and writes the third step of rank 0. `losses`
+trains the same model on two gloo ranks twice in a loop of its own, from the same weights on the
+same batches: with torch's FSDP1, and prepared by this package.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +28,7 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.nn import functional as F
 
-VOCAB, WIDTH, LAYERS, STEP = 512, 64, 4, 3
+VOCAB, WIDTH, LAYERS, STEP, STEPS = 512, 64, 4, 3, 100
 
 
 # --- A plan. ---
@@ -102,8 +106,8 @@ class Language(nn.Module):
         return self.head(x)
 
 
-def _train(rank: int, folder: str) -> None:
-    """One rank: trains, and on rank 0 writes the events of a step."""
+def _join(rank: int) -> None:
+    """Sets what a launcher sets for one of two ranks on this machine."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -114,6 +118,11 @@ def _train(rank: int, folder: str) -> None:
         "MASTER_PORT": os.environ.get("MASTER_PORT", "29533"),
     }
     torch.set_num_threads(1)
+
+
+def _train(rank: int, folder: str) -> None:
+    """One rank: trains, and on rank 0 writes the events of a step."""
+    _join(rank)
     from composer import Callback, Event, State, Trainer
     from composer.loggers import InMemoryLogger, Logger
     from composer.models import ComposerModel
@@ -178,19 +187,82 @@ def _train(rank: int, folder: str) -> None:
         }
         shown = [one for one in recorder.events if one["unit"] or one["event"] != "begin"]
         found = {"step": STEP, "ranks": 2, "monitor": monitor, "events": shown}
-        with open(os.path.join(folder, "step.json"), "w") as file:
-            json.dump(found, file)
+        _write(folder, found)
 
 
-def record_step() -> dict[str, Any]:
-    """Starts two ranks and returns what rank 0 has seen."""
+# --- Losses. ---
+
+
+def _train_both(rank: int, folder: str) -> None:
+    """One rank: trains under FSDP1, then under FSDP2."""
+    _join(rank)
+    from torch import distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from composer_fsdp2 import prepare_fully_shard
+
+    def fsdp1(model: nn.Module) -> nn.Module:
+        policy = ModuleWrapPolicy({Block})
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True
+        )
+
+    def fsdp2(model: nn.Module) -> nn.Module:
+        prepare_fully_shard(model, None, {}, device="cpu")
+        return model
+
+    dist.init_process_group("gloo")
+    found = {"steps": STEPS, "ranks": 2, "old": _losses(fsdp1), "new": _losses(fsdp2)}
+    if rank == 0:
+        _write(folder, found)
+    dist.destroy_process_group()
+
+
+def _losses(shard: Callable[[nn.Module], nn.Module]) -> list[float]:
+    """Trains a fresh model; returns the loss of every step, averaged over the ranks."""
+    from torch import distributed as dist
+
+    torch.manual_seed(0)
+    model = shard(Language())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    batches = torch.Generator().manual_seed(dist.get_rank())
+    losses: list[float] = []
+    for _ in range(STEPS):
+        # Each token is three more than the one before, but for one in eight.
+        start = torch.randint(VOCAB, (8, 1), generator=batches)
+        noise = torch.randint(VOCAB, (8, 32), generator=batches)
+        keep = torch.rand((8, 32), generator=batches) > 1 / 8
+        ids = torch.where(keep, (start + 3 * torch.arange(32)) % VOCAB, noise)
+        logits = model(ids)[:, :-1]
+        loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / 2)
+    return losses
+
+
+def _write(folder: str, found: dict[str, Any]) -> None:
+    with open(os.path.join(folder, "found.json"), "w") as file:
+        json.dump(found, file)
+
+
+def _on_two_ranks(work: Callable[[int, str], None]) -> dict[str, Any]:
+    """Starts two ranks and returns what rank 0 has written."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_train, (folder,), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
-        with open(os.path.join(folder, "step.json")) as file:
+        mp.spawn(work, (folder,), nprocs=2)  # pyright: ignore[reportPrivateImportUsage]
+        with open(os.path.join(folder, "found.json")) as file:
             return json.load(file)
 
 
-RECORDS: dict[str, Callable[[], dict[str, Any]]] = {"plan": record_plan, "step": record_step}
+RECORDS: dict[str, Callable[[], dict[str, Any]]] = {
+    "plan": record_plan,
+    "step": partial(_on_two_ranks, _train),
+    "losses": partial(_on_two_ranks, _train_both),
+}
 
 
 def main() -> None:

@@ -305,7 +305,7 @@ def _load(load: Callable[..., Any], where: str, trusted: bool, file: BinaryIO) -
 
 
 def _asked_for(error: BaseException, file: BinaryIO) -> str:
-    """What torch's unpickler refused, or nothing if the pickle is damaged.
+    """Returns what torch's unpickler refused, or nothing if the pickle is damaged.
 
     torch names it in most cases; where it does not know the protocol, the pickle is looked through.
     """

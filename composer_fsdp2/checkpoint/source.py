@@ -64,7 +64,7 @@ The values are covered by the checksums inside the files, see `archive`."""
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What is known of a tensor without reading it."""
+    """Facts about a tensor that need no reading of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """What a folder and a file have in common; see the subclasses.
+    """Common interface of a folder and a file; see the subclasses.
 
     Attributes:
         path: the folder or file.

@@ -60,7 +60,7 @@ __all__ = [
 _SAID = ("could not be written", "was written by another run")
 """errors that say all there is to say"""
 REPLACED = ".replaced."
-"""What the name of a folder begins with while another one takes its place."""
+"""Beginning of the name of a folder while another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What runs inside blocks: activation checkpointing, compile, fp8, tiled MLP, chunked loss."""
+"""Settings of blocks: activation checkpointing, compile, fp8, tiled MLP, chunked loss."""
 
 from __future__ import annotations
 

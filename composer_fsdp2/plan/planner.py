@@ -400,7 +400,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 def _owned(
     tree: ModuleTree, refs: list[ParamRef], ties: list[list[ParamRef]], units: list[int]
 ) -> dict[int, list[ParamRef]]:
-    """What every unit owns; a tied weight belongs to the unit at its names' common parent."""
+    """Returns each unit's weights; a tied one belongs to the unit at its names' common parent."""
     lifted: dict[int, int] = {}
     for group in ties:
         owner = units[group[0].path_index]

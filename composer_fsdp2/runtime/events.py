@@ -44,7 +44,7 @@ class UnitEvents:
     Args:
         model: its forward is one microbatch.
         units: by name, those that have parameters.
-        watchdog: is told of collectives; `None` where no other rank waits.
+        watchdog: hears about collectives; `None` where no other rank waits.
     """
 
     def __init__(

@@ -146,7 +146,7 @@ class _Prefetch:
 
 
 def _units_ahead(order: list[str], count: int, times: Mapping[str, int]) -> dict[str, list[str]]:
-    """What each unit starts to gather.
+    """Returns the units whose gather each unit starts.
 
     One that runs several times starts nothing: it would gather again what has long been used.
     """

@@ -446,7 +446,7 @@ def _reshard_hook(module: nn.Module, _args: object, output: object) -> object:
 
 
 def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]:
-    """What users hung on parameters: attributes and post-accumulate hooks."""
+    """Returns what users attached to parameters: attributes and post-accumulate hooks."""
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
     for ref in tree.params:
         hooks = post_accumulate_hooks(ref.param)

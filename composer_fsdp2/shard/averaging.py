@@ -77,7 +77,7 @@ def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
 def _records_events(device_type: str) -> bool:
     """HSDP's backward insists on an event from the stream, which CPU streams may not give.
 
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L416
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L461
     """
     if device_type != "cpu":
         return True

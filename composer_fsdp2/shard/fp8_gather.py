@@ -66,7 +66,7 @@ class _Scales:
 
 
 class _CastForGather:
-    """What FSDP2 asks a shard for around its gather.
+    """Answers what FSDP2 asks a shard for around its gather.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
     """

@@ -37,7 +37,7 @@ from composer_fsdp2.shard.torch_private.units import (
 __all__ = ["holds_shards", "is_shown", "is_summoned", "summon_full_params"]
 
 _MARK = "_fsdp2_summoned"
-"""On a parameter and on what stands in for it: the block they are summoned by."""
+"""On a parameter and on the tensor in its place: the block they are summoned by."""
 
 Place = tuple[nn.Module, str]
 _Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
@@ -231,7 +231,7 @@ def _sharded_or_summoned(param: nn.Parameter) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Whole:
-    """A sharded parameter, and on the ranks that see it whole what stands in for it."""
+    """A sharded parameter, and its whole tensor on the ranks that see it."""
 
     name: str
     shard: nn.Parameter
@@ -294,7 +294,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Summoned:
-    """What one block shows, and how it makes way for FSDP2 meanwhile."""
+    """The full parameters that one block shows, and how they make way for FSDP2 meanwhile."""
 
     units: list[FSDPModule]
     rank0_only: bool

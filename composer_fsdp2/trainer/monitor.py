@@ -163,7 +163,7 @@ def _show(line: str) -> None:
 
 
 def _traffic(meter: TrafficMeter) -> dict[str, float]:
-    """What the meter saw; nothing where it saw nothing, as with a group of one rank."""
+    """Returns the meter's counts; none where it saw no collective, as with one rank."""
     if not meter.collectives:
         return {}
     found: dict[str, float] = {

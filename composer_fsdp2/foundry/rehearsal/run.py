@@ -3,7 +3,7 @@
 [Note: rehearsal] Everything is built by LLM Foundry's own functions, so that a mistake is found by
 what would fail at it: configuration, tokenizer, scheduler, loggers, callbacks, algorithms, loaders,
 model, optimizer, plan. The model is on meta, as on a rank above 0 of `init_device: mixed`. No other
-rank is there, nothing is downloaded and no logger is told of a run. Files in `code_paths` are
+rank is there, nothing is downloaded and no logger hears about a run. Files in `code_paths` are
 imported and config transforms are applied as in a run; those may write the data they are for.
 """
 
@@ -42,7 +42,7 @@ _BLOCKS = ("model", "tokenizer", "optimizer", "scheduler", "train_loader")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What came of it."""
+    """Result of a rehearsal."""
 
     mistakes: tuple[Mistake, ...]
     units: WrapPlan | None = None

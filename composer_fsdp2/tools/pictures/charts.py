@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.tools.parity.compare import Comparison
 from composer_fsdp2.tools.pictures.rows import elements_text
@@ -58,7 +58,10 @@ def losses_picture(comparison: Comparison, names: tuple[str, str], title: str) -
     below = figure.add_axes((0.17, 0.18, 0.79, 0.21))
     steps = [step.number for step in comparison.old]
     # The new run is drawn over the old one, so the line below is wide.
-    styles = ({"lw": 5, "color": COLORS["orange"]}, {"lw": 1.6, "color": COLORS["blue"]})
+    styles: tuple[dict[str, Any], ...] = (
+        {"lw": 5, "color": COLORS["orange"]},
+        {"lw": 1.6, "color": COLORS["blue"]},
+    )
     runs = (comparison.old, comparison.new)
     for run, name, style in zip(runs, names, styles, strict=True):
         above.plot(steps, [step.loss for step in run], label=name, **style)
@@ -73,7 +76,8 @@ def losses_picture(comparison: Comparison, names: tuple[str, str], title: str) -
     below.set_yscale("log")
     above.set_xlim(*below.set_xlim(steps[0] - 1, steps[-1] + 1))
     equal = sum(share == 0 for share in shares)
-    note = f"{equal} of {len(steps)} steps are equal to the last bit and have no dot."
+    which = f"{equal} of {len(steps)}" if equal < len(steps) else f"All {equal}"
+    note = f"{which} steps are equal to the last bit and have no dot."
     figure.text(MARGIN / WIDTH, 12 / 400, note, fontsize=SMALL, va="center")
     _plain(below, "relative\ndifference")
     below.set_xlabel("step", fontsize=SIZE)

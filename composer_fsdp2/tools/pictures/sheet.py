@@ -93,7 +93,8 @@ def _styled() -> AbstractContextManager[None]:
     stack = ExitStack()
     stack.enter_context(matplotlib.rc_context())
     matplotlib.rcdefaults()
-    matplotlib.rcParams.update(_STYLE)
+    style: Any = _STYLE  # its names are a type of their own in newer matplotlib
+    matplotlib.rcParams.update(style)
     return stack  # pyright: ignore[reportReturnType]
 
 
@@ -158,7 +159,8 @@ class Sheet:
         from matplotlib.lines import Line2D
 
         xs, ys = zip(*points, strict=True)
-        self.axes.add_line(Line2D(xs, ys, color=color, **{"linewidth": 1.0, **style}))
+        looks: dict[str, Any] = {"linewidth": 1.0, **style}
+        self.axes.add_line(Line2D(xs, ys, color=color, **looks))
 
     def arrow(self, start: tuple[float, float], end: tuple[float, float], color: str) -> None:
         """Draws an arrow with two heads."""

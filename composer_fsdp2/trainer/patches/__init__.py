@@ -1,4 +1,4 @@
-"""What of other packages is replaced while the plugin is installed: one table, in files by subject.
+"""The table of what is replaced in other packages while the plugin is installed, by subject.
 
 It is the only place that does. Rows of LLM Foundry count once it has been imported: a run without
 it does not need them, and `transform`, which every run with it calls, installs them.
