@@ -104,6 +104,8 @@ def _uri(target: Path) -> str:
     """Where the site has a file of the repository."""
     if target.parent == ROOT and target.name in TOP_LEVEL:
         return target.name.lower()
+    if target == ROOT / "README.md":
+        return "index.md"
     if target.is_relative_to(DOCS):
         page = target.with_suffix(".md") if target.suffix == ".ipynb" else target
         return page.relative_to(DOCS).as_posix()

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from composer_fsdp2.checkpoint.pickles import load_object, trusts
+from composer_fsdp2.checkpoint.progress import counting_bytes
 from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
 from composer_fsdp2.errors import CheckpointError
 
@@ -198,31 +199,42 @@ def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) ->
         CheckpointError: a piece is damaged, could execute code, or has not the promised shape.
     """
     trusted = trusts(saved.path)
-    # Pieces that lie behind each other are read one after the other.
-    for item in sorted(plan.items, key=lambda item: _place(saved, item)):
-        archive = saved.archive(item.storage_index)
-        if item.type == LoadItemType.BYTE_IO:
-            archive.check()
-            # What passes here cannot execute anything when the planner loads it its own way.
-            load_object(archive.data, archive.where, trusted=trusted)
-            planner.load_bytes(item, io.BytesIO(archive.data))
-            continue
-        piece = saved.chunk(item.storage_index)
-        try:
-            for dim, (start, length) in enumerate(
-                zip(item.storage_offsets, item.lengths, strict=True)
-            ):
-                piece = piece.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            if target.shape != piece.shape:
-                raise ValueError("another shape")
-        except (RuntimeError, ValueError, IndexError):
-            raise CheckpointError(
-                f"{archive.where} has not the shape its metadata promises. The file belongs to "
-                "another checkpoint. Restore the right file, or take another checkpoint."
-            ) from None
-        target.copy_(piece)
-        planner.commit_tensor(item, target)
+    sizes = {item.storage_index: _size(saved, item) for item in plan.items}
+    with counting_bytes(f"Loading {saved.path.name}", sum(sizes.values())) as advance:
+        # Pieces that lie behind each other are read one after the other.
+        for item in sorted(plan.items, key=lambda item: _place(saved, item)):
+            _read_item(saved, item, planner, trusted=trusted)
+            advance(sizes.pop(item.storage_index, 0))
+
+
+def _read_item(
+    saved: FolderCheckpoint, item: ReadItem, planner: LoadPlanner, *, trusted: bool
+) -> None:
+    archive = saved.archive(item.storage_index)
+    if item.type == LoadItemType.BYTE_IO:
+        archive.check()
+        # What passes here cannot execute anything when the planner loads it its own way.
+        load_object(archive.data, archive.where, trusted=trusted)
+        planner.load_bytes(item, io.BytesIO(archive.data))
+        return
+    piece = saved.chunk(item.storage_index)
+    try:
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            piece = piece.narrow(dim, start, length)
+        target = planner.resolve_tensor(item).detach()
+        if target.shape != piece.shape:
+            raise ValueError("another shape")
+    except (RuntimeError, ValueError, IndexError):
+        raise CheckpointError(
+            f"{archive.where} has not the shape its metadata promises. The file belongs to "
+            "another checkpoint. Restore the right file, or take another checkpoint."
+        ) from None
+    target.copy_(piece)
+    planner.commit_tensor(item, target)
+
+
+def _size(saved: FolderCheckpoint, item: ReadItem) -> int:
+    return saved.metadata.storage_data[item.storage_index].length
 
 
 def _place(saved: FolderCheckpoint, item: ReadItem) -> tuple[str, int]:
@@ -240,6 +252,8 @@ def load_sharded(
     Raises:
         CheckpointError: on every rank, when any rank failed. torch raises a `BaseException`, which
             `except Exception` does not see.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/api.py#L22
     """
     try:
         with torch.no_grad():

@@ -22,12 +22,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
 from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.progress import CountedPlanner, bytes_of, counting_bytes
 from composer_fsdp2.checkpoint.source import CHECKSUMS, digest_of
 from composer_fsdp2.checkpoint.staging import (
     INCOMPLETE,
@@ -59,7 +60,7 @@ __all__ = [
 _SAID = ("could not be written", "was written by another run")
 """errors that say all there is to say"""
 REPLACED = ".replaced."
-"""What the name of a folder begins with while another one takes its place."""
+"""Beginning of the name of a folder while another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +191,21 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
 
 
 class _Writer(FileSystemWriter):
-    """torch's own, which hides what the system said, and loses it on the way to other ranks."""
+    """torch's own, which hides what the system said, and loses it on the way to other ranks.
 
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+    Source: an error travels pickled, without its cause,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/utils.py#L193
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Writes this rank's file. Collective: no."""
-        with _told_plainly(Path(self.path)):
-            return super().write_data(*args, **kwargs)
+        size_bytes = bytes_of(plan.items)
+        with (
+            _told_plainly(Path(self.path)),
+            counting_bytes("Saving checkpoint", size_bytes) as advance,
+        ):
+            counted: Any = CountedPlanner(planner, plan, advance)
+            return super().write_data(plan, counted)
 
     def finish(self, *args: Any, **kwargs: Any) -> None:
         """Writes `.metadata`. Collective: no."""

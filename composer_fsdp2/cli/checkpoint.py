@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.cli.console import progress, reported, say
+from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
             _print_json(dataclasses.asdict(found))
         else:
             typer.echo("\n".join(_describe(found)))
-        raise typer.Exit(1 if found.problems else 0)
+        raise typer.Exit(ExitCode.FAILED if found.problems else ExitCode.OK)
 
 
 @app.command(
@@ -144,7 +145,7 @@ def verify(path: PathArgument, as_json: JsonOption = False) -> None:
     from composer_fsdp2.checkpoint.verify import verify_checkpoint
 
     with reported():
-        with _progress("Reading") as advance:
+        with progress("Reading") as advance:
             found = verify_checkpoint(path, advance)
         if as_json:
             _print_json(dataclasses.asdict(found))
@@ -154,7 +155,7 @@ def verify(path: PathArgument, as_json: JsonOption = False) -> None:
             typer.echo(f"{path} {result}: {parts}, {_size(found.size_bytes)}")
             for problem in found.problems:
                 typer.echo(f"  {problem}")
-        raise typer.Exit(1 if found.problems else 0)
+        raise typer.Exit(ExitCode.FAILED if found.problems else ExitCode.OK)
 
 
 @app.command(help="Compare two checkpoints of any kind; exit code 0 if they are equal, else 1.")
@@ -171,14 +172,14 @@ def diff(
     from composer_fsdp2.checkpoint.source import open_checkpoint
 
     with reported():
-        with _progress("Comparing") as advance:
+        with progress("Comparing") as advance:
             found = compare_checkpoints(open_checkpoint(first), open_checkpoint(second), advance)
         if as_json:
             _print_json({"equal": found.equal, **dataclasses.asdict(found)})
         else:
             lines = _LINES if not everything else None
             typer.echo("\n".join(_differences(found, first, second, lines)))
-        raise typer.Exit(0 if found.equal else 1)
+        raise typer.Exit(ExitCode.OK if found.equal else ExitCode.FAILED)
 
 
 # --- Converting. ---
@@ -201,7 +202,7 @@ def _convert(
 
     check_destination(destination, folder=to is not Kind.full)
     opened = open_checkpoint(source)
-    with _progress("Converting") as advance:
+    with progress("Converting") as advance:
         if to is Kind.sharded:
             write_sharded(opened, destination, max_bytes, advance)
         elif to is Kind.full:
@@ -242,22 +243,6 @@ def _bytes(text: str) -> int:
             "for example 5GB or 500MiB."
         )
     return size
-
-
-@contextmanager
-def _progress(what: str) -> Generator[Callable[[int, int], None]]:
-    """A bar on standard error, if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda done, total: None
-        return
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 # --- Text. ---

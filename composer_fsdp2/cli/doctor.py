@@ -2,47 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
-import textwrap
+import sys
+import warnings
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from composer_fsdp2.cli.console import reported
+from composer_fsdp2.cli.console import CONSOLE, print_line, reported
+from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from composer_fsdp2.plan.wrap_plan import WrapPlan
     from composer_fsdp2.tools.doctor import Finding, Machine, Run
 
-__all__ = ["HELP", "doctor"]
+__all__ = ["HELP", "Report", "diagnose", "doctor", "print_report"]
 
-HELP = """Show versions, GPUs and what is replaced in Composer; with CONFIG also what the run does.
+HELP = """Show what would make CONFIG fail; without CONFIG, what is installed.
 
 CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes
 through what the run goes through before its first batch: it imports `code_paths`, applies config
 transforms (which may write data), builds everything that has a name, the model on meta, looks for
-every folder, and plans the units. No process is started and nothing is downloaded. Exit code 1 if
-something would make the run fail, 2 for a command line that cannot be.
+every folder, and plans the units. No process is started and nothing is downloaded.
 
 - `composer-fsdp2 doctor run.yaml`
 
 - `composer-fsdp2 doctor run.yaml --ranks 64 --gpus-per-node 8`: for a cluster this machine is not
+
+- `composer-fsdp2 doctor --verbose`: for a bug report, with everything replaced in Composer
+
+Problems come first, then warnings, then the run. To be quick, doctor does not import packages that
+LLM Foundry imports and the run does not use (mlflow and pandas, for example); `--verbose` does.
+
+Exit code 0 if nothing stands in the way of the run, 1 if something would make it fail, 2 for a
+mistake in the command line.
 """
 
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
 _VARIABLES = ("FSDP_VERSION", "RANK", "WORLD_SIZE")
-_LABEL, _WIDTH = 17, 100
+_EVERYTHING = "COMPOSER_FSDP2_IMPORT_EVERYTHING"
+"""set for the second attempt, where late imports went wrong"""
 
 
 def doctor(
+    context: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(help="A training run of LLM Foundry.", metavar="[CONFIG]")
     ] = None,
@@ -58,33 +72,112 @@ def doctor(
         int | None,
         typer.Option(min=1, help="Of the nodes the run is for; default those of this machine."),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="All lines, and every place in Composer and torch relied on."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="One JSON document on standard output.")
     ] = False,
 ) -> None:
     """Prints to standard output, for a bug report."""
-    from composer_fsdp2.tools.doctor import examine
-
     with reported():
-        machine = _read_machine()
-        if not as_json:
-            _print_machine(machine, whole=config is None)
         try:
-            numbers = _check_command_line(config, overrides or [], machine, ranks, gpus_per_node)
+            _check_command_line(config, overrides or [], ranks, gpus_per_node)
+            report = diagnose(
+                config,
+                overrides or [],
+                ranks,
+                gpus_per_node,
+                # A program that is one command; in any other, late imports would hit its own.
+                quick=context.obj == CONSOLE and not verbose,
+            )
         except ConfigError as error:
             if as_json:
-                _print_json(machine, None, [], str(error))
+                _print_json(_read_machine(), None, [], str(error))
             raise
-        run, rehearsed = None, []
-        if config is not None:
-            is_here = gpus_per_node is None
-            run, rehearsed = _try_run(config, overrides or [], machine, numbers, is_here=is_here)
-        findings = examine(machine, run, rehearsed)
         if as_json:
-            _print_json(machine, run, findings)
+            _print_json(report.machine, report.run, report.findings)
         else:
-            _print_run(run, findings)
-        raise typer.Exit(1 if any(found.level == "problem" for found in findings) else 0)
+            print_report(report, verbose=verbose)
+        raise typer.Exit(report.exit_code)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What doctor found."""
+
+    machine: Machine
+    run: Run | None
+    findings: list[Finding]
+    units: WrapPlan | None = None
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """Whether the run would fail."""
+        problem = any(found.level == "problem" for found in self.findings)
+        return ExitCode.FAILED if problem else ExitCode.OK
+
+
+def diagnose(
+    config: Path | None,
+    overrides: list[str],
+    ranks: int | None,
+    gpus_per_node: int | None,
+    *,
+    quick: bool,
+) -> Report:
+    """Looks at the machine, and at a run if one is given.
+
+    Args:
+        config: the run.
+        overrides: settings replaced in it.
+        ranks: of the run; `None` for what `train` would start here.
+        gpus_per_node: where it would run; `None` for here.
+        quick: whether packages that this run does not use are left out. Only for a program that
+            does nothing else: it is started anew where that goes wrong.
+    """
+    from composer_fsdp2.tools.doctor import examine
+
+    # LLM Foundry's own imports warn, which is no news to who asks about a run.
+    with _imports(quick=quick), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        machine = _read_machine()
+        if config is not None:
+            _import_foundry(machine)
+    run, rehearsed, units = None, [], None
+    if config is not None:
+        numbers = _processes(machine, ranks, gpus_per_node)
+        is_here = gpus_per_node is None
+        run, rehearsed, units = _try_run(config, overrides, machine, numbers, is_here=is_here)
+    findings = examine(machine, run, rehearsed)
+    return Report(machine=machine, run=run, findings=findings, units=units)
+
+
+@contextlib.contextmanager
+def _imports(*, quick: bool) -> Generator[None]:
+    """Imports late, and starts this program anew without that where a library cannot."""
+    if not quick or os.environ.get(_EVERYTHING):
+        yield
+        return
+    from composer_fsdp2.cli.late_imports import late_imports
+
+    try:
+        with late_imports():
+            yield
+    except Exception:
+        os.environ[_EVERYTHING] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _import_foundry(machine: Machine) -> None:
+    """Imports what a rehearsal needs; what cannot be imported, the rehearsal reports."""
+    if machine.versions.get("llm-foundry") is None or not machine.has_pkg_resources:
+        return
+
+    import composer_fsdp2.foundry.rehearsal.run  # noqa: F401
 
 
 # --- Facts. ---
@@ -118,13 +211,9 @@ def _version(package: str) -> str | None:
 
 
 def _check_command_line(
-    config: Path | None,
-    overrides: list[str],
-    machine: Machine,
-    ranks: int | None,
-    gpus_per_node: int | None,
-) -> tuple[int, int]:
-    """Number of ranks, and how many of them share a node.
+    config: Path | None, overrides: list[str], ranks: int | None, gpus_per_node: int | None
+) -> None:
+    """Checks what can be checked without an import that takes seconds.
 
     Raises:
         ConfigError: the command line cannot be, whatever the run is.
@@ -138,7 +227,8 @@ def _check_command_line(
             "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
             "Give the training YAML they are for."
         )
-    return _processes(machine, ranks, gpus_per_node)
+    if ranks and gpus_per_node:
+        _check_full_nodes(ranks, min(ranks, gpus_per_node))
 
 
 def _try_run(
@@ -148,18 +238,18 @@ def _try_run(
     numbers: tuple[int, int],
     *,
     is_here: bool,
-) -> tuple[Run | None, list[Finding]]:
+) -> tuple[Run | None, list[Finding], WrapPlan | None]:
     """Reads a run and goes through it; what `train` would refuse it for is found as well."""
     from composer_fsdp2.tools.doctor import findings_of
 
     try:
         cfg, run = _read_run(path, overrides, machine, numbers, is_here=is_here)
     except ConfigError as error:
-        return None, list(findings_of(error))
+        return None, list(findings_of(error)), None
     try:
         return _rehearse(cfg, run, machine, is_here=is_here)
     except (CheckpointError, ConfigError, PatchError, PlanError) as error:
-        return run, list(findings_of(error))
+        return run, list(findings_of(error)), None
 
 
 def _read_run(
@@ -192,12 +282,12 @@ def _read_run(
 
 def _rehearse(
     cfg: DictConfig, run: Run, machine: Machine, *, is_here: bool
-) -> tuple[Run, list[Finding]]:
+) -> tuple[Run, list[Finding], WrapPlan | None]:
     """Goes through the run; what only that shows is added to it."""
     from composer_fsdp2.tools.doctor import Finding
 
     if machine.versions.get("llm-foundry") is None or not machine.has_pkg_resources:
-        return run, []
+        return run, [], None
     from composer_fsdp2.foundry.rehearsal.notes import Cluster
     from composer_fsdp2.foundry.rehearsal.run import rehearse
 
@@ -210,7 +300,8 @@ def _rehearse(
     found = rehearse(cfg, cluster)
     units = None if found.units is None else len(found.units.units)
     run = dataclasses.replace(run, builds_on_meta=found.builds_on_meta, units=units)
-    return run, [Finding(one.level, one.what, one.advice) for one in found.mistakes]
+    findings = [Finding(one.level, one.what, one.advice) for one in found.mistakes]
+    return run, findings, found.units
 
 
 def _processes(machine: Machine, ranks: int | None, gpus_per_node: int | None) -> tuple[int, int]:
@@ -219,94 +310,37 @@ def _processes(machine: Machine, ranks: int | None, gpus_per_node: int | None) -
     launched = os.environ["WORLD_SIZE"] if under_launcher() else ""
     number = ranks or (launched.isdecimal() and int(launched)) or gpus_per_node or default_ranks()
     per_node = min(number, gpus_per_node or len(machine.gpus) or number)
+    _check_full_nodes(number, per_node)
+    return number, per_node
+
+
+def _check_full_nodes(number: int, per_node: int) -> None:
     if number % per_node:
         raise ConfigError(
             f"{number} ranks do not fill nodes of {per_node} GPUs. Launchers start the same number "
             f"on each node. Give --ranks as a multiple of {per_node}, or another --gpus-per-node."
         )
-    return number, per_node
 
 
-# --- Text. ---
+# --- Output. ---
 
 
-def _print_machine(machine: Machine, *, whole: bool) -> None:
-    """Versions and devices; the patch table `whole`, or only what is wrong with it."""
-    from composer_fsdp2.trainer.patches import describe_patches
+def print_report(report: Report, *, verbose: bool) -> None:
+    """Prints a report to standard output, problems first."""
+    from composer_fsdp2.cli.doctor_text import report_lines
 
-    for package, version in machine.versions.items():
-        _print_line(package, version or "not installed")
-    _print_line("GPUs", _describe_gpus(machine))
-    _print_line("backend", _backend(bool(machine.gpus)))
-    misfits = [patch for patch in machine.patches if patch.problem]
-    count = len(machine.patches)
-    if whole or misfits:
-        typer.echo("\nReplaced in Composer while installed:")
-        typer.echo(describe_patches(machine.patches if whole else misfits))
-    else:
-        _print_line("patches", f"all {count} fit ('composer-fsdp2 doctor' alone lists them)")
-    _print_members(machine, whole=whole)
-
-
-def _print_members(machine: Machine, *, whole: bool) -> None:
-    """The private members of torch by feature, `whole`, or only those that are missing."""
-    rows = [state for state in machine.members if whole or not state.found]
-    if not rows:
-        _print_line("torch internals", f"all {len(machine.members)} found")
-        return
-    typer.echo("\nPrivate members of torch, by what needs them:")
-    for feature in dict.fromkeys(state.member.feature for state in rows):
-        mine = [state for state in rows if state.member.feature == feature]
-        names = (s.member.title if s.found else f"{s.member.title} (MISSING)" for s in mine)
-        _print_line(feature, ", ".join(dict.fromkeys(names)))
-
-
-def _describe_gpus(machine: Machine) -> str:
-    names = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in machine.gpus]
-    kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
-    return ", ".join(kinds) or "none"
-
-
-def _backend(on_gpus: bool) -> str:
-    return "nccl" if on_gpus else "gloo"
-
-
-def _print_run(run: Run | None, findings: list[Finding]) -> None:
-    from composer_fsdp2.tools.doctor_describe import describe_run
-
-    if run is not None:
-        typer.echo("\nThe run:")
-        for label, text in describe_run(run):
-            _print_line(label, text)
-    typer.echo("" if findings else "\nNothing to warn of.")
-    for found in findings:
-        _print_wrapped(f"{found.level}: ", found.what)
-        _print_wrapped("  do: ", found.advice)
-
-
-def _print_line(label: str, text: str) -> None:
-    """The label in its column; a label longer than that has its own space."""
-    _print_wrapped(f"{label:{_LABEL - 1}} ", text, indent=_LABEL)
-
-
-def _print_wrapped(start: str, text: str, indent: int = 5) -> None:
-    lines = textwrap.wrap(
-        text,
-        _WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * indent,
-        # A path or a setting that is broken cannot be copied.
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    typer.echo("\n".join(lines) or start.rstrip())
+    lines = report_lines(report.machine, report.run, report.findings, verbose=verbose)
+    for line in lines:
+        print_line(line.text, line.colour)
 
 
 def _print_json(
     machine: Machine, run: Run | None, findings: list[Finding], error: str | None = None
 ) -> None:
+    from composer_fsdp2.cli.doctor_text import backend_of
+
     document: dict[str, Any] = {
-        "machine": {**_as_dict(machine), "backend": _backend(bool(machine.gpus))},
+        "machine": {**_as_dict(machine), "backend": backend_of(bool(machine.gpus))},
         "run": None if run is None else _run_as_dict(run),
         "findings": [_as_dict(found) for found in findings],
         "error": error,
@@ -315,6 +349,7 @@ def _print_json(
 
 
 def _run_as_dict(run: Run) -> dict[str, Any]:
+    from composer_fsdp2.cli.doctor_text import backend_of
     from composer_fsdp2.tools.doctor import mesh_of
 
     try:
@@ -324,7 +359,7 @@ def _run_as_dict(run: Run) -> dict[str, Any]:
     return {
         **_as_dict(run),
         "nodes": run.nodes,
-        "backend": _backend(run.on_gpus),
+        "backend": backend_of(run.on_gpus),
         "mesh": None if shape is None else _as_dict(shape),
     }
 

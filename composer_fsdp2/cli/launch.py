@@ -50,16 +50,21 @@ class RankError(Exception):
     Args:
         rank: its number.
         reason: type and text of its exception, or how the process ended.
-        details: its traceback, or the end of its output.
+        details: the end of its output, where there is no exception to show.
         log: the file with all its output; `None` for one that writes to the console.
+        traceback: the file with the traceback of its exception.
     """
 
-    def __init__(self, rank: int, reason: str, details: str, log: Path | None) -> None:
-        text = f"Rank {rank} failed: {reason}"
-        if log is not None:
-            lines = "\n".join(f"  {line}" for line in details.splitlines()[-_DETAIL_LINES:])
-            text += f"\n{lines}\nAll it wrote: {log}"
-        super().__init__(text)
+    def __init__(
+        self, rank: int, reason: str, details: str, log: Path | None, traceback: Path | None = None
+    ) -> None:
+        self.headline = f"Rank {rank} failed: {reason}"
+        lines = [f"  {line}" for line in details.splitlines()[-_DETAIL_LINES:]]
+        self.details = "\n".join(lines if log is not None else [])
+        files = {"The traceback: ": traceback, "All it wrote: ": log}
+        self.files = "\n".join(f"{what}{path}" for what, path in files.items() if path is not None)
+        parts = (self.headline, self.details, self.files)
+        super().__init__("\n".join(part for part in parts if part))
 
 
 def under_launcher() -> bool:
@@ -138,15 +143,18 @@ def _set_rank_environment() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     # One thread per rank, as under torchrun: more would have the ranks fight for cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Composer asks for it in runs without FSDP2 too; torchrun sets GROUP_RANK instead.
+    os.environ.setdefault("NODE_RANK", "0")
     # gloo chooses an interface by host name, which many containers cannot resolve.
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def rank_error(failures: Mapping[int, ProcessFailure], log_dir: Path, run_id: str) -> RankError:
-    """What is said of ranks that failed: the first of them, and why.
+    """Returns the first rank that failed, and why.
 
-    Prefers the traceback of the exception to the end of the log, which may be mostly bars.
+    The traceback of an exception goes to a file of its own; without an exception the end of the
+    rank's output is shown.
     """
     rank = min(failures, key=lambda rank: _failed_at(failures[rank]))
     failure = failures[rank]
@@ -154,9 +162,20 @@ def rank_error(failures: Mapping[int, ProcessFailure], log_dir: Path, run_id: st
     log = next(log_dir.glob(f"{run_id}_*/attempt_0/{rank}/stderr.log"), None)
     message: Any = failure.message
     if isinstance(message, dict):
-        return RankError(rank, message["message"], message["extraInfo"]["py_callstack"], log)
+        traceback = _write_traceback(log_dir, rank, message["extraInfo"]["py_callstack"])
+        return RankError(rank, message["message"], "", log, traceback)
     tail = log.read_text(errors="replace") if log else ""
     return RankError(rank, _ending(failure), tail, log)
+
+
+def _write_traceback(log_dir: Path, rank: int, text: str) -> Path | None:
+    """Returns the file that holds the traceback now; `None` where there is none."""
+    if not text:
+        return None
+    log_dir.mkdir(parents=True, exist_ok=True)
+    file = log_dir / f"rank-{rank}-traceback.log"
+    file.write_text(text if text.endswith("\n") else f"{text}\n", errors="backslashreplace")
+    return file
 
 
 def _failed_at(failure: ProcessFailure) -> float:
@@ -178,7 +197,8 @@ def _ending(failure: ProcessFailure) -> str:
 def rank_guard() -> Generator[None]:
     """Ends this rank when its launcher is gone, and soon after a signal even in a collective.
 
-    Does nothing under another launcher, which has its own ways.
+    An exception that torch has written down for the launcher ends the rank without a second copy
+    of its traceback on the console. Does nothing under another launcher, which has its own ways.
     """
     if _PARENT not in os.environ:
         yield
@@ -190,8 +210,18 @@ def rank_guard() -> Generator[None]:
     _watch_signals(left)
     try:
         yield
+    except Exception:
+        if os.environ["RANK"] == "0" and _is_recorded():
+            raise SystemExit(1) from None
+        raise
     finally:
         left.set()
+
+
+def _is_recorded() -> bool:
+    """Whether the launcher will find the exception of this rank."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return bool(file) and Path(file).is_file() and Path(file).stat().st_size > 0
 
 
 def _end_with_parent(parent: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,18 @@ import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.checkpoint import app as checkpoint_app
-from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.cli.console import CONSOLE, reported, say
 from composer_fsdp2.cli.doctor import HELP as DOCTOR_HELP
-from composer_fsdp2.cli.doctor import doctor
+from composer_fsdp2.cli.doctor import diagnose, doctor, print_report
+from composer_fsdp2.cli.exit_codes import EXIT_CODES, ExitCode
+from composer_fsdp2.cli.init import HELP as INIT_HELP
+from composer_fsdp2.cli.init import init
 from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
 from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.parity import HELP as PARITY_HELP
 from composer_fsdp2.cli.parity import parity
+from composer_fsdp2.cli.plan import HELP as PLAN_HELP
+from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.cli.quickstart import HELP as QUICKSTART_HELP
 from composer_fsdp2.cli.quickstart import quickstart
 from composer_fsdp2.cli.version import show_versions
@@ -33,6 +39,16 @@ _NOISE = (
     "TypedStorage is deprecated",
     "pkg_resources is deprecated as an API",
 )
+
+_CONSOLE = "COMPOSER_FSDP2_CONSOLE"
+
+
+class Console(str, Enum):
+    """What `train` prints at the interval of the YAML's console_log_interval."""
+
+    line = "line"
+    full = "full"
+
 
 _Run = Annotated[Path, typer.Argument(help="A run of LLM Foundry.", metavar="RUN.yaml")]
 _Overrides = Annotated[
@@ -60,21 +76,23 @@ _Version = Annotated[
 app = typer.Typer(
     name="composer-fsdp2",
     no_args_is_help=True,
-    add_completion=False,
+    epilog=EXIT_CODES,
     # Its tracebacks are pages long and hide the error.
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 app.add_typer(checkpoint_app, name="checkpoint")
+app.command(help=INIT_HELP)(init)
 app.command(help=MIGRATE_HELP)(migrate)
 app.command(help=DOCTOR_HELP)(doctor)
+app.command(help=PLAN_HELP)(plan)
 app.command(help=PARITY_HELP)(parity)
 app.command(help=QUICKSTART_HELP)(quickstart)
 
 
 def main() -> None:
     """Entry point of the console script."""
-    app()
+    app(obj=CONSOLE)
 
 
 @app.callback()
@@ -92,15 +110,65 @@ are those of `llmfoundry train`.
 
 - `composer-fsdp2 train run.yaml max_duration=100ba parallelism_config.fsdp2.state_dict_type=full`
 
+- `composer-fsdp2 train run.yaml --dry-run`: what doctor finds and the plan; nothing is started
+
+With `log_to_console: true`, which is the default, rank 0 prints one line every
+`console_log_interval`: loss, speed, MFU, memory and time left. `progress_bar: true` shows a bar on
+a terminal, and lines elsewhere. `--console full` is Composer's own console with every metric.
+
 - On several nodes, on each: `torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d
 --rdzv-endpoint HOST:29400 --no-python composer-fsdp2 train run.yaml`
 """
 )
 def train(
-    run: _Run, overrides: _Overrides = None, ranks: _Ranks = None, log_dir: _LogDir = None
+    context: typer.Context,
+    run: _Run,
+    overrides: _Overrides = None,
+    ranks: _Ranks = None,
+    log_dir: _LogDir = None,
+    console: Annotated[
+        Console,
+        typer.Option(help="One line an interval, or Composer's own with every metric."),
+    ] = Console.line,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show what doctor finds and the plan, and start nothing."),
+    ] = False,
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
+    if console is Console.full:
+        os.environ[_CONSOLE] = console.value  # the ranks inherit it
+    if dry_run:
+        _show_only(run, overrides or [], ranks, log_dir, quick=context.obj == CONSOLE)
+        return
     _start_or_join("train", run, overrides or [], ranks, log_dir)
+
+
+def _show_only(
+    run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None, *, quick: bool
+) -> None:
+    """Prints what doctor finds and the units of FSDP2; the exit codes are doctor's."""
+    from composer_fsdp2.foundry.run_file import check_named
+
+    with reported():
+        if log_dir is not None:
+            raise ConfigError(
+                "--log-dir is given with --dry-run. It would have no effect: no rank starts. "
+                "Remove one of them."
+            )
+        check_named(run, overrides)
+        report = diagnose(run, overrides, ranks, None, quick=quick)
+        print_report(report, verbose=False)
+        if report.units is not None:
+            typer.echo(f"\nThe plan:\n{report.units}")
+        typer.echo(f"\nNothing was started. {_next_step(report.exit_code, run)}")
+        raise typer.Exit(report.exit_code)
+
+
+def _next_step(code: ExitCode, run: Path) -> str:
+    if code is ExitCode.OK:
+        return f"Without --dry-run it trains: composer-fsdp2 train {run}"
+    return "The run would fail: correct the problems above first."
 
 
 @app.command(
@@ -201,9 +269,11 @@ def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import train_from_yaml
 
-    from composer_fsdp2.foundry.registered import register
+    from composer_fsdp2.foundry.registered import register, register_console
 
     register()
+    if os.environ.get(_CONSOLE) != Console.full.value:
+        register_console()
     train_from_yaml(str(run), overrides)
 
 

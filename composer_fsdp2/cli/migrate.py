@@ -10,6 +10,7 @@ import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
 
     files = migrate_code(code)
     typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
-    return 1 if check and any(file.needs_work for file in files) else 0
+    needs_work = check and any(file.needs_work for file in files)
+    return ExitCode.FAILED if needs_work else ExitCode.OK
 
 
 def _read(config: Path) -> str:
@@ -241,4 +243,4 @@ def _exit_code(report: Report, *, strict: bool, check: bool) -> int:
     refused = {Status.DECISION, Status.UNSUPPORTED} if strict or check else set()
     if strict:
         refused |= {Status.CHANGES}
-    return 1 if report.having(*refused) else 0
+    return ExitCode.FAILED if report.having(*refused) else ExitCode.OK

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from composer_fsdp2.cli.console import counting, reported, say
+from composer_fsdp2.cli.console import progress, reported, say
+from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def parity(
         comparison = _compare(recorded[0], recorded[1], steps, limit)
         written = _write(comparison, folder, jobs)
         _print(comparison, source, written, notes, as_json=as_json)
-        raise typer.Exit(0 if comparison.within else 1)
+        raise typer.Exit(ExitCode.OK if comparison.within else ExitCode.FAILED)
 
 
 # --- Before a process starts. ---
@@ -232,12 +233,13 @@ def _shown(job: Job, place: Path, steps: int) -> Generator[None]:
     from composer_fsdp2.tools.parity.compare import read_steps
 
     done = threading.Event()
-    with counting(steps) as show:
+    with progress(f"  {job.name}: {job.kind}", "steps") as show:
 
         def follow() -> None:
             while not done.wait(_POLL_SECONDS):
                 count = len(read_steps(_recorded(place)))
-                show(f"  {job.name}: {job.kind}{'' if count else ', starting'}", count)
+                starting = "" if count else ", starting"
+                show(count, steps, f"  {job.name}: {job.kind}{starting}")
 
         thread = threading.Thread(target=follow, name="parity", daemon=True)
         thread.start()
@@ -274,7 +276,7 @@ def _compare(
 
 def _give_up(why: str) -> None:
     say(f"[red]{why}[/]")
-    raise typer.Exit(1)
+    raise typer.Exit(ExitCode.FAILED)
 
 
 def _write(comparison: Comparison, folder: Path, jobs: tuple[Job, Job]) -> dict[str, str]:
@@ -288,7 +290,8 @@ def _write(comparison: Comparison, folder: Path, jobs: tuple[Job, Job]) -> dict[
     if write_picture(comparison, picture, (names[0], names[1])):
         written["picture"] = str(picture)
     else:
-        say("No picture: matplotlib is not installed. Install it with: pip install matplotlib")
+        install = escape("pip install 'composer-fsdp2[plot]'")
+        say(f"No picture: matplotlib is not installed. Install it with: {install}")
     return written | {"logs": str(folder / "*" / "logs")}
 
 

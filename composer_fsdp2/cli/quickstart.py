@@ -1,4 +1,4 @@
-"""`composer-fsdp2 quickstart`: the files of a first run, for who has the package alone."""
+"""`composer-fsdp2 quickstart`: the files of a first run, for an installation without a clone."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ __all__ = ["HELP", "quickstart", "write_quickstart"]
 
 HELP = """Write `yamls/quickstart.yaml` and the Python file of its data into FOLDER.
 
-They are the files of a first run, which needs no GPU and no network. A file that is there and has
-other content is left alone.
+They are the files of a first run, which needs no GPU and no network. A file that exists with other
+content is never replaced.
 
 - `composer-fsdp2 quickstart && composer-fsdp2 train yamls/quickstart.yaml`
+
+Exit code 0 if the files were written or were there, 2 if another file has one of their names.
 """
 
 _FILES = ("quickstart.yaml", "quickstart_data.py")
@@ -42,15 +44,15 @@ def write_quickstart(folder: Path) -> list[Path]:
         The paths of the files that were not there before.
 
     Raises:
-        ConfigError: a file of that name is there with other content; nothing is written then.
+        ConfigError: a file of that name exists with other content; nothing is written then.
     """
     contents = {folder / "yamls" / name: _source(name).read_bytes() for name in _FILES}
     missing = [path for path in contents if not path.exists()]
     for path in contents:
         if path not in missing and not _holds(path, contents[path]):
             raise ConfigError(
-                f"'{path}' is there and is not the quickstart's. It would be lost. Name another "
-                "folder, as in `composer-fsdp2 quickstart FOLDER`, or move the file."
+                f"'{path}' exists with other content. The quickstart would replace it. Name "
+                "another folder, as in `composer-fsdp2 quickstart FOLDER`, or move the file."
             )
     for path in missing:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,6 +65,6 @@ def _holds(path: Path, content: bytes) -> bool:
 
 
 def _source(name: str) -> Path:
-    """A file of the quickstart: the wheel has it in the package, a checkout beside it."""
+    """Returns a file of the quickstart: a wheel has it in the package, a clone beside it."""
     packed = Path(__file__).parents[1] / "yamls" / name
     return packed if packed.is_file() else Path(__file__).parents[2] / "yamls" / name

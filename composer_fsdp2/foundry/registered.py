@@ -1,8 +1,8 @@
-"""What this package adds to LLM Foundry's registries."""
+"""Adds this package's parts to LLM Foundry's registries."""
 
 from __future__ import annotations
 
-__all__ = ["register"]
+__all__ = ["register", "register_console"]
 
 
 def register() -> None:
@@ -16,3 +16,13 @@ def register() -> None:
     registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
     # `parity` writes its name into the configurations that it runs.
     registry.algorithms.register(step_record.NAME, func=step_record.Recorder)
+
+
+def register_console() -> None:
+    """Has every run that this process starts print one line an interval."""
+    from llmfoundry import registry
+
+    from composer_fsdp2.foundry import console
+
+    registry.config_transforms.register(console.NAME, func=console.one_line_console)
+    registry.loggers.register(console.NAME, func=console.LineConsole)

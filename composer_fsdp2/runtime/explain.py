@@ -9,12 +9,13 @@ work. Every other error goes on as it is.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import linecache
+import os
 import sys
 import types
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2 import errors
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.shard.torch_private.gathered import gathered_param, is_gathered
@@ -127,6 +129,9 @@ class Refusal:
             frame = frame.f_back
 
 
+# Whole paths: a user's own folder may be called torch or composer_fsdp2.
+_NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, errors.__file__))
+
 _DTYPES = (
     "same dtype",
     "same datatype",
@@ -181,10 +186,10 @@ class _Scene:
         return f"'{name}' ({kind})" if name else f"the model ({kind})"
 
     def line(self) -> str:
-        """The user's last line of code: the last that is not in torch."""
+        """Returns the user's last line of code: the last that is neither torch's nor ours."""
         for frame, number in reversed(self.frames):
             file = frame.f_code.co_filename
-            if not fnmatch.fnmatch(file, "*/torch/*") and "/composer_fsdp2/" not in file:
+            if not file.startswith(_NOT_THE_USERS):
                 code = linecache.getline(file, number).strip()
                 return f" ({file}:{number}: `{code}`)" if code else f" ({file}:{number})"
         return ""

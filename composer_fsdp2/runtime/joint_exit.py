@@ -21,7 +21,9 @@ import pickle
 import threading
 import traceback
 import weakref
-from collections.abc import Generator
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -54,7 +56,7 @@ class _ToldEveryoneError(RuntimeError):
 
 
 class _Round:
-    """What is known between two times that all ranks leave together."""
+    """State between two times that all ranks leave together."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -307,17 +309,27 @@ class JointExit:
         self._wake.set()
 
     def _join_the_rest(self, now: _Round) -> None:
-        """Enters what others have entered. Collective: yes."""
-        rest = list(now.owed)
+        """Enters what others have entered. Collective: yes.
+
+        Each group has its own order and, as some collectives return only when they are over, its
+        own thread: a rank that waits in one group comes to the next one late.
+        """
+        rest: dict[str, list[Joined]] = defaultdict(list)
+        for name, one in now.owed:
+            rest[name].append(one)
         for name, wanted in (now.wanted or {}).items():
             missing = wanted - now.entered.get(name, 0)
             if missing and group_named(name) is not None:
                 held: list[Joined] = pickle.loads(store().get(now.key(f"held/{name}")))
-                rest += [(name, one) for one in held[len(held) - missing :]]
-        groups = {name: group_named(name) for name, _ in rest}
-        waits = [join(one, group) for name, one in rest if (group := groups[name]) is not None]
-        for wait in waits:
-            wait()
+                rest[name] += held[len(held) - missing :]
+        if not rest:
+            return
+        with ThreadPoolExecutor(len(rest), "joint exit", self._in_thread) as pool:
+            list(pool.map(_join_all, rest, rest.values()))
+
+    def _in_thread(self) -> None:
+        if self._device.type != "cpu":
+            torch.get_device_module(self._device).set_device(self._device)
 
     # --- The thread that looks. ---
 
@@ -338,6 +350,14 @@ class JointExit:
                     pause = min(1.3 * pause, _LONG_SECONDS)
                     if store().check([now.key("failed")]):
                         self._freeze(now, failed=False)
+
+
+def _join_all(name: str, rest: Sequence[Joined]) -> None:
+    """Joins collectives of one group in their order. Collective: yes."""
+    group = group_named(name)
+    if group is not None:
+        for wait in [join(one, group) for one in rest]:
+            wait()
 
 
 def _agree(now: _Round, lock: threading.Lock) -> None:

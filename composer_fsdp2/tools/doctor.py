@@ -123,8 +123,13 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
         if run.shards:
             for check in (_mesh, _memory, _limits):
                 found += check(run)
-    found += rehearsed
+    found += (one for one in rehearsed if not any(_repeats(one, other) for other in found))
     return sorted(found, key=lambda finding: finding.level != "problem")
+
+
+def _repeats(one: Finding, other: Finding) -> bool:
+    """Whether going through the run found again, under the name of a step, what is said already."""
+    return one.advice == other.advice and one.what.endswith(other.what)
 
 
 def findings_of(error: Exception) -> Findings:

@@ -60,7 +60,7 @@ def _describe_mesh(run: Run) -> list[tuple[str, str]]:
     try:
         shape = mesh_of(run)
     except ConfigError:
-        return [("mesh", "none fits the ranks, see below")]
+        return [("mesh", "none fits the ranks")]
     assert shape is not None
     sizes = [f"{SHARD} {shape.shard}"]
     if shape.replicate is not None:
@@ -83,7 +83,7 @@ def _describe_precision(run: Run) -> str:
     try:
         policy = resolve_precision(mixed, compute_dtype(run.value("precision")))
     except ConfigError:
-        return f"{run.value('precision')}: not supported, see below"
+        return f"{run.value('precision')}: not supported"
     dtypes = [
         "the parameters' own dtype" if dtype is None else str(dtype).removeprefix("torch.")
         for dtype in (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,6 +94,20 @@ def test_one_rank_alone_tells_the_others(name: str):
 
     with explained(rf"On rank 1: .*{match}", cause=None):
         step(Calls(use_on_one))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("folder", ["torch", "composer_fsdp2"])
+def test_the_line_of_a_file_in_a_folder_of_any_name(folder: str):
+    code = "def use(b, x):\n    return x @ b.up.weight.T"
+    with tempfile.TemporaryDirectory() as place:
+        file = Path(place, folder, "models.py")
+        file.parent.mkdir()
+        file.write_text(code)
+        scope: dict[str, Any] = {}
+        exec(compile(code, str(file), "exec"), scope)
+        with pytest.raises(PlanError, match=rf"/{folder}/models\.py:2: `return x @ b\.up\.weight"):
+            step(Calls(scope["use"]))
 
 
 @pytest.mark.world_size(2)

@@ -99,7 +99,7 @@ def assert_on_all(wrong: list[str]) -> None:
 
 def parameters() -> list[Any]:
     return [
-        pytest.param(name, marks=pytest.mark.world_size(variant.world, timeout=300))
+        pytest.param(name, marks=pytest.mark.world_size(variant.world, timeout=600))
         for name, variant in VARIANTS.items()
     ]
 
@@ -120,7 +120,7 @@ class RunEndedError(Exception):
 
 
 AS_IT_SHOULD = "every rank was told to resume from a checkpoint"
-ENDED = [(name, case) for name in ("plain", "kept") for case in cases_of(name)]
+ENDED = [(name, case) for name in ("plain", "HSDP") for case in cases_of(name)]
 ENDED = [(name, case) for name, case in ENDED if due(case) == "reported"]
 
 
@@ -140,8 +140,8 @@ def test_where_nothing_can_be_tried_again_all_ranks_hear_of_it(ranks, name: str,
 
 def test_the_table_is_large_and_has_all_pairs():
     found = [(name, case) for name in VARIANTS for case in cases_of(name)]
-    training = sum(len(tried_again(name)) for name in VARIANTS)
-    assert 290 <= training + 3 * len(EVALUATED) <= 400
+    assert sum(len(tried_again(name)) for name in VARIANTS) >= 300
+    assert len(found) + 3 * len(EVALUATED) <= 400
     rows = [
         {
             "place": case.place,

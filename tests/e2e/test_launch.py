@@ -69,6 +69,18 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["MA
     assert logs == ["rank 1 of 2 127.0.0.1\n"]
 
 
+def test_ranks_have_what_composer_asks_for_once_a_group_is_there(tmp_path):
+    """A run without FSDP2 too: `parity` trains FSDP1's file so. torchrun sets GROUP_RANK only."""
+    program = """
+from composer.utils import dist
+from torch import distributed
+distributed.init_process_group("gloo")
+print(dist.get_node_rank(), dist.get_local_rank(), dist.get_local_world_size())
+"""
+    code, out, err = Launcher(program, tmp_path).wait(120)
+    assert (code, out) == (0, "0 0 2\n"), err
+
+
 @pytest.mark.fault("a rank of the launcher dies", "reported")
 @pytest.mark.parametrize(
     ("end", "reason"),
@@ -122,7 +134,21 @@ def test_an_exception_on_one_rank_is_shown_once_and_ends_all(tmp_path):
     assert time.time() - float(raised.read_text()) < 30
     assert code == 1
     assert "Rank 1 failed: ValueError: broken on purpose" in err
-    assert err.count("\n  ValueError: broken on purpose") == 1
+    assert err.count("ValueError: broken on purpose") == 1
+    (file,) = tmp_path.glob("rank-1-traceback.log")
+    assert f"The traceback: {file}" in err
+    assert "in work" in file.read_text()
+
+
+@pytest.mark.fault("an exception on rank 0 of the launcher", "reported")
+def test_an_exception_on_rank_0_does_not_fill_the_console(tmp_path):
+    program = RAISES.replace("get_rank() == 1", "get_rank() == 0")
+    raised = tmp_path / "raised"
+    code, _, err = Launcher(f"FILE = {str(raised)!r}\n{program}", tmp_path).wait(120)
+    assert code == 1
+    assert err.count("ValueError: broken on purpose") == 1
+    assert "Rank 0 failed: ValueError: broken on purpose" in err
+    assert "in work" in (tmp_path / "rank-0-traceback.log").read_text()
 
 
 def test_the_first_to_fail_is_reported(tmp_path):

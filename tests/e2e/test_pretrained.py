@@ -122,6 +122,8 @@ def test_a_failing_rank_ends_the_run_with_its_error(done, folder):
     assert run.returncode == 1
     report = run.stderr[run.stderr.rindex("Rank 1 failed:") :]
     assert report.startswith("Rank 1 failed: RuntimeError: one rank gives up")
-    assert "in batch_end" in report
+    traceback = folder / "logs" / "rank-1-traceback.log"
+    assert f"The traceback: {traceback}" in report
+    assert "in batch_end" in traceback.read_text()
     (log,) = (folder / "logs").glob("*/attempt_0/1/stdout.log")
     assert ended - float(log.read_text().split("failed at")[1]) < 30

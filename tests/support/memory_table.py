@@ -307,8 +307,14 @@ VARIANTS: dict[str, Variant] = {
     "clipped": Variant(
         algorithms=lambda: [GradientClipping(clipping_type="norm", clipping_threshold=0.1)]
     ),
+    "compiled": Variant(
+        # Hooks inside of a block would be compiled with it.
+        {"compile": {"backend": "aot_eager"}},
+        noisy=False,
+        left_out=("forward", "backward"),
+    ),
+    "HSDP": Variant({"data_parallel_replicate_degree": 2}, world=4),
 }
-"""of HSDP, `test_out_of_memory` has some places"""
 
 
 def cases_of(name: str) -> list[Case]:

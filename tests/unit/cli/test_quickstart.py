@@ -43,6 +43,6 @@ def test_another_file_of_that_name_stays(tmp_path, name):
     own.write_text("mine: 1\n")
     done = invoke(str(tmp_path))
     assert done.exit_code == 2
-    assert f"'{own}' is there" in " ".join(done.stderr.split())
+    assert f"'{own}' exists with other content" in " ".join(done.stderr.split())
     assert [path.name for path in own.parent.iterdir()] == [name]
     assert own.read_text() == "mine: 1\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -335,8 +336,8 @@ def test_precision_and_settings_in_words():
 
 def test_what_does_not_work_out_is_still_described():
     lines = dict(describe_run(run({"data_parallel_replicate_degree": 3}, precision="amp_int4")))
-    assert lines["mesh"] == "none fits the ranks, see below"
-    assert lines["precision"] == "amp_int4: not supported, see below"
+    assert lines["mesh"] == "none fits the ranks"
+    assert lines["precision"] == "amp_int4: not supported"
     assert mesh_of(fsdp1()) is None
 
 
@@ -372,10 +373,10 @@ def doctor(monkeypatch, small: list[str]):
 
 
 def test_shows_versions_and_patches(doctor):
-    result = doctor()
+    result = doctor("--verbose")
     assert result.exit_code == 0, result.output
-    for name in ("python", "composer-fsdp2", "torch", "mosaicml", "GPUs", "backend"):
-        assert any(line.startswith(f"{name} ") for line in result.stdout.splitlines())
+    for name in ("python 3", "composer-fsdp2 ", "torch 2", "mosaicml 0", "GPUs ", "backend gloo"):
+        assert name in result.stdout
     for point in PATCHES:
         assert f"{point.target}\n  fits, not installed\n  because it {point.why}" in result.stdout
     text = " ".join(result.stdout.split())
@@ -394,15 +395,41 @@ def test_a_private_member_that_is_gone(doctor, monkeypatch):
 
 
 def test_shows_what_a_run_does(doctor):
-    result = doctor(QUICKSTART, "--ranks", 4, "--gpus-per-node", 2, "precision=amp_bf16")
+    given = ("--ranks", 4, "--gpus-per-node", 2, "precision=amp_bf16", "--verbose")
+    result = doctor(QUICKSTART, *given)
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    assert f"all {len(PATCHES)} fit" in text
-    assert f"all {len(PRIVATE_MEMBERS)} found" in text
+    assert f"{len(PATCHES)} of {len(PATCHES)} places in Composer fit" in text
+    assert f"{len(PRIVATE_MEMBERS)} of {len(PRIVATE_MEMBERS)} internals" in text
     assert "asks for FSDP2 ranks 4 on 2 nodes, on GPUs mesh data_parallel_shard 4" in text
     assert "init_device cpu" in text
     assert "warning: The 4 ranks of one copy are on more than one node" in text
-    assert max(map(len, result.stdout.splitlines())) <= 100
+    run = result.stdout.partition("Replaced in Composer")[0]
+    assert max(map(len, run.splitlines())) <= 100
+
+
+def test_a_screen_is_enough_and_problems_come_first(doctor):
+    mistakes = ("precision=amp_bf16", "global_train_batch_size=15", "nonsense=1")
+    for given in ((), mistakes):
+        lines = doctor(QUICKSTART, *given).stdout.splitlines()
+        assert len(lines) <= 20
+    assert lines[0].startswith("3 problems")
+    assert lines[1].startswith("problem: ")
+    levels = [line.partition(":")[0] for line in lines if re.match("problem: |warning: ", line)]
+    assert levels == sorted(levels)
+    assert lines.index("The run:") > max(n for n, line in enumerate(lines) if "  do: " in line)
+    assert any("more lines about the run with --verbose" in line for line in lines)
+    assert PATCHES[0].target not in "".join(lines)
+
+
+def test_what_going_through_the_run_finds_again_is_said_once(doctor):
+    wrong = "parallelism_config.fsdp2.data_parallel_shard_degree=3"
+    said = " ".join(doctor(QUICKSTART, "-n", 4, wrong).stdout.split())
+    assert said.count("does not multiply to the world size") == 1
+
+
+def test_colours_only_on_a_terminal(doctor):
+    assert "\x1b" not in doctor().stdout
 
 
 def test_a_problem_is_exit_code_1(doctor):

@@ -1,0 +1,155 @@
+"""`composer-fsdp2 init`: four questions, and a training YAML that starts from the answers."""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composer_fsdp2.tools.starter import Answers
+
+__all__ = ["HELP", "init"]
+
+HELP = """Write a commented training YAML from four answers: model, data, GPUs, goal.
+
+Each has an option, and only what is missing is asked for. `composer-fsdp2 doctor` passes the file
+where model and data are on this machine. An existing file stays, unless `--force` is given.
+
+- `composer-fsdp2 init`
+
+- `composer-fsdp2 init run.yaml --model ./llama --data ./prompts --gpus 8 --goal lora`
+
+- `composer-fsdp2 init tiny.yaml --model mpt-tiny --data ./shards --gpus 0 --goal pretrain`
+
+Exit code 0 if the file was written, 2 if an answer is missing or cannot be.
+"""
+
+
+class _Goal(str, Enum):
+    """What the run is for."""
+
+    pretrain = "pretrain"
+    finetune = "finetune"
+    lora = "lora"
+
+
+_QUESTIONS = {
+    "model": "Model: mpt-tiny, mpt-125m, mpt-1b, mpt-7b, a folder, or a name on the hub",
+    "data": "Data: a folder of MDS shards to pretrain, of train.jsonl to fine-tune, or an address",
+    "gpus": "GPUs of the whole run (0: the CPU)",
+    "goal": "Goal: pretrain, finetune or lora",
+}
+
+
+def init(
+    file: Annotated[Path, typer.Argument(help="Where to write.", metavar="[FILE]")] = Path(
+        "run.yaml"
+    ),
+    model: Annotated[
+        str | None,
+        typer.Option(help="mpt-tiny, mpt-125m, mpt-1b, mpt-7b, a folder, or a name on the hub."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(help="A folder of MDS shards (pretrain) or with train.jsonl, or an address."),
+    ] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of the whole run; 0 for the CPU.")
+    ] = None,
+    goal: Annotated[_Goal | None, typer.Option(help="What the run is for.")] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="A folder or a name on the hub; default the model's own.")
+    ] = None,
+    max_seq_len: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence; default by the model.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+) -> None:
+    """Asks on the terminal, and writes one file."""
+    from composer_fsdp2.tools.starter import Answers, starter_yaml
+
+    with reported():
+        if file.exists() and not force:
+            raise ConfigError(
+                f"'{file}' exists. What is in it would be lost. Write another name, or --force."
+            )
+        given = {"model": model, "data": data, "gpus": gpus, "goal": goal and goal.value}
+        answered = _ask(given)
+        answers = Answers(**answered, tokenizer=tokenizer, max_seq_len=max_seq_len)
+        text = starter_yaml(answers)
+        _write(file, text)
+        say(f"[green]Wrote {escape(str(file))}[/]")
+        _warn_of_missing(answers)
+        say(f"Check it:  composer-fsdp2 doctor {escape(_for_doctor(file, answers))}")
+        say(f"Train:     {escape(_for_training(file, answers))}")
+
+
+def _ask(given: dict[str, Any]) -> dict[str, Any]:
+    """Asks for what is not given; nobody can answer where there is no terminal."""
+    missing = [name for name, value in given.items() if value is None]
+    if missing and not _is_terminal():
+        flags = " ".join(f"--{name} ..." for name in missing)
+        raise ConfigError(
+            f"No answer for {', '.join(missing)}, and standard input is no terminal. Nobody can be "
+            f"asked. Write {flags}"
+        )
+    for name in missing:
+        kind = int if name == "gpus" else str
+        default = _local_gpus() if name == "gpus" else None
+        given[name] = typer.prompt(_QUESTIONS[name], type=kind, default=default, err=True)
+    return given
+
+
+def _is_terminal() -> bool:
+    return sys.stdin.isatty()
+
+
+def _local_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"'{file}' cannot be written: {reason}. There is no run without it. Write another path."
+        ) from None
+
+
+def _warn_of_missing(answers: Answers) -> None:
+    """Says what a path that is not there needs; doctor says it again."""
+    data = answers.data
+    local = data.startswith((".", "/", "~")) or "/" not in data
+    if local and not Path(data).exists():
+        say(f"[yellow]There is no '{escape(data)}' yet. The run cannot start without it.[/]")
+
+
+def _for_doctor(file: Path, answers: Answers) -> str:
+    """Arguments with which doctor looks at the cluster of the answers, not at this machine."""
+    if not answers.gpus or answers.gpus == _local_gpus():
+        return str(file)
+    per_node = answers.gpus // answers.nodes
+    return f"{file} --ranks {answers.gpus} --gpus-per-node {per_node}"
+
+
+def _for_training(file: Path, answers: Answers) -> str:
+    if answers.nodes == 1:
+        return f"composer-fsdp2 train {file} --ranks {answers.ranks}"
+    return (
+        f"on each node: torchrun --nnodes {answers.nodes} --nproc-per-node "
+        f"{answers.gpus // answers.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
+        f"--no-python composer-fsdp2 train {file}"
+    )
