@@ -12,6 +12,7 @@ from typing import Any, get_args, get_type_hints
 from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
+from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.cli.main import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
@@ -32,16 +33,19 @@ to standard error.
 
 ## Exit codes
 
-| Code | Meaning |
-|---|---|
-| 0 | success; equal; no problem |
-| 1 | a run failed, checkpoints differ or are damaged, or a decision or problem is left |
-| 2 | a mistake in the command line, a setting, a model or a checkpoint; the message has the cure |
-| 128 + N | the command was ended by signal N |
+{codes}| 128 + N | a signal N ended the command |
 
 ## Commands
 
 """
+
+
+CODES = {
+    ExitCode.OK: "done; the answer is good",
+    ExitCode.FAILED: "done; the answer is bad: a run failed or would fail, checkpoints are damaged "
+    "or differ, or a decision is left",
+    ExitCode.USAGE: "not begun: a mistake in the command line, the YAML or a path, which is named",
+}
 
 
 def page() -> str:
@@ -49,7 +53,9 @@ def page() -> str:
     commands = list(_commands(get_command(app), ["composer-fsdp2"]))
     listed = "".join(f"- [`{name}`](#{name.replace(' ', '-')})\n" for name, _ in commands)
     sections = "".join(f"\n{_section(*found)}" for found in commands)
-    return HEAD + listed + _own_options(get_command(app)) + sections
+    rows = "".join(f"| {code.value} | {CODES[code]} |\n" for code in ExitCode)
+    head = HEAD.replace("{codes}", f"| Code | Meaning |\n|---|---|\n{rows}")
+    return head + listed + _own_options(get_command(app)) + sections
 
 
 def _own_options(group: Any) -> str:
