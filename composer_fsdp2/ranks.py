@@ -1,4 +1,4 @@
-"""What ranks tell each other: one error on all of them, minimum and maximum, rank 0's values."""
+"""Exchanges between ranks: one error on all of them, minimum and maximum, rank 0's values."""
 
 from __future__ import annotations
 

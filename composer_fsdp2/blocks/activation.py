@@ -58,7 +58,13 @@ Choice = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationPlan:
-    """Which modules forget their activations, and how they get them back. Names only."""
+    """Which modules forget their activations, and how they get them back. Names only.
+
+    Example:
+        >>> from composer_fsdp2 import ActivationPlan
+        >>> print(ActivationPlan(modules=("blocks.0",), recompute=True, offload=False))
+        activations (recompute): blocks.0
+    """
 
     modules: tuple[str, ...]
     recompute: bool
@@ -93,9 +99,19 @@ def plan_activation(
             members of the model's lists of blocks by default.
         offload: `activation_cpu_offload`.
 
+    Returns:
+        Names of the modules, and how they get their activations back.
+
     Raises:
         PlanError: when no module is chosen, one without `forward`, or a part of the settings
             matches nothing.
+
+    Example:
+        >>> from torch import nn
+        >>> from composer_fsdp2 import plan_activation
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> plan_activation(model, choose=lambda name, module: name == "0").modules
+        ('0',)
     """
     spec = settings if isinstance(settings, ActivationSpec) else ActivationSpec()
     tree = ModuleTree.read(model)
@@ -226,10 +242,25 @@ def _is_in(spec: ActivationSpec, position: BlockPosition | None) -> bool:
 def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> None:
     """Wraps the modules of the plan in place; a module registered twice is wrapped once.
 
-    What is in such a wrapper already is left as it is.
+    A module that has such a wrapper already is left as it is.
 
     Collective: no. Always non-reentrant. Names in `state_dict()` stay as they are;
     `named_modules()` and `named_parameters()` of outer modules gain `_checkpoint_wrapped_module`.
+
+    Args:
+        model: the model of the plan, before it is sharded, or its tree.
+        plan: from `plan_activation`.
+
+    Source:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py
+
+    Example:
+        >>> from torch import nn
+        >>> from composer_fsdp2 import apply_activation, plan_activation
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> apply_activation(model, plan_activation(model, choose=lambda name, module: name == "0"))
+        >>> list(model.state_dict())
+        ['0.weight', '0.bias']
     """
     tree = ModuleTree.read(model)
     wanted = set(plan.modules)

@@ -127,7 +127,7 @@ def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:
 
     Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation gets
     the logits themselves. An embedding that is the head as well goes on looking up tokens. A model
-    whose first forward in training calls no head is told of in a warning.
+    whose first forward in training calls no head is named in a warning.
     """
     heads: list[ChunkedHead] = []
     for name in plan.heads:

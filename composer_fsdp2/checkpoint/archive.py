@@ -25,6 +25,7 @@ from composer_fsdp2.errors import CheckpointError
 __all__ = ["Archive", "map_file"]
 
 # Written out: asking torch's storage classes for their dtype warns that they are deprecated.
+# https://github.com/pytorch/pytorch/blob/v2.7.0/torch/storage.py
 _STORAGES = {
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,

@@ -187,6 +187,8 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     """The same values over a storage of their own: `torch.save` writes whole storages, once each.
 
     The bytes are not copied if the values lie one after another.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/serialization.py#L1141
     """
     if tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)

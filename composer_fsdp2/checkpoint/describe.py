@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its metadata and small values alone."""
+"""Describes a checkpoint from its metadata and small values alone."""
 
 from __future__ import annotations
 

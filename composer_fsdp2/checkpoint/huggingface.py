@@ -55,7 +55,7 @@ _DTYPES = {
 
 @dataclass(slots=True)
 class _Pretrained:
-    """What goes beside the weights."""
+    """Files beside the weights."""
 
     config: dict[str, Any]
     model_class: str = ""

@@ -240,6 +240,8 @@ def load_sharded(
     Raises:
         CheckpointError: on every rank, when any rank failed. torch raises a `BaseException`, which
             `except Exception` does not see.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/api.py#L22
     """
     try:
         with torch.no_grad():

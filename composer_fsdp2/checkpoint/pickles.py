@@ -92,7 +92,9 @@ _MARKS = (
     "Unsupported class ",
     "Trying to call reduce for ",
 )
-"""what torch's errors say before the name they refuse"""
+"""what torch's errors say before the name they refuse; read off
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/_weights_only_unpickler.py#L305
+"""
 _AS_WRITTEN = {"__builtin__": "builtins", "commands": "subprocess", "nt": "os", "posix": "os"}
 """names of modules that pickles have in place of those their authors wrote"""
 _FOUND = "WeightsUnpickler error: "
@@ -303,7 +305,7 @@ def _load(load: Callable[..., Any], where: str, trusted: bool, file: BinaryIO) -
 
 
 def _asked_for(error: BaseException, file: BinaryIO) -> str:
-    """What torch's unpickler refused, or nothing if the pickle is damaged.
+    """Returns what torch's unpickler refused, or nothing if the pickle is damaged.
 
     torch names it in most cases; where it does not know the protocol, the pickle is looked through.
     """

@@ -64,7 +64,7 @@ _SLICE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What a header says of one tensor."""
+    """Description of one tensor in a header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -182,7 +182,7 @@ def _no_safetensors(folder: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensors:
-    """What a model wants from a folder, by name."""
+    """Tensors that a model needs from a folder, by name."""
 
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     """shape and dtype of every parameter and persistent buffer"""
@@ -218,7 +218,7 @@ class ModelTensors:
 
 
 def _conventions(tree: ModuleTree) -> tuple[str, tuple[str, ...]]:
-    """What the outermost Hugging Face model says of its names."""
+    """Returns the rules for names of the outermost Hugging Face model."""
     for _, module in tree.modules():
         prefix = getattr(module, "base_model_prefix", None)
         if isinstance(prefix, str):

@@ -64,7 +64,7 @@ The values are covered by the checksums inside the files, see `archive`."""
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """What is known of a tensor without reading it."""
+    """Facts about a tensor that need no reading of it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -76,7 +76,7 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """What a folder and a file have in common; see the subclasses.
+    """Common interface of a folder and a file; see the subclasses.
 
     Attributes:
         path: the folder or file.
@@ -468,7 +468,10 @@ class FileCheckpoint(Checkpoint):
 
 
 def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
-    """Values and ways by key, with the keys torch.distributed.checkpoint would give them."""
+    """Values and ways by key, with the keys torch.distributed.checkpoint would give them.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/_nested_dict.py#L27
+    """
     check_private_members(["checkpoints"])
     try:
         flat, ways = flatten_state_dict(dict(values))

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 INCOMPLETE = ".incomplete."
-"""What the name of something begins with until it is complete."""
+"""Beginning of the name of something that is not complete."""
 _TOKEN = "[0-9a-f]{12}"
 _OLD_SECONDS = 86_400.0
 """Where locks do not work, what is older than this was left behind."""
@@ -67,7 +67,7 @@ def hidden(path: Path, token: str) -> Path:
 
 
 class Publications:
-    """What a run has put into place since it began, to tell it from what another run has."""
+    """Paths that this run has put into place, to tell them from those of another run."""
 
     def __init__(self) -> None:
         self._began = time.time()
@@ -304,7 +304,7 @@ def write_failure(error: BaseException) -> OSError | None:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What happened inside torch's writer, which hides it behind an error of its own."""
+    """Returns the error inside torch's writer, which hides it behind an error of its own."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, OSError | KeyboardInterrupt):

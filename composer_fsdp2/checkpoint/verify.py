@@ -18,7 +18,7 @@ _FILE_SHARES = 16
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What `verify_checkpoint` found."""
+    """Findings of `verify_checkpoint`."""
 
     path: str
     kind: str | None

@@ -59,7 +59,7 @@ __all__ = [
 _SAID = ("could not be written", "was written by another run")
 """errors that say all there is to say"""
 REPLACED = ".replaced."
-"""What the name of a folder begins with while another one takes its place."""
+"""Beginning of the name of a folder while another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,11 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
 
 
 class _Writer(FileSystemWriter):
-    """torch's own, which hides what the system said, and loses it on the way to other ranks."""
+    """torch's own, which hides what the system said, and loses it on the way to other ranks.
+
+    Source: an error travels pickled, without its cause,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/utils.py#L193
+    """
 
     def write_data(self, *args: Any, **kwargs: Any) -> Any:
         """Writes this rank's file. Collective: no."""

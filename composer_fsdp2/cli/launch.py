@@ -138,6 +138,8 @@ def _set_rank_environment() -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
     # One thread per rank, as under torchrun: more would have the ranks fight for cores.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Composer asks for it in runs without FSDP2 too; torchrun sets GROUP_RANK instead.
+    os.environ.setdefault("NODE_RANK", "0")
     # gloo chooses an interface by host name, which many containers cannot resolve.
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -19,6 +19,8 @@ from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
 from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.parity import HELP as PARITY_HELP
 from composer_fsdp2.cli.parity import parity
+from composer_fsdp2.cli.plan import HELP as PLAN_HELP
+from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.cli.quickstart import HELP as QUICKSTART_HELP
 from composer_fsdp2.cli.quickstart import quickstart
 from composer_fsdp2.cli.version import show_versions
@@ -68,6 +70,7 @@ app = typer.Typer(
 app.add_typer(checkpoint_app, name="checkpoint")
 app.command(help=MIGRATE_HELP)(migrate)
 app.command(help=DOCTOR_HELP)(doctor)
+app.command(help=PLAN_HELP)(plan)
 app.command(help=PARITY_HELP)(parity)
 app.command(help=QUICKSTART_HELP)(quickstart)
 

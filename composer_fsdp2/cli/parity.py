@@ -288,7 +288,8 @@ def _write(comparison: Comparison, folder: Path, jobs: tuple[Job, Job]) -> dict[
     if write_picture(comparison, picture, (names[0], names[1])):
         written["picture"] = str(picture)
     else:
-        say("No picture: matplotlib is not installed. Install it with: pip install matplotlib")
+        install = escape("pip install 'composer-fsdp2[plot]'")
+        say(f"No picture: matplotlib is not installed. Install it with: {install}")
     return written | {"logs": str(folder / "*" / "logs")}
 
 

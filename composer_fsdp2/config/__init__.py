@@ -1,1 +1,1 @@
-"""What a run may be told: every setting is declared once, and checked before anything starts."""
+"""Settings of a run: each is declared once, and checked before anything starts."""

@@ -1,4 +1,4 @@
-"""What runs inside blocks: activation checkpointing, compile, fp8, tiled MLP, chunked loss."""
+"""Settings of blocks: activation checkpointing, compile, fp8, tiled MLP, chunked loss."""
 
 from __future__ import annotations
 
@@ -78,7 +78,13 @@ _SHARE = ValueType(expected="a number from 0 to 1", accepts=_is_share)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationSpec:
-    """Which modules are computed again in backward, and what of them is kept."""
+    """Which modules are computed again in backward, and what of them is kept.
+
+    Example:
+        >>> from composer_fsdp2 import ActivationSpec
+        >>> ActivationSpec(every=2).mode
+        'full'
+    """
 
     classes: tuple[str, ...] = setting((), _PATTERNS, "class names; every instance is chosen")
     names: tuple[str, ...] = setting(

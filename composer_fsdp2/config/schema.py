@@ -81,8 +81,15 @@ OrderCheck = Literal["first", "always", "never"]
 class FSDP2Config:
     """Settings of one FSDP2 run. Build it directly or with `parse_config` from YAML.
 
+    Collective: no. Each field is a setting; `docs/reference/settings.md` lists them with bounds.
+
     Raises:
         ConfigError: from the constructor too, with every mistake in one message.
+
+    Example:
+        >>> from composer_fsdp2 import FSDP2Config
+        >>> FSDP2Config(data_parallel_replicate_degree=2).data_parallel_shard_degree
+        -1
     """
 
     data_parallel_shard_degree: int = setting(
@@ -456,11 +463,22 @@ def declaring(*settings: Setting[Any]) -> Generator[None]:
 def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
     """Parses the mapping under `parallelism_config.fsdp2`.
 
+    Collective: no.
+
     Args:
         config: plain values as YAML gives them; mappings and sequences of any type.
 
+    Returns:
+        The settings, with the defaults of those that are not given.
+
     Raises:
         ConfigError: with every unknown key, wrong type and impossible value in one message.
+
+    Example:
+        >>> from composer_fsdp2 import parse_config
+        >>> config = parse_config({"reshard_after_forward": True})
+        >>> config.reshard_after_forward, config.gradient_sync
+        (True, 'every')
     """
     known = known_settings()
     errors: list[str] = []

@@ -84,7 +84,7 @@ class ValueType:
 
 
 class _Settings(Protocol):
-    """What `Setting.of` reads; `schema.FSDP2Config` is one."""
+    """A class that `Setting.of` reads, such as `schema.FSDP2Config`."""
 
     @property
     def extra(self) -> Mapping[str, Any]: ...

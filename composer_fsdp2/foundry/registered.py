@@ -1,4 +1,4 @@
-"""What this package adds to LLM Foundry's registries."""
+"""Adds this package's parts to LLM Foundry's registries."""
 
 from __future__ import annotations
 

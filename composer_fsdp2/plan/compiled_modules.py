@@ -59,7 +59,7 @@ def keep_graphs_whole(
 
 
 def _compiled(module: nn.Module) -> Literal["inside", "in place"] | None:
-    """What of a module is one graph."""
+    """Returns which part of a module is one graph."""
     if is_whole_graph(compiled_call(module)):
         return "in place"
     if is_whole_graph(vars(module).get("dynamo_ctx")) or is_whole_graph(
@@ -85,7 +85,7 @@ def _move(
 
 
 def _exchange(tree: ModuleTree, index: int, chosen: dict[int, Decision]) -> None:
-    """What `torch.compile` returned is the unit instead of the module in it."""
+    """Makes what `torch.compile` returned the unit, instead of the module in it."""
     entry = tree.paths[index]
     decision = chosen.pop(id(entry.module), None)
     if decision is not None:

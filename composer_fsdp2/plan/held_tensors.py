@@ -80,7 +80,7 @@ def _computed(module: nn.Module) -> set[str]:
 
 @dataclass(slots=True, eq=False)
 class _Walk:
-    """What was opened so far; objects stay alive, or another could take an address."""
+    """The objects opened so far. They stay alive, or another object could take an address."""
 
     registered: set[int]
     """id of the modules that are looked at themselves"""
@@ -105,7 +105,7 @@ class _Walk:
 
 
 def _inside(value: Any) -> Iterable[Any]:
-    """What a value holds, one level deep."""
+    """Returns the values inside a value, one level deep."""
     if isinstance(value, Mapping):
         return [*_plain(value.keys()), *_plain(value.values())]
     if isinstance(value, _CONTAINERS):

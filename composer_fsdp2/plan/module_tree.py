@@ -180,10 +180,29 @@ def may_be_unit(module: nn.Module, parent: nn.Module | None) -> bool:
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of two or more names that stand for the same weight, in order of first name.
+    """Finds the names that stand for the same weight.
+
+    Collective: no. Two parameters over the same memory are one weight.
+
+    Args:
+        model: on any device, sharded or not.
+
+    Returns:
+        Groups of two or more names, in the order of their first names.
 
     Raises:
         PlanError: when two parameters overlap in memory without being the same view of it.
+
+    Source: `fully_shard` keeps a tie inside one call only:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L691
+
+    Example:
+        >>> from torch import nn
+        >>> from composer_fsdp2 import tied_groups
+        >>> model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "head": nn.Linear(2, 4)})
+        >>> model["head"].weight = model["embed"].weight
+        >>> tied_groups(model)
+        (('embed.weight', 'head.weight'),)
     """
     refs = ModuleTree.read(model).params
     representative = canonical_param_ids(refs)

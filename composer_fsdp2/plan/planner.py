@@ -70,9 +70,21 @@ def plan_wrapping(
         optional: names of modules that some rank may leave out of a step; neither they nor what is
             in them become units (see [Note: modules that may be left out]).
 
+    Returns:
+        The units, children before parents, with names and numbers of elements only.
+
     Raises:
         PlanError: with every scalar, non-contiguous or mixed-dtype parameter, container without
             `forward`, unmatched pattern or forbidden tie in one message.
+
+    Example:
+        >>> from torch import nn
+        >>> from composer_fsdp2 import plan_wrapping
+        >>> from composer_fsdp2.plan.rules import by_class, root_rule
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> plan = plan_wrapping(model, [by_class("Linear"), root_rule])
+        >>> [(unit.modules[0], unit.numel) for unit in plan.units]
+        [('0', 40), ('1', 18), ('', 0)]
     """
     tree = ModuleTree.read(model)
     refuse_unreadable(tree)
@@ -388,7 +400,7 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 def _owned(
     tree: ModuleTree, refs: list[ParamRef], ties: list[list[ParamRef]], units: list[int]
 ) -> dict[int, list[ParamRef]]:
-    """What every unit owns; a tied weight belongs to the unit at its names' common parent."""
+    """Returns each unit's weights; a tied one belongs to the unit at its names' common parent."""
     lifted: dict[int, int] = {}
     for group in ties:
         owner = units[group[0].path_index]

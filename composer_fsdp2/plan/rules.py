@@ -172,7 +172,7 @@ _HEAD = "get_output_embeddings"
 
 
 def _asked(owner: nn.Module, getter: str) -> object:
-    """What a model names as its embedding or head; not every model with a getter has one."""
+    """Returns the embedding or head that a model's getter names, if the getter names one."""
     if not hasattr(type(owner), getter):  # asking the module itself is slow where there is none
         return None
     with contextlib.suppress(NotImplementedError):
@@ -227,7 +227,7 @@ def with_fp32_islands(
 def _islands(
     wanted: Iterable[nn.Module], gathered_in: torch.dtype | None
 ) -> dict[int, Decision | None]:
-    """What becomes of the outermost of the modules, and `None` for each one inside them."""
+    """Returns a decision for each outermost module, and `None` for each module inside one."""
     decisions: dict[int, Decision | None] = {}
     for module in wanted:
         first = next(module.parameters(), None)
@@ -289,7 +289,7 @@ def _members(
 
 
 def output_heads(tree: ModuleTree) -> list[nn.Module]:
-    """What Hugging Face models name as their head, and modules called `lm_head`."""
+    """Returns the heads that Hugging Face models name, and modules called `lm_head`."""
     heads: dict[int, nn.Module] = {}
     for name, module in tree.modules():
         for candidate in (

@@ -44,7 +44,20 @@ Rule = Callable[[str, nn.Module], Decision | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardUnit:
-    """Parameters gathered and reduced by one collective."""
+    """Parameters gathered and reduced by one collective.
+
+    Example:
+        >>> from composer_fsdp2 import ShardUnit
+        >>> unit = ShardUnit(
+        ...     modules=("head",),
+        ...     params=("head.weight",),
+        ...     numel=8,
+        ...     reshard_after_forward=True,
+        ...     reason="class Linear",
+        ... )
+        >>> unit.top_level
+        False
+    """
 
     modules: tuple[str, ...]
     """names given to `fully_shard` together; '' is the root"""
@@ -66,7 +79,16 @@ class ShardUnit:
 
 @dataclass(frozen=True, slots=True)
 class WrapPlan:
-    """Which modules become FSDP units. A value: no tensors, no modules, no process group."""
+    """Which modules become FSDP units. A value: no tensors, no modules, no process group.
+
+    Example:
+        >>> from torch import nn
+        >>> from composer_fsdp2 import plan_wrapping
+        >>> from composer_fsdp2.plan.rules import root_rule
+        >>> print(plan_wrapping(nn.Linear(4, 2), [root_rule]))
+        unit    params  elements  reshard  reason
+        <root>       2        10  false    root
+    """
 
     units: tuple[ShardUnit, ...]
     """children before parents, the order of application"""
@@ -74,13 +96,14 @@ class WrapPlan:
     ignored: tuple[str, ...] = ()
 
     def owner_of(self) -> dict[str, ShardUnit]:
-        """Maps every parameter name to its unit."""
+        """Returns the unit of every parameter name. Collective: no."""
         return {name: unit for unit in self.units for name in unit.params}
 
     def blocks(self) -> tuple[str, ...]:
         """Returns the units that are blocks: inside another unit, containing none, no part of one.
 
         Direct children of the model, embeddings, heads and what was divided are no blocks.
+        Collective: no.
         """
         inner = [unit for unit in self.units if not unit.top_level]
         names = {unit.modules[0] for unit in inner if unit.is_block}
@@ -89,7 +112,7 @@ class WrapPlan:
         return tuple(unit.modules[0] for unit in inner if unit.modules[0] in found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values in a stable order, for logs and comparisons."""
+        """Returns plain values in a stable order, for logs and comparisons. Collective: no."""
         units = [
             {
                 "modules": list(unit.modules),
@@ -108,7 +131,7 @@ class WrapPlan:
         }
 
     def digest(self) -> str:
-        """A short text that differs between different plans."""
+        """Returns a short text that differs between different plans. Collective: no."""
         return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
 
     def __str__(self) -> str:

@@ -1,1 +1,1 @@
-"""What happens in every step: accumulation, prefetch, order check, watchdog, out of memory."""
+"""Parts of every step: accumulation, prefetch, order check, watchdog, out of memory."""

@@ -3,6 +3,7 @@
 [Note: gradients that wait] Until they are reduced, gradients are as large as the gathered
 parameters, in the dtype of the reduction, on every rank. That memory is the price of fewer bytes on
 the wire. Averages are linear, so summing before or after the reduction gives the same numbers.
+Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L639
 """
 
 from __future__ import annotations

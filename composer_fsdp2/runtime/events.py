@@ -3,7 +3,9 @@
 [Note: labels] FSDP tells nobody which unit it gathers. But just before it does anything to a unit
 it asks the unit for a label for the profiler, in the thread that does it. A unit whose labels pass
 through here therefore tells everything in the order in which it happens, and what torch does stays
-as it is, whoever else replaces a unit's methods.
+as it is, whoever else replaces a unit's methods. Labels of a gather and of a reduction:
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L267
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L416
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class UnitEvents:
     Args:
         model: its forward is one microbatch.
         units: by name, those that have parameters.
-        watchdog: is told of collectives; `None` where no other rank waits.
+        watchdog: hears about collectives; `None` where no other rank waits.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class UnitEvents:
         self._previous: tuple[str, str] | None = None
         first = next(iter(units.values()), None)
         # Before torch's own hook, which may gather.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
         model.register_forward_pre_hook(self._begin, prepend=True)
         for name, unit in units.items():
             for group in param_groups(unit):

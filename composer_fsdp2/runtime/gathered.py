@@ -5,6 +5,10 @@ every use, and its memory is freed after it. So a write to it is lost, a tensor 
 pushed aside, and whoever keeps it reads freed memory later. Versions and places are compared at
 every gather, which costs less than a microsecond a parameter; contents only in the first forward of
 training and of evaluation, because a write through `.data` leaves no other trace.
+
+Source: torch frees the memory and puts shards into the modules,
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L549
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L601
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class _ToldEveryoneError(RuntimeError):
 
 
 class _Round:
-    """What is known between two times that all ranks leave together."""
+    """State between two times that all ranks leave together."""
 
     def __init__(self, number: int) -> None:
         self.number = number

@@ -257,7 +257,7 @@ def _missed(what: str, watchdog: CollectiveWatchdog) -> str:
 
 
 def _first_error(everyone: list[list[str]]) -> str | None:
-    """What another rank could not go on for, which all of them raise."""
+    """Returns the reason why another rank could not go on; all ranks raise it."""
     errors = [(rank, last[-1]) for rank, last in enumerate(everyone) if last[-1].startswith(_ERROR)]
     return f"On rank {errors[0][0]}: {errors[0][1].removeprefix(_ERROR)}" if errors else None
 

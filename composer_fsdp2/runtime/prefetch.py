@@ -60,6 +60,7 @@ class _Prefetch:
         self._ahead: dict[str, list[str]] = {}
         self._warned = False
         # Before torch's own hook, which starts the gathers that are set here.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L231
         model.register_forward_pre_hook(self._begin, prepend=True)
         model.register_forward_hook(self._end)
 
@@ -145,7 +146,7 @@ class _Prefetch:
 
 
 def _units_ahead(order: list[str], count: int, times: Mapping[str, int]) -> dict[str, list[str]]:
-    """What each unit starts to gather.
+    """Returns the units whose gather each unit starts.
 
     One that runs several times starts nothing: it would gather again what has long been used.
     """

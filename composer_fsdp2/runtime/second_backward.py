@@ -4,7 +4,10 @@
 gather them, for no hook of the unit is in it. So after a backward that builds such a graph
 (`create_graph=True`), and after one that runs inside the model's forward, units stay gathered and
 reduce nothing. The backward that comes last reduces, and frees them at its end. Memory for that
-time: whole parameters of the units the first backward went through.
+time: whole parameters of the units the first backward went through. The hooks of a unit are on
+what its forward takes and returns:
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L318
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
 """
 
 from __future__ import annotations

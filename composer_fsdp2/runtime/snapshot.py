@@ -1,4 +1,4 @@
-"""What a batch changes, kept so that another attempt at it starts from the same state."""
+"""Keeps the state that a batch changes, so that another attempt starts from the same state."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """What a step changes, kept in CPU memory. Random states are kept from the start.
+    """Keeps the state that a step changes in CPU memory. Random states are kept from the start.
 
     `restore` may be called again and again: for another attempt after the second one, too.
     """

@@ -1,4 +1,4 @@
-"""What a sharded model communicates and holds while it trains, seen from outside FSDP.
+"""Counts what a sharded model communicates and holds while it trains, from outside FSDP.
 
 [Note: what is seen] FSDP tells nobody when it gathers a unit. Two things can be seen from outside.
 Its collectives are calls of public functions, with the tensors that go over the wire; whoever

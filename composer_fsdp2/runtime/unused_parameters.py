@@ -12,6 +12,9 @@ in which the first backward left anything out. Elsewhere nothing is sent. A rank
 a zero there says so in the store of the process group before it reduces. When its reduction is
 done, every rank has begun that reduction, so every rank that filled in too has said so. If all
 have, nobody used the parameter. `must_compare` asks for the collective from then on.
+
+Source: what torch reduces is the parameters with a gradient,
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L397
 """
 
 from __future__ import annotations
@@ -259,6 +262,7 @@ def force_backward_through(units: Iterable[FSDPModule]) -> None:
     for unit in units:
         assert isinstance(unit, nn.Module)
         # Before torch's own hook, which looks for inputs that need a gradient.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
         unit.register_forward_pre_hook(_need_gradient, prepend=True, with_kwargs=True)
 
 

@@ -114,7 +114,7 @@ class CollectiveWatchdog:
         return f"{event} {unit_text(name)} in microbatch {microbatch}"
 
     def _places(self) -> dict[str, list[int]]:
-        """What ranks told, and which of them."""
+        """Returns what the ranks reported, and which ranks did."""
         places: dict[str, list[int]] = {}
         held = store()
         for rank in range(dist.get_world_size()):

@@ -231,6 +231,19 @@ def apply_plan(
         PlanError: for weights nothing initialises.
         CheckpointError: when a source cannot be read.
         PatchError: when this torch lacks a private member of FSDP2, before anything is changed.
+
+    Source: `fully_shard` takes children before parents, for a unit manages what is left over:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_init.py#L123
+
+    Example:
+        >>> from torch import nn
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from composer_fsdp2 import apply_plan, plan_wrapping
+        >>> from composer_fsdp2.plan.rules import by_class, root_rule
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+        >>> plan = plan_wrapping(model, [by_class("Linear"), root_rule])
+        >>> sorted(apply_plan(model, plan, init_device_mesh("cpu", (1,))))
+        ['', '0', '1']
     """
     check_private_members()
     tree = _with_merged_aliases(tree or ModuleTree.read(model))
@@ -335,7 +348,8 @@ def _own_output(_module: nn.Module, _args: object, output: object) -> object:
     """Lets what a linear layer returns be changed in place, as some models scale their logits.
 
     It may be a view, and an operation in place on a view drops the hook by which FSDP2 learns that
-    backward has come. Nothing else holds the tensor behind it.
+    backward has come. Nothing else holds the tensor behind it. The hook is that of
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L318
     """
     if not isinstance(output, torch.Tensor) or not is_view(output):
         return output
@@ -377,6 +391,9 @@ def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool)
     multiply with the weight to get logits. A frozen unit is not part of
     backward until a gradient passes through it, but torch would prefetch the last one of a frozen
     beginning (an image tower, the lower layers of a fine-tuned model).
+
+    Source: the prefetch goes by the order of the forward, whether a unit is in backward or not:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
     """
     if is_embedding:
         module.set_unshard_in_backward(False)
@@ -405,6 +422,8 @@ def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:
 
     Older torch keeps the first unit that runs, whatever it was told. It has no
     `set_reshard_after_forward`, which came with obeying the argument.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L168
     """
     if hasattr(module, "set_reshard_after_forward"):
         return
@@ -427,7 +446,7 @@ def _reshard_hook(module: nn.Module, _args: object, output: object) -> object:
 
 
 def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]:
-    """What users hung on parameters: attributes and post-accumulate hooks."""
+    """Returns what users attached to parameters: attributes and post-accumulate hooks."""
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
     for ref in tree.params:
         hooks = post_accumulate_hooks(ref.param)

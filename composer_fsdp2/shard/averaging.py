@@ -75,7 +75,10 @@ def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
 
 
 def _records_events(device_type: str) -> bool:
-    """HSDP's backward insists on an event from the stream, which CPU streams may not give."""
+    """HSDP's backward insists on an event from the stream, which CPU streams may not give.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L461
+    """
     if device_type != "cpu":
         return True
     return torch.cpu.current_stream().record_event() is not None
@@ -84,6 +87,7 @@ def _records_events(device_type: str) -> bool:
 def _divide_by(size: int) -> Callable[[torch.Tensor], None]:
     def divide(reduced: torch.Tensor) -> None:
         # FSDP2 asks for an average of these two only; others it sums and divides itself.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
         if reduced.dtype in (torch.float32, torch.bfloat16):
             reduced.div_(size)
 
@@ -119,7 +123,9 @@ class AverageOverReplicas:
             reduced += self.waiting
         if not self.due:
             self.waiting = reduced.clone()
-            reduced.zero_()  # FSDP adds it to the gradients of the shards
+            # FSDP adds the result of this hook to the gradients of the shards.
+            # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L449
+            reduced.zero_()
             return
         self.waiting = None
         dist.all_reduce(reduced, group=self._group)

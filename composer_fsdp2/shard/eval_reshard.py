@@ -34,6 +34,7 @@ def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> G
         return
     for unit in reversed(list(units.values())):
         # Or the first forward would change the outermost unit again. It does nothing the next time.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L138
         lazy_init(unit)
     groups = [group for unit in units.values() for group in param_groups(unit)]
     # Newer torch has a public setter, which could not bring back a number of ranks.

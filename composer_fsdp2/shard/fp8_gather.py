@@ -66,7 +66,10 @@ class _Scales:
 
 
 class _CastForGather:
-    """What FSDP2 asks a shard for around its gather."""
+    """Answers what FSDP2 asks a shard for around its gather.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
+    """
 
     def __init__(self, layer: Any, shard: torch.Tensor, scales: _Scales, index: int) -> None:
         kind = _torchao("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor

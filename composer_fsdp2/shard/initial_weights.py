@@ -40,7 +40,7 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class MetaDeviceReport:
-    """What of a model is on meta on one rank."""
+    """Says which part of a model is on meta on one rank."""
 
     on_meta: Literal["none", "all", "some"]
     digest: str

@@ -78,7 +78,7 @@ def check_optimizer(
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """What ranks must have in common: groups, their sizes, and which state exists."""
+    """Returns the facts that ranks must have in common: groups, their sizes, existing state."""
     lines = [type(optimizer).__name__]
     lines += [f"group {i}: {len(g['params'])}" for i, g in enumerate(optimizer.param_groups)]
     lines += [

@@ -3,6 +3,7 @@
 [Note: casting inputs] torch casts the inputs of a unit through its registry of containers, which
 builds new ones. A key-value cache is such a container: the block would write into a copy, and
 generation go wrong without a word. So tensors are cast here, in plain containers only.
+Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L223
 """
 
 from __future__ import annotations

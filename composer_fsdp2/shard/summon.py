@@ -37,7 +37,7 @@ from composer_fsdp2.shard.torch_private.units import (
 __all__ = ["holds_shards", "is_shown", "is_summoned", "summon_full_params"]
 
 _MARK = "_fsdp2_summoned"
-"""On a parameter and on what stands in for it: the block they are summoned by."""
+"""On a parameter and on the tensor in its place: the block they are summoned by."""
 
 Place = tuple[nn.Module, str]
 _Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
@@ -93,6 +93,22 @@ def summon_full_params(
             block that asks for more than the one around it shows.
         PlanError: inside a forward or backward; for a module inside a unit; and at the end, when
             what stood in a module was replaced, or the shards stepped, inside the block.
+
+    Yields:
+        Nothing: the parameters of the module are whole, in the shapes of the unsharded model.
+
+    Source: signature and meaning are those of `FullyShardedDataParallel.summon_full_params`,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/fully_sharded_data_parallel.py
+
+    Example:
+        >>> import torch
+        >>> from composer_fsdp2 import prepare_fully_shard, summon_full_params
+        >>> model = torch.nn.Linear(4, 2)
+        >>> _ = prepare_fully_shard(model, None, {}, device="cpu")
+        >>> with summon_full_params(model):
+        ...     _ = model.weight.data.fill_(1.0)
+        >>> model.weight.full_tensor().sum().item()
+        8.0
     """
     check_private_members(["summon_full_params"])
     _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
@@ -215,7 +231,7 @@ def _sharded_or_summoned(param: nn.Parameter) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Whole:
-    """A sharded parameter, and on the ranks that see it whole what stands in for it."""
+    """A sharded parameter, and its whole tensor on the ranks that see it."""
 
     name: str
     shard: nn.Parameter
@@ -278,7 +294,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Summoned:
-    """What one block shows, and how it makes way for FSDP2 meanwhile."""
+    """The full parameters that one block shows, and how they make way for FSDP2 meanwhile."""
 
     units: list[FSDPModule]
     rank0_only: bool
@@ -394,7 +410,8 @@ class _Summoned:
     def leave(self, keep: bool) -> None:
         changed = [whole.name for whole in self.wholes if keep and not whole.is_ours()]
         keep = keep and not changed
-        # A forward that failed leaves units gathered, and FSDP2 believing so.
+        # A forward that failed leaves units gathered, and FSDP2 believing so: only the hook after
+        # forward frees them. https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L237
         idle = not any(_is_busy(unit) for unit in self.units)
         with self.undo:
             for unit in self.units:

@@ -104,7 +104,7 @@ def check_is_run(path: Path, cfg: DictConfig) -> None:
 
 
 def _kind(data: Mapping[str, Any]) -> str | None:
-    """What a file is, by its own keys, else by what `migrate` finds in it."""
+    """Returns what a file is, by its own keys, else by what `migrate` finds in it."""
     from composer_fsdp2.tools.migrate.engine import DIALECTS
 
     hits = {kind: len(signs & data.keys()) for kind, signs in _SIGNS.items()}

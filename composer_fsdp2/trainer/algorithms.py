@@ -1,7 +1,7 @@
 """Composer's algorithms that change or average weights, on shards.
 
 Averages are taken element by element, so every rank averages its own shards. The functions here
-stand in for Composer's (see `patches`); models that are not sharded keep Composer's own.
+replace Composer's (see `patches`); models that are not sharded keep Composer's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Tensors = dict[str, torch.Tensor]
 def clip_adaptively(
     original: Callable[..., None], parameters: Iterable[torch.Tensor], clipping_threshold: float
 ) -> None:
-    """Stands in for `_apply_agc`. Collective: yes, for shards."""
+    """Replaces `_apply_agc`. Collective: yes, for shards."""
     held = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
     listed = [held] if isinstance(held, torch.Tensor) else held
     if any(isinstance(param, DTensor) for param in listed):
@@ -56,7 +56,7 @@ def clip_adaptively(
 def freeze_layers(
     original: Callable[..., tuple[int, float]], model: nn.Module, *args: Any, **kwargs: Any
 ) -> tuple[int, float]:
-    """Stands in for `freeze_layers`: the gathered parameters are frozen too.
+    """Replaces `freeze_layers`: the gathered parameters are frozen too.
 
     Collective: yes, for a sharded model. They are made once, with the `requires_grad` the shards
     had then.
@@ -84,7 +84,7 @@ def freeze_layers(
 
 
 def weights_of(original: Callable[..., Any], model: nn.Module) -> Any:
-    """Stands in for `get_model_context_manager`: in the block, the model has its shards."""
+    """Replaces `get_model_context_manager`: in the block, the model has its shards."""
     if not is_sharded(model):
         return original(model)
     reshard(model)
@@ -92,7 +92,7 @@ def weights_of(original: Callable[..., Any], model: nn.Module) -> Any:
 
 
 def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
-    """Stands in for `EMA.state_dict`: names are those of the model without wrappers."""
+    """Replaces `EMA.state_dict`: names are those of the model without wrappers."""
     values = original(ema)
     average = values.get("ema_model")
     if average is None or not _sharded(average["named_parameters_dict"].values()):
@@ -105,7 +105,7 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
 def load_ema(
     original: Callable[..., None], ema: EMA, state: dict[str, Any], strict: bool = False
 ) -> None:
-    """Stands in for `EMA.load_state_dict`: whole tensors, or shards, go into the run's shards.
+    """Replaces `EMA.load_state_dict`: whole tensors, or shards, go into the run's shards.
 
     Raises:
         CheckpointError: a parameter has no average.
@@ -125,7 +125,7 @@ def load_ema(
 
 
 class ShardedAverage:
-    """What Composer's `SWA` asks of torch's `AveragedModel`, without a copy of the modules."""
+    """Does what Composer's `SWA` needs of `AveragedModel`, without a copy of the modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.n_averaged = torch.tensor(0)
@@ -160,7 +160,7 @@ class ShardedAverage:
 
 
 def average_weights(original: Callable[..., Any], model: nn.Module, **kwargs: Any) -> Any:
-    """Stands in for `AveragedModel`, which copies the modules; those of FSDP2 cannot be copied."""
+    """Replaces `AveragedModel`, which copies the modules; those of FSDP2 cannot be copied."""
     return ShardedAverage(model) if is_sharded(model) else original(model, **kwargs)
 
 

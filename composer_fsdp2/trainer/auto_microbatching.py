@@ -72,7 +72,7 @@ def strip_auto_microbatch_size(
 
 
 class _Attempts:
-    """What undoes the attempts at one batch after the other."""
+    """Undoes the attempts at one batch after the other."""
 
     def __init__(self, state: State) -> None:
         self._state = state
@@ -199,7 +199,7 @@ def leaving_together(trainer: Any, evaluator: Any = None) -> Generator[None]:
 def train_batch(
     original: Callable[..., Mapping[str, torch.Tensor]], trainer: Any, *args: Any, **kwargs: Any
 ) -> Mapping[str, torch.Tensor]:
-    """Stands in for `Trainer._train_batch`. Collective: yes."""
+    """Replaces `Trainer._train_batch`. Collective: yes."""
     state: State = trainer.state
     units = _units(state.model) if state.auto_microbatching else {}
     if not units:
@@ -223,7 +223,7 @@ def train_batch(
 
 
 def guard_again(original: Callable[..., list[Any]], modules: Any, sync_hook: Any) -> list[Any]:
-    """Stands in for `_readd_fsdp_sync_hooks`."""
+    """Replaces `_readd_fsdp_sync_hooks`."""
     units = [module for module in modules.values() if isinstance(module, FSDPModule)]
     return [OOMGuard(units, agree=False)] if units else original(modules, sync_hook)
 
@@ -231,14 +231,14 @@ def guard_again(original: Callable[..., list[Any]], modules: Any, sync_hook: Any
 def restore_unshard(
     original: Callable[[bool], None], auto_microbatch_size_found: bool = False
 ) -> None:
-    """Stands in for `patch_unshard_for_automicrobatching`, of which nothing is FSDP2's."""
+    """Replaces `patch_unshard_for_automicrobatching`, of which nothing is FSDP2's."""
     missing = not hasattr(inspect.getmodule(original), "original_unshard")
     if not (auto_microbatch_size_found and missing):
         original(auto_microbatch_size_found)
 
 
 def clear_attempt(original: Callable[[State], None], state: State) -> None:
-    """Stands in for `_clear_incomplete_train_states`. Collective: yes."""
+    """Replaces `_clear_incomplete_train_states`. Collective: yes."""
     original(state)
     if hasattr(state, _ATTEMPTS):
         getattr(state, _ATTEMPTS).undo()
@@ -259,7 +259,7 @@ class _EvaluatedBatches:
         self._kept: Snapshot | None = None
 
     def split(self, original: Callable[..., Any], batch: Any, size: Any) -> Any:
-        """Stands in for `DataSpec.split_batch`; the attempt ends after the last microbatch."""
+        """Replaces `DataSpec.split_batch`; the attempt ends after the last microbatch."""
         if batch is self._running:  # to take a sampler's duplicates off
             return original(batch, size)
         if self._kept is not None:  # this batch again
@@ -304,7 +304,7 @@ class _EvaluatedBatches:
         return together
 
     def transform(self, original: Callable[..., Any], microbatch: Any) -> Any:
-        """Stands in for `DataSpec.microbatch_transforms`."""
+        """Replaces `DataSpec.microbatch_transforms`."""
         self._running = original(microbatch)
         return self._running
 
@@ -335,7 +335,7 @@ def evaluate(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Stands in for `Trainer._eval_loop`. Collective: yes."""
+    """Replaces `Trainer._eval_loop`. Collective: yes."""
     model, units = trainer._original_model, _units(trainer.state.model)
     if not evaluator.auto_microbatching or not units:
         original(trainer, evaluator, metrics, *args, **kwargs)

@@ -49,7 +49,7 @@ class _Candidates:
 
 
 def note_autoresume(original: Callable[..., None], trainer: Trainer, *args: Any, **kw: Any) -> None:
-    """Stands in for `Trainer.__init__`: remembers what only its arguments say."""
+    """Replaces `Trainer.__init__`: remembers what only its arguments say."""
     set_node_rank()
     warn_of_shared_store()
     bound = inspect.signature(original).bind(trainer, *args, **kw)
@@ -84,7 +84,7 @@ def warn_of_shared_store() -> None:
 def settle_autoresume(
     original: Callable[..., None], trainer: Trainer, model: Any, optimizers: Any
 ) -> None:
-    """Stands in for `Trainer._wrap_model_for_distributed`, the last step before autoresume.
+    """Replaces `Trainer._wrap_model_for_distributed`, the last step before autoresume.
 
     Collective: yes. Afterwards `latest` points to the newest complete checkpoint of the run, and
     what is newer and incomplete has been named in a warning.

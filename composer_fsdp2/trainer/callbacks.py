@@ -1,6 +1,6 @@
 """Composer's callbacks on sharded models: what they log and decide is that of the whole model.
 
-The functions here stand in for Composer's (see `patches`); other models keep Composer's own.
+The functions here replace Composer's (see `patches`); other models keep Composer's own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _START = "_fsdp2_start"
 
 
 def log_optimizer(original: Callable[..., None], monitor: Any, state: State, logger: Any) -> None:
-    """Stands in for `OptimizerMonitor.batch_end`. Collective: yes, in the batches it logs."""
+    """Replaces `OptimizerMonitor.batch_end`. Collective: yes, in the batches it logs."""
     if not is_sharded(state.model):
         original(monitor, state, logger)
         return
@@ -65,7 +65,7 @@ def log_optimizer(original: Callable[..., None], monitor: Any, state: State, log
 
 
 def check_loss(original: Callable[..., None], monitor: Any, state: State, logger: Any) -> None:
-    """Stands in for `NaNMonitor.after_loss`.
+    """Replaces `NaNMonitor.after_loss`.
 
     Collective: yes. The ranks whose loss is good would wait in backward for the one that is not.
 
@@ -86,7 +86,7 @@ def check_loss(original: Callable[..., None], monitor: Any, state: State, logger
 
 
 def agreed_metric(original: Callable[..., Any], stopper: Any, state: State) -> Any:
-    """Stands in for `_get_monitored_metric` of the stoppers: rank 0's value decides for all.
+    """Replaces `_get_monitored_metric` of the stoppers: rank 0's value decides for all.
 
     Collective: yes. A metric that is not reduced over the ranks would stop some of them.
     """
@@ -99,7 +99,7 @@ def agreed_metric(original: Callable[..., Any], stopper: Any, state: State) -> A
 
 
 def name_modules(original: Callable[..., None], monitor: Any, model: nn.Module) -> None:
-    """Stands in for `ActivationMonitor.create_module_names`: the names of the unwrapped model."""
+    """Replaces `ActivationMonitor.create_module_names`: the names of the unwrapped model."""
     original(monitor, model)
     if is_sharded(model):
         names: dict[nn.Module, str] = monitor.module_names
@@ -109,14 +109,14 @@ def name_modules(original: Callable[..., None], monitor: Any, model: nn.Module) 
 def measure_activation(
     original: Callable[..., None], monitor: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Stands in for `ActivationMonitor.add_metrics`: numbers to log need no gradient."""
+    """Replaces `ActivationMonitor.add_metrics`: numbers to log need no gradient."""
     sharded = any(isinstance(module, FSDPModule) for module in monitor.module_names)
     with torch.no_grad() if sharded else contextlib.nullcontext():
         original(monitor, *args, **kwargs)
 
 
 def record_memory(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:
-    """Stands in for `init` of the callbacks that record CUDA's memory.
+    """Replaces `init` of the callbacks that record CUDA's memory.
 
     They look where the weights are and give up for good if that is the CPU, from where FSDP moves
     them later.

@@ -53,6 +53,11 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
     Composer's class answers some of these with fixed properties; here they are real, which alone
     gives HSDP, planners and checkpoint folders to the Trainer. The fields, their meaning and their
     defaults are those of `composer_fsdp2.FSDP2Config`.
+
+    Example:
+        >>> from composer_fsdp2 import TrainerFSDP2Config
+        >>> TrainerFSDP2Config(reshard_after_forward=False).settings.reshard_after_forward
+        False
     """
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ _GIVEN = "_fsdp2_extensions"
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What cannot be the same on a sharded model."""
+    """An extension that cannot do the same on a sharded model."""
 
     what: str
     """for the table"""

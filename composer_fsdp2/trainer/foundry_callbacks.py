@@ -73,7 +73,7 @@ def freeze_layers(original: Callable[..., None], callback: Any, state: State, lo
 
 
 def save_monolith(original: Callable[..., None], saver: Any, state: State, logger: Any) -> None:
-    """Stands in for `MonolithicCheckpointSaver._save_checkpoint`.
+    """Replaces `MonolithicCheckpointSaver._save_checkpoint`.
 
     Collective: yes.
 

@@ -23,7 +23,7 @@ __all__ = ["generate"]
 
 
 def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `GenerationMixin.generate`: ranks may have other prompts and other ends.
+    """Replaces `GenerationMixin.generate`: ranks may have other prompts and other ends.
 
     Collective: yes, for a sharded model, unless `synced_gpus=False` says that all ranks call
     forward equally often. No unit is left gathered. An error of one rank, outside of forward, is
@@ -84,7 +84,7 @@ def _generate_in_step(
 
 
 def _step_of(model: Any, word: torch.Tensor) -> dict[str, Any]:
-    """What forward takes for one word; of a model with an encoder, for its decoder alone."""
+    """Returns the inputs of a forward for one word; with an encoder, those of the decoder alone."""
     if not model.config.is_encoder_decoder:
         return {"input_ids": word, "attention_mask": torch.ones_like(word)}
     nothing = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=word.device)

@@ -1,4 +1,4 @@
-"""What LLM Foundry's adaptive Lions know of outliers, as a checkpoint holds it: JSON.
+"""Outlier statistics of LLM Foundry's adaptive Lions, as JSON in a checkpoint.
 
 For each parameter they keep an object, which nobody collects from a sharded optimizer and no
 checkpoint can hold without executing code, and lists that grow, while torch loads as many values as

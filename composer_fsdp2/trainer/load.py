@@ -1,6 +1,6 @@
 """Loading checkpoints into Composer's Trainer: any kind, and only exactly.
 
-The functions here stand in for Composer's (see `patches`). Runs without FSDP2 keep Composer's own
+The functions here replace Composer's (see `patches`). Runs without FSDP2 keep Composer's own
 loading, with files read safely; but for folders of shards, which Composer cannot read without FSDP.
 
 [Note: kind of a checkpoint] Composer decides by `state_dict_type` how to read a checkpoint. Here it
@@ -184,7 +184,7 @@ def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> A
 
 
 class _Load:
-    """What loading a folder and loading a file have in common."""
+    """Common steps of loading a folder and loading a file."""
 
     saved: Checkpoint
 
@@ -212,7 +212,7 @@ class _Load:
         return bool(getattr(model, "using_peft", False) and model.should_save_peft_only)
 
     def wanted(self) -> StateDict:
-        """What the run has, as Composer would save it now. Collective: yes."""
+        """Returns the state of the run as Composer would save it now. Collective: yes."""
         if self.weights_only:
             wanted: StateDict = {"state": {"model": self.state.get_model_state_dict()}}
         else:

@@ -51,6 +51,14 @@ class FSDP2Monitor(Callback):
 
     Raises:
         ConfigError: `gpu_flops_available` is no positive number.
+
+    Source: MFU is that of PaLM, appendix B, https://arxiv.org/abs/2204.02311, as Composer computes
+    it: https://github.com/mosaicml/composer/blob/v0.32.1/composer/callbacks/speed_monitor.py
+
+    Example:
+        >>> from composer_fsdp2 import FSDP2Monitor
+        >>> FSDP2Monitor(gpu_flops_available=989.5e12).gpu_flops_available
+        989500000000000.0
     """
 
     def __init__(self, gpu_flops_available: float | None = None) -> None:
@@ -155,7 +163,7 @@ def _show(line: str) -> None:
 
 
 def _traffic(meter: TrafficMeter) -> dict[str, float]:
-    """What the meter saw; nothing where it saw nothing, as with a group of one rank."""
+    """Returns the meter's counts; none where it saw no collective, as with one rank."""
     if not meter.collectives:
         return {}
     found: dict[str, float] = {

@@ -120,6 +120,21 @@ def prepare_fully_shard(
             every rank.
         PatchError: when a private member of torch is missing that the settings need; on every rank.
         CheckpointError: when `pretrained_weights` cannot be read or does not fit; on every rank.
+
+    Source: signature of Composer's `prepare_fsdp_module`,
+    https://github.com/mosaicml/composer/blob/v0.32.1/composer/distributed/dist_strategy.py
+
+    Example:
+        >>> import torch
+        >>> from composer_fsdp2 import prepare_fully_shard
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> policy = {"wrap_policy": {"classes": ["Linear"]}}
+        >>> _, units = prepare_fully_shard(model, optimizer, policy, device="cpu")
+        >>> sorted(units)
+        ['', '0', '1']
+        >>> model(torch.ones(3, 4)).sum().backward()
+        >>> optimizer.step()
     """
     if not distributed.is_initialized():
         raise ConfigError(

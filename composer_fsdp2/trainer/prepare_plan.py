@@ -1,4 +1,4 @@
-"""What is decided before a model is sharded: names and numbers that all ranks must agree on."""
+"""Decides names and numbers before a model is sharded; all ranks must agree on them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class PreparePlan:
         return next((p.plan for p in self.transformations if isinstance(p.step, kind)), None)
 
     def facts(self) -> dict[str, Any]:
-        """What the ranks must have in common, and what each of them has to tell."""
+        """Returns the facts that ranks must have in common, and those that each rank reports."""
         return {
             **installation(_PACKAGES),
             "configuration": describe_values(self.settings),

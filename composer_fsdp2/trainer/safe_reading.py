@@ -1,4 +1,4 @@
-"""What Composer reads of a checkpoint, read without executing anything that is in it."""
+"""Reads the parts of a checkpoint that Composer reads, without executing anything in it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _can_be_parsed(text: str) -> bool:
 
 
 def read_file(path: str | Path, map_location: str) -> Any:
-    """Stands in for the function that unpickles a file: returns what Composer's does.
+    """Replaces the function that unpickles a file: returns what Composer's does.
 
     Raises:
         CheckpointError: it could execute code. Other errors are those of Composer's.
@@ -105,7 +105,7 @@ def read_file(path: str | Path, map_location: str) -> Any:
 
 
 def read_folder_metadata(original: Callable[[Any], Any], reader: Any) -> Any:
-    """Stands in for `FileSystemReaderWithValidation.read_metadata`.
+    """Replaces `FileSystemReaderWithValidation.read_metadata`.
 
     A load under FSDP2 has opened the folder already; all others read what Composer reads.
 
@@ -126,7 +126,7 @@ def read_folder_metadata(original: Callable[[Any], Any], reader: Any) -> Any:
 def read_folder_data(
     original: Callable[[Any, Any, Any], Any], reader: Any, plan: Any, planner: Any
 ) -> Any:
-    """Stands in for `FileSystemReaderWithValidation.read_data`; see `read_folder_metadata`.
+    """Replaces `FileSystemReaderWithValidation.read_data`; see `read_folder_metadata`.
 
     Raises:
         CheckpointError: an entry could execute code; under FSDP2, it is damaged.

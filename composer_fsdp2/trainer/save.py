@@ -1,6 +1,6 @@
 """Saving checkpoints of Composer's Trainer: whole or absent, and on request in the background.
 
-The functions here stand in for Composer's (see `patches`). Runs without FSDP2 keep Composer's own
+The functions here replace Composer's (see `patches`). Runs without FSDP2 keep Composer's own
 saving.
 """
 
@@ -82,7 +82,7 @@ def check_saved_adapters(state: State) -> None:
 def save_checkpoint(
     state: State, save_filename: str, *, weights_only: bool = False, ignore_keys: Ignore = None
 ) -> str | None:
-    """Stands in for `_save_checkpoint`: returns when the checkpoint is complete.
+    """Replaces `_save_checkpoint`: returns when the checkpoint is complete.
 
     Collective: yes.
 
@@ -111,7 +111,7 @@ def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """What is to be saved, and where."""
+    """The state to save, and the place for it."""
 
     values: StateDict
     path: Path
@@ -169,7 +169,7 @@ def make_save_folder(
     state: State,
     logger: Any,
 ) -> None:
-    """Stands in for `CheckpointSaver.init`, which makes the folder. Collective: yes.
+    """Replaces `CheckpointSaver.init`, which makes the folder. Collective: yes.
 
     Raises:
         CheckpointError: nothing could be saved there; on every rank.
@@ -319,7 +319,7 @@ def save_in_background(
     state: State,
     logger: Any,
 ) -> None:
-    """Stands in for `CheckpointSaver._save_checkpoint`.
+    """Replaces `CheckpointSaver._save_checkpoint`.
 
     Collective: yes. With `async_save` it returns when the state has been copied. What Composer does
     after a save (links, uploads, removal of old checkpoints) is done before the next one starts.

@@ -30,7 +30,7 @@ _WAIT_SECONDS = 120.0
 
 
 def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `save_pretrained`: writes what an unsharded model writes.
+    """Replaces `save_pretrained`: writes what an unsharded model writes.
 
     Collective: yes, for a sharded model, unless its full parameters are summoned or `state_dict`
     is given; it returns when the folder is complete. One rank writes: the first of those that say

@@ -69,7 +69,7 @@ class _Even:
         self.spec.split_batch = self.split
 
     def split(self, batch: Any, size: int | float) -> Sequence[Any]:
-        """Stands in for `DataSpec.split_batch` of a whole batch. Collective: yes."""
+        """Replaces `DataSpec.split_batch` of a whole batch. Collective: yes."""
         found = self.parts(batch, size)
         least, most = self._agree(len(found))
         self.left, self.only_added = most - len(found), not found and most > 0
@@ -158,13 +158,13 @@ class _EvenEvaluation(_Even):
         return super().split(batch, size)
 
     def transform(self, microbatch: Any) -> Any:
-        """Stands in for `DataSpec.microbatch_transforms`, which each one goes through."""
+        """Replaces `DataSpec.microbatch_transforms`, which each one goes through."""
         self.adding, self.left = self.left > 0, max(0, self.left - 1)
         self._running = self._given.microbatch_transforms(microbatch)
         return self._running
 
     def updated(self, update: Callable[..., Any]) -> Callable[..., Any]:
-        """Stands in for `update_metric` of the model."""
+        """Replaces `update_metric` of the model."""
 
         @functools.wraps(update)
         def updated(*args: Any, **kwargs: Any) -> Any:
@@ -191,11 +191,11 @@ def _device_of(state: State) -> torch.device:
     return state.device.tensor_to_device(torch.empty(0)).device
 
 
-# --- What stands in for methods of the Trainer. ---
+# --- Replacements of methods of the Trainer. ---
 
 
 def train_loop(original: Callable[..., None], trainer: Any) -> None:
-    """Stands in for `Trainer._train_loop`. Collective: yes.
+    """Replaces `Trainer._train_loop`. Collective: yes.
 
     Raises:
         ConfigError: on every rank, when one has no data at all.
@@ -243,7 +243,7 @@ def _agree_on_length(state: State) -> None:
 
 
 def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerMode) -> Any:
-    """Stands in for `Trainer._iter_dataloader`. Collective: yes, for every batch.
+    """Replaces `Trainer._iter_dataloader`. Collective: yes, for every batch.
 
     Raises:
         PlanError: on every rank, when ranks ran different units in the batch before.
@@ -289,7 +289,7 @@ def _number_of_ranks(flag: bool, device: torch.device, order: OrderCheck | None)
 def train_microbatches(
     original: Callable[..., torch.Tensor], trainer: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Stands in for `Trainer._train_microbatches`."""
+    """Replaces `Trainer._train_microbatches`."""
     even = getattr(trainer, _EVEN, None)
     if even is None:
         return original(trainer, *args, **kwargs)
@@ -303,7 +303,7 @@ def train_microbatches(
 def train_microbatch(
     original: Callable[..., Mapping[str, torch.Tensor]], trainer: Any, *args: Any
 ) -> Mapping[str, torch.Tensor]:
-    """Stands in for `Trainer._train_microbatch`."""
+    """Replaces `Trainer._train_microbatch`."""
     even = getattr(trainer, _EVEN, None)
     if even is None or not even.left:
         return original(trainer, *args)
@@ -315,7 +315,7 @@ def train_microbatch(
 def evaluate(
     original: Callable[..., None], trainer: Any, evaluator: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Stands in for `Trainer._eval_loop`. Collective: yes."""
+    """Replaces `Trainer._eval_loop`. Collective: yes."""
     model = trainer._original_model
     if sharding_of(trainer.state.model) is None:
         original(trainer, evaluator, *args, **kwargs)

@@ -69,6 +69,18 @@ print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], os.environ["MA
     assert logs == ["rank 1 of 2 127.0.0.1\n"]
 
 
+def test_ranks_have_what_composer_asks_for_once_a_group_is_there(tmp_path):
+    """A run without FSDP2 too: `parity` trains FSDP1's file so. torchrun sets GROUP_RANK only."""
+    program = """
+from composer.utils import dist
+from torch import distributed
+distributed.init_process_group("gloo")
+print(dist.get_node_rank(), dist.get_local_rank(), dist.get_local_world_size())
+"""
+    code, out, err = Launcher(program, tmp_path).wait(120)
+    assert (code, out) == (0, "0 0 2\n"), err
+
+
 @pytest.mark.fault("a rank of the launcher dies", "reported")
 @pytest.mark.parametrize(
     ("end", "reason"),

@@ -29,7 +29,7 @@ _WEIGHTS = (".safetensors", ".bin", ".index.json")
 
 @dataclass(slots=True)
 class Built:
-    """What became of the model."""
+    """The model, if it could be built."""
 
     model: ComposerModel | None = None
     on_meta: bool | None = None

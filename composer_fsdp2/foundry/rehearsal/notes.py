@@ -1,4 +1,4 @@
-"""What a rehearsal finds wrong, and the form in which it says so."""
+"""Mistakes that a rehearsal finds, and the form in which they are reported."""
 
 from __future__ import annotations
 

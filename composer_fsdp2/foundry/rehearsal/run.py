@@ -3,7 +3,7 @@
 [Note: rehearsal] Everything is built by LLM Foundry's own functions, so that a mistake is found by
 what would fail at it: configuration, tokenizer, scheduler, loggers, callbacks, algorithms, loaders,
 model, optimizer, plan. The model is on meta, as on a rank above 0 of `init_device: mixed`. No other
-rank is there, nothing is downloaded and no logger is told of a run. Files in `code_paths` are
+rank is there, nothing is downloaded and no logger hears about a run. Files in `code_paths` are
 imported and config transforms are applied as in a run; those may write the data they are for.
 """
 
@@ -18,13 +18,14 @@ import os
 import sys
 import warnings
 from collections.abc import Generator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.foundry.rehearsal import data, model, trainer
 from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED, environment_of
 from composer_fsdp2.foundry.rehearsal.notes import Cluster, Mistake, Notes
+from composer_fsdp2.plan.frozen import frozen_elements
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -41,11 +42,13 @@ _BLOCKS = ("model", "tokenizer", "optimizer", "scheduler", "train_loader")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rehearsal:
-    """What came of it."""
+    """Result of a rehearsal."""
 
     mistakes: tuple[Mistake, ...]
     units: WrapPlan | None = None
     """of a run with FSDP2 whose model could be built"""
+    frozen: Mapping[str, int] = field(default_factory=dict[str, int])
+    """elements that are not trained, by the first module of their unit"""
     builds_on_meta: bool | None = None
     """whether the model can be built with `init_device: meta`; `None` where that is not known"""
 
@@ -240,12 +243,19 @@ class _Run:
         trainer.check_arguments(notes, config)
         built = model.build(notes, config, tokenizer)
         parts.optimizer = model.build_optimizer(notes, config, built)
-        units = None
+        units, frozen = None, {}
         if built.model is not None:
             trainer.start(notes, config, parts, built.model, loader, self.name)
             if self.fsdp2:
                 units = trainer.plan(notes, config, parts, built.model)
-        return Rehearsal(mistakes=tuple(notes.mistakes), units=units, builds_on_meta=built.on_meta)
+        if units is not None and built.model is not None:
+            frozen = frozen_elements(built.model, units)
+        return Rehearsal(
+            mistakes=tuple(notes.mistakes),
+            units=units,
+            frozen=frozen,
+            builds_on_meta=built.on_meta,
+        )
 
     def _eval_loaders(self, tokenizer: Any) -> None:
         config, notes = self.config, self.notes

@@ -1,4 +1,4 @@
-"""What a rehearsed run hands to Composer's Trainer, and what the Trainer does with it first."""
+"""Rehearses what a run hands to Composer's Trainer, and the Trainer's first steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _REACH_OUT = ("comet_ml", "mlflow", "mosaicml", "neptune", "remote_uploader_down
 
 @dataclass(slots=True)
 class Parts:
-    """What was built for the Trainer."""
+    """Parts that were built for the Trainer."""
 
     loggers: list[Any] = field(default_factory=list[Any])
     """a `None` among them was not built"""
@@ -69,7 +69,7 @@ def build_parts(notes: Notes, config: Any, logged: dict[str, Any]) -> Parts:
         {**registry.callbacks.get_all(), **with_config},
         lambda name, kwargs: builders.build_callback(name, kwargs, logged),
     )
-    # Told of the run, some would ask a server whether they may write there.
+    # If they knew the run, some would ask a server whether they may write there.
     remote = {name for name, block in (config.callbacks or {}).items() if any_remote(block)}
     parts.callbacks = [built for name, built in callbacks if name not in remote]
     known = registry.algorithms.get_all()
@@ -185,7 +185,7 @@ def start(notes: Notes, config: Any, parts: Parts, model: Any, loader: Any, run_
 
 
 def _unless_of_a_gpu(notes: Notes) -> Notes:
-    """What a callback finds wrong without a GPU may be right where the run takes place."""
+    """Returns notes that are dropped where the GPU is missing: an error may come of that alone."""
     absent = notes.cluster.on_gpus and not torch.cuda.is_available()
     return Notes(notes.cluster) if absent else notes
 

@@ -193,7 +193,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         },
     ),
 )
-"""What may be missing in another torch. Members that only speed something up are not in it."""
+"""Members that may be missing in another torch, but for those that only speed something up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +253,7 @@ def _is_there(member: PrivateMember) -> bool:
 
 
 def _attribute(path: str) -> Any:
-    """What a dotted name such as `torch.ops.aten`, which is no module, leads to."""
+    """Returns the object of a dotted name, such as `torch.ops.aten`, which is no module."""
     found: Any = torch
     for part in path.split(".")[1:]:
         found = getattr(found, part, None)

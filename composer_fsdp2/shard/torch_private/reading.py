@@ -49,7 +49,7 @@ _PICKLED = (
 
 
 class _Guard:
-    """What torch calls to read a number out of a DTensor; knows which meshes are guarded."""
+    """The function that torch calls to read a number out of a DTensor, with the guarded meshes."""
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self.before = before

@@ -73,7 +73,7 @@ PROFILER_MARKS: tuple[Any, ...] = (
 """operators by which torch marks a span in a profile"""
 
 TENSOR_FACTS = (torch.Tensor._is_view, torch.Tensor._base.__get__)  # pyright: ignore
-"""whether a tensor is a view, and of what, as `__torch_function__` is told of it"""
+"""whether a tensor is a view, and its base, as `__torch_function__` sees these questions"""
 
 TORCH_FUNCTION_OFF = torch._C.DisableTorchFunctionSubclass
 """a context in which subclasses of tensors are taken for tensors"""

@@ -182,7 +182,7 @@ def will_get_gradient(param: Any) -> bool:
 
 
 def _accumulated(param: Any) -> torch.Tensor | None:
-    """What torch before 2.15 keeps apart from the gradient of the latest backward."""
+    """Returns the gradient that torch before 2.15 keeps apart from that of the latest backward."""
     return vars(param).get("unsharded_accumulated_grad")
 
 

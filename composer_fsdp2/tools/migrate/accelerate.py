@@ -330,7 +330,7 @@ def fsdp_block(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def distributed_type(data: Mapping[str, Any]) -> str:
-    """What Accelerate runs, in capitals; "" where the file does not say it."""
+    """Returns what Accelerate runs, in capitals; "" where the file does not say it."""
     kind = data.get("distributed_type")
     # Readers of YAML 1.1 take NO for false.
     return "NO" if kind is False else "" if kind is None else str(kind).upper()

@@ -224,7 +224,7 @@ class Document:
 
 
 def _note(entry: Entry) -> str:
-    """What has to be decided, as a comment where the key stood."""
+    """Returns the comment that says what to decide; it stands in the place of the key."""
     text = f"{entry.status.value}: {entry.key}: {entry.value} - {entry.reason}"
     if entry.options:
         text += f"; decide: {' or '.join(entry.options)}"

@@ -137,7 +137,7 @@ class _Work:
         self.duplicates = document.duplicates()
 
     def site(self, site: Site) -> list[Entry]:
-        """What became of the keys of one site, and what is added."""
+        """Returns the results for the keys of one site, and what is added."""
         context = Context({}, self.resolved, site, *self.ranks)
         values = _at(self.resolved, site.parent)
         head = site.wrapper[0]

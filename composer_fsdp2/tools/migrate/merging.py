@@ -43,7 +43,7 @@ def _plain(entry: Entry) -> dict[str, Any]:
 
 
 def _keep_own(entries: Sequence[Entry], present: Collection[str]) -> None:
-    """What the file says of the trainer itself stays as it is."""
+    """Keeps the settings of the trainer itself that the file has."""
     for entry in entries:
         for name in [name for name in entry.beside if name in present]:
             del entry.beside[name]
@@ -62,7 +62,7 @@ def _check_each(entries: Sequence[Entry]) -> None:
 
 
 def _prefer_given(entries: Sequence[Entry]) -> None:
-    """What `--set fsdp2.NAME` says is in the place of what a key of the input became."""
+    """Puts the values of `--set fsdp2.NAME` in the place of what keys of the input became."""
     given = {name for entry in entries if entry.reason == GIVEN for name in entry.becomes}
     for entry in entries:
         for name in [n for n in entry.becomes if n in given and entry.reason != GIVEN]:
@@ -76,7 +76,7 @@ _Spoken = list[tuple[Entry, Any]]
 
 
 def _spoken(entries: Sequence[Entry]) -> dict[tuple[str, ...], _Spoken]:
-    """What the entries say of every setting, and of every part of those that are mappings."""
+    """Returns what the entries say of each setting, and of each part of a mapping."""
     found: dict[tuple[str, ...], _Spoken] = {}
     for entry in entries:
         for path, value in (*_parts(entry.settings, ()), *_parts(entry.beside, ("",))):
@@ -134,7 +134,7 @@ def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
 
 
 def _problem(entries: Sequence[Entry], world_size: int | None) -> str:
-    """What is wrong with all settings together, or ""."""
+    """Returns the error of all settings together, or ""."""
     settings = {k: v for entry in entries for k, v in _plain(entry).items()}
     try:
         config = parse_config(settings)

@@ -1,4 +1,4 @@
-"""What became of every key of a configuration, and the tables that decide it."""
+"""Results for every key of a configuration, and the tables that decide them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ranks = tuple[int | None, int | None]
 
 
 class Status(str, Enum):
-    """What became of a key."""
+    """Result for a key."""
 
     KEPT = "kept"
     RENAMED = "renamed"
@@ -100,7 +100,7 @@ def _same(value: Any, choice: Any) -> bool:
 
 @dataclass(slots=True)
 class Entry:
-    """What became of one key."""
+    """Result for one key, with its value."""
 
     path: Path
     value: Any
@@ -119,7 +119,7 @@ class Entry:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it becomes, with the values of the input filled in."""
+        """Returns the new form, with the values of the input filled in."""
         return {k: self.value if v is SAME else v for k, v in self.becomes.items()}
 
     @property
@@ -152,7 +152,7 @@ class Site:
 
 @dataclass(slots=True)
 class Context:
-    """What the keys of one site became, while it is worked out."""
+    """Results for the keys of one site, while they are worked out."""
 
     entries: dict[str, Entry]
     """by the dotted key of the table"""

@@ -1,4 +1,4 @@
-"""What two runs recorded, and how far apart it is."""
+"""Compares what two runs recorded."""
 
 from __future__ import annotations
 

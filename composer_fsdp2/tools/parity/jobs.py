@@ -2,7 +2,7 @@
 
 [Note: same start] `init_device: meta` draws a weight when its unit is made real, and FSDP1, FSDP2
 and DDP do that in different orders: the same seed gives other weights. `cpu` and `mixed` draw all
-of them in the order of the model, and rank 0's count. So `mixed` stands in for `meta`, and `cpu`
+of them in the order of the model, and rank 0's count. So `mixed` replaces `meta`, and `cpu`
 for both where there is no FSDP, which LLM Foundry demands. Dropout needs nothing: the Trainer seeds
 each rank again after the model is sharded, and activations are whole whatever shards the weights.
 """

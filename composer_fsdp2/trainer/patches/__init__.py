@@ -1,4 +1,4 @@
-"""What of other packages is replaced while the plugin is installed: one table, in files by subject.
+"""The table of what is replaced in other packages while the plugin is installed, by subject.
 
 It is the only place that does. Rows of LLM Foundry count once it has been imported: a run without
 it does not need them, and `transform`, which every run with it calls, installs them.
@@ -56,18 +56,44 @@ def install() -> None:
     Raises:
         PatchError: nothing was replaced: torch or Composer is too old, or a function that every run
             with FSDP2 goes through is not one its replacement was written for.
+
+    Example:
+        >>> import composer_fsdp2
+        >>> composer_fsdp2.install()
+        >>> composer_fsdp2.uninstall()
     """
     engine.check_versions(NEEDS)
     engine.install(PATCHES)
 
 
 def uninstall() -> None:
-    """Puts every original back. Without `install()` before it, it does nothing."""
+    """Puts every original back. Without `install()` before it, it does nothing.
+
+    Collective: no.
+
+    Example:
+        >>> import composer_fsdp2
+        >>> composer_fsdp2.uninstall()
+    """
     engine.uninstall()
 
 
 def installed() -> AbstractContextManager[None]:
-    """Installs while a block runs, and leaves things as they were before it."""
+    """Installs for the duration of a block, and leaves things as they were.
+
+    Collective: no.
+
+    Returns:
+        A context manager that yields nothing.
+
+    Raises:
+        PatchError: as `install`, when the function is called or the block begins.
+
+    Example:
+        >>> import composer_fsdp2
+        >>> with composer_fsdp2.installed():
+        ...     pass  # build and run a Trainer
+    """
     engine.check_versions(NEEDS)
     return engine.installed(PATCHES)
 

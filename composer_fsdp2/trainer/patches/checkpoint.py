@@ -38,7 +38,7 @@ _ASYNC_SAVE = Feature(
 
 
 def load_checkpoint(original: Any, path: str, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands in for `load_checkpoint`, under every name it has."""
+    """Replaces `load_checkpoint`, under every name it has."""
     from composer_fsdp2.trainer.autoresume import load_newest_good
 
     if _uses_fsdp2(state) or _is_folder_for_one_process(path, state, *args, **kwargs):

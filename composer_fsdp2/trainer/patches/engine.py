@@ -49,7 +49,7 @@ _DISTRIBUTIONS = {"composer": "mosaicml", "llmfoundry": "llm-foundry"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a Trainer was given, for features to find themselves in it."""
+    """The arguments of a Trainer, in which each feature looks for itself."""
 
     items: tuple[Any, ...]
     """its algorithms, callbacks and optimizers"""
@@ -378,7 +378,7 @@ def _read(row: PatchPoint) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PatchState:
-    """What has become of one row of the table."""
+    """State of one row of the table."""
 
     target: str
     feature: str

@@ -264,7 +264,7 @@ def test_ties_that_need_no_lifting_are_not_forbidden():
         assert strict == plan_wrapping(model, [root_rule, BLOCKS])
 
 
-# --- what no rule covers ---
+# --- parameters that no rule selects ---
 
 
 def test_parameters_no_rule_covers_belong_to_the_root():

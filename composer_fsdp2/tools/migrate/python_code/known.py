@@ -1,4 +1,4 @@
-"""What can be known of the objects in a file: which are FSDP1 modules or configurations."""
+"""Finds which objects in a file are FSDP1 modules or configurations."""
 
 from __future__ import annotations
 

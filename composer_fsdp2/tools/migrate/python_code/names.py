@@ -1,4 +1,4 @@
-"""What the names of a Python file stand for, without importing anything.
+"""Finds what the names of a Python file stand for, without importing anything.
 
 [Note: not libcst] libcst's `QualifiedNameProvider` answers the same question and was tried in the
 place of this file (1.9.0). It does not follow `fsdp = torch.distributed.fsdp`, resolves nothing
@@ -268,7 +268,7 @@ def _inside(node: ast.AST) -> list[ast.AST]:
 
 
 def _header(node: _Function) -> list[ast.expr]:
-    """What of a function is evaluated where it is written."""
+    """Returns the parts of a function that are evaluated where it is written."""
     found: list[ast.expr | None] = [*node.args.defaults, *node.args.kw_defaults]
     found += [argument.annotation for argument in arguments(node)]
     if not isinstance(node, ast.Lambda):

@@ -113,7 +113,7 @@ class _Reader(ast.NodeVisitor):
     # --- What an expression holds. ---
 
     def holds(self, node: ast.AST) -> _Holds | None:
-        """What it holds, found out once: an expression is looked at where it is evaluated."""
+        """Returns the value, found out once: an expression is looked at where it is evaluated."""
         if node not in self.known:
             self.known[node] = self._holds(node)
         return self.known[node]

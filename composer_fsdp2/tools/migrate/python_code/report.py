@@ -1,4 +1,4 @@
-"""What was found in Python files, as text and as data."""
+"""Findings in Python files, as text and as data."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = [
 
 
 class Kind(str, Enum):
-    """What a use needs."""
+    """Conditions of a use."""
 
     REPLACE = "replace"
     """one word changes; the report shows what to write in the place of each use"""

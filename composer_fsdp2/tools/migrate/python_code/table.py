@@ -1,4 +1,4 @@
-"""What each use of FSDP1 in Python code becomes: one table, each row with its reason."""
+"""The table of what each use of FSDP1 in Python code becomes; each row has a reason."""
 
 from __future__ import annotations
 

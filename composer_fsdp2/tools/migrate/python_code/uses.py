@@ -91,7 +91,7 @@ _ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.unsetenv")
 
 
 def _worth_a_look() -> re.Pattern[str]:
-    """What any use has in its text; most names of the table do not occur without "fsdp"."""
+    """Text that any use holds; most names of the table do not occur without "fsdp"."""
     words = {name for row in CODE_ROWS if row.distinctive or not row.homes for name in row.names}
     words |= {home.rpartition(".")[2] for row, _ in _POSITIONAL for home in row.homes}
     return re.compile("|".join(["(?i:fsdp)", *sorted(words)]))

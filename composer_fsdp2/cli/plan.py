@@ -1,0 +1,120 @@
+"""`composer-fsdp2 plan`: the FSDP2 units of a run, as a table, as JSON or as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composer_fsdp2.foundry.rehearsal.run import Rehearsal
+
+__all__ = ["HELP", "plan"]
+
+HELP = """Show the FSDP2 units of RUN.yaml; with `--plot FILE` also draw them.
+
+The model is built without its weights and nothing is trained. A unit is what one all-gather brings
+together. The table and the picture show size, nesting, ties and frozen parameters.
+
+- `composer-fsdp2 plan run.yaml`
+
+- `composer-fsdp2 plan run.yaml --plot plan.svg`: also .png or .pdf
+
+- `composer-fsdp2 plan run.yaml --ranks 64 --gpus-per-node 8`: for a cluster this machine is not
+
+Exit code 1 if the model cannot be planned, 2 for a mistake in the command line or the settings.
+"""
+
+
+def plan(
+    run: Annotated[Path, typer.Argument(help="A training run of LLM Foundry.", metavar="RUN.yaml")],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(help="Replaces a setting, as for train.", metavar="[key=value]"),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draws the units; the ending decides: .svg, .png, .pdf.", metavar="FILE"),
+    ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-n", min=1, help="Of the run; default one per GPU, 2 without."),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the nodes the run is for; default those of this machine."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON document on standard output.")
+    ] = False,
+) -> None:
+    """Prints the plan to standard output and all else to standard error."""
+    with reported():
+        if plot is not None:
+            from composer_fsdp2.tools.pictures.sheet import check_destination
+
+            check_destination(plot)
+        found = _rehearse(run, overrides or [], ranks, gpus_per_node)
+        if found.units is None:
+            for mistake in found.mistakes:
+                say(f"[red]{mistake.level}: {escape(mistake.what)}[/] {escape(mistake.advice)}")
+            say("[red]The model cannot be planned.[/]")
+            raise typer.Exit(1)
+        document = {**dataclasses.asdict(found.units), "frozen": dict(found.frozen)}
+        typer.echo(json.dumps(document, indent=2, default=str) if as_json else str(found.units))
+        if found.mistakes:
+            count = "A problem was" if len(found.mistakes) == 1 else "Problems were"
+            command = f"composer-fsdp2 doctor {run}"
+            say(f"[yellow]{count} found on the way; '{escape(command)}' shows more.[/]")
+        if plot is not None:
+            _draw(found, plot, f"Units of {run.name}")
+
+
+def _rehearse(
+    run: Path, overrides: list[str], ranks: int | None, gpus_per_node: int | None
+) -> Rehearsal:
+    from composer_fsdp2.cli.launch import default_ranks
+    from composer_fsdp2.foundry.run_file import check_installed, read_parallelism, read_run
+    from composer_fsdp2.foundry.transform import requests_fsdp2
+    from composer_fsdp2.tools.foreign import check_is_run
+
+    check_installed()
+    cfg = read_run(run, overrides)
+    check_is_run(run, cfg)
+    if not requests_fsdp2(read_parallelism(cfg)):
+        raise ConfigError(
+            f"{run} does not ask for FSDP2: it has no `parallelism_config.fsdp2`. There are no "
+            "units to show. Write `parallelism_config: {fsdp2: {}}`, or let `composer-fsdp2 "
+            "migrate` change settings of FSDP1."
+        )
+    import torch
+
+    from composer_fsdp2.foundry.rehearsal.notes import Cluster
+    from composer_fsdp2.foundry.rehearsal.run import rehearse
+
+    gpus = torch.cuda.device_count()
+    number = ranks or gpus_per_node or default_ranks()
+    cluster = Cluster(
+        ranks=number,
+        ranks_per_node=min(number, gpus_per_node or gpus or number),
+        # GPUs that are named are there, though perhaps not here.
+        on_gpus=bool(gpus) or gpus_per_node is not None,
+        is_here=gpus_per_node is None,
+    )
+    return rehearse(cfg, cluster)
+
+
+def _draw(found: Rehearsal, file: Path, title: str) -> None:
+    from composer_fsdp2.tools.pictures.plan import plan_picture
+    from composer_fsdp2.tools.pictures.sheet import write_figure
+
+    assert found.units is not None
+    write_figure(plan_picture(found.units, found.frozen, title), file)
+    say(f"picture  {escape(str(file))}")

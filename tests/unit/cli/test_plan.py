@@ -1,0 +1,80 @@
+"""`composer-fsdp2 plan RUN.yaml`: the table, the JSON, the picture, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli import main
+from tests.support import foundry
+from tests.support.foundry import FSDP2, run_of
+
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    foundry.write_assets(folder)
+    return folder
+
+
+@pytest.fixture
+def plan(monkeypatch, tmp_path):
+    for name in ("RANK", "WORLD_SIZE", "FSDP_VERSION", "RUN_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(settings: dict[str, Any], *args: str) -> tuple[int, str, str]:
+        path = tmp_path / "run.yaml"
+        path.write_text(yaml.safe_dump(settings))
+        result = CliRunner().invoke(main.app, ["plan", str(path), *args])
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return result.exit_code, result.stdout, " ".join(result.stderr.split())
+
+    return run
+
+
+def test_the_units_of_a_run_as_table_and_picture(plan, assets: Path, tmp_path: Path):
+    file = tmp_path / "plan.svg"
+    code, shown, said = plan(run_of(assets, FSDP2), "--plot", str(file))
+    assert code == 0, said
+    assert "model.transformer.blocks.2" in shown
+    assert f"picture {file}" in said
+    drawn = file.read_text()
+    assert "transformer.blocks.0-2" in drawn
+    assert "Units of run.yaml" in drawn
+
+
+def test_json_has_the_units_and_what_is_frozen(plan, assets: Path):
+    code, shown, _ = plan(run_of(assets, FSDP2), "--json", "--gpus-per-node=8")
+    found = json.loads(shown)
+    assert code == 0
+    assert found["frozen"] == {}
+    assert sum(unit["numel"] for unit in found["units"]) > 1000
+
+
+def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_built(plan, assets):
+    for name, said in (("plan.xyz", "writes no files"), ("missing/plan.svg", "no folder")):
+        code, shown, error = plan({}, "--plot", name)
+        assert (code, shown) == (2, "")
+        assert said in error
+
+
+def test_a_run_without_fsdp2_has_no_units(plan, assets: Path):
+    code, _, said = plan(run_of(assets))
+    assert code == 2
+    assert "does not ask for FSDP2" in said
+
+
+def test_a_model_that_cannot_be_built_has_no_plan(plan, assets: Path):
+    settings = run_of(assets, FSDP2)
+    code, shown, said = plan(settings, "model.name=mpt_casual_lm")
+    assert (code, shown) == (1, "")
+    assert "mpt_causal_lm" in said
+    assert "The model cannot be planned." in said

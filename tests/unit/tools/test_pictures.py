@@ -1,0 +1,267 @@
+"""The drawings: what is in them, that text neither overlaps nor leaves the page, and the files."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import matplotlib as mpl
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import nn
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.frozen import frozen_elements
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.planner import plan_wrapping
+from composer_fsdp2.plan.rules import by_class, root_rule
+from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.tools.parity.compare import Comparison, Step
+from composer_fsdp2.tools.pictures.charts import bars_picture, losses_picture
+from composer_fsdp2.tools.pictures.mesh import mesh_picture
+from composer_fsdp2.tools.pictures.plan import plan_picture
+from composer_fsdp2.tools.pictures.rows import MOST_ROWS, elements_text, plan_rows
+from composer_fsdp2.tools.pictures.sheet import check_destination, write_figure
+from composer_fsdp2.tools.pictures.step import UnitEvent, step_picture
+from tests.support.models import TinyLM
+
+ROOT = Path(__file__).parents[3]
+
+
+def unit(name: str, numel: int = 1000, **values: object) -> ShardUnit:
+    values = {"reshard_after_forward": True, "reason": "class", "top_level": not name, **values}
+    return ShardUnit(modules=(name,), params=(f"{name}.w",), numel=numel, **values)
+
+
+def plan_of(*units: ShardUnit, **values: object) -> WrapPlan:
+    return WrapPlan((*units, unit("", 500, reshard_after_forward=False)), **values)
+
+
+def texts_of(figure: Figure) -> list[str]:
+    return [text.get_text() for axes in figure.axes for text in axes.texts]
+
+
+def check_text(figure: Figure) -> None:
+    """No text leaves the page, and no two lie over each other."""
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    width, height = figure.bbox.width, figure.bbox.height
+    found = [
+        (text.get_text(), text.get_window_extent(renderer))
+        for text in [*figure.texts, *(t for axes in figure.axes for t in axes.texts)]
+        if text.get_text()
+    ]
+    outside = [t for t, box in found if not (box.x0 >= 0 and box.x1 <= width and box.y0 >= 0)]
+    assert not outside + [text for text, box in found if box.y1 > height]
+    pairs = itertools.combinations(found, 2)
+    # Boxes are as high as the highest letter can be; lines 16 points apart may touch by one.
+    both = [(a, b) for (a, x), (b, y) in pairs if x.padded(-1).overlaps(y.padded(-1))]
+    assert not both
+
+
+BLOCKS = [unit(f"model.blocks.{n}", 7_000_000) for n in range(98)]
+PLANS = {
+    "three": plan_of(unit("embed", role="embedding"), unit("head", role="head")),
+    "a hundred": plan_of(*BLOCKS, unit("model.embed", 9_000_000)),
+    "a hundred different": plan_of(
+        *(unit(f"{'abcdefghij'[n % 10]}.{'xyz' * (n // 10)}w", n) for n in range(100))
+    ),
+    "nested": plan_of(
+        *(unit(f"layers.{n}.{part}", 10) for n in range(4) for part in ("attn", "mlp")),
+        *(unit(f"layers.{n}", 20) for n in range(4)),
+    ),
+    "long names": plan_of(
+        unit("a_name_that_is_long." * 8 + "attention", 3),
+        unit("$a_b$", 2**40),
+        tied=(("x" * 90, "y.weight"), *((f"a{n}", f"b{n}") for n in range(9))),
+        ignored=tuple(f"left.out.{n}.weight" for n in range(100)),
+    ),
+    "nothing": WrapPlan((unit("", 0),)),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_text_of_a_plan_is_apart_and_on_the_page(name: str):
+    frozen = {"embed": 1000, "layers.0": 5, "model.blocks.3": 7_000_000}
+    figure = plan_picture(PLANS[name], frozen, f"A title that is too long for a page {'x' * 60}")
+    check_text(figure)
+
+
+def test_repeated_units_are_one_row():
+    rows = plan_rows(PLANS["a hundred"], {})
+    assert [(row.label, row.depth, len(row.units), row.kind) for row in rows] == [
+        ("<root>", 0, 1, "root"),
+        ("model.blocks.0-97", 1, 98, "block"),
+        ("model.embed", 1, 1, "other"),
+    ]
+
+
+def test_nested_units_are_below_those_around_them():
+    rows = plan_rows(PLANS["nested"], {"layers.2": 20})
+    assert [(row.label, row.depth, len(row.units), row.frozen) for row in rows] == [
+        ("<root>", 0, 1, 0),
+        ("layers.0-1,3", 1, 3, 0),
+        ("attn", 2, 3, 0),
+        ("mlp", 2, 3, 0),
+        ("layers.2", 1, 1, 20),
+        ("attn", 2, 1, 0),
+        ("mlp", 2, 1, 0),
+    ]
+
+
+def test_too_many_different_units_end_in_one_row():
+    rows = plan_rows(PLANS["a hundred different"], {})
+    assert len(rows) <= MOST_ROWS
+    assert sum(len(row.units) for row in rows) == 101
+    assert sum(row.total for row in rows) == 500 + sum(range(100))
+    assert rows[-1].label.endswith("smaller units")
+
+
+def test_sizes_may_differ_where_there_would_be_too_many_rows():
+    rows = plan_rows(plan_of(*(unit(f"blocks.{n}", 100 + n) for n in range(60))), {})
+    assert [(row.label, row.smallest, row.largest) for row in rows][1:] == [
+        ("blocks.0-59", 100, 159)
+    ]
+
+
+def test_a_drawing_shows_sizes_ties_and_what_is_frozen():
+    model = TinyLM("two modules")
+    for param in model.blocks[1].parameters():
+        param.requires_grad_(False)
+    plan = plan_wrapping(model, [by_class("Block"), root_rule])
+    frozen = frozen_elements(model, plan)
+    assert frozen == {"blocks.1": sum(p.numel() for p in model.blocks[1].parameters())}
+    figure = plan_picture(plan, frozen)
+    found = texts_of(figure)
+    assert {"<root>", "blocks.0,2", "blocks.1", "frozen", "kept until backward"} <= {*found}
+    assert "tie 1: embed.weight = head.weight" in found
+    assert any(text.endswith(", tie 1") for text in found)
+    assert any(text.endswith(", frozen") for text in found)
+
+
+def test_a_tied_parameter_counts_once():
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    model.requires_grad_(False)
+    assert frozen_elements(model, plan_wrapping(model, [root_rule])) == {"": 9}
+
+
+@pytest.mark.parametrize(
+    "shape", [(4, 2), (8, None), (2, 1), (64, 32), (1, 3)], ids=lambda s: f"{s[1]} x {s[0]}"
+)
+def test_text_of_a_mesh_is_apart_and_on_the_page(shape):
+    figure = mesh_picture(MeshShape(shard=shape[0], replicate=shape[1]))
+    check_text(figure)
+    ranks = shape[0] * (shape[1] or 1)
+    last = f"rank {ranks - 1}"
+    assert {last, last.removeprefix("rank ")} & {*texts_of(figure)}
+
+
+def test_a_mesh_has_replicas_as_rows():
+    figure = mesh_picture(MeshShape(shard=4, replicate=2))
+    place = {t.get_text(): t.get_position() for axes in figure.axes for t in axes.texts}
+    assert place["rank 4"][0] == place["rank 0"][0]
+    assert place["rank 4"][1] > place["rank 0"][1]
+    assert place["rank 3"][1] == place["rank 0"][1]
+
+
+def test_a_step_shows_a_gather_before_what_it_is_for():
+    events = [
+        *(UnitEvent(e, u) for u in ("", "blocks.0") for e in ("forward", "gather")),
+        UnitEvent("backward", "blocks.0"),
+        UnitEvent("reduce", "blocks.0"),
+    ]
+    figure = step_picture(events, "A step", ["A note. " * 30])
+    check_text(figure)
+    patches = [p for p in figure.axes[0].patches if p.get_height() == 14.0]
+    columns = [round(p.get_x()) for p in patches]
+    rows = [round(p.get_y()) for p in patches]
+    assert columns == sorted(columns)
+    assert rows[0] == rows[1] < rows[2] == rows[5]
+    solid = [p.get_edgecolor()[3] == 0 for p in patches[:4]]
+    assert solid == [True, False, True, False], "gather, forward, gather, forward"
+
+
+def test_charts_of_runs():
+    old = tuple(Step(n, 5.0 - n / 10, 1.0) for n in range(1, 9))
+    new = tuple(dataclasses.replace(step, loss=step.loss * (1 + 1e-7)) for step in old)
+    check_text(losses_picture(Comparison(old, new, 1e-5), ("old", "new"), "Losses"))
+    check_text(losses_picture(Comparison(old, new, 0.0), ("old", "new"), "No tolerance"))
+    check_text(losses_picture(Comparison(old, old, 1e-5), ("old", "new"), "Equal"))
+    check_text(bars_picture({"a": {"x": 1.0, "y": 2.0}, "b" * 80: {"x": 9e9, "y": 0}}, "Bars"))
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.00 K"),
+        (9999, "10.0 K"),
+        (7.09e6, "7.09 M"),
+        (2**40, "1100 B"),
+    ],
+)
+def test_numbers_have_three_digits(count: float, text: str):
+    assert elements_text(count) == text
+
+
+# --- Files. ---
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("plan.xyz", "writes no files that end in '.xyz'"),
+        ("plan", "writes no files that end in ''"),
+        ("missing/plan.svg", "there is no folder"),
+    ],
+)
+def test_a_picture_that_cannot_be_written(tmp_path: Path, name: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        check_destination(tmp_path / name)
+
+
+def test_without_matplotlib_its_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ConfigError, match=r"pip install 'composer-fsdp2\[plot\]'"):
+        check_destination(Path("plan.svg"))
+
+
+@pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
+def test_a_file_is_the_same_whatever_the_users_style(tmp_path: Path, kind: str):
+    def written(name: str) -> bytes:
+        file = tmp_path / f"{name}.{kind}"
+        write_figure(plan_picture(PLANS["nested"]), file)
+        return file.read_bytes()
+
+    plain = written("a")
+    with mpl.rc_context({"font.size": 30, "figure.facecolor": "black", "svg.fonttype": "path"}):
+        assert written("b") == plain
+
+
+def test_an_svg_is_white_and_holds_text():
+    file = io.BytesIO()
+    plan_picture(PLANS["three"]).savefig(file, format="svg")
+    root = ElementTree.fromstring(file.getvalue())
+    first = next(path for path in root.iter("{http://www.w3.org/2000/svg}path"))
+    assert "#ffffff" in first.attrib["style"]
+
+
+def test_matplotlib_is_imported_only_to_draw():
+    code = (
+        "import sys\n"
+        "import composer_fsdp2.cli.main, composer_fsdp2.tools.pictures.plan\n"
+        "import composer_fsdp2.tools.pictures.charts\n"
+        "print('matplotlib' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True, cwd=ROOT, text=True
+    )
+    assert done.stdout.strip() == "False"
