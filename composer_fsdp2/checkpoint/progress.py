@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import distributed as dist
-from torch.distributed.checkpoint import SavePlan
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from tqdm import tqdm
 
 __all__ = ["CountedPlanner", "bytes_of", "counting_bytes"]

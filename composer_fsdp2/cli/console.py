@@ -109,7 +109,7 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield lambda done, total, title="": None
+        yield _show_nothing
         return
     from rich.progress import Progress
 
@@ -120,6 +120,10 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
             bars.update(bar, completed=done, total=total, description=title)
 
         yield advance
+
+
+def _show_nothing(done: int, total: int | None, title: str = "") -> None:
+    """Takes what a bar takes."""
 
 
 def _columns(unit: str) -> list[ProgressColumn]:

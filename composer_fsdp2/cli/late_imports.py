@@ -17,9 +17,10 @@ import importlib
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any, Union
+from typing import Any, Union  # pyright: ignore[reportDeprecated]
 
 __all__ = ["LATE", "late_imports"]
 
@@ -58,7 +59,7 @@ def late_imports(packages: Sequence[str] = LATE) -> Generator[None]:
         sys.meta_path.remove(finder)
 
 
-class _Finder:
+class _Finder(Loader, MetaPathFinder):
     """Finds modules of the listed packages, and gives late ones in their place."""
 
     def __init__(self, packages: set[str]) -> None:
@@ -178,7 +179,7 @@ class _LateName:
 
     # As part of an annotation a name is not used.
     def __or__(self, other: Any) -> Any:
-        return Union[self, other]  # noqa: UP007
+        return Union[self, other]  # noqa: UP007  # pyright: ignore[reportDeprecated]
 
     def __ror__(self, other: Any) -> Any:
-        return Union[other, self]  # noqa: UP007
+        return Union[other, self]  # noqa: UP007  # pyright: ignore[reportDeprecated]

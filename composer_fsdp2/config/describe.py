@@ -110,7 +110,7 @@ def _section(one: Setting[Any]) -> str:
         "Values": _values(one),
         "Saves": one.saves,
         "Costs": one.costs,
-        "Since": one.since,
+        "Since": one.since or "0.1.0",
     }
     rows = "".join(f"| {name} | {text} |\n" for name, text in facts.items() if text)
     parts = [f"## `{one.name}`\n\n{one.meaning}\n", f"| | |\n|---|---|\n{rows}"]

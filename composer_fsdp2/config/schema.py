@@ -97,7 +97,6 @@ class FSDP2Config:
         DEGREE,
         "Number of ranks that share one copy of the parameters. -1 takes the ranks that "
         "`data_parallel_replicate_degree` leaves.",
-        since="0.1.0",
         example="{data_parallel_shard_degree: 8, data_parallel_replicate_degree: -1}",
         saves="With N ranks, a rank holds 1/N of parameters, gradients and optimizer state.",
         costs="Each gather and reduction goes over N ranks.",
@@ -108,7 +107,6 @@ class FSDP2Config:
         "Number of copies of the model (HSDP). null is one copy on a mesh with one axis.",
         check_together=check_degrees,
         see="recipes/several-nodes.md",
-        since="0.1.0",
         example="{data_parallel_replicate_degree: -1, data_parallel_shard_degree: 8}",
         saves="Weights are gathered inside a copy only, for example inside a node.",
         costs="A rank holds 1/shard degree of the model instead of 1/ranks. Gradients are averaged "
@@ -122,7 +120,6 @@ class FSDP2Config:
         "`true`: all units free them. `false`: no unit does. A number: units reshard to groups of "
         "that many ranks, top-level units as with `auto`.",
         see="memory-and-speed.md",
-        since="0.1.0",
         example="reshard_after_forward: false",
         saves="`true` frees the top-level unit too. `false` saves the second gather, a number "
         "makes it smaller.",
@@ -192,7 +189,6 @@ class FSDP2Config:
         PRECISION,
         "`DEFAULT` computes in the trainer's precision and reduces gradients in fp32. `PURE` "
         "reduces in that precision too. `FULL` uses the parameters' own dtype everywhere.",
-        since="0.1.0",
         saves="`PURE` halves the bytes of reductions against `DEFAULT` in bf16.",
         costs="`PURE` sums gradients in low precision.",
     )
@@ -227,7 +223,6 @@ class FSDP2Config:
         "`lift` moves a weight that several units share to their lowest common parent. `error` "
         "refuses such a model.",
         see="how-it-works.md",
-        since="0.1.0",
         example="tied_weights: error",
     )
     wrap_policy: WrapPolicy = setting(
@@ -236,7 +231,6 @@ class FSDP2Config:
         "Which modules become units. Patterns are globs, or `re:` and a regular expression. They "
         "may carry settings of the unit: `classes: {Block: {reshard_after_forward: 2}}`.",
         see="how-it-works.md",
-        since="0.1.0",
         saves="Smaller units need less memory.",
         costs="Smaller units need more collectives.",
     )
@@ -244,7 +238,6 @@ class FSDP2Config:
         (),
         NAMES,
         "Globs of parameters that FSDP leaves alone. They must be frozen, or be DTensors already.",
-        since="0.1.0",
         example="ignored_params: ['*.rotary.inv_freq']",
         costs="They stay whole on every rank.",
     )
@@ -252,7 +245,6 @@ class FSDP2Config:
         (),
         NAMES,
         "Methods besides `forward` that compute with parameters, as `path.to.module.method`.",
-        since="0.1.0",
         example="forward_methods: [model.encode]",
     )
     activation_checkpointing: bool | ActivationSpec = setting(
@@ -262,7 +254,6 @@ class FSDP2Config:
         "`activation_checkpointing_fn` of the model, else every FSDP block. Never reentrant.",
         check_together=check_activation_together,
         see="memory-and-speed.md",
-        since="0.1.0",
         saves="78 % of the activations of four blocks; `mode: selective` 33 %.",
         costs="Chosen modules run twice.",
     )
@@ -272,7 +263,6 @@ class FSDP2Config:
         "Keeps in CPU memory what modules with activation checkpointing save for backward, weights "
         "excepted.",
         see="memory-and-speed.md",
-        since="0.1.0",
         example="{activation_checkpointing: true, activation_cpu_offload: true}",
         saves="The device's copies of these activations.",
         costs="One copy to the CPU and one back.",
@@ -339,7 +329,6 @@ class FSDP2Config:
         choice("full", "sharded"),
         "Kind of the checkpoints that are written. Loading reads the kind from the path.",
         see="checkpoints.md",
-        since="0.1.0",
         example="state_dict_type: full",
         saves="`sharded`: every rank writes its part.",
         costs="`full`: rank 0 gathers the whole model in CPU memory.",
@@ -350,7 +339,6 @@ class FSDP2Config:
         "Local Hugging Face folder (safetensors). Every rank reads only its shards, in place of "
         "the weights the model was built with.",
         see="checkpoints.md",
-        since="0.1.0",
         example="pretrained_weights: models/llama-3.1-8b",
         saves="No rank holds the whole model.",
     )
@@ -359,7 +347,6 @@ class FSDP2Config:
         BOOLEAN,
         "Only rank 0 reads a full checkpoint.",
         check_together=check_monolith,
-        since="0.1.0",
         example="{load_monolith_rank0_only: true, state_dict_type: full}",
         saves="CPU memory and reads of all other ranks.",
         costs="Rank 0 sends the weights to the others.",
@@ -369,20 +356,17 @@ class FSDP2Config:
         LOAD_PLANNER,
         "Load planner of torch's distributed checkpoint.",
         same_on_ranks=False,
-        since="0.1.0",
     )
     save_planner: Any = setting(
         None,
         SAVE_PLANNER,
         "Save planner of torch's distributed checkpoint.",
         same_on_ranks=False,
-        since="0.1.0",
     )
     sharded_ckpt_prefix_dir: str = setting(
         "ep{epoch}-ba{batch}",
         FOLDER_NAME,
         "Folder of a sharded checkpoint, inside `save_folder`.",
-        since="0.1.0",
         example="sharded_ckpt_prefix_dir: step{batch}",
     )
     async_save: bool = setting(
@@ -391,14 +375,11 @@ class FSDP2Config:
         "Training continues while a checkpoint is written. One save runs at a time, and the end of "
         "`fit` waits for it.",
         see="checkpoints.md",
-        since="0.1.0",
         example="async_save: true",
         saves="Training stands still for 15 % of the time of a save.",
         costs="CPU memory for a copy of the shards.",
     )
-    verbose: bool = setting(
-        False, BOOLEAN, "Shows the plan on rank 0.", since="0.1.0", example="verbose: true"
-    )
+    verbose: bool = setting(False, BOOLEAN, "Shows the plan on rank 0.", example="verbose: true")
 
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """values of the settings that `declare_setting` added, by name"""

@@ -104,7 +104,7 @@ class Setting(Generic[T]):
     see: str = ""
     """page of docs/ with more about it"""
     since: str = ""
-    """first version that has it; empty for an option that came with its setting"""
+    """first version that has it; empty for 0.1.0, or for an option that came with its setting"""
     example: str = ""
     """valid YAML with a value that is no default; a mapping in flow style for several keys"""
     saves: str = ""
@@ -132,7 +132,10 @@ def setting(
     saves: str = "",
     costs: str = "",
 ) -> T:
-    """Declares a field of a dataclass as a setting; the arguments are fields of `Setting`."""
+    """Declares a field of a dataclass as a setting; the arguments are fields of `Setting`.
+
+    `since` is needed for what a version after the first has added.
+    """
     metadata = option(values, meaning) | {
         "check_together": check_together,
         "see": see,

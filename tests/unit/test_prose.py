@@ -60,3 +60,13 @@ def test_no_page_has_one(prose, phrases):
         for line, text in prose.find_phrases(prose.without_code(file.read_text()), phrases)
     ]
     assert not found
+
+
+def test_no_comment_docstring_or_error_of_the_package_has_one(prose, phrases):
+    root = CI.parent
+    found = [
+        f"{file.relative_to(root)}:{line}: {text}"
+        for file in sorted((root / "composer_fsdp2").rglob("*.py"))
+        for line, text in prose.find_phrases(file.read_text(), phrases)
+    ]
+    assert not found

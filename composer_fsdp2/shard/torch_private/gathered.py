@@ -133,5 +133,5 @@ def number_of_holders(param: Any) -> tuple[int, int]:
 
 
 def in_function_transform() -> bool:
-    """Whether a transformation of `torch.func` runs: `vmap`, `grad`, `jvp` and so on."""
+    """Whether a transformation of `torch.func` runs, such as `vmap`, `grad` or `jvp`."""
     return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]

@@ -41,7 +41,8 @@ _KINDS: Mapping[Kind, tuple[str, str]] = {
 _HATCH = "////"
 _ROW, _BAR, _INDENT = 24.0, 14.0, 14.0
 _LONGEST_LABEL, _LONGEST_TITLE = 260.0, WIDTH - 2 * MARGIN
-_LEAST_BAR_COLUMN = 150.0
+_LEAST_BAR = 90.0
+"""points of the longest bar, whatever the texts around it"""
 _NOTES = 4
 """ties, and lines about one of them, that are written out"""
 
@@ -68,16 +69,19 @@ def plan_picture(
     left = MARGIN + max(
         _INDENT * row.depth + text_width(label) for row, label in zip(rows, labels, strict=True)
     )
-    right_column = max(text_width(value, SMALL) for value in values)
-    bars = max(_LEAST_BAR_COLUMN, WIDTH - left - right_column - 2 * MARGIN - 16)
-    width = left + 8 + bars + 8 + right_column + MARGIN
+    widths = [text_width(value, SMALL) + 6 for value in values]
+    room = max(WIDTH - left - 8 - MARGIN, _LEAST_BAR + max(widths))
+    width = left + 8 + room + MARGIN
     keys, notes = _keys(rows), _notes(plan, width - 2 * MARGIN)
     top = 62.0
     legend = top + _ROW * len(rows) + 12
     below = placed(keys, MARGIN, legend, width - MARGIN)[-1][2] + 22
     sheet = Sheet(width, below + 16 * len(notes) + 6)
     _head(sheet, plan, title or "FSDP2 units")
-    scale = bars / max(1, *(_bar(row) for row in rows))
+    # A short bar may have a long text beside it, so each row has its own limit.
+    scale = min(
+        (room - beside) / max(1, _bar(row)) for row, beside in zip(rows, widths, strict=True)
+    )
     for index, (row, label, value) in enumerate(zip(rows, labels, values, strict=True)):
         y = top + _ROW * (index + 0.5)
         _stems(sheet, rows, index, top)
