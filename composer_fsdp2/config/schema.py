@@ -109,8 +109,7 @@ class FSDP2Config:
         see="recipes/several-nodes.md",
         example="{data_parallel_replicate_degree: -1, data_parallel_shard_degree: 8}",
         saves="Weights are gathered inside a copy only, for example inside a node.",
-        costs="A rank holds 1/shard degree of the model instead of 1/ranks. Gradients are averaged "
-        "between copies.",
+        costs="A rank holds 1/shard degree of the model. Gradients are averaged between copies.",
     )
     reshard_after_forward: Reshard = setting(
         "auto",
@@ -121,8 +120,7 @@ class FSDP2Config:
         "that many ranks, top-level units as with `auto`.",
         see="memory-and-speed.md",
         example="reshard_after_forward: false",
-        saves="`true` frees the top-level unit too. `false` saves the second gather, a number "
-        "makes it smaller.",
+        saves="`true`: memory of the top-level unit. `false`: the second gather.",
         costs="`false` holds all weights until backward. A number N holds 1/N of them.",
     )
     eval_reshard_after_forward: bool | None = setting(
@@ -167,17 +165,14 @@ class FSDP2Config:
         see="memory-and-speed.md",
         since="0.2.0",
         example="gradient_sync: last",
-        saves="`last` with 4 microbatches: 3/4 of the reduced bytes. `reduce_scatter_only`: 3/4 of "
-        "the all-reduces.",
-        costs="`last` holds whole gradients until the last microbatch. `reduce_scatter_only` holds "
-        "one more sharded gradient.",
+        saves="With 4 microbatches: 3/4 of the reduced bytes, or of the all-reduces.",
+        costs="Whole gradients until the last microbatch, or one more sharded gradient.",
     )
     order_check: OrderCheck = setting(
         "first",
         choice("first", "always", "never"),
-        "When ranks compare which collective comes next before they enter it, so that a difference "
-        "is an error on all of them. `first`: in the first step. `always`: in every step. `never`: "
-        "not at all.",
+        "When ranks compare which collective comes next, so that a difference is an error on all "
+        "of them. `first`: in the first step. `always`: in every step. `never`: not at all.",
         see="how-it-works.md",
         since="0.2.0",
         example="order_check: always",
@@ -214,8 +209,7 @@ class FSDP2Config:
         since="0.2.0",
         example="unused_parameters: [vision_tower, bridge]",
         saves="Wrong gradients and runs that stop.",
-        costs="In units that compare: one reduction of one number a parameter, and a wait for the "
-        "device, in each step.",
+        costs="Units that compare reduce one number a parameter and wait for the device.",
     )
     tied_weights: Literal["lift", "error"] = setting(
         "lift",
@@ -302,8 +296,7 @@ class FSDP2Config:
         check_together=check_fp8_together,
         see="memory-and-speed.md",
         since="0.2.0",
-        saves="Time of matrix products; with `all_gather: true` half the bytes of bf16 gathers. "
-        "Not measured on GPUs.",
+        saves="Time; with `all_gather: true` half the bytes of gathers. Not measured on GPUs.",
         costs="Rounding; one small reduction a gather.",
     )
     cpu_offload: bool | CPUOffload = setting(
@@ -322,7 +315,6 @@ class FSDP2Config:
         "Switches of newer torch. An older torch refuses them.",
         since="0.2.0",
         saves="Time of collectives. Not measured on GPUs.",
-        costs="`reduce_scatter_buffers` holds one more unit for each buffer.",
     )
     state_dict_type: Literal["full", "sharded"] = setting(
         "sharded",
