@@ -177,8 +177,8 @@ def _import_foundry(machine: Machine) -> None:
     """Imports what a rehearsal needs; what cannot be imported, the rehearsal reports."""
     if machine.versions.get("llm-foundry") is None or not machine.has_pkg_resources:
         return
-
-    import composer_fsdp2.foundry.rehearsal.run  # noqa: F401
+    for module in ("llmfoundry.command_utils", "composer_fsdp2.foundry.rehearsal.run"):
+        importlib.import_module(module)
 
 
 # --- Facts. ---

@@ -60,6 +60,10 @@ def check_named(path: Path, overrides: list[str]) -> None:
     Raises:
         ConfigError: there is no such file, or an override is none.
     """
+    if path.is_dir():
+        raise ConfigError(
+            f"'{path}' is a folder. A run is one YAML file. Write the path of the file in it."
+        )
     if not path.is_file():
         raise ConfigError(
             f"There is no file '{path}'. Without it there is nothing to train. "

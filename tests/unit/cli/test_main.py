@@ -43,6 +43,10 @@ def test_missing_file(train):
     refused(train("nowhere.yaml"), "ConfigError", "no file 'nowhere.yaml'", "from /")
 
 
+def test_a_folder(train, tmp_path):
+    refused(train(tmp_path), "is a folder", "Write the path of the file in it")
+
+
 def test_broken_yaml(train, write):
     refused(train(write("a: [1, 2")), "is not valid YAML", "line 1")
 
