@@ -83,14 +83,21 @@ class _Param:
         self.seen: tuple[int, int] | None = None
         self.contents: torch.Tensor | None = None
         self.holders: tuple[int, int] | None = None
-        self.shard: int | None = None
+        self.shard: tuple[torch.Tensor, int] | None = None
 
     def note_shard(self) -> None:
-        self.shard = storage_id(sharded_param(self.record))
+        shard = sharded_param(self.record)
+        self.shard = shard, storage_id(shard)
 
-    def has_other_shard(self) -> bool:
-        """Whether `.data` of the shard was assigned: a gather would go on reading the old one."""
-        return self.shard not in (None, storage_id(sharded_param(self.record)))
+    def forget_shard(self) -> bool:
+        """Whether `.data` of the shard was assigned: a gather would go on reading the old one.
+
+        FSDP2 itself takes another parameter before its first gather, if `to_empty` or `to` has put
+        one into the module.
+        """
+        noted, self.shard = self.shard, None
+        shard = sharded_param(self.record)
+        return noted is not None and noted[0] is shard and noted[1] != storage_id(shard)
 
     def is_exchanged(self) -> bool:
         """Whether something stands in a module that FSDP2 did not put there."""
@@ -246,7 +253,7 @@ class _Watch:
             return
         while self._in_first:
             self._in_first.pop().remove()
-        self._found += [_assigned(param) for param in self._params() if param.has_other_shard()]
+        self._found += [_assigned(param) for param in self._params() if param.forget_shard()]
         self._events.tell("end", "")  # a rank that does not come is missed there
         next(iter(self._groups)).agree_on_writes()
 

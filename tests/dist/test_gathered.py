@@ -175,6 +175,21 @@ def test_the_trainer_says_so_before_it_steps():
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
+def test_parameters_may_be_replaced_before_the_first_forward(trains: bool):
+    """FSDP2 takes the new ones with the first forward, as with weights that are read late."""
+    model = TinyLM()
+    prepare_fully_shard(model, None, {"wrap_policy": {"classes": ["Block"]}})
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = nn.Parameter(param.detach().clone())
+    with torch.set_grad_enabled(trains):
+        for _ in range(2):
+            model(batches(1, 4)[0][0])
+
+
+@pytest.mark.world_size(2)
 def test_buffers_and_weights_between_steps_may_be_written():
     def count_in_buffer(block: Writes) -> None:
         block.seen += 1
