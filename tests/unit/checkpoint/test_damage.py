@@ -492,10 +492,10 @@ def test_interrupted(after: int, to: str, source: Path, tmp_path: Path):
 @pytest.mark.usefixtures("interruptible")
 def test_interrupted_command(to: str, source: Path, tmp_path: Path, monkeypatch):
     @contextmanager
-    def progress(_: str) -> Iterator[Callable[[int, int], None]]:
+    def progress(_title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(checkpoint, "_progress", progress)
+    monkeypatch.setattr(checkpoint, "progress", progress)
     code, text = convert(source, tmp_path / "out", to)
     assert code == 2
     assert text.startswith("CheckpointError: Interrupted before")
