@@ -137,7 +137,7 @@ def _stored(source: Checkpoint, values: Mapping[str, Any]) -> _Pretrained:
     stored = values["model"]["config"]
     return _Pretrained(
         _as_saved(stored["content"]),
-        str(stored.get("class", "")),
+        _own_class(str(stored.get("class", ""))),
         dict(_tokenizer_files(values.get("tokenizer", {}), source.path)),
     )
 
@@ -277,6 +277,12 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
+def _own_class(saved: str) -> str:
+    """Returns the name of a model's class; FSDP2 hides its module where Composer saved it."""
+    module, _, name = saved.rpartition(".")
+    return name.removeprefix("FSDP") if module.startswith("torch.distributed.") else saved
+
+
 def _about_weights(found: _Pretrained, entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Settings of the config that `save_pretrained` of a model would have added."""
     settings: dict[str, Any] = {}
@@ -290,7 +296,8 @@ def _about_weights(found: _Pretrained, entries: Mapping[str, TensorEntry]) -> di
 
 def _remarks(found: _Pretrained) -> list[str]:
     remarks: list[str] = []
-    if found.model_class and not found.model_class.startswith("transformers."):
+    # Without a dot it is unknown, or FSDP2 has hidden where it is.
+    if "." in found.model_class and not found.model_class.startswith("transformers."):
         remarks.append(
             f"The model's class is {found.model_class}, not one of transformers: load it with "
             "from_pretrained of that class. The code of the class is not in the checkpoint."

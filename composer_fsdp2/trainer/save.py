@@ -21,6 +21,7 @@ from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
+from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.checkpoint.staging import Publications, staged
 from composer_fsdp2.checkpoint.write import (
@@ -34,6 +35,7 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
+from composer_fsdp2.trainer.save_pretrained import own_class
 
 __all__ = [
     "check_saved_adapters",
@@ -150,6 +152,7 @@ def _snapshot(
         }
     else:
         values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+    _name_own_class(values["state"], state.model)
     sharded = state.fsdp_sharded_state_dict_enabled
     if "algorithms" in values["state"]:
         keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
@@ -161,6 +164,15 @@ def _snapshot(
         values.pop("rng", None)  # rank 0 has those of all ranks
     planner = getattr(state.fsdp_config, "save_planner", None)
     return _Snapshot(values, Path(save_filename), sharded, planner, note_start(state))
+
+
+def _name_own_class(values: StateDict, model: Any) -> None:
+    """Writes the class of a Hugging Face model as it was before FSDP2 made another one of it."""
+    described = values.get("integrations", {}).get("huggingface", {}).get("model", {})
+    inner = getattr(model, "model", None)
+    if "class" in described.get("config", {}) and isinstance(inner, FSDPModule):
+        kind = own_class(inner)
+        described["config"]["class"] = f"{kind.__module__}.{kind.__qualname__}"
 
 
 def make_save_folder(

@@ -22,7 +22,7 @@ from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_p
 from composer_fsdp2.shard.torch_private.tensors import default_store
 from composer_fsdp2.trainer.uneven_batches import override_attribute
 
-__all__ = ["save_pretrained"]
+__all__ = ["own_class", "save_pretrained"]
 
 _KEY = "composer_fsdp2/save_pretrained"
 _WAIT_SECONDS = 120.0
@@ -78,11 +78,16 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return None
 
 
+def own_class(module: nn.Module) -> type[Any]:
+    """Returns the class that a module had before FSDP2 gave it another one, `FSDP...`."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+
+
 @contextlib.contextmanager
 def _as_its_own_class(model: nn.Module) -> Generator[None]:
-    """FSDP2 gives a module another class, whose name would get into `config.json`."""
+    """Keeps the class of FSDP2 out of `config.json`."""
     sharded = type(model)
-    model.__class__ = next(kind for kind in sharded.__mro__ if not issubclass(kind, FSDPModule))
+    model.__class__ = own_class(model)
     try:
         yield
     finally:

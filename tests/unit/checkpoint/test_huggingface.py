@@ -112,6 +112,18 @@ def test_from_pretrained_gives_equal_logits(name: str, kind: str, tmp_path: Path
     assert words.get_vocab() == tokenizer().get_vocab()
 
 
+def test_the_class_that_fsdp2_made_has_its_own_name(tmp_path: Path):
+    """As Composer saves it without this package."""
+    model = composers(tiny("llama"), tokenizer())
+    stored = model.get_metadata()
+    stored["model"]["config"]["class"] = "torch.distributed.fsdp._fully_shard.FSDPLlamaForCausalLM"
+    state = {"model": model.state_dict(), "integrations": {"huggingface": stored}}
+    text = run(save_file(tmp_path / "source", {"state": state}), tmp_path / "out")
+    assert "FSDPLlama" not in text
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+
+
 def test_sharded_safetensors(tmp_path: Path):
     model = tiny("llama")
     source = save(tmp_path / "source", composers(model), "sharded")
