@@ -20,6 +20,7 @@ import typer
 
 from composer_fsdp2.cli.console import CONSOLE, print_line, reported
 from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
 if TYPE_CHECKING:
@@ -61,27 +62,16 @@ def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="A training run of LLM Foundry.", metavar="[CONFIG]")
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Replaces a setting, as for train.", metavar="[key=value]"),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-n", min=1, help="Of the run; default one per GPU, 2 without."),
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of the nodes the run is for; default those of this machine."),
-    ] = None,
+    overrides: Overrides = None,
+    ranks: RanksOfRun = None,
+    gpus_per_node: GpusPerNode = None,
     verbose: Annotated[
         bool,
         typer.Option(
             "--verbose", "-v", help="All lines, and every place in Composer and torch relied on."
         ),
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prints to standard output, for a bug report."""
     with reported():

@@ -21,6 +21,7 @@ from composer_fsdp2.cli.init import HELP as INIT_HELP
 from composer_fsdp2.cli.init import init
 from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
 from composer_fsdp2.cli.migrate import migrate
+from composer_fsdp2.cli.options import Processes
 from composer_fsdp2.cli.parity import HELP as PARITY_HELP
 from composer_fsdp2.cli.parity import parity
 from composer_fsdp2.cli.plan import HELP as PLAN_HELP
@@ -54,10 +55,6 @@ _Run = Annotated[Path, typer.Argument(help="A run of LLM Foundry.", metavar="RUN
 _Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Replaces a setting; dots lead into blocks.", metavar="key=value"),
-]
-_Ranks = Annotated[
-    int | None,
-    typer.Option("--ranks", "-n", min=1, help="Processes; default one per GPU, 2 without any."),
 ]
 _LogDir = Annotated[
     Path | None,
@@ -124,7 +121,7 @@ def train(
     context: typer.Context,
     run: _Run,
     overrides: _Overrides = None,
-    ranks: _Ranks = None,
+    ranks: Processes = None,
     log_dir: _LogDir = None,
     console: Annotated[
         Console,
@@ -182,7 +179,7 @@ which that does not know.
 """,
 )
 def evaluate(
-    run: _Run, overrides: _Overrides = None, ranks: _Ranks = None, log_dir: _LogDir = None
+    run: _Run, overrides: _Overrides = None, ranks: Processes = None, log_dir: _LogDir = None
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
     _start_or_join("eval", run, overrides or [], ranks, log_dir)

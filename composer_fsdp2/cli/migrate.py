@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from composer_fsdp2.cli.console import reported, say
 from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli.options import AsJson
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -73,9 +74,7 @@ def migrate(
     check: Annotated[
         bool, typer.Option("--check", help="Only the report; exit code 1 if a decision is needed.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prints the new file to standard output and the report beside it to standard error."""
     with reported():

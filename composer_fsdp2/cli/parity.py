@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from composer_fsdp2.cli.console import progress, reported, say
 from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli.options import AsJson, Processes
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,10 +50,7 @@ def parity(
         typer.Argument(help="Replaces a setting in both.", metavar="key=value"),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each run.")] = 10,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-n", min=1, help="Processes; default one per GPU, 2 without any."),
-    ] = None,
+    ranks: Processes = None,
     tolerance: Annotated[
         float | None,
         typer.Option(min=0.0, help="Largest relative difference; default by precision."),
@@ -64,9 +62,7 @@ def parity(
     allow_different: Annotated[
         bool, typer.Option("--allow-different", help="Compare also what are different jobs.")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on standard output.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Prints the comparison to standard output and all else to standard error."""
     with reported():

@@ -11,6 +11,7 @@ import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -35,25 +36,14 @@ Exit code 1 if the model cannot be planned, 2 for a mistake in the command line 
 
 def plan(
     run: Annotated[Path, typer.Argument(help="A training run of LLM Foundry.", metavar="RUN.yaml")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Replaces a setting, as for train.", metavar="[key=value]"),
-    ] = None,
+    overrides: Overrides = None,
     plot: Annotated[
         Path | None,
         typer.Option(help="Draws the units; the ending decides: .svg, .png, .pdf.", metavar="FILE"),
     ] = None,
-    ranks: Annotated[
-        int | None,
-        typer.Option("--ranks", "-n", min=1, help="Of the run; default one per GPU, 2 without."),
-    ] = None,
-    gpus_per_node: Annotated[
-        int | None,
-        typer.Option(min=1, help="Of the nodes the run is for; default those of this machine."),
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON document on standard output.")
-    ] = False,
+    ranks: RanksOfRun = None,
+    gpus_per_node: GpusPerNode = None,
+    as_json: AsJson = False,
 ) -> None:
     """Prints the plan to standard output and all else to standard error."""
     with reported():
