@@ -44,7 +44,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on s
 
 
 class Kind(str, Enum):
-    """What can be written."""
+    """Kinds of checkpoints that can be written."""
 
     sharded = "sharded"
     full = "full"
@@ -253,7 +253,7 @@ def _print_json(value: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON can hold; not-a-number, which it has no word for, becomes text."""
+    """Returns a value that JSON can hold; not-a-number, which it has no word for, becomes text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""What every command says to its user, on standard error."""
+"""Messages, errors and progress of every command, on standard error."""
 
 from __future__ import annotations
 

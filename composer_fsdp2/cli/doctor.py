@@ -98,7 +98,7 @@ def doctor(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What doctor found."""
+    """Facts and findings of doctor."""
 
     machine: Machine
     run: Run | None

@@ -1,4 +1,4 @@
-"""What `composer-fsdp2 doctor` prints: problems, warnings, the run, the installation."""
+"""Text of `composer-fsdp2 doctor`: problems, warnings, the run, the installation."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ Exit code 0 if the file was written, 2 if an answer is missing or cannot be.
 
 
 class _Goal(str, Enum):
-    """What the run is for."""
+    """Purpose of the run."""
 
     pretrain = "pretrain"
     finetune = "finetune"

@@ -45,7 +45,7 @@ _CONSOLE = "COMPOSER_FSDP2_CONSOLE"
 
 
 class Console(str, Enum):
-    """What `train` prints at the interval of the YAML's console_log_interval."""
+    """Kind of lines that `train` prints at the interval of the YAML's console_log_interval."""
 
     line = "line"
     full = "full"

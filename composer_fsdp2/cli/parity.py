@@ -276,7 +276,7 @@ def _give_up(why: str) -> None:
 
 
 def _write(comparison: Comparison, folder: Path, jobs: tuple[Job, Job]) -> dict[str, str]:
-    """What was written, by kind."""
+    """Writes the files; returns their names by kind."""
     from composer_fsdp2.tools.parity.show import write_csv, write_picture
 
     values, picture = folder / "parity.csv", folder / "parity.png"

@@ -1,4 +1,4 @@
-"""What `doctor` concludes from the facts of a machine and a run. Pure: facts in, findings out."""
+"""Conclusions of `doctor` from the facts of a machine and a run. Pure: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is installed and set here."""
+    """Versions and variables of this machine."""
 
     versions: Mapping[str, str | None]
     """of packages; `None` is not installed"""
@@ -63,7 +63,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What a training YAML asks for, and where it would run."""
+    """Settings of a training YAML, and where it would run."""
 
     path: str = "OLD.yaml"
     asks: Literal["FSDP2", "FSDP1", "neither"]
@@ -288,7 +288,7 @@ def _asked(run: Run) -> Findings:
 
 
 def _started(machine: Machine, run: Run) -> Findings:
-    """What does not depend on the mesh, but on the number and kind of the processes."""
+    """Returns findings that depend on the number and kind of the processes, not on the mesh."""
     batch = run.value("global_train_batch_size")
     if isinstance(batch, int) and batch % run.ranks:
         yield Finding(

@@ -1,4 +1,4 @@
-"""What a run of a configuration looks like, as lines for `doctor`."""
+"""Describes the run of a configuration in lines for `doctor`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _LONGEST = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """What a first run needs to know."""
+    """Answers that a first run needs."""
 
     model: str
     """one of `SHAPES`, a folder, or a name on the Hugging Face hub"""
@@ -185,7 +185,7 @@ def _vocabulary(tokenizer: str) -> int:
 
 
 def _default_length(answers: Answers) -> int:
-    """What the model was trained for, as far as a folder tells, and not more than 4096."""
+    """Returns the length the model was trained for, if its folder tells, at most 4096."""
     if answers.model in SHAPES:
         return 128 if answers.model == "mpt-tiny" else 2048
     try:
