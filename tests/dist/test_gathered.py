@@ -324,6 +324,23 @@ def test_a_parameter_kept_by_an_evaluation_is_refused():
         step(model)
 
 
+class Refusing(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, *_args: Any, **_kwargs: Any) -> Any:
+        raise TypeError(f"{func.__name__} was asked of it")
+
+
+@pytest.mark.world_size(2)
+def test_tensors_of_others_are_asked_nothing():
+    """Who keeps a parameter is searched for among all tensors of the process."""
+    others = torch.ones(2).as_subclass(Refusing)
+    model = model_with(Keeps(TAKEN["itself"]))
+    step(model)
+    with refused(r"'blocks\.1\.cache' keeps the gathered parameter"):
+        step(model)
+    del others
+
+
 @pytest.mark.world_size(2)
 def test_a_copy_may_be_kept():
     model = model_with(Keeps(lambda weight: weight.detach().clone()))

@@ -100,7 +100,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         {
             _GROUP: "is_unsharded _training_state reshard",
             _PARAM: "_module_info _unsharded_param all_gather_outputs",
-            "torch._C": "_functorch _storage_Use_Count",
+            "torch._C": "_functorch _storage_Use_Count DisableTorchFunctionSubclass",
         },
     ),
     *_rows(

@@ -105,8 +105,12 @@ def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Returns a number that tensors over the same memory share, on meta as well."""
-    return tensor.untyped_storage()._cdata
+    """Returns a number that tensors over the same memory share, on meta as well.
+
+    Asks a subclass nothing: its `__torch_function__` may compute, or refuse.
+    """
+    with TORCH_FUNCTION_OFF():
+        return tensor.untyped_storage()._cdata
 
 
 def tensor_hooks(tensor: torch.Tensor) -> Any:
