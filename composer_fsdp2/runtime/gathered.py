@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.runtime.events import Event, UnitEvents
 from composer_fsdp2.runtime.explain import Refusal
 from composer_fsdp2.runtime.second_backward import SecondBackward
@@ -42,6 +42,7 @@ from composer_fsdp2.shard.torch_private.gathered import (
 )
 from composer_fsdp2.shard.torch_private.tensors import storage_id, tree_leaves
 from composer_fsdp2.shard.torch_private.units import (
+    device_of,
     frees_after_forward,
     has_run,
     param_groups,
@@ -259,7 +260,10 @@ class _Watch:
 
     def _agree(self) -> None:
         """Raises on every rank what was found on any. Collective: yes."""
-        raise_on_all_ranks({}, self._error())
+        error = self._error()
+        # Almost always there is none, and one number says that.
+        if any_rank(error is not None, device_of(next(iter(self._groups)))):
+            raise_on_all_ranks({}, error)
 
     def _raise_here(self) -> None:
         if (error := self._error()) is not None:
