@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ def ended(request, tmp_path_factory) -> tuple[str, Path]:
     """A run, and where it was killed after batch 6 and another went on to batch 8."""
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     begun = killed(name, folder, *SMALL, at=6)
-    assert "metrics/eval/LanguageCrossEntropy" in begun.stderr + begun.stdout
+    assert re.search("evaluated on eval .*LanguageCrossEntropy [0-9.]+", begun.stderr)
     second = run(name, folder, *SMALL, "max_duration=8ba")
     assert second.returncode == 0, second.stderr
     return name, folder
