@@ -21,7 +21,7 @@ from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
 from composer_fsdp2.checkpoint.staging import Publications, staged
 from composer_fsdp2.checkpoint.write import (
@@ -170,7 +170,7 @@ def _name_own_class(values: StateDict, model: Any) -> None:
     """Writes the class of a Hugging Face model as it was before FSDP2 made another one of it."""
     described = values.get("integrations", {}).get("huggingface", {}).get("model", {})
     inner = getattr(model, "model", None)
-    if "class" in described.get("config", {}) and isinstance(inner, FSDPModule):
+    if "class" in described.get("config", {}) and isinstance(inner, nn.Module):
         kind = own_class(inner)
         described["config"]["class"] = f"{kind.__module__}.{kind.__qualname__}"
 
