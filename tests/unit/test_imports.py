@@ -27,6 +27,7 @@ ORDER = (
     "blocks",
     "shard",
     "runtime",
+    "optim",
     "checkpoint",
     "estimate",
     "trainer",
@@ -156,7 +157,7 @@ def test_only_glue_knows_what_we_plug_into(file: Path):
     assert libraries & PLUGGED_INTO <= GLUE.get(_part(file), set())
 
 
-NEEDS_TORCH_ALONE = ("ranks", "config", "plan", "parallel", "blocks", "shard", "runtime")
+NEEDS_TORCH_ALONE = ("ranks", "config", "plan", "parallel", "blocks", "shard", "runtime", "optim")
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if _part(f) in NEEDS_TORCH_ALONE], ids=_name)
