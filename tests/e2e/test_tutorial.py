@@ -39,10 +39,16 @@ def printed(tmp_path_factory) -> list[str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def shape_of(text: str) -> str:
-    """The output without what differs between runs: the run's name, versions, sizes, losses."""
+def shape_of(text: str) -> list[str]:
+    """The output without what differs between runs: the run's name, versions, sizes, losses.
+
+    Ranks print in the order in which they get there.
+    """
     text = re.sub(r"^  (run|torch|composer|size) .*", r"  \1", text, flags=re.MULTILINE)
-    return re.sub(r"(?<=; ).*|(loss|norm': ) ?[\d.]+|[\d.]+ KiB", r"\1", text)
+    text = re.sub(r"(?<=; ).*|(loss|norm': ) ?[\d.]+|[\d.]+ KiB", r"\1", text)
+    lines = text.splitlines()
+    ranks = iter(sorted(line for line in lines if line.startswith("rank ")))
+    return [next(ranks) if line.startswith("rank ") else line for line in lines]
 
 
 def test_every_cell_prints_what_the_page_shows(printed):
