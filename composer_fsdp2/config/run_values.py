@@ -17,6 +17,7 @@ from composer_fsdp2.config.value_types import (
 __all__ = [
     "DEGREE",
     "LOAD_PLANNER",
+    "LOCAL_STEP",
     "SAVE_PLANNER",
     "UNITS_AHEAD",
     "UNUSED",
@@ -73,3 +74,10 @@ def check_monolith(values: Mapping[str, Any], errors: list[str]) -> None:
             "checkpoint can be read by rank 0 alone, so it would have no effect. "
             "Write state_dict_type: full, or leave load_monolith_rank0_only out."
         )
+
+
+LOCAL_STEP = ValueType(
+    expected="auto, true or false",
+    accepts=lambda value: isinstance(value, bool) or value == "auto",
+    choices=("auto",),
+)

@@ -32,6 +32,7 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -233,6 +234,9 @@ def apply_to_model(
     if detached is not None:
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
+    apply_local_step(
+        model, plan.optimizer, plan.settings.local_step, torch.device(plan.device_type)
+    )
     order, unused = install_step_hooks(model, plan, units)
     note_sharding(
         model,

@@ -38,6 +38,7 @@ __all__ = [
     "compiler_backends",
     "compiler_modes",
     "copy_hooks",
+    "copy_into",
     "default_store",
     "fast_chunking",
     "flatten_state_dict",
@@ -46,6 +47,7 @@ __all__ = [
     "is_compiled",
     "is_view",
     "is_whole_graph",
+    "join_flat",
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -102,6 +104,24 @@ def is_view(tensor: torch.Tensor) -> bool:
 def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the same values in the same memory, and no view for autograd."""
     return _OPERATORS.aten._unsafe_view(tensor, tensor.shape)
+
+
+def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source into its target, at once where torch can."""
+    together = getattr(torch, "_foreach_copy_", None)
+    if together is not None:
+        together(list(targets), list(sources))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the elements of all tensors end to end, in new memory."""
+    together = getattr(torch._utils, "_flatten_dense_tensors", None)
+    if together is not None:
+        return together(list(tensors))
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def storage_id(tensor: torch.Tensor) -> int:

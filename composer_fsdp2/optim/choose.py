@@ -1,0 +1,101 @@
+"""Whether an optimizer steps local shards, decided for the optimizers of a model."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composer_fsdp2.optim.elementwise import (
+    check_local_step,
+    is_known,
+    packing_for,
+    steps_alike,
+)
+from composer_fsdp2.optim.local_step import LocalStep
+from composer_fsdp2.ranks import all_reduce_min_max
+
+__all__ = ["apply_local_step"]
+
+log = logging.getLogger(__name__)
+
+LocalStepSetting = bool | Literal["auto"]
+
+
+def apply_local_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    setting: LocalStepSetting,
+    device: torch.device,
+) -> None:
+    """Has the optimizers of a sharded model step local shards, as the setting `local_step` says.
+
+    Collective: yes, if `auto` has to try an optimizer that is not known. An optimizer that is built
+    later is looked at in its first step, and tried there is none: what is not known steps DTensors.
+
+    Raises:
+        PlanError: `local_step: true` and an optimizer that looks across elements.
+    """
+    if setting is False:
+        return
+    if optimizer is not None:
+        _apply(optimizer, setting, lambda: _tried_on_all_ranks(optimizer, device))
+    watched = _Later(model, setting, optimizer)
+    handle = register_optimizer_step_pre_hook(watched)
+    weakref.finalize(model, handle.remove)
+
+
+def _tried_on_all_ranks(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    return all_reduce_min_max(int(steps_alike(optimizer)), device)[0] == 1
+
+
+def _apply(
+    optimizer: torch.optim.Optimizer, setting: LocalStepSetting, is_alike: Callable[[], bool]
+) -> LocalStep | None:
+    if setting is True:
+        check_local_step(optimizer)
+    elif not is_known(optimizer) and not is_alike():
+        log.info(
+            "%s steps DTensors: local shards would give other numbers, or it could not be tried.",
+            type(optimizer).__name__,
+        )
+        return None
+    return LocalStep(optimizer, packing_for(optimizer))
+
+
+class _Later:
+    """Looks at each optimizer once, when it first steps, whether it holds the model's shards."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        setting: LocalStepSetting,
+        seen: torch.optim.Optimizer | None,
+    ) -> None:
+        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        # By identity: tensors compare element by element.
+        self._params = {id(param): weakref.ref(param) for param in sharded}
+        self._setting: LocalStepSetting = setting
+        self._seen = weakref.WeakSet(() if seen is None else (seen,))
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer in self._seen or args[:1] != (optimizer,):
+            return None
+        self._seen.add(optimizer)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(map(self._is_ours, params)):
+            # torch runs the hooks of all optimizers before its own: those registered now are next.
+            _apply(optimizer, self._setting, lambda: False)
+        return None
+
+    def _is_ours(self, param: torch.Tensor) -> bool:
+        held = self._params.get(id(param))
+        return held is not None and held() is param

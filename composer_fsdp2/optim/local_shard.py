@@ -1,0 +1,151 @@
+"""One parameter's shard as a plain tensor, with its gradient and its state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.optim.written_through import MISSING, Mutable
+
+__all__ = ["LocalShard"]
+
+
+class LocalShard:
+    """This rank's part of a parameter; a parameter that is not sharded is its own.
+
+    Read anew before each step: gradients come and go, and a checkpoint may have put other state in
+    place. `changed` says that something else than a step has exchanged a tensor since.
+    """
+
+    __slots__ = ("_seen", "_source", "changed", "grad", "held", "local", "param", "state")
+
+    def __init__(self, param: Any) -> None:
+        self.param = param
+        self._source: torch.Tensor | None = None
+        self.local: Any = param
+        self.grad: torch.Tensor | None = None
+        self.held: dict[Any, Any] | None = None
+        self.state = _LocalState(self)
+        self._seen: dict[Any, Any] = {}
+        self.changed = True
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the parameter is a DTensor."""
+        return self.local is not self.param
+
+    @property
+    def local_state(self) -> Any:
+        """The state as the step is to see it."""
+        return self.state if self.is_sharded else self.held
+
+    def read(self, held: dict[Any, Any] | None) -> None:
+        """Takes the tensors of this moment; `held` is the optimizer's state, if it has any."""
+        param = self.param
+        if not isinstance(param, DTensor):
+            self.held, self.grad = held, param.grad
+            return
+        source = param.to_local()
+        if source is not self._source:
+            self._source = source
+            self.local = nn.Parameter(source, requires_grad=param.requires_grad)
+            self.changed = True
+        elif self.local.requires_grad is not param.requires_grad:
+            self.local.requires_grad_(param.requires_grad)
+        self.grad = _local_gradient(param)
+        self.held = held
+        if held is not None or self._seen:
+            self.read_state({} if held is None else held)
+
+    def read_state(self, held: dict[Any, Any]) -> None:
+        """Takes what has changed in the optimizer's state since the last step."""
+        self.held = held
+        if not self.is_sharded:
+            return
+        seen = self._seen
+        for key, value in held.items():
+            if seen.get(key, MISSING) is not value:
+                seen[key] = value
+                self.changed = True
+                dict.__setitem__(self.state, key, self._to_local(value))
+        if len(seen) > len(held):
+            self.changed = True
+            for key in seen.keys() - held.keys():
+                del seen[key]
+                dict.__delitem__(self.state, key)
+
+    def give_gradient(self) -> None:
+        """Puts the gradient where a step looks for it."""
+        if self.is_sharded:
+            self.local.grad = self.grad
+
+    def release(self) -> None:
+        """Lets go of the gradient."""
+        if self.grad is not None and self.is_sharded:
+            self.local.grad = None
+        self.grad = None
+
+    def note(self, key: Any, value: Any) -> None:
+        """A step has set a value of the state: the optimizer gets it in its own form."""
+        if self.held is not None:
+            self.held[key] = self._seen[key] = self._to_whole(value)
+
+    def forget(self, key: Any) -> None:
+        """A step has removed a value of the state."""
+        self._seen.pop(key, None)
+        if self.held is not None:
+            self.held.pop(key, None)
+
+    def _to_local(self, value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        if value.placements != self.param.placements:
+            value = value.redistribute(self.param.device_mesh, self.param.placements)
+        return value.to_local()
+
+    def _to_whole(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.ndim == 0:
+            return value
+        if value.shape != self.local.shape:
+            return value
+        param = self.param
+        return DTensor.from_local(
+            value,
+            param.device_mesh,
+            param.placements,
+            run_check=False,
+            shape=param.shape,
+            stride=param.stride(),
+        )
+
+
+def _local_gradient(param: Any) -> torch.Tensor | None:
+    grad = param.grad
+    if not isinstance(grad, DTensor):
+        return grad
+    # FSDP2's have the parameter's own; a gradient set by hand may lie in another way.
+    placements, own = grad.placements, param.placements
+    if placements is not own and (placements != own or grad.device_mesh is not param.device_mesh):
+        grad = grad.redistribute(param.device_mesh, own)
+    return grad.to_local()
+
+
+class _LocalState(Mutable):
+    """The state of one parameter in plain tensors; changes reach the optimizer's."""
+
+    __slots__ = ("_shard",)
+
+    def __init__(self, shard: LocalShard) -> None:
+        super().__init__()
+        self._shard = shard
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        dict.__setitem__(self, key, value)
+        self._shard.note(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        dict.__delitem__(self, key)
+        self._shard.forget(key)

@@ -1,0 +1,345 @@
+"""An optimizer steps local shards with the bits of DTensors, and nobody else sees a difference."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from composer.optim import DecoupledAdamW, DecoupledSGDW
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from composer_fsdp2 import PlanError, prepare_fully_shard
+
+Make = Callable[[Iterable[Any]], optim.Optimizer]
+
+
+class OwnSign(optim.Optimizer):
+    """Element by element, and known to nobody."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    state["mean"] = state.get("mean", torch.zeros_like(param)).lerp(param.grad, 0.1)
+                    param.sub_(group["lr"] * state["mean"].sign())
+        return loss
+
+
+class OwnNorm(OwnSign):
+    """Looks across the elements of a parameter, and its name does not tell."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * param.grad / torch.linalg.vector_norm(param.grad))
+        return loss
+
+
+class Lamb(OwnNorm):
+    pass
+
+
+class WithAPlace(OwnSign):
+    """Holds more than plain data: a copy of it could reach what is not its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.elsewhere = nn.Linear(1, 1)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adam": lambda p: optim.Adam(p, lr=1e-2, weight_decay=0.1),
+    "adamw": lambda p: optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "adamw foreach": lambda p: optim.AdamW(p, lr=1e-2, foreach=True),
+    "adamw fused": lambda p: optim.AdamW(p, lr=1e-2, fused=True),
+    "adamw capturable rate": lambda p: optim.AdamW(p, lr=torch.tensor(1e-2), foreach=False),
+    "adadelta": lambda p: optim.Adadelta(p, lr=1e-2),
+    "adagrad": lambda p: optim.Adagrad(p, lr=1e-2, lr_decay=0.1),
+    "adamax": lambda p: optim.Adamax(p, lr=1e-2),
+    "asgd": lambda p: optim.ASGD(p, lr=1e-2),
+    "nadam": lambda p: optim.NAdam(p, lr=1e-2, decoupled_weight_decay=True, weight_decay=0.1),
+    "radam": lambda p: optim.RAdam(p, lr=1e-2),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
+    "sgd": lambda p: optim.SGD(p, lr=1e-2),
+    "sgd momentum": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "decoupled adamw": lambda p: DecoupledAdamW(p, lr=1e-2, weight_decay=1e-4, amsgrad=True),
+    "decoupled sgdw": lambda p: DecoupledSGDW(p, lr=1e-2, momentum=0.9, weight_decay=1e-4),
+    "own": OwnSign,
+}
+
+
+def lion(params: Any) -> optim.Optimizer:
+    from llmfoundry.optim import DecoupledLionW
+
+    return DecoupledLionW(params, lr=1e-2, weight_decay=1e-4)
+
+
+OPTIMIZERS["lion"] = lion
+
+
+def make_model() -> nn.Module:
+    """Many small parameters of uneven sizes, one that is too large to be packed, and a frozen one."""
+    torch.manual_seed(0)
+    small = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(6)]
+    model = nn.Sequential(*small, nn.Linear(5, 4001), nn.Linear(4001, 5), nn.LayerNorm(5))
+    model[0][0].bias.requires_grad_(False)
+    return model
+
+
+def prepared(make: Make, **config: Any) -> tuple[nn.Module, optim.Optimizer]:
+    model = make_model()
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    prepare_fully_shard(model, optimizer, {"wrap_policy": {"classes": ["Sequential"]}, **config})
+    return model, optimizer
+
+
+def train(model: nn.Module, optimizer: optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        torch.manual_seed(step)
+        inputs = torch.randn(4, 5)
+        optimizer.zero_grad()
+        out = inputs
+        for number, layer in enumerate(model):
+            if number != step % 3:  # one layer is left out in each step
+                out = layer(out)
+        (out.square().mean() * 100).backward()
+        optimizer.step()
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    if isinstance(one, DTensor):
+        assert type(other) is type(one)
+        assert one.placements == other.placements
+        assert one.shape == other.shape
+        return torch.equal(one.detach().to_local(), other.detach().to_local())
+    assert type(one) is type(other)
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def assert_same(one: tuple[nn.Module, optim.Optimizer], other: Any) -> None:
+    for (name, p), q in zip(one[0].named_parameters(), other[0].parameters(), strict=True):
+        assert same_bits(p, q), name
+        mine, yours = one[1].state.get(p, {}), other[1].state.get(q, {})
+        assert list(mine) == list(yours), name
+        for key in mine:
+            assert same_bits(mine[key], yours[key]), (name, key)
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gives_the_bits_of_dtensors(name: str):
+    local, dtensors = (prepared(OPTIMIZERS[name], local_step=how) for how in ("auto", False))
+    for pair in (local, dtensors):
+        train(*pair, range(5))
+    assert_same(local, dtensors)
+    with CommDebugMode() as traffic:
+        local[1].step()
+    assert traffic.get_total_counts() == 0
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", ["decoupled adamw", "adamw fused", "own"])
+def test_gives_the_bits_of_dtensors_in_hsdp(name: str):
+    degrees = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
+    pairs = [prepared(OPTIMIZERS[name], local_step=how, **degrees) for how in ("auto", False)]
+    for pair in pairs:
+        train(*pair, range(4))
+    assert_same(*pairs)
+
+
+def sees_plain_tensors(make: Make, **config: Any) -> bool:
+    """Whether the step itself gets plain tensors."""
+    model = make_model()
+    optimizer = make(model.parameters())
+    prepare_fully_shard(model, optimizer, config)
+    seen: list[Any] = []
+    optimizer.register_step_post_hook(lambda _, args, __: seen.extend(args[0].param_groups))
+    train(model, optimizer, [0])
+    return not any(isinstance(param, DTensor) for group in seen for param in group["params"])
+
+
+@pytest.mark.world_size(2)
+def test_auto_tries_what_it_does_not_know():
+    assert sees_plain_tensors(optim.SGD)
+    assert sees_plain_tensors(OwnSign)
+    assert not sees_plain_tensors(OwnNorm)
+    assert not sees_plain_tensors(Lamb)
+    assert not sees_plain_tensors(WithAPlace)
+    assert sees_plain_tensors(WithAPlace, local_step=True)
+    assert not sees_plain_tensors(optim.SGD, local_step=False)
+
+
+@pytest.mark.world_size(2)
+def test_trying_leaves_no_trace():
+    states = []
+    for how in ("auto", False):
+        torch.manual_seed(3)
+        _, optimizer = prepared(OwnSign, local_step=how)
+        assert not optimizer.state
+        states.append(torch.random.get_rng_state())
+    assert torch.equal(*states)
+
+
+@pytest.mark.world_size(2)
+def test_one_that_looks_across_elements_is_refused_if_asked_for():
+    with pytest.raises(PlanError, match="local_step: auto"):
+        prepared(Lamb, local_step=True)
+
+
+@pytest.mark.world_size(2)
+def test_hooks_schedulers_and_state_see_dtensors():
+    model = make_model()
+    optimizer = DecoupledAdamW(model.parameters(), lr=1e-2)
+    schedule = optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    prepare_fully_shard(model, optimizer, {})
+    seen: list[Any] = []
+
+    def look(one: optim.Optimizer, *_: Any) -> None:
+        assert one is optimizer
+        seen.extend(one.param_groups[0]["params"])
+        seen.extend(state["exp_avg"] for state in one.state.values())
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    for step in range(2):
+        train(model, optimizer, [step])
+        schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-2 / 4
+    assert len(seen) > 4 * len(list(model.parameters()))
+    assert all(isinstance(one, DTensor) for one in seen)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["decoupled adamw", "adamw foreach", "sgd momentum", "own"])
+def test_a_closure_runs_once_and_its_gradients_are_stepped(name: str):
+    pairs = [prepared(OPTIMIZERS[name], local_step=how) for how in ("auto", False)]
+    for model, optimizer in pairs:
+        for step in range(3):
+            runs = []
+
+            def closure(model=model, optimizer=optimizer, step=step, runs=runs):
+                optimizer.zero_grad()
+                torch.manual_seed(step)
+                loss = model(torch.randn(4, 5)).square().mean()
+                loss.backward()
+                runs.append(1)
+                return loss.item()
+
+            assert isinstance(optimizer.step(closure=closure), float)
+            assert len(runs) == 1
+    assert_same(*pairs)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_state_that_is_loaded_goes_on(name: str):
+    local, dtensors = (prepared(OPTIMIZERS[name], local_step=how) for how in ("auto", False))
+    for pair in (local, dtensors):
+        train(*pair, range(2))
+        saved = copy.deepcopy(pair[1].state_dict())
+        train(*pair, range(2, 4))
+        pair[1].load_state_dict(saved)
+        train(*pair, range(4, 6))
+        with torch.no_grad():  # in place, as a checkpoint is read
+            for state in pair[1].state.values():
+                for value in state.values():
+                    if isinstance(value, DTensor):
+                        value.to_local().mul_(0.5)
+        train(*pair, range(6, 8))
+        pair[1].state.clear()
+        train(*pair, range(8, 10))
+    assert_same(local, dtensors)
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_that_is_built_later_steps_local_shards_too():
+    pairs = []
+    for how in ("auto", False):
+        model = make_model()
+        prepare_fully_shard(model, None, {"local_step": how})
+        optimizer = DecoupledAdamW(model.parameters(), lr=1e-2)
+        pairs.append((model, optimizer))
+        train(model, optimizer, range(3))
+    assert_same(*pairs)
+    groups: list[Any] = []
+    pairs[0][1].register_step_post_hook(lambda _, args, __: groups.extend(args[0].param_groups))
+    pairs[0][1].step()
+    assert not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+
+
+@pytest.mark.world_size(2)
+def test_a_group_that_is_added_later_is_stepped():
+    pairs = []
+    for how in ("auto", False):
+        model = make_model()
+        first, *others = [p for p in model.parameters() if p.requires_grad]
+        optimizer = DecoupledAdamW([first], lr=1e-2)
+        prepare_fully_shard(model, optimizer, {"local_step": how})
+        sharded = [p for p in model.parameters() if p.requires_grad]
+        train(model, optimizer, range(2))
+        optimizer.add_param_group({"params": sharded[1:], "lr": 0.1})
+        train(model, optimizer, range(2, 5))
+        pairs.append((model, optimizer))
+        assert len(others) == len(sharded) - 1
+    assert_same(*pairs)
+
+
+@pytest.mark.world_size(2)
+def test_gradients_are_let_go_after_the_step():
+    model, optimizer = prepared(OPTIMIZERS["adamw foreach"])
+    train(model, optimizer, [0])
+    held = [weakref.ref(p.grad.to_local()) for p in model.parameters() if p.grad is not None]
+    optimizer.zero_grad()
+    gc.collect()
+    assert not any(one() is not None for one in held)
+
+
+@pytest.mark.world_size(2)
+def test_a_step_that_raises_leaves_the_optimizer_as_it_was(monkeypatch):
+    pairs = [prepared(OPTIMIZERS["decoupled adamw"], local_step=how) for how in ("auto", False)]
+    for model, optimizer in pairs:
+        train(model, optimizer, [0])
+        held = optimizer.param_groups[0]["params"], list(optimizer.state)
+        with monkeypatch.context() as patch:
+            patch.setattr(model[7].weight, "requires_grad", False)
+            patch.setattr(DecoupledAdamW, "adamw", staticmethod(lambda *_, **__: 1 / 0))
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step()
+        assert optimizer.param_groups[0]["params"] is held[0]
+        assert all(p is q for p, q in zip(optimizer.state, held[1], strict=True))
+        for state in optimizer.state.values():
+            state["step"].fill_(1)  # counted before it raised, for those that were come to
+        train(model, optimizer, range(1, 3))
+    assert_same(*pairs)
+
+
+@pytest.mark.world_size(2)
+def test_a_frozen_parameter_that_is_thawed_is_stepped():
+    pairs = []
+    for how in ("auto", False):
+        model = make_model()
+        optimizer = DecoupledAdamW(model.parameters(), lr=1e-2)
+        prepare_fully_shard(model, optimizer, {"local_step": how})
+        train(model, optimizer, range(2))
+        for param in model.parameters():
+            param.requires_grad_(True)
+        train(model, optimizer, range(2, 5))
+        pairs.append((model, optimizer))
+    assert_same(*pairs)
