@@ -50,15 +50,19 @@ class LocalShard:
             return
         source = param.to_local()
         if source is not self._source:
+            if self._source is not None and type(source) is type(self._source):
+                # FSDP2's first forward exchanges it, in the closure of a step.
+                self.local.grad, self.local.data = None, source
+            else:
+                self.local = nn.Parameter(source, requires_grad=param.requires_grad)
             self._source = source
-            self.local = nn.Parameter(source, requires_grad=param.requires_grad)
             self.changed = True
         elif self.local.requires_grad is not param.requires_grad:
             self.local.requires_grad_(param.requires_grad)
         self.grad = _local_gradient(param)
-        self.held = held
         if held is not None or self._seen:
             self.read_state({} if held is None else held)
+        self.held = held
 
     def read_state(self, held: dict[Any, Any]) -> None:
         """Takes what has changed in the optimizer's state since the last step."""

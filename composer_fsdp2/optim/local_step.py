@@ -71,21 +71,25 @@ class LocalStep:
     def release(self) -> None:
         """Lets go of gradients, which would outlive `zero_grad`."""
         self._twins.forget()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Takes the gradients from the plain parameters."""
         for shards in self._shards.values():
             for shard in shards:
                 shard.release()
 
-    def read(self, optimizer: torch.optim.Optimizer) -> tuple[list[Any], States]:
+    def read(self, optimizer: torch.optim.Optimizer, *, pack: bool) -> tuple[list[Any], States]:
         """The groups and the state of this moment, in plain tensors.
 
-        Small parameters have made their step when this returns, and are left out.
+        With `pack`, small parameters have made their step when this returns, and are left out.
         """
         states = States(optimizer)
         groups: list[Any] = []
         for number, group in enumerate(optimizer.param_groups):
             local_group = WrittenThrough(group, {"params": []})
             left = shards = self._read_shards(number, optimizer, group["params"])
-            if self._packing is not None:
+            if self._packing is not None and pack:
                 left = self._packing.step(optimizer, self._twins, number, local_group, shards)
             for shard in left:
                 shard.give_gradient()
@@ -110,19 +114,23 @@ class LocalStep:
 class _Contents:
     """`param_groups` and `state` of a twin: read when its step first asks for them."""
 
-    __slots__ = ("_held", "_local_step", "_optimizer")
+    __slots__ = ("_has_gradients", "_held", "_local_step", "_optimizer")
 
     def __init__(self, optimizer: torch.optim.Optimizer, local_step: LocalStep) -> None:
         self._optimizer, self._local_step = optimizer, local_step
         self._held: tuple[list[Any], States] | None = None
+        self._has_gradients = True
 
     def after_closure(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """The closure, after which gradients are read anew."""
+        """The closure, which computes the gradients: they are read anew after it."""
+        self._has_gradients = False
 
         def run(*args: Any, **kwargs: Any) -> Any:
             found = closure(*args, **kwargs)
+            self._has_gradients = True
             if self._held is not None:
                 # The step may hold the groups it asked for: their parameters stay the same.
+                self._local_step.drop_gradients()
                 self._held = None
                 self()
             return found
@@ -132,7 +140,7 @@ class _Contents:
     def __call__(self) -> tuple[list[Any], States]:
         if self._held is None:
             with torch.no_grad():
-                self._held = self._local_step.read(self._optimizer)
+                self._held = self._local_step.read(self._optimizer, pack=self._has_gradients)
         return self._held
 
 

@@ -19,14 +19,18 @@ class Twins:
     def __init__(self, kind: type[torch.optim.Optimizer]) -> None:
         contents = self._contents = {}
 
-        def read(index: int) -> Any:
-            return property(lambda twin: contents[id(twin)]()[index])
+        def read(index: int, name: str) -> Any:
+            def value(twin: Any) -> Any:
+                own = contents.get(id(twin))
+                return vars(twin)[name] if own is None else own()[index]
+
+            return property(value)
 
         namespace = {
             "__module__": kind.__module__,
             "__qualname__": kind.__qualname__,
-            "param_groups": read(0),
-            "state": read(1),
+            "param_groups": read(0, "param_groups"),
+            "state": read(1, "state"),
         }
         self._kind: Any = type(kind)(kind.__name__, (kind,), namespace)
 
@@ -40,5 +44,5 @@ class Twins:
         return twin
 
     def forget(self) -> None:
-        """Lets go of the contents of all twins made so far."""
+        """All twins made so far have the optimizer's groups and state from now on."""
         self._contents.clear()

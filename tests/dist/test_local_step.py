@@ -94,13 +94,26 @@ def lion(params: Any) -> optim.Optimizer:
 OPTIMIZERS["lion"] = lion
 
 
+class Layers(nn.Module):
+    """Many small parameters of uneven sizes, two too large to be packed, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        small = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(6)]
+        large = [nn.Linear(5, 6001), nn.Linear(6001, 5)]
+        self.layers = nn.ModuleList([*small, nn.Sequential(*large), nn.LayerNorm(5)])
+        small[5][0].bias.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor, left_out: int = -1) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number != left_out:
+                inputs = layer(inputs)
+        return inputs
+
+
 def make_model() -> nn.Module:
-    """Many small parameters of uneven sizes, one that is too large to be packed, and a frozen one."""
     torch.manual_seed(0)
-    small = [nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(6)]
-    model = nn.Sequential(*small, nn.Linear(5, 4001), nn.Linear(4001, 5), nn.LayerNorm(5))
-    model[0][0].bias.requires_grad_(False)
-    return model
+    return Layers()
 
 
 def prepared(make: Make, **config: Any) -> tuple[nn.Module, optim.Optimizer]:
@@ -113,13 +126,9 @@ def prepared(make: Make, **config: Any) -> tuple[nn.Module, optim.Optimizer]:
 def train(model: nn.Module, optimizer: optim.Optimizer, steps: Iterable[int]) -> None:
     for step in steps:
         torch.manual_seed(step)
-        inputs = torch.randn(4, 5)
         optimizer.zero_grad()
-        out = inputs
-        for number, layer in enumerate(model):
-            if number != step % 3:  # one layer is left out in each step
-                out = layer(out)
-        (out.square().mean() * 100).backward()
+        # One layer is left out in each step.
+        (model(torch.randn(4, 5), step % 3).square().mean() * 100).backward()
         optimizer.step()
 
 
@@ -169,9 +178,14 @@ def sees_plain_tensors(make: Make, **config: Any) -> bool:
     model = make_model()
     optimizer = make(model.parameters())
     prepare_fully_shard(model, optimizer, config)
+    return looked_at(model, optimizer)
+
+
+def looked_at(model: nn.Module, optimizer: optim.Optimizer) -> bool:
     seen: list[Any] = []
-    optimizer.register_step_post_hook(lambda _, args, __: seen.extend(args[0].param_groups))
+    hook = optimizer.register_step_pre_hook(lambda _, args, __: seen.extend(args[0].param_groups))
     train(model, optimizer, [0])
+    hook.remove()
     return not any(isinstance(param, DTensor) for group in seen for param in group["params"])
 
 
@@ -247,8 +261,37 @@ def test_a_closure_runs_once_and_its_gradients_are_stepped(name: str):
     assert_same(*pairs)
 
 
+class LooksFirst(optim.Adam):
+    """Asks for its groups before it runs the closure, and keeps them."""
+
+    def step(self, closure: Any = None) -> Any:
+        groups, loss = self.param_groups, closure()
+        for group in groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    with torch.no_grad():
+                        param.sub_(param.grad, alpha=0.1)
+        return loss
+
+
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_groups_asked_for_before_the_closure_get_its_gradients():
+    pairs = [prepared(LooksFirst, local_step=how) for how in (True, False)]
+    for model, optimizer in pairs:
+        for step in range(3):
+
+            def closure(model=model, step=step):
+                model.zero_grad()
+                torch.manual_seed(step)
+                model(torch.randn(4, 5)).square().mean().backward()
+                return 1.0
+
+            optimizer.step(closure)
+    assert_same(*pairs)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adagrad"])
 def test_state_that_is_loaded_goes_on(name: str):
     local, dtensors = (prepared(OPTIMIZERS[name], local_step=how) for how in ("auto", False))
     for pair in (local, dtensors):
@@ -278,10 +321,7 @@ def test_an_optimizer_that_is_built_later_steps_local_shards_too():
         pairs.append((model, optimizer))
         train(model, optimizer, range(3))
     assert_same(*pairs)
-    groups: list[Any] = []
-    pairs[0][1].register_step_post_hook(lambda _, args, __: groups.extend(args[0].param_groups))
-    pairs[0][1].step()
-    assert not any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    assert [looked_at(*pair) for pair in pairs] == [True, False]
 
 
 @pytest.mark.world_size(2)
@@ -318,7 +358,6 @@ def test_a_step_that_raises_leaves_the_optimizer_as_it_was(monkeypatch):
         train(model, optimizer, [0])
         held = optimizer.param_groups[0]["params"], list(optimizer.state)
         with monkeypatch.context() as patch:
-            patch.setattr(model[7].weight, "requires_grad", False)
             patch.setattr(DecoupledAdamW, "adamw", staticmethod(lambda *_, **__: 1 / 0))
             with pytest.raises(ZeroDivisionError):
                 optimizer.step()
