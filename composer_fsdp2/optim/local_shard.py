@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.written_through import MISSING, Mutable
+from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
 __all__ = ["LocalShard"]
 
@@ -48,7 +49,7 @@ class LocalShard:
         if not isinstance(param, DTensor):
             self.held, self.grad = held, param.grad
             return
-        source = param.to_local()
+        source = local_tensor(param)
         if source is not self._source:
             if self._source is not None and type(source) is type(self._source):
                 # FSDP2's first forward exchanges it, in the closure of a step.
@@ -57,7 +58,7 @@ class LocalShard:
                 self.local = nn.Parameter(source, requires_grad=param.requires_grad)
             self._source = source
             self.changed = True
-        elif self.local.requires_grad is not param.requires_grad:
+        if self.local.requires_grad is not param.requires_grad:
             self.local.requires_grad_(param.requires_grad)
         self.grad = _local_gradient(param)
         if held is not None or self._seen:
@@ -108,7 +109,7 @@ class LocalShard:
             return value
         if value.placements != self.param.placements:
             value = value.redistribute(self.param.device_mesh, self.param.placements)
-        return value.to_local()
+        return local_tensor(value)
 
     def _to_whole(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.ndim == 0:
@@ -134,7 +135,7 @@ def _local_gradient(param: Any) -> torch.Tensor | None:
     placements, own = grad.placements, param.placements
     if placements is not own and (placements != own or grad.device_mesh is not param.device_mesh):
         grad = grad.redistribute(param.device_mesh, own)
-    return grad.to_local()
+    return local_tensor(grad)
 
 
 class _LocalState(Mutable):

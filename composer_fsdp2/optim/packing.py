@@ -4,9 +4,8 @@
 to 40 microseconds for Composer's DecoupledAdamW, most of a second a step for the 18,900 parameters
 of a model with listed experts. Element by element it does not matter where a tensor ends. So
 parameters of one group whose state says the same (step counts, keys, dtypes) are joined end to end,
-stepped as one parameter, and cut apart again. Their state lies end to end from then on, as views of
-one tensor. Done for float32 and float64 only: CPU kernels compute the last elements of a bfloat16
-tensor, those that fill no vector, with other rounding.
+stepped as one parameter, and cut apart again. Done for float32 and float64 only: CPU kernels
+compute the last elements of a bfloat16 tensor, those that fill no vector, with other rounding.
 """
 
 from __future__ import annotations
@@ -95,55 +94,65 @@ class _Packed:
 
 
 class _Pack:
-    """Parameters that are stepped as one, and their state end to end."""
+    """Parameters that are stepped as one.
+
+    Their state is joined for each step and cut again: as views of one tensor its parts would save
+    the copies, but torch copies a DTensor wrongly whose local tensor begins inside its memory.
+    """
 
     def __init__(self, shards: list[LocalShard]) -> None:
         self.shards = shards
         self._sizes = [shard.local.numel() for shard in shards]
-        self._views = [shard.local.detach().view(-1) for shard in shards]
+        self._weights = _flat(shard.local.detach() for shard in shards)
+        first = shards[0]
+        self._elements = {
+            key: _flat(shard.state[key] for shard in shards)
+            for key, value in first.state.items()
+            if _is_elements(value, first.local)
+        }
         self.state: dict[Any, Any] = {}
-        self._seen: dict[Any, Any] = {}
-        for key, value in shards[0].state.items():
-            if _is_elements(value, shards[0].local):
-                self._spread(key, torch.cat([s.state[key].reshape(-1) for s in shards]))
-            else:
-                self.state[key] = self._seen[key] = value
 
     def join(self) -> nn.Parameter:
-        """The weights and gradients end to end, as one parameter."""
-        joined = nn.Parameter(torch.cat(self._views))
+        """The weights and gradients end to end, as one parameter; `state` is its state."""
+        joined = nn.Parameter(torch.cat(self._weights))
         joined.grad = join_flat([shard.grad for shard in self.shards if shard.grad is not None])
-        first = self.shards[0].state
-        for key in self._seen:
-            if not _is_elements(self.state[key], joined):
-                value = first[key]
-                is_tensor = isinstance(value, torch.Tensor)
-                self.state[key] = value.clone() if is_tensor else value
+        self.state = {key: self._joined(key, v) for key, v in self.shards[0].state.items()}
         return joined
+
+    def _joined(self, key: Any, value: Any) -> Any:
+        if key in self._elements:
+            return torch.cat(self._elements[key])
+        return value.clone() if isinstance(value, torch.Tensor) else value
 
     def cut(self, joined: nn.Parameter, states: Any) -> None:
         """Gives each parameter its part of what the step has made, and `states` what is new."""
+        copy_into(self._weights, joined.detach().split(self._sizes))
         for shard in self.shards:
             if shard.held is None and self.state:
                 shard.read_state(states[shard.param])
-        copy_into(self._views, joined.detach().split(self._sizes))
         for key, value in self.state.items():
-            if _is_elements(value, joined):
-                if self._seen.get(key) is not value:
-                    self._spread(key, value)
-            elif isinstance(value, torch.Tensor) and key in self._seen:
-                held = [shard.state[key] for shard in self.shards]
-                copy_into(held, [value] * len(held))
-            else:
-                self._seen[key] = value
+            if not isinstance(value, torch.Tensor):
                 for shard in self.shards:
-                    is_tensor = isinstance(value, torch.Tensor)
-                    shard.state[key] = value.clone() if is_tensor else value
+                    shard.state[key] = value
+            elif key in self._elements:
+                copy_into(self._elements[key], value.split(self._sizes))
+            elif _is_elements(value, joined):
+                self._make_elements(key, value)
+            elif isinstance(self.shards[0].state.get(key), torch.Tensor):
+                copy_into([shard.state[key] for shard in self.shards], [value] * len(self.shards))
+            else:
+                for shard in self.shards:
+                    shard.state[key] = value.clone()
+        self.state = {}
 
-    def _spread(self, key: Any, value: torch.Tensor) -> None:
-        self.state[key] = self._seen[key] = value
+    def _make_elements(self, key: Any, value: torch.Tensor) -> None:
         for shard, part in zip(self.shards, value.split(self._sizes), strict=True):
-            shard.state[key] = part.view(shard.local.shape)
+            shard.state[key] = part.view(shard.local.shape).clone()
+        self._elements[key] = _flat(shard.state[key] for shard in self.shards)
+
+
+def _flat(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [tensor.view(-1) for tensor in tensors]
 
 
 def _key(shard: LocalShard) -> tuple[Any, ...] | None:

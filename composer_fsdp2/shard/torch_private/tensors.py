@@ -48,6 +48,7 @@ __all__ = [
     "is_view",
     "is_whole_graph",
     "join_flat",
+    "local_tensor",
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -122,6 +123,11 @@ def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if together is not None:
         return together(list(tensors))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def local_tensor(tensor: Any) -> torch.Tensor:
+    """Returns the tensor a DTensor holds, the same object each time, as `to_local` does not."""
+    return tensor._local_tensor
 
 
 def storage_id(tensor: torch.Tensor) -> int:
