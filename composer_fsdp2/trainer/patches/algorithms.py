@@ -22,6 +22,8 @@ _CLIPPING = Feature(
         when=lambda algorithm: algorithm.clipping_type == "adaptive",
     ),
 )
+_NORMS = Feature("norms of gradients in one reduction", "Composer's own are right, and slower.")
+"""No run asks for it: where it is switched off, Composer's functions stay."""
 
 
 def _feature(name: str, module: str) -> Feature:
@@ -67,6 +69,22 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
         "4aa29feaede39e77",
         "takes a shard's norm for the whole",
         "gradient_clipping/gradient_clipping.py#L66",
+    ),
+    _row(
+        _NORMS,
+        "gradient_clipping.gradient_clipping:apply_gradient_clipping",
+        "clip_gradients",
+        "b4014cc6206ef761",
+        "clips through one DTensor operation after the other",
+        "gradient_clipping/gradient_clipping.py#L23",
+    ),
+    _row(
+        _NORMS,
+        "sam.sam:SAMOptimizer._grad_norm",
+        "ascent_norm",
+        "5f86e331bebb39d7",
+        "reduces the norm of each gradient by itself",
+        "sam/sam.py#L110",
     ),
     _row(
         _FREEZING,
