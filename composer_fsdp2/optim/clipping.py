@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.optim.norms import gradient_norm, local_part
+from composer_fsdp2.optim.norms import Shards, norm_of
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
@@ -58,25 +58,24 @@ def clip_grad_norm_(
         >>> composer_fsdp2.clip_grad_norm_(model.parameters(), max_norm=1.0)
         tensor(5.)
     """
-    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    total = gradient_norm(params, norm_type, foreach=foreach)
+    shards = Shards([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    total = norm_of(shards, norm_type, foreach=foreach)
     if error_if_nonfinite and not torch.isfinite(total):
         raise RuntimeError(
             f"The norm of order {norm_type} of all gradients is non-finite ({total.item()}), so "
             "clipping would make every gradient 0 or NaN. Look for the step whose loss is not "
             "finite, or pass error_if_nonfinite=False to scale by it all the same."
         )
-    torch.nn.utils.clip_grads_with_norm_(_local_gradients(params), max_norm, total, foreach)
+    torch.nn.utils.clip_grads_with_norm_(_holders(shards.grads), max_norm, total, foreach)
     return total
 
 
 @torch.no_grad()
 def clip_grad_value_(parameters: Iterable[torch.Tensor], clip_value: float) -> None:
     """Clips each element of the gradients. Collective: no."""
-    torch.nn.utils.clip_grad_value_(_local_gradients(parameters), clip_value)
+    torch.nn.utils.clip_grad_value_(_holders(Shards(parameters).grads), clip_value)
 
 
-def _local_gradients(params: Iterable[torch.Tensor]) -> list[Any]:
-    """Objects that have a shard of a gradient as `grad`, which is all that torch reads of them."""
-    grads = [local_part(param.grad) for param in params if param.grad is not None]
-    return [SimpleNamespace(grad=grad) for grad in grads if grad.numel() > 0]
+def _holders(grads: Iterable[torch.Tensor]) -> list[Any]:
+    """Objects that have a gradient as `grad`, which is all that torch reads of parameters."""
+    return [SimpleNamespace(grad=grad) for grad in grads]

@@ -22,10 +22,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "Groups",
+    "Shards",
     "clip_by_unit_norm_",
     "gradient_norm",
     "groups_of",
     "local_part",
+    "norm_of",
     "whole_metrics",
 ]
 
@@ -42,13 +44,15 @@ def groups_of(tensor: torch.Tensor) -> Groups:
     """The process groups between whose ranks a tensor is divided."""
     if not isinstance(tensor, DTensor):
         return ()
-    return _groups(tensor.device_mesh, tensor.placements)
+    return _groups(tensor.device_mesh, tensor.placements, _divides)
+
+
+def _divides(placement: Placement) -> bool:
+    return not placement.is_replicate() and not placement.is_partial()
 
 
 def _groups(
-    mesh: DeviceMesh,
-    placements: Sequence[Placement],
-    divides: Callable[[Placement], bool] = lambda placement: not placement.is_replicate(),
+    mesh: DeviceMesh, placements: Sequence[Placement], divides: Callable[[Placement], bool]
 ) -> Groups:
     return tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if divides(place))
 
@@ -58,11 +62,17 @@ def _reduced(
     groups: Sequence[Groups],
     operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[torch.Tensor]:
-    """Values with what is missing from the other ranks, one collective for each process group."""
+    """Values with what is missing from the other ranks, one collective for each process group.
+
+    Values may be overwritten.
+    """
     found = list(values)
     for group in dict.fromkeys(group for several in groups for group in several):
         places = [index for index, several in enumerate(groups) if group in several]
         if dist.get_world_size(group) == 1:
+            continue
+        if len(places) == 1:
+            dist.all_reduce(found[places[0]], op=operation, group=group)
             continue
         device = found[places[0]].device
         flat = torch.cat([found[index].flatten().to(device) for index in places])
@@ -76,13 +86,48 @@ def _reduced(
 # --- The norm of all gradients ---
 
 
+class Shards:
+    """This rank's shards of the gradients of parameters, by what they are divided between.
+
+    Each parameter is looked at once: next to small shards, that is most of what a norm costs.
+    """
+
+    def __init__(self, params: Iterable[torch.Tensor]) -> None:
+        self.grads: list[torch.Tensor] = []
+        """local tensors, some of them without elements"""
+        self.terms: dict[Groups, list[torch.Tensor]] = {}
+        """the same, to take norms of; with nothing in it, where other ranks may have a gradient"""
+        self.dtypes: set[torch.dtype] = set()
+        self.device = torch.device("cpu")
+        last: Any = self  # no place
+        terms, is_sum = list[torch.Tensor](), False
+        grads, dtypes = self.grads, self.dtypes
+        for param in params:
+            grad = param.grad
+            tensor = param if grad is None else grad
+            sharded = isinstance(tensor, DTensor)
+            place = (tensor.device_mesh, tensor.placements) if sharded else None
+            if place != last:
+                last, groups = place, groups_of(tensor)
+                self.device = self.device if self.terms else tensor.device
+                terms = self.terms.setdefault(groups, [])
+                is_sum = sharded and any(map(Placement.is_partial, tensor.placements))
+            dtypes.add(tensor.dtype)
+            if grad is not None:
+                local = tensor.to_local() if sharded else tensor
+                grads.append(local)
+                terms.append(_summed_up(tensor).to_local() if sharded and is_sum else local)
+
+
+def _summed_up(grad: DTensor) -> DTensor:
+    """A gradient of which the ranks hold terms of a sum, whose norms say nothing."""
+    whole = [Replicate() if place.is_partial() else place for place in grad.placements]
+    return grad.redistribute(placements=whole)
+
+
 @torch.no_grad()
 def gradient_norm(
-    params: Sequence[torch.Tensor],
-    norm_type: float = 2.0,
-    *,
-    foreach: bool | None = None,
-    dtype: torch.dtype | None = None,
+    params: Iterable[torch.Tensor], norm_type: float = 2.0, *, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     """Norm of the gradients of parameters as if they were one vector, the same on all ranks.
 
@@ -92,7 +137,6 @@ def gradient_norm(
     Args:
         params: sharded, whole, or both; a missing gradient counts as zeros.
         norm_type: p of the p-norm, also infinite, negative or 0.
-        foreach: as in `torch.nn.utils.clip_grad_norm_`.
         dtype: in which the elements are added up; by default the gradients' own, or float32 where
             that has fewer bits.
 
@@ -100,46 +144,22 @@ def gradient_norm(
         A plain tensor without dimensions, in `dtype`, or in float64 if a parameter is and else in
         float32.
     """
-    if not params:
-        return torch.tensor(0.0, dtype=dtype)
-    wide = any(param.dtype in (torch.float64, torch.complex128) for param in params)
-    found = dtype or (torch.float64 if wide else torch.float32)
-    held, device = _gradients_by_groups(params)
-    order = _Order(float(norm_type), device, foreach, dtype)
-    parts = [order.part(grads) for grads in held.values()]
-    return order.whole(_reduced(parts, list(held), order.operation)).to(found)
+    return norm_of(Shards(params), norm_type, dtype=dtype)
 
 
-def _gradients_by_groups(
-    params: Iterable[torch.Tensor],
-) -> tuple[dict[Groups, list[torch.Tensor]], torch.device]:
-    """This rank's shards of gradients, by what they are divided between, and the first's device."""
-    known: dict[tuple[DeviceMesh, tuple[Placement, ...]], Groups] = {}
-    held: dict[Groups, list[torch.Tensor]] = {}
-    device: torch.device | None = None
-    for param in params:
-        grad = param.grad
-        tensor = param if grad is None else grad
-        groups: Groups = ()
-        if isinstance(tensor, DTensor):
-            placed = (tensor.device_mesh, tensor.placements)
-            if any(map(Placement.is_partial, tensor.placements)):
-                tensor = _summed_up(tensor)
-            if placed not in known:
-                known[placed] = groups_of(tensor)
-            groups = known[placed]
-        local = local_part(tensor)
-        device = device or local.device
-        grads = held.setdefault(groups, [])
-        if grad is not None and local.numel() > 0:
-            grads.append(local)
-    return held, device or torch.device("cpu")
-
-
-def _summed_up(grad: DTensor) -> DTensor:
-    """A gradient of which the ranks hold terms of a sum, whose norms say nothing."""
-    whole = [Replicate() if place.is_partial() else place for place in grad.placements]
-    return grad.redistribute(placements=whole)
+def norm_of(
+    shards: Shards,
+    norm_type: float,
+    *,
+    foreach: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """As `gradient_norm`; `foreach` is that of `torch.nn.utils.clip_grad_norm_`."""
+    wide = shards.dtypes & {torch.float64, torch.complex128}
+    order = _Order(float(norm_type), shards, foreach, dtype)
+    parts = [order.part(terms) for terms in shards.terms.values()] or [order.part([])]
+    whole = order.whole(_reduced(parts, list(shards.terms) or [()], order.operation))
+    return whole.to(dtype or (torch.float64 if wide else torch.float32))
 
 
 class _Order:
@@ -150,14 +170,17 @@ class _Order:
     """
 
     def __init__(
-        self, p: float, device: torch.device, foreach: bool | None, dtype: torch.dtype | None
+        self, p: float, shards: Shards, foreach: bool | None, dtype: torch.dtype | None
     ) -> None:
         self.p = p
-        self.device, self.foreach, self.dtype = device, foreach, dtype
+        self.device, self.foreach, self.dtype = shards.device, foreach, dtype
+        self.few_bits = any(dtype.itemsize < 4 for dtype in shards.dtypes)
         self.operation: Any = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
 
     def part(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Of one rank: the sum of powers, or the largest (smallest, negated) absolute value."""
+        if self.p <= 0 or math.isinf(self.p):
+            tensors = [tensor for tensor in tensors if tensor.numel() > 0]
         if math.isinf(self.p):
             if not tensors:
                 return self._numbers(0.0 if self.p > 0 else -math.inf, 0.0)
@@ -171,20 +194,22 @@ class _Order:
 
     def whole(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The norm, from complete parts."""
-        found = torch.stack(parts)
         if not math.isinf(self.p):
-            total = found.sum()
-            return total if self.p == 0 else total.pow(1 / self.p)
-        value, is_nan = found.amax(dim=0)
+            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
+            return (total if self.p == 0 else total.pow(1 / self.p)).reshape(())
+        value, is_nan = torch.stack(parts).amax(dim=0)
         return torch.where(is_nan > 0, math.nan, value if self.p > 0 else -value)
 
     def _numbers(self, *values: float) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
+        """Made on the device: the host would wait for a copy."""
+        filled = (
+            torch.full((), value, dtype=torch.float64, device=self.device) for value in values
+        )
+        return torch.stack([*filled])
 
     def _local(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The norm over one rank's tensors."""
-        low = any(tensor.dtype.itemsize < 4 for tensor in tensors)
-        if self.p != 0 and self.dtype is None and not low:
+        if self.p != 0 and self.dtype is None and not self.few_bits:
             norm = torch.nn.utils.get_total_norm(tensors, self.p, foreach=self.foreach)
             return norm.to(self.device, torch.float64)
         # torch would round the norm of each tensor to the tensor's few bits.
@@ -192,8 +217,8 @@ class _Order:
         return norms.sum() if self.p == 0 else torch.linalg.vector_norm(norms, self.p)
 
     def _precise(self, tensor: torch.Tensor) -> torch.Tensor:
-        low = torch.float32 if tensor.dtype.itemsize < 4 else None
-        norm = torch.linalg.vector_norm(tensor, self.p, dtype=self.dtype or low)
+        few = torch.float32 if tensor.dtype.itemsize < 4 else None
+        norm = torch.linalg.vector_norm(tensor, self.p, dtype=self.dtype or few)
         return norm.to(self.device, torch.float64)
 
 
@@ -245,7 +270,7 @@ def _row_groups(tensor: torch.Tensor) -> Groups:
 
     def divides(placement: Placement) -> bool:
         by_rows = tensor.ndim > 1 and getattr(placement, "dim", None) == 0
-        return not placement.is_replicate() and not by_rows
+        return _divides(placement) and not by_rows
 
     return _groups(tensor.device_mesh, tensor.placements, divides)
 

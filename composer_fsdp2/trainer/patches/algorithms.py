@@ -22,8 +22,6 @@ _CLIPPING = Feature(
         when=lambda algorithm: algorithm.clipping_type == "adaptive",
     ),
 )
-_NORMS = Feature("norms of gradients in one reduction", "Composer's own are right, and slower.")
-"""No run asks for it: where it is switched off, Composer's functions stay."""
 
 
 def _feature(name: str, module: str) -> Feature:
@@ -37,6 +35,7 @@ def _feature(name: str, module: str) -> Feature:
 _FREEZING = _feature("LayerFreezing", "layer_freezing.layer_freezing")
 _EMA = _feature("EMA", "ema.ema")
 _SWA = _feature("SWA", "swa.swa")
+_SAM = _feature("SAM", "sam.sam")
 
 
 def _row(
@@ -71,7 +70,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
         "gradient_clipping/gradient_clipping.py#L66",
     ),
     _row(
-        _NORMS,
+        _CLIPPING,
         "gradient_clipping.gradient_clipping:apply_gradient_clipping",
         "clip_gradients",
         "b4014cc6206ef761",
@@ -79,7 +78,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
         "gradient_clipping/gradient_clipping.py#L23",
     ),
     _row(
-        _NORMS,
+        _SAM,
         "sam.sam:SAMOptimizer._grad_norm",
         "ascent_norm",
         "5f86e331bebb39d7",
