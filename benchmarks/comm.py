@@ -325,8 +325,9 @@ def _report(name: str, peer: str, backend: str, seen: Traffic, least: Traffic) -
         "peer": peer,
         "backend": backend,
         "ranks": dist.get_world_size(),
-        # The worst kind counts: a gather too many must not hide behind a reduction too few.
-        "ratio": max(actual / best for actual, best in pairs.values() if best or actual),
+        # The worst kind counts: a gather too many must not hide behind a reduction too few. A kind
+        # that the theory has none of, as the numbers the ranks agree on, counts in what is sent.
+        "ratio": max(actual / best for actual, best in pairs.values() if best),
         **{f"{kind}_bytes": [round(a), round(b)] for kind, (a, b) in pairs.items()},
         "calls": dict(seen.calls),
         "minimum_calls": dict(least.calls),

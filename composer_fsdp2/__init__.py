@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PatchError,
         PlanError,
     )
+    from composer_fsdp2.optim.clipping import clip_grad_norm_
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
@@ -45,6 +46,7 @@ _HOMES = {
     "WrapPlan": "plan.planner",
     "apply_activation": "blocks.activation",
     "apply_plan": "shard.apply",
+    "clip_grad_norm_": "optim.clipping",
     "install": "trainer.patches",
     "installed": "trainer.patches",
     "parse_config": "config.schema",
@@ -71,6 +73,7 @@ __all__ = [
     "__version__",
     "apply_activation",
     "apply_plan",
+    "clip_grad_norm_",
     "install",
     "installed",
     "parse_config",

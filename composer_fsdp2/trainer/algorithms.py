@@ -20,15 +20,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.runtime.norms import clip_by_unit_norm_, local_part
+from composer_fsdp2.optim.clipping import clip_grad_norm_, clip_grad_value_
+from composer_fsdp2.optim.norms import clip_by_unit_norm_, gradient_norm, local_part
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves, tree_map_only
 from composer_fsdp2.trainer.load_steps import plain_name
 
 __all__ = [
+    "ascent_norm",
     "average_weights",
     "clip_adaptively",
+    "clip_gradients",
     "freeze_layers",
     "load_ema",
     "move_averages",
@@ -39,6 +42,30 @@ __all__ = [
 ]
 
 _Tensors = dict[str, torch.Tensor]
+
+
+def clip_gradients(
+    original: Callable[..., None],
+    model: nn.Module,
+    clipping_type: str,
+    clipping_threshold: float,
+    fsdp_enabled: bool,
+) -> None:
+    """Replaces `apply_gradient_clipping`. Collective: yes, for a sharded model and a norm."""
+    if clipping_type == "norm" and is_sharded(model):
+        clip_grad_norm_(model.parameters(), clipping_threshold)
+    elif clipping_type == "value" and is_sharded(model):
+        clip_grad_value_(model.parameters(), clipping_threshold)
+    else:
+        original(model, clipping_type, clipping_threshold, fsdp_enabled)
+
+
+def ascent_norm(original: Callable[..., torch.Tensor], optimizer: Any) -> torch.Tensor:
+    """Replaces `SAMOptimizer._grad_norm`. Collective: yes, for shards."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(isinstance(param, DTensor) for param in params):
+        return gradient_norm(params)
+    return original(optimizer)
 
 
 def clip_adaptively(

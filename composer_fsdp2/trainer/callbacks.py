@@ -19,9 +19,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import any_rank
-from composer_fsdp2.runtime.norms import whole_metrics
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.trainer.load_steps import plain_name
+from composer_fsdp2.trainer.logged_norms import GRADIENT, logged_norms
 
 __all__ = [
     "agreed_metric",
@@ -33,7 +33,6 @@ __all__ = [
     "start_memory_records",
 ]
 
-_GRADIENT = "l2_norm/grad"
 _START = "_fsdp2_start"
 
 
@@ -45,22 +44,9 @@ def log_optimizer(original: Callable[..., None], monitor: Any, state: State, log
     if state.timestamp.batch.value % monitor.batch_log_interval != 0:
         return
     reshard(state.model)
-    report: Any = None
-    if monitor.log_optimizer_metrics:
-        report = getattr(state.optimizers[0], "report_per_parameter_metrics", None)
-    found: dict[str, Any] = {}
-    for given_name, param in state.model.named_parameters():
-        if param.grad is None or not param.requires_grad:
-            continue
-        name = plain_name(given_name)
-        if report is not None:
-            found.update(report(param, name, found))
-        if f"{_GRADIENT}/{name}" not in found:
-            found[f"{_GRADIENT}/{name}"] = torch.linalg.vector_norm(param.grad)
-    # Composer's own reductions take what they get for one rank's part, and need CUDA.
-    metrics = whole_metrics(found)
-    norms = [value for name, value in metrics.items() if name.startswith(_GRADIENT)]
-    metrics[f"{_GRADIENT}/global"] = math.hypot(*norms)
+    metrics = logged_norms(state.model, state.optimizers[0], reported=monitor.log_optimizer_metrics)
+    norms = [value for name, value in metrics.items() if name.startswith(GRADIENT)]
+    metrics[f"{GRADIENT}/global"] = math.hypot(*norms)
     logger.log_metrics(metrics)
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist as composer_dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.optim import norms
 
 __all__ = ["NAME", "Recorder", "gradient_norm"]
 
@@ -73,40 +71,6 @@ def gradient_norm(model: nn.Module) -> float:
     roots = [module for module in roots if module.check_is_root()]
     covered = {param for root in roots for param in root.parameters()}
     squares = sum(root.clip_grad_norm_(float("inf")).item() ** 2 for root in roots)
-    squares += _squares(param for param in model.parameters() if param not in covered)
+    others = [param for param in model.parameters() if param not in covered]
+    squares += norms.gradient_norm(others, dtype=torch.float64).item() ** 2
     return squares**0.5
-
-
-def _squares(params: Iterable[nn.Parameter]) -> float:
-    """Sum of the squares of whole gradients.
-
-    A parameter counts without a gradient too: it may have one on another rank, which then waits
-    for this one.
-    """
-    sums: dict[tuple[DeviceMesh, tuple[int, ...]] | None, torch.Tensor] = {}
-    for param in params:
-        place, square = _sharded_over(param), _local_square(param)
-        sums[place] = sums[place] + square if place in sums else square
-    for place, total in sums.items():
-        mesh, axes = place or (None, ())
-        for axis in axes:
-            assert mesh is not None
-            dist.all_reduce(total, group=mesh.get_group(axis))
-    return sum(total.item() for total in sums.values())
-
-
-def _local_square(param: nn.Parameter) -> torch.Tensor:
-    """Sum of squares of what this rank holds of a gradient."""
-    grad = param.grad
-    if grad is None:
-        return torch.zeros((), dtype=torch.float64, device=param.device)
-    local = grad.to_local() if isinstance(grad, DTensor) else grad
-    return torch.linalg.vector_norm(local, dtype=torch.float64).square()
-
-
-def _sharded_over(param: nn.Parameter) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """Mesh and axes over which a parameter is split; `None` for a whole one."""
-    if not isinstance(param, DTensor):
-        return None
-    axes = (axis for axis, placed in enumerate(param.placements) if placed.is_shard())
-    return param.device_mesh, tuple(axes)

@@ -35,6 +35,7 @@ GROUPS = {
         "ActivationSpec",
         "ActivationPlan",
     ),
+    "In a loop of your own": ("clip_grad_norm_",),
     "Callback": ("FSDP2Monitor",),
     "Errors": ("ConfigError", "PlanError", "CheckpointError", "PatchError"),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
 import composer_fsdp2
 
@@ -23,6 +24,7 @@ NAMES = [
     "__version__",
     "apply_activation",
     "apply_plan",
+    "clip_grad_norm_",
     "install",
     "installed",
     "parse_config",
@@ -75,6 +77,14 @@ def test_summon_full_params_has_the_signature_of_fsdp1():
 
     theirs = inspect.signature(FSDP.summon_full_params).parameters.values()
     ours = inspect.signature(composer_fsdp2.summon_full_params).parameters.values()
+    assert [(p.name, p.default, p.kind) for p in ours] == [
+        (p.name, p.default, p.kind) for p in theirs
+    ]
+
+
+def test_clip_grad_norm_has_the_signature_of_torch():
+    theirs = inspect.signature(torch.nn.utils.clip_grad_norm_).parameters.values()
+    ours = inspect.signature(composer_fsdp2.clip_grad_norm_).parameters.values()
     assert [(p.name, p.default, p.kind) for p in ours] == [
         (p.name, p.default, p.kind) for p in theirs
     ]

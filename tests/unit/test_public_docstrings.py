@@ -27,6 +27,7 @@ WITH_SOURCE = {
     "FSDP2Monitor",
     "apply_activation",
     "apply_plan",
+    "clip_grad_norm_",
     "prepare_fully_shard",
     "summon_full_params",
     "tied_groups",

@@ -35,6 +35,7 @@ def _feature(name: str, module: str) -> Feature:
 _FREEZING = _feature("LayerFreezing", "layer_freezing.layer_freezing")
 _EMA = _feature("EMA", "ema.ema")
 _SWA = _feature("SWA", "swa.swa")
+_SAM = _feature("SAM", "sam.sam")
 
 
 def _row(
@@ -67,6 +68,22 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
         "4aa29feaede39e77",
         "takes a shard's norm for the whole",
         "gradient_clipping/gradient_clipping.py#L66",
+    ),
+    _row(
+        _CLIPPING,
+        "gradient_clipping.gradient_clipping:apply_gradient_clipping",
+        "clip_gradients",
+        "b4014cc6206ef761",
+        "clips through one DTensor operation after the other",
+        "gradient_clipping/gradient_clipping.py#L23",
+    ),
+    _row(
+        _SAM,
+        "sam.sam:SAMOptimizer._grad_norm",
+        "ascent_norm",
+        "5f86e331bebb39d7",
+        "reduces the norm of each gradient by itself",
+        "sam/sam.py#L110",
     ),
     _row(
         _FREEZING,

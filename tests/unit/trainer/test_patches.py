@@ -271,6 +271,7 @@ ASKING: dict[str, Callable[[PatchPoint], object]] = {
     "LayerFreezing": added("algorithms", "composer.algorithms:LayerFreezing"),
     "EMA": added("algorithms", "composer.algorithms:EMA"),
     "SWA": added("algorithms", "composer.algorithms:SWA"),
+    "SAM": added("algorithms", "composer.algorithms:SAM"),
     "LLM Foundry's training on one rank with FSDP2": lambda _: transform.transform(
         {"parallelism_config": {"fsdp2": {}}}
     ),

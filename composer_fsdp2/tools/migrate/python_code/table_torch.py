@@ -196,9 +196,9 @@ _MEMBERS = (
     ),
     _member(
         "clip_grad_norm_",
-        use="torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-        reason="torch's own function computes the norm of DTensors over all ranks; "
-        ".full_tensor() of what it returns is the number",
+        use="composer_fsdp2.clip_grad_norm_(model.parameters(), max_norm)",
+        reason="the norm over all ranks in one reduction, as a plain tensor; torch's own function "
+        "is right too, and .full_tensor() of what it returns is the number",
         distinctive=True,
         strangers=("accelerator", "clip_grad", "fabric", "utils"),
     ),
