@@ -1,4 +1,4 @@
-"""What ranks tell each other while they train, without a host that waits for its device.
+"""Agreements of ranks in a step, for which no host waits for its device.
 
 [Note: agreements] How many microbatches a batch has, whether data is left, who used a parameter:
 these are numbers of the host, and the host needs the answer before it goes on. Sent through NCCL

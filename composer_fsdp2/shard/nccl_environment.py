@@ -1,4 +1,4 @@
-"""What NCCL needs for `communication.symmetric_memory`: its version and variables. Pure.
+"""Requirements of `communication.symmetric_memory` on NCCL: version and variables. Pure.
 
 [Note: symmetric memory] NCCL maps such a buffer on every rank at the same offset, and has kernels
 that read and write the others' directly. The memory has to be that of `cuMemCreate`, the buffer is
