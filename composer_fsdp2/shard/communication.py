@@ -6,8 +6,8 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from torch.cuda import nccl
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.placement import Communication
@@ -86,7 +86,7 @@ def nccl_version() -> tuple[int, ...] | None:
     """Returns NCCL's version, `None` where this torch has no NCCL. Collective: no."""
     if not dist.is_nccl_available():
         return None
-    found: Any = torch.cuda.nccl.version()
+    found: Any = nccl.version()
     return tuple(found)
 
 
