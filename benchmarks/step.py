@@ -150,14 +150,14 @@ def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
 
 def measure_agreement(steps: int, warmup: int) -> None:
     """Prints the line of rank 0."""
-    from composer_fsdp2.ranks import all_reduce_min_max
+    from composer_fsdp2.runtime.agreement import agreement_of
 
-    trainee, device = Trainee(OURS, Controls()), torch.device("cpu")
+    trainee, agreement = Trainee(OURS, Controls()), agreement_of(torch.device("cpu"))
     tokens = torch.randint(0, 2048, (4, 129))
     step = statistics.median([trainee.step(tokens) for _ in range(warmup + steps)][warmup:])
     calls, start = 500, time.process_time()
     for _ in range(calls):
-        all_reduce_min_max(1, device)
+        agreement.min_max(1)
     call = (time.process_time() - start) / calls
     if dist.get_rank() == 0:
         told = {"ranks": 2, "steps": steps, "step_seconds": step, "agreement_seconds": call}

@@ -1,4 +1,4 @@
-"""Exchanges between ranks: one error on all of them, minimum and maximum, rank 0's values."""
+"""Exchanges between ranks: one error on all of them, rank 0's values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pickle
 import platform
 import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ import torch.distributed as dist
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
 __all__ = [
-    "all_reduce_max",
-    "all_reduce_min_max",
     "any_rank",
     "broadcast_from_rank0",
     "installation",
@@ -187,21 +185,6 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     found = torch.tensor([int(flag)], device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
-
-
-def all_reduce_min_max(number: int, device: torch.device) -> tuple[int, int]:
-    """Of the ranks' numbers. Collective: yes, over the default group."""
-    least, most = all_reduce_max([-number, number], device)
-    return -least, most
-
-
-def all_reduce_max(numbers: Sequence[int], device: torch.device) -> list[int]:
-    """Each number's maximum over the ranks. Collective: yes, over the default group."""
-    if dist.get_world_size() == 1:
-        return list(numbers)
-    found = torch.tensor(numbers, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.tolist()
 
 
 @torch.no_grad()

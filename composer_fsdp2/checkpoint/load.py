@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
 from composer_fsdp2.checkpoint.pickles import load_object, trusts
-from composer_fsdp2.checkpoint.progress import counting_bytes
 from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.progress import counting_bytes
 
 __all__ = ["Fit", "check_fit", "check_groups", "load_sharded", "read_items", "reason_of"]
 

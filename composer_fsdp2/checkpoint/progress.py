@@ -1,59 +1,13 @@
-"""A progress bar for reading and writing that takes seconds: on rank 0, and on a terminal alone."""
+"""The bytes that a save writes, piece by piece, for a progress bar."""
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from tqdm import tqdm
 
-__all__ = ["CountedPlanner", "bytes_of", "counting_bytes"]
-
-_DELAY_SECONDS = 2.0
-"""what is done sooner has no bar"""
-
-
-@contextmanager
-def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], object]]:
-    """Shows how far a rank is, with its speed and the time left, on standard error.
-
-    The bar is of rank 0's own part; it comes after two seconds and goes when the part is done. In a
-    log file or a pipe it would be a line for every step, so there nothing is shown, nor is anything
-    from a thread in the background.
-
-    Collective: no.
-
-    Args:
-        title: what is done, for example "Loading checkpoint".
-        total_bytes: of this rank's part.
-
-    Yields:
-        A function that takes the bytes done since the last call.
-    """
-    if not _is_seen():
-        yield lambda done: None
-        return
-    with tqdm(
-        desc=title,
-        total=total_bytes,
-        unit="B",
-        unit_scale=True,
-        delay=_DELAY_SECONDS,
-        leave=False,
-        file=sys.stderr,
-    ) as bar:
-        yield bar.update
-
-
-def _is_seen() -> bool:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    in_front = threading.current_thread() is threading.main_thread()
-    return rank == 0 and in_front and sys.stderr.isatty()
+__all__ = ["CountedPlanner", "bytes_of"]
 
 
 def bytes_of(items: Iterable[WriteItem]) -> int:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
 from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.progress import CountedPlanner, bytes_of, counting_bytes
+from composer_fsdp2.checkpoint.progress import CountedPlanner, bytes_of
 from composer_fsdp2.checkpoint.source import CHECKSUMS, digest_of
 from composer_fsdp2.checkpoint.staging import (
     INCOMPLETE,
@@ -44,6 +44,7 @@ from composer_fsdp2.checkpoint.staging import (
     write_failure,
 )
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import raise_on_all_ranks
 
 __all__ = [

@@ -178,19 +178,23 @@ def _read_machine() -> Machine:
     """Looks at the installation. Imports Composer, whose sources are compared."""
     import torch
 
+    from composer_fsdp2.shard.communication import nccl_version
+    from composer_fsdp2.shard.nccl_environment import VARIABLES
     from composer_fsdp2.shard.torch_private.members import member_states
     from composer_fsdp2.tools.doctor import Gpu, Machine
     from composer_fsdp2.trainer.patches import patch_states
 
     count = torch.cuda.device_count()
     devices = [torch.cuda.get_device_properties(number) for number in range(count)]
+    read = (*_VARIABLES, *VARIABLES)
     return Machine(
         versions={"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
         gpus=tuple(Gpu(device.name, device.total_memory) for device in devices),
         patches=patch_states(),
         members=member_states(),
-        environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        environment={name: os.environ[name] for name in read if name in os.environ},
         has_pkg_resources=importlib.util.find_spec("pkg_resources") is not None,
+        nccl=nccl_version(),
     )
 
 

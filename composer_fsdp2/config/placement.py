@@ -45,8 +45,17 @@ class Communication:
     allocate_from_process_group: bool = setting(
         False, BOOLEAN, "takes buffers from NCCL's own allocator"
     )
+    sum_reductions: bool = setting(
+        False,
+        BOOLEAN,
+        "reduces gradients by sums alone, and divides them in a step of its own; NCCL knows fast "
+        "ways for sums that it has not for averages",
+    )
     symmetric_memory: bool = setting(
-        False, BOOLEAN, "keeps the buffers of all-gathers in symmetric memory (NCCL)"
+        False,
+        BOOLEAN,
+        "keeps the buffers of all-gathers in symmetric memory (NCCL 2.27); with `sum_reductions` "
+        "those of reduce-scatters as well",
     )
 
 

@@ -24,7 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
+from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.runtime.events import Event, UnitEvents
 from composer_fsdp2.runtime.explain import Refusal
 from composer_fsdp2.runtime.second_backward import SecondBackward
@@ -262,7 +263,8 @@ class _Watch:
         """Raises on every rank what was found on any. Collective: yes."""
         error = self._error()
         # Almost always there is none, and one number says that.
-        if any_rank(error is not None, device_of(next(iter(self._groups)))):
+        agreement = agreement_of(device_of(next(iter(self._groups))))
+        if agreement.any_rank(error is not None):
             raise_on_all_ranks({}, error)
 
     def _raise_here(self) -> None:

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.runtime.oom import is_out_of_memory
 from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, store, watchdog_of
 from composer_fsdp2.shard.torch_private.collectives import (
@@ -220,9 +221,7 @@ class JointExit:
 
     def meet(self) -> None:
         """Waits for all ranks; none is short of anything after that. Collective: yes."""
-        flag = torch.zeros(1, dtype=torch.uint8, device=self._device)
-        dist.all_reduce(flag)
-        flag.item()  # waits
+        agreement_of(self._device).any_rank(False)
         with self._lock:
             if self._now.frozen:
                 raise _AbandonedError

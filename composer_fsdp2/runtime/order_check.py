@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import warnings
 import weakref
 import zlib
 from collections import defaultdict, deque
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.ranks import any_rank
+from composer_fsdp2.runtime.agreement import gloo_group
 from composer_fsdp2.runtime.events import Event, UnitEvents
 from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, timed_out, unit_text
 from composer_fsdp2.shard.torch_private.units import backward_number
@@ -87,22 +86,16 @@ def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup 
     assert world is not None
     if world in _channels:
         return _channels[world]
-    channel, failed = None, "on another rank"
-    try:
-        # A rank can only end when what it has sent is done, or late.
-        timeout = datetime.timedelta(seconds=timeout_seconds)
-        channel = dist.new_group(backend="gloo", timeout=timeout)
-    except RuntimeError as error:
-        failed = str(error)
-    if any_rank(channel is None, device):
-        warnings.warn(
-            f"gloo cannot connect the ranks: {failed}. They do not compare the order of their "
-            "collectives (order_check). Set GLOO_SOCKET_IFNAME to the interface they share, or "
-            "write order_check: never.",
-            stacklevel=2,
-        )
+    # A rank can only end when what it has sent is done, or late.
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    channel = gloo_group(
+        timeout,
+        device,
+        "They do not compare the order of their collectives (order_check). Set GLOO_SOCKET_IFNAME "
+        "to the interface they share, or write order_check: never.",
+    )
+    if channel is None:
         return None
-    assert channel is not None
     _channels[world] = channel
     return channel
 

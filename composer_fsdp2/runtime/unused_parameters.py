@@ -29,6 +29,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.runtime.events import Event
 from composer_fsdp2.shard.torch_private.tensors import default_store, tree_leaves
 from composer_fsdp2.shard.torch_private.units import (
@@ -89,6 +90,7 @@ class UnusedParameters:
         self._always = {group for name in always for group in self._of_unit[name]}
         self._groups = [group for groups in self._of_unit.values() for group in groups]
         self._size = dist.get_world_size()
+        self._agreement = agreement_of(device_of(self._groups[0]))
         self._comparing = True
         """whether the next backward compares all units"""
         self.must_compare = False
@@ -217,9 +219,7 @@ class UnusedParameters:
 
     def _agree_on_used(self, numbers: list[int]) -> list[int]:
         """The sum over the ranks; an `OOMGuard` goes around it. Collective: yes."""
-        sums = torch.tensor(numbers, dtype=torch.int64, device=device_of(self._groups[0]))
-        dist.all_reduce(sums)
-        return sums.tolist()
+        return self._agreement.total(numbers)
 
     def _forget(self) -> None:
         """Starts anew after a step that was aborted. Collective: no."""

@@ -266,7 +266,7 @@ def apply_plan(
     tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     full = MixedPrecisionPolicy()
-    with weights.seeded():
+    with weights.seeded(), weights.shown():
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
             weights.fill(tree.modules())
@@ -282,7 +282,7 @@ def apply_plan(
             _spare_backward_gather(_unit(module), frozen, is_embedding)
             weights.read_parameters(unit.params)
         weights.fill(tree.modules())
-    weights.read_parameters(plan.ignored)
+        weights.read_parameters(plan.ignored)
     weights.finish()
     _carry_over(carried)
     _check_ties(layout, plan)

@@ -16,7 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.ranks import is_fake
 
-__all__ = ["AverageOverReplicas", "GradientReduction", "probe_reduction"]
+__all__ = [
+    "AverageOverReplicas",
+    "GradientReduction",
+    "leave_division_to_torch",
+    "probe_reduction",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
     sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
-    divide = _divide_by(shard_group.size()) if sums else None
+    divide = _Division(shard_group.size()) if sums else None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
         return GradientReduction(mesh, lambda: divide)
     shard_mesh = mesh[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
@@ -84,14 +89,29 @@ def _records_events(device_type: str) -> bool:
     return torch.cpu.current_stream().record_event() is not None
 
 
-def _divide_by(size: int) -> Callable[[torch.Tensor], None]:
-    def divide(reduced: torch.Tensor) -> None:
+class _Division:
+    """Makes a sum over the shards an average, in place."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, reduced: torch.Tensor) -> None:
         # FSDP2 asks for an average of these two only; others it sums and divides itself.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
-        if reduced.dtype in (torch.float32, torch.bfloat16):
-            reduced.div_(size)
+        if self.size > 1 and reduced.dtype in (torch.float32, torch.bfloat16):
+            reduced.div_(self.size)
 
-    return divide
+
+def leave_division_to_torch(hook: object) -> None:
+    """Has a unit's hook divide no more, because FSDP2 sums and divides itself. Collective: no.
+
+    Args:
+        hook: what `set_all_reduce_hook` was given, perhaps nothing. Averages over copies of the
+            model go on: FSDP2 knows the shards of one copy alone there.
+    """
+    before = hook.before if isinstance(hook, AverageOverReplicas) else hook
+    if isinstance(before, _Division):
+        before.size = 1
 
 
 class AverageOverReplicas:
@@ -106,7 +126,7 @@ class AverageOverReplicas:
         self, group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
     ) -> None:
         self._group = group
-        self._before = before
+        self.before = before
         self.due = True
         """false keeps gradients on this rank until a call with true, as torch's own HSDP does"""
         self.waiting: torch.Tensor | None = None
@@ -117,8 +137,8 @@ class AverageOverReplicas:
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Collective: yes, when it is due."""
-        if self._before is not None:
-            self._before(reduced)
+        if self.before is not None:
+            self.before(reduced)
         if self.waiting is not None:
             reduced += self.waiting
         if not self.due:

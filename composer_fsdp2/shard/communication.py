@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Collection, Mapping
 from typing import Any
 
+import torch.distributed as dist
+from torch.cuda import nccl
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.shard.averaging import leave_division_to_torch
+from composer_fsdp2.shard.nccl_environment import missing_for
+from composer_fsdp2.shard.torch_private.units import all_reduce_hook, param_groups
 
-__all__ = ["METHODS", "apply_communication", "check_communication"]
+__all__ = ["METHODS", "apply_communication", "check_communication", "nccl_version"]
 
 METHODS = {
     "reduce_scatter_buffers": "set_reduce_scatter_max_input_buffers",
     "separate_reduce_scatter_group": "set_separate_reduce_scatter_group",
     "allocate_from_process_group": "set_allocate_memory_from_process_group_for_comm",
+    "sum_reductions": "set_force_sum_reduction_for_comms",
     "symmetric_memory": "set_symm_mem_for_comm",
 }
-"""methods of torch's `FSDPModule` by the setting that needs them"""
+"""methods of torch's `FSDPModule` by the setting that needs them, in the order of the calls: with
+symmetric memory, torch looks at the group and the kind of reduction that were set before"""
 _NCCL_ONLY = ("allocate_from_process_group", "symmetric_memory")
 
 
@@ -26,12 +34,22 @@ def _asked(settings: Communication) -> list[str]:
     return [name for name in METHODS if getattr(settings, name)]
 
 
-def check_communication(settings: Communication, device_type: str) -> None:
-    """Refuses what this torch or this device has not. Collective: no.
+def check_communication(
+    settings: Communication,
+    device_type: str,
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Refuses what this torch, this device or NCCL has not. Collective: no.
+
+    Args:
+        settings: of the run.
+        device_type: on which the run computes.
+        environment: of this process.
 
     Raises:
         ConfigError: naming the setting.
     """
+    _check_pairs(settings)
     for name in _asked(settings):
         if not hasattr(FSDPModule, METHODS[name]):
             raise ConfigError(
@@ -43,10 +61,37 @@ def check_communication(settings: Communication, device_type: str) -> None:
                 f"'communication.{name}' is set in a run on {device_type}. Only NCCL allocates "
                 "memory for collectives. Take it out, or train on GPUs."
             )
+    for missing in missing_for(settings, environment, nccl_version()):
+        if missing.needed:
+            raise ConfigError(f"{missing.what}. {missing.advice}")
+
+
+def _check_pairs(settings: Communication) -> None:
+    if settings.symmetric_memory and settings.allocate_from_process_group:
+        raise ConfigError(
+            "'communication.symmetric_memory' and 'communication.allocate_from_process_group' are "
+            "both set. Each of them allocates the buffers of all-gathers, and there is one kind. "
+            "Write symmetric_memory: true alone, or allocate_from_process_group: true alone."
+        )
+    buffers = settings.reduce_scatter_buffers or 1
+    if settings.symmetric_memory and settings.sum_reductions and buffers > 1:
+        raise ConfigError(
+            f"'communication.reduce_scatter_buffers' is {buffers}, and 'symmetric_memory' and "
+            "'sum_reductions' are set. Reductions in symmetric memory have one buffer, which is "
+            "used again and again. Take reduce_scatter_buffers out, or sum_reductions."
+        )
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """Returns NCCL's version, `None` where this torch has no NCCL. Collective: no."""
+    if not dist.is_nccl_available():
+        return None
+    found: Any = nccl.version()
+    return tuple(found)
 
 
 def apply_communication(
-    tops: Iterable[FSDPModule], units: Iterable[FSDPModule], settings: Communication
+    tops: Collection[FSDPModule], units: Collection[FSDPModule], settings: Communication
 ) -> None:
     """Sets what was asked for.
 
@@ -65,3 +110,6 @@ def apply_communication(
         # A separate group is made once and shared by all units below.
         for unit in tops if name == "separate_reduce_scatter_group" else units:
             getattr(unit, METHODS[name])(*arguments.get(name, (True,)))
+    if settings.sum_reductions:
+        for group in (group for unit in units for group in param_groups(unit)):
+            leave_division_to_torch(all_reduce_hook(group))

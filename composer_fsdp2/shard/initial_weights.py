@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import inspect
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -200,6 +201,10 @@ class InitialWeights:
                     continue
                 if learned or self._some_on_meta:
                     broadcast_from_rank0(tensor, self.device)
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Around all reading: shows how far it is where a source has values. Collective: no."""
+        return contextlib.nullcontext() if self._sourced is None else self._sourced.shown()
 
     def read_parameters(self, names: Iterable[str]) -> None:
         """Makes those parameters real that a source has. Collective: no.

@@ -8,7 +8,8 @@ slice. What the source does not know (rotary tables, masks) follows [Note: initi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 
 __all__ = ["SourcedWeights", "WeightSource"]
@@ -48,6 +50,9 @@ class SourcedWeights:
     )
     """parameter name -> every place of that parameter"""
     _failure: Exception | None = None
+    _total_bytes: int = 0
+    """of all parameters that are read, on all ranks together"""
+    _advance: Callable[[int], object] = int
 
     @classmethod
     def take_over(
@@ -71,9 +76,21 @@ class SourcedWeights:
             weights._places[ref.name] = places
         for ref in tree.params:
             places = by_param.pop(id(ref.param), None)
+            if places is not None:
+                weights._total_bytes += ref.param.nbytes
             if places is not None and not ref.param.is_meta:
                 _put(places, ref.param, torch.empty_like(ref.param, device="meta"))
         return weights
+
+    @contextmanager
+    def shown(self) -> Generator[None]:
+        """Shows how much of the model all ranks have read, around the reading. Collective: no.
+
+        Every rank reads its part of each parameter, so rank 0 counts whole parameters.
+        """
+        with counting_bytes("Reading pretrained weights", self._total_bytes) as self._advance:
+            yield
+        self._advance = int
 
     @torch.no_grad()
     def read_parameters(self, names: Iterable[str]) -> None:
@@ -88,6 +105,7 @@ class SourcedWeights:
                 param = module._parameters[attribute]
                 if param is not None and param.is_meta:
                     _put(places, param, self._read(name, param))
+                    self._advance(param.nbytes)
 
     def read_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Fills a buffer in place, or a new one where it is on meta; returns it. Collective: no."""

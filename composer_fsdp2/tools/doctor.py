@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.shard.nccl_environment import missing_for
 from composer_fsdp2.shard.precision import compute_dtype
 from composer_fsdp2.shard.torch_private.members import EVERY_RUN
 
@@ -59,6 +60,8 @@ class Machine:
     """private ones of torch"""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     has_pkg_resources: bool = True
+    nccl: tuple[int, ...] | None = None
+    """version of torch's NCCL"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +126,7 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
         if run.shards:
             for check in (_mesh, _memory, _limits):
                 found += check(run)
+            found += _collectives(machine, run)
     found += (one for one in rehearsed if not any(_repeats(one, other) for other in found))
     return sorted(found, key=lambda finding: finding.level != "problem")
 
@@ -433,6 +437,15 @@ def _memory(run: Run) -> Findings:
             f"pretrained_weights is '{weights}', which is no folder here.",
             "Give the path of a folder with safetensors that every node can read.",
         )
+
+
+def _collectives(machine: Machine, run: Run) -> Findings:
+    """Returns what NCCL lacks for what the run asks of it."""
+    if run.settings is None or not run.on_gpus:
+        return
+    settings, one_node = run.settings.communication, run.nodes == 1
+    for one in missing_for(settings, machine.environment, machine.nccl, one_node=one_node):
+        yield Finding("problem" if one.needed else "warning", f"{one.what}.", one.advice)
 
 
 # --- What FSDP2, or LLM Foundry with it, cannot do. ---

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.devices import DeviceGPU
-from composer.utils import dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.ranks import any_rank
+from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.trainer.load_steps import plain_name
 from composer_fsdp2.trainer.logged_norms import GRADIENT, logged_norms
@@ -67,7 +66,7 @@ def check_loss(original: Callable[..., None], monitor: Any, state: State, logger
     except (RuntimeError, TypeError) as found:
         error = found
     device = state.device.tensor_to_device(torch.empty(0)).device
-    if any_rank(error is not None, device):
+    if agreement_of(device).any_rank(error is not None):
         raise error or RuntimeError("Train loss contains a NaN on another rank.")
 
 
@@ -79,9 +78,9 @@ def agreed_metric(original: Callable[..., Any], stopper: Any, state: State) -> A
     value = original(stopper, state)
     if not is_sharded(state.model):
         return value
-    box = [value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value]
-    dist.broadcast_object_list(box, src=0)
-    return state.device.tensor_to_device(torch.as_tensor(box[0]))
+    device = state.device.tensor_to_device(torch.empty(0)).device
+    plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+    return state.device.tensor_to_device(torch.as_tensor(agreement_of(device).of_rank0(plain)))
 
 
 def name_modules(original: Callable[..., None], monitor: Any, model: nn.Module) -> None:

@@ -37,6 +37,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.accumulation import Accumulation
+from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.runtime.explain import explain_in_forward
 from composer_fsdp2.runtime.gathered import watch_gathered
@@ -286,6 +287,7 @@ def install_step_hooks(
     names = [unit.modules[0] for unit in plan.units.units if unit.params]
     gathered = {name: units[name] for name in names}
     device = torch.device(plan.device_type)
+    agreement_of(device)  # made here, where all ranks are
     events = UnitEvents(model, gathered, watchdog_of(device))
     order = apply_order_check(events, plan.settings.order_check, device)
     forward, backward = plan.settings.forward_prefetch, plan.settings.backward_prefetch

@@ -1,12 +1,13 @@
 """Ranks whose work is not equal: fewer microbatches, an empty batch, an earlier end of the data.
 
 [Note: unequal work] Forward and backward of a unit are collectives, so every rank has to run as
-many microbatches as any other. Before each batch the ranks compare how many they have, and one with
-fewer begins with copies of its last one, or of another rank's, that weigh nothing: no gradient, no
-loss, no metric, no change of buffers or random states. Callbacks and algorithms see them, because
-those may speak to other ranks. A microbatch with `n` of the `N` samples of all `W` ranks (or tokens
-that are learned, as the Trainer was told) weighs `n / (N / W)`, and FSDP2 averages over the ranks:
-together that is the mean over all samples, whoever has them.
+many microbatches as any other. Before each batch the ranks compare how many they have, host with
+host ([Note: agreements] in `runtime.agreement`), and one with fewer begins with copies of its last
+one, or of another rank's, that weigh nothing: no gradient, no loss, no metric, no change of buffers
+or random states. Callbacks and algorithms see them, because those may speak to other ranks. A
+microbatch with `n` of the `N` samples of all `W` ranks (or tokens that are learned, as the Trainer
+was told) weighs `n / (N / W)`, and FSDP2 averages over the ranks: together that is the mean over
+all samples, whoever has them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from composer.devices import DeviceCPU
 from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.ranks import all_reduce_max, all_reduce_min_max
+from composer_fsdp2.runtime.agreement import Agreement, agreement_of
 from composer_fsdp2.runtime.order_check import OrderCheck
 from composer_fsdp2.runtime.snapshot import Snapshot
 from composer_fsdp2.trainer.averages_loaded import check_trains_own_weights
@@ -58,6 +59,7 @@ class _Even:
     def __init__(self, spec: DataSpec, state: State) -> None:
         self._given = spec
         self._device = _device_of(state)
+        self._agreement = agreement_of(self._device)
         self._added: list[Any] = []
         self.left = 0
         """added ones that have not run"""
@@ -76,13 +78,13 @@ class _Even:
         if least == most:
             self._added = []
             return found
-        example = found[-1] if least else _from_another(found, self._device)
+        example = found[-1] if least else _from_another(found, self._agreement)
         self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
         return [*self._added, *found]
 
     def _agree(self, number: int) -> tuple[int, int]:
         """The least and the largest number of microbatches of a rank. Collective: yes."""
-        return all_reduce_min_max(number, self._device)
+        return self._agreement.min_max(number)
 
     def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
         """The microbatches of this rank that count."""
@@ -113,7 +115,7 @@ class _EvenTraining(_Even):
     def _agree(self, number: int) -> tuple[int, int]:
         unused = self._unused
         asks = int(unused is not None and unused.must_compare)
-        least, most, compare = all_reduce_max([-number, number, asks], self._device)
+        least, most, compare = self._agreement.maximum([-number, number, asks])
         if unused is not None and compare:
             unused.compare()
         return -least, most
@@ -177,9 +179,9 @@ def _nothing(*_args: Any, **_kwargs: Any) -> None:
     pass
 
 
-def _from_another(found: Sequence[Any], device: torch.device) -> Any:
+def _from_another(found: Sequence[Any], agreement: Agreement) -> Any:
     """One of this rank, or else of the last rank that has any. Collective: yes."""
-    _, giver = all_reduce_min_max(dist.get_global_rank() if found else -1, device)
+    _, giver = agreement.min_max(dist.get_global_rank() if found else -1)
     box: list[Any] = [None]
     if dist.get_global_rank() == giver:
         box = [DeviceCPU().batch_to_device(found[-1])]
@@ -209,7 +211,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
     _agree_on_length(state)
     if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
         size: Any = state.device_train_microbatch_size
-        _, state.device_train_microbatch_size = all_reduce_min_max(size, _device_of(state))
+        _, state.device_train_microbatch_size = agreement_of(_device_of(state)).min_max(size)
     spec = trainer._train_data_spec
     even = _EvenTraining(spec, state, trainer.accumulate_train_batch_on_tokens)
     with (
@@ -222,7 +224,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
 def _agree_on_length(state: State) -> None:
     """Makes an epoch equally long for all: schedules and intervals count in its batches."""
     length = _UNKNOWN if state.dataloader_len is None else int(state.dataloader_len)
-    least, most = all_reduce_min_max(length, _device_of(state))
+    least, most = agreement_of(_device_of(state)).min_max(length)
     if least == most and least != 0:
         return
     if least == 0:
@@ -256,12 +258,13 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
     assert state.dataloader is not None
     length = None if state.dataloader_len is None else int(state.dataloader_len)
     batches, training = itertools.islice(state.dataloader, length), mode == TrainerMode.TRAIN
-    device, finished = _device_of(state), 0
+    agreement, finished = agreement_of(_device_of(state)), 0
     while not finished:
         if training:
             trainer.engine.run_event(Event.BEFORE_DATALOADER)
         batch = next(batches, _END)
-        finished = _number_of_ranks(batch is _END, device, sharding.order if training else None)
+        order = sharding.order if training else None
+        finished = _number_of_ranks(batch is _END, agreement, order)
         if not finished:
             yield batch
     if training:
@@ -275,12 +278,10 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
         )
 
 
-def _number_of_ranks(flag: bool, device: torch.device, order: OrderCheck | None) -> int:
+def _number_of_ranks(flag: bool, agreement: Agreement, order: OrderCheck | None) -> int:
     """Returns how many ranks have the flag; they have run the same units since the last call."""
     total, squares = (0, 0) if order is None else order.terms()
-    sums = torch.tensor([int(flag), total, squares], device=device)
-    dist.all_reduce(sums, reduce_operation="SUM")
-    number, total, squares = sums.tolist()
+    number, total, squares = agreement.total([int(flag), total, squares])
     if order is not None:
         order.check(total, squares)
     return number

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,10 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.checkpoint.pretrained import PretrainedFolder, StoredTensor, open_pretrained
 from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.shard import weight_source
 from tests.support.models import VOCAB, llama_config
 from tests.support.parity import OPTIMIZERS, Recipe, gathered, train_together
+from tests.support.screen import show_on
 from tests.support.training import samples_of, trainer_for
 
 SAMPLE = torch.tensor([[1, 5, 3, 2], [0, 4, 4, 16]])
@@ -153,6 +155,36 @@ def test_trains_like_an_unsharded_copy(name: str, tmp_path: Path):
     pair = [make_optimizer(m.parameters()) for m in (oracle, model)]
     from_folder(model, folder, {"activation_checkpointing": True}, pair[1])
     train_together(oracle, pair[0], model, pair[1], Recipe(clip_norm=1.0))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("terminal", [True, False])
+def test_rank_0_shows_on_a_terminal_how_far_the_reading_is(terminal: bool, tmp_path: Path):
+    folder = saved(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        shown = show_on(patch, terminal)
+        from_folder(built("llama, untied"), folder)
+    told = "Reading pretrained weights" in shown.getvalue()
+    assert told == (terminal and dist.get_rank() == 0)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+@every_model
+def test_every_parameter_is_counted_once_while_it_is_read(name: str, on: str, tmp_path: Path):
+    totals, done = list[int](), list[int]()
+
+    @contextlib.contextmanager
+    def counting(_title: str, total: int) -> Generator[Callable[[int], object]]:
+        totals.append(total)
+        yield done.append
+
+    folder = saved(tmp_path, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weight_source, "counting_bytes", counting)
+        from_folder(built(name, on), folder)
+    params = original(folder).parameters()
+    assert totals == [sum(done)] == [sum(param.nbytes for param in params)]
 
 
 @pytest.mark.world_size(2)

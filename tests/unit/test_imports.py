@@ -20,6 +20,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 ORDER = (
     "errors",
     "fingerprint",
+    "progress",
     "ranks",
     "config",
     "plan",

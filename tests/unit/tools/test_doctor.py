@@ -125,6 +125,20 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "unset RANK WORLD_SIZE",
     ),
     "switch": (machine(environment=SWITCHED), None, "warning", "FSDP_VERSION=2", "unset"),
+    "no copy engines": (
+        machine(nccl=(2, 30, 7)),
+        run({"communication": {"symmetric_memory": True}}),
+        "warning",
+        "NCCL_CTA_POLICY is not 2",
+        "export NCCL_CTA_POLICY=2",
+    ),
+    "no symmetric memory": (
+        machine(nccl=(2, 30, 7), environment={"NCCL_CTA_POLICY": "2", "NCCL_WIN_ENABLE": "0"}),
+        run({"communication": {"symmetric_memory": True}}),
+        "problem",
+        "NCCL_WIN_ENABLE=0 takes the registration of windows away",
+        "unset NCCL_WIN_ENABLE",
+    ),
     "tensor parallel": (
         MACHINE,
         run(tensor_parallel=True),

@@ -1,0 +1,54 @@
+"""A progress bar for reading and writing that takes seconds: on rank 0, and on a terminal alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from torch import distributed as dist
+from tqdm import tqdm
+
+__all__ = ["counting_bytes"]
+
+_DELAY_SECONDS = 2.0
+"""what is done sooner has no bar"""
+
+
+@contextmanager
+def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], object]]:
+    """Shows how far a rank is, with its speed and the time left, on standard error.
+
+    The bar is rank 0's; it comes after two seconds and goes when all is done. In a log file or a
+    pipe it would be a line for every step, so there nothing is shown, nor is anything from a thread
+    in the background.
+
+    Collective: no.
+
+    Args:
+        title: what is done, for example "Loading checkpoint".
+        total_bytes: of this rank's part, or of the whole that all ranks do at the same time.
+
+    Yields:
+        A function that takes the bytes done since the last call.
+    """
+    if not _is_seen():
+        yield lambda done: None
+        return
+    with tqdm(
+        desc=title,
+        total=total_bytes,
+        unit="B",
+        unit_scale=True,
+        delay=_DELAY_SECONDS,
+        leave=False,
+        file=sys.stderr,
+    ) as bar:
+        yield bar.update
+
+
+def _is_seen() -> bool:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    in_front = threading.current_thread() is threading.main_thread()
+    return rank == 0 and in_front and sys.stderr.isatty()

@@ -1,0 +1,213 @@
+"""What ranks tell each other in a step: how often, and without a host that waits for its device."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from composer.callbacks import NaNMonitor
+from composer.core import Callback, State
+
+from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.runtime import agreement
+from composer_fsdp2.runtime.agreement import agreement_of, takes_cpu_tensors
+from composer_fsdp2.shard.torch_private.collectives import Collective, around_collectives
+from composer_fsdp2.shard.torch_private.tensors import timeout_of
+from tests.support.experts import Sparse, choose
+from tests.support.models import TinyComposer, TinyLM
+from tests.support.training import built, samples_of, trainer_for
+
+CPU = torch.device("cpu")
+
+
+class Small(Callback):
+    """Collectives of each batch that are not those of units, and how many of them are ours."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.ours: list[int] = []
+        self._now = self._before = 0
+
+    def count(self, collective: Collective) -> Any:
+        name = collective.key.rpartition(".")[2]
+        self._now += name in ("all_reduce", "barrier", "broadcast") or "object" in name
+        return collective()
+
+    def batch_end(self, state: State, logger: Any) -> None:
+        told = agreement_of(CPU).collectives
+        self.made.append(self._now)
+        self.ours.append(told - self._before)
+        self._now, self._before = 0, told
+
+    def per_step(self) -> tuple[float, float]:
+        """All, and ours, of a batch after the first ones."""
+        return statistics.median(self.made[3:]), statistics.median(self.ours[3:])
+
+
+def counted(
+    parallelism: Any,
+    make: Callable[[], Any] = TinyComposer,
+    more: Sequence[Callback] = (),
+    **kwargs: Any,
+) -> tuple[float, float]:
+    small, model = Small(), built(make)
+    with installed():
+        trainer = trainer_for(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            samples_of(8, 8),
+            parallelism_config=parallelism,
+            callbacks=[*more, small],
+            **kwargs,
+        )
+        with around_collectives(small.count):
+            trainer.fit()
+        trainer.close()
+    return small.per_step()
+
+
+def sharded(**config: Any) -> dict[str, Any]:
+    return {"fsdp2": config}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("size", [4, 1], ids=["one microbatch", "four"])
+def test_a_step_waits_for_the_device_less_often_than_composers(size: int):
+    """Composer's four all-reduces and broadcast; one of them, and ours, go from host to host."""
+    composers, nothing = counted(None, device_train_microbatch_size=size)
+    found, ours = counted(sharded(), device_train_microbatch_size=size)
+    assert (composers, nothing) == (5, 0)
+    assert (found, ours) == (6, 2)
+    assert found - ours < composers
+
+
+class Routed(TinyComposer):
+    """A mixture in which each sample chooses another expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Sparse()
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        choose(self, [int(sample.sum()) % 4 for sample in batch[0]])
+        return super().forward(batch)
+
+
+@pytest.mark.world_size(2)
+def test_who_used_an_expert_is_told_from_host_to_host():
+    composers, _ = counted(None, lambda: built(TinyComposer))
+    found, ours = counted(sharded(), Routed)
+    assert found - ours < composers
+    assert ours == 3
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
+def test_leaving_a_batch_together_is_arranged_from_host_to_host():
+    """Composer's own loop asks the device two times a microbatch and two times a batch."""
+    small = {"device_train_microbatch_size": "auto"}
+    found, ours = counted(sharded(), **small)
+    assert found - ours == 4 + 2 + 2
+    assert ours == 4
+
+
+@pytest.mark.world_size(2)
+def test_a_loss_that_is_no_number_is_told_from_host_to_host():
+    without, ours_without = counted(sharded())
+    found, ours = counted(sharded(), more=[NaNMonitor()])
+    assert (found - ours, ours) == (without - ours_without, ours_without + 1)
+
+
+# --- Where the default group takes tensors of the device alone. ---
+
+
+@contextlib.contextmanager
+def as_on_nccl() -> Generator[None]:
+    """Has a default group that seems to take no CPU tensors, so that another one is made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_agreements", weakref.WeakKeyDictionary())
+        patch.setattr(dist, "get_backend_config", lambda _group: "cuda:nccl")
+        yield
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("config", [{}, {"data_parallel_replicate_degree": 2}], ids=str)
+def test_a_group_of_all_ranks_is_made_once(config: dict[str, Any]):
+    with as_on_nccl():
+        first, second = TinyLM(), TinyLM()
+        prepare_fully_shard(first, None, config, device="cpu")
+        found = agreement_of(CPU)
+        prepare_fully_shard(second, None, config, device="cpu")
+        assert agreement_of(CPU) is found
+        world = dist.group.WORLD
+        assert found.group not in (None, world)
+        assert dist.get_process_group_ranks(found.group) == [0, 1, 2, 3]
+        assert timeout_of(found.group, CPU) == timeout_of(world, CPU)
+        assert found.total([dist.get_rank(), 1]) == [6, 4]
+        assert found.min_max(dist.get_rank()) == (0, 3)
+        assert found.any_rank(dist.get_rank() == 2)
+        assert found.of_rank0(f"rank {dist.get_rank()}") == "rank 0"
+
+
+@pytest.mark.world_size(2)
+def test_nothing_is_made_where_the_default_group_takes_cpu_tensors():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_agreements", weakref.WeakKeyDictionary())
+        patch.setattr(dist, "new_group", lambda **_: pytest.fail("a group was made"))
+        assert agreement_of(CPU).group is None
+    assert takes_cpu_tensors("cpu:gloo,cuda:nccl")
+    assert not takes_cpu_tensors("cuda:nccl")
+
+
+@pytest.mark.world_size(2)
+def test_where_gloo_does_not_get_through_the_device_is_asked():
+    def refused(**_: Any) -> None:
+        raise RuntimeError("no route to host")
+
+    with as_on_nccl(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", refused)
+        with pytest.warns(UserWarning, match="gloo cannot connect the ranks: no route to host.*wa"):
+            found = agreement_of(torch.device("cpu"))
+        assert found.group is None
+        assert found.min_max(dist.get_rank()) == (0, 1)
+
+
+class Limited(Callback):
+    """On one rank, memory runs out for microbatches of more than two samples."""
+
+    def __init__(self) -> None:
+        self.times = 0
+
+    def after_forward(self, state: State, logger: Any) -> None:
+        if dist.get_rank() == 1 and len(state.outputs) > 2:
+            self.times += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+
+@pytest.mark.world_size(2, timeout=60)
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
+def test_ranks_leave_what_they_agree_on_together_too():
+    """Rank 1 fails before rank 0 does, which waits in the group that was made."""
+    model, limited = built(TinyComposer), Limited()
+    with as_on_nccl(), installed():
+        trainer = trainer_for(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            samples_of(2, 8),
+            device_train_microbatch_size="auto",
+            callbacks=[limited],
+        )
+        trainer.fit()
+        found = agreement_of(CPU)
+        assert found.group is not None
+        assert found.collectives > 0
+        trainer.close()
+    assert limited.times == (1 if dist.get_rank() == 1 else 0)
+    assert trainer.state.device_train_microbatch_size == 2
+    assert int(trainer.state.timestamp.batch) == 2
