@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.runtime.events import Event, UnitEvents
 from composer_fsdp2.runtime.explain import Refusal
@@ -165,7 +166,8 @@ class _Watch:
         self._forwards = {True: 0, False: 0}
         """of training, and of evaluation, that came to their end"""
         self._in_first: list[Any] = []
-        names = {id(module): name for name, module in model.named_modules()}
+        tree = ModuleTree.read(model)
+        names = {key: tree.paths[index].path for key, index in tree.first_path.items()}
         self._refusals: dict[Any, list[tuple[dict[str, Any], Refusal]]] = {}
         for unit_name, unit in units.items():
             for group in param_groups(unit):
@@ -318,8 +320,7 @@ def _check_transform(name: str, _unit: nn.Module, _args: object) -> None:
 
 def _name_of(record: Any, names: Mapping[int, str]) -> str:
     module, key = places_of(record)[0]
-    path = f"{names.get(id(module), '?')}.{key}".lstrip(".")
-    return path.replace("_checkpoint_wrapped_module.", "")
+    return f"{names.get(id(module), '?')}.{key}".lstrip(".")
 
 
 def _holders_of(suspects: list[_Param]) -> Iterator[tuple[_Param, Any]]:

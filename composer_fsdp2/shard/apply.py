@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.shard.averaging import GradientReduction, probe_reduction
 from composer_fsdp2.shard.eval_reshard import kept_for_now
@@ -139,7 +139,7 @@ def check_forward_methods(
             )
         found.update(dict.fromkeys(matched))
     for name, module in modules:
-        for method in getattr(module, "fsdp_forward_methods", ()):
+        for method in attribute_of(module, "fsdp_forward_methods", ()):
             if not callable(getattr(module, method, None)):
                 raise PlanError(
                     f"fsdp_forward_methods of '{name}' names '{method}', which is no method of it. "
