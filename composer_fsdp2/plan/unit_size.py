@@ -32,8 +32,8 @@ __all__ = [
     "divide_by_size",
     "is_small_end",
     "name_joined",
-    "too_small",
     "to_join",
+    "too_small",
 ]
 
 WORTH_A_UNIT_BYTES = 2**20

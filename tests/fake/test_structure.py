@@ -264,8 +264,7 @@ def mpt() -> tuple[nn.Module, str]:
 
 ORDERS = {
     llama: ["", "model.layers.0", "model.layers.1"],
-    # Its embedding runs again as the head, so it starts no gathers.
-    mpt: [f"transformer.{name}" for name in ("wpe", "blocks.0", "blocks.1", "norm_f")],
+    mpt: ["", "transformer.blocks.0", "transformer.blocks.1"],
     t5: ["", *(f"{half}.block.{i}" for half in ("encoder", "decoder") for i in (0, 1))],
 }
 
