@@ -33,6 +33,7 @@ from composer_fsdp2.shard.precision import InputCast, without_autocast
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.reading import guard_reading
 from composer_fsdp2.shard.torch_private.tensors import (
+    fast_chunking,
     is_view,
     post_accumulate_hooks,
     tensor_hooks,
@@ -266,7 +267,7 @@ def apply_plan(
     tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     full = MixedPrecisionPolicy()
-    with weights.seeded():
+    with weights.seeded(), fast_chunking():
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
             weights.fill(tree.modules())

@@ -74,7 +74,9 @@ class Layout:
 
     def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
         """Parameters `fully_shard` must leave alone, as they are registered now."""
-        places = self.foreign.get(unit.modules[0], ())
+        places = self.foreign.get(unit.modules[0])
+        if places is None:
+            return set()
         found = (module._parameters[attribute] for module, attribute in places)
         return {param for param in found if param is not None}
 
