@@ -100,7 +100,7 @@ def _metric_rule(model: nn.Module) -> Rule:
 def _marked(
     tree: ModuleTree, tops: list[nn.Module], ends: Mapping[int, Decision]
 ) -> tuple[dict[int, Decision], dict[int, Decision]]:
-    """What `_fsdp_wrap` on modules says, as `id(module): decision`; then that of small ends.
+    """Reads `_fsdp_wrap` of modules, as `id(module): decision`; that of small ends comes second.
 
     LLM Foundry marks everything beside the blocks of an MPT model, the final norm too; see [Note:
     small ends].
