@@ -19,7 +19,7 @@ from composer_fsdp2.optim.elementwise import (
     steps_alike,
 )
 from composer_fsdp2.optim.local_step import LocalStep
-from composer_fsdp2.ranks import all_reduce_min_max
+from composer_fsdp2.runtime.agreement import agreement_of
 
 __all__ = ["apply_local_step"]
 
@@ -52,7 +52,7 @@ def apply_local_step(
 
 
 def _tried_on_all_ranks(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    return all_reduce_min_max(int(steps_alike(optimizer)), device)[0] == 1
+    return not agreement_of(device).any_rank(not steps_alike(optimizer))
 
 
 def _apply(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,9 @@ _DEPTH = 5
 """containers and objects that are opened one inside the other"""
 
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
+_QUICK = frozenset({bool, int, float, str, bytes, type(None)})
+_EMPTIED = frozenset({dict, OrderedDict, set, list, tuple})
+"""kinds of which most modules have a dozen empty ones, for hooks"""
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
@@ -46,9 +49,10 @@ def held_tensors(tree: ModuleTree) -> Iterator[HeldTensor]:
     for path, module in tree.modules():
         computed = _computed(module)
         for name, value in vars(module).items():
-            if isinstance(value, _ATOMS) or name in _REGISTERED or name in computed:
+            kind = type(value)
+            if kind in _QUICK or (kind in _EMPTIED and not value):
                 continue
-            if isinstance(value, dict) and not value:  # most modules have a dozen, for hooks
+            if isinstance(value, _ATOMS) or name in _REGISTERED or name in computed:
                 continue
             for tensor in walk.tensors_in(value):
                 yield HeldTensor(tensor, path, name)

@@ -39,6 +39,8 @@ from composer_fsdp2.plan.unit_size import (
     UnitSizes,
     divide_by_dtype,
     divide_by_size,
+    name_joined,
+    to_join,
     too_small,
 )
 from composer_fsdp2.plan.wrap_plan import LEFT_OUT, Decision, Rule, ShardUnit, WrapPlan
@@ -98,9 +100,11 @@ def plan_wrapping(
     refs = [ref for ref in tree.params if weight_of[id(ref.param)] not in ignored]
     ties = _ties(refs, weight_of)
     nearest_unit = _settle_units(tree, refs, ties, chosen, tied_weights, problems)
-    if merged := _merged(tree, refs, ties, nearest_unit, chosen, sizes):
+    merged, joined = _merged(tree, refs, ties, nearest_unit, chosen, sizes)
+    if merged:
         chosen = {key: decision for key, decision in chosen.items() if key not in merged}
     nearest_unit = _settle_units(tree, refs, ties, chosen, tied_weights, problems, sizes, refused)
+    name_joined(tree, joined, nearest_unit, chosen)
     if tied_weights == "error":
         problems += _forbidden_ties(tree, nearest_unit, ties)
     owned = _owned(tree, refs, ties, nearest_unit)
@@ -302,14 +306,18 @@ def _merged(
     units: list[int],
     chosen: Mapping[int, Decision],
     sizes: UnitSizes,
-) -> set[int]:
-    """Units that join the one around them; settings of a unit's own keep it apart."""
+) -> tuple[set[int], list[int]]:
+    """Units that join the one around them, and those of them that are small ends.
+
+    Settings of a unit's own keep it apart.
+    """
 
     def may_merge(module: nn.Module) -> bool:
         return id(module) in chosen and chosen[id(module)].settings == UnitSettings()
 
     owned, around = _owned(tree, refs, ties, units), _nesting(tree, units, chosen)
-    return too_small(tree, owned, around, may_merge, sizes)
+    joined = to_join(tree, owned, around, chosen)
+    return too_small(tree, owned, around, may_merge, sizes).union(joined), joined
 
 
 def _divided(

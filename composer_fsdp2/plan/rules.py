@@ -15,11 +15,13 @@ from composer_fsdp2.config.wrapping import UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
+    attribute_of,
     canonical_param_ids,
     has_forward,
     may_be_unit,
 )
 from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.plan.unit_size import WORTH_A_UNIT_BYTES
 from composer_fsdp2.plan.wrap_plan import Decision, Role, Rule
 
 __all__ = [
@@ -34,9 +36,6 @@ __all__ = [
 ]
 
 FP32 = PrecisionSpec(param_dtype="fp32", reduce_dtype="fp32")
-
-_WORTH_A_UNIT_BYTES = 2**20
-"""smaller ends are not worth a collective of their own"""
 
 
 def root_rule(name: str, module: nn.Module) -> Decision | None:
@@ -86,7 +85,7 @@ def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
     listed: set[str] = set()
     modules = [module for _, module in ModuleTree.read(model).modules()]
     for module in modules:
-        listed.update(getattr(module, "_no_split_modules", None) or ())
+        listed.update(attribute_of(module, "_no_split_modules") or ())
     members = {
         id(child)
         for module in modules
@@ -163,7 +162,7 @@ def find_embedding_and_head(
     return {
         key: decision
         for key, (module, decision) in found.items()
-        if sum(param.nbytes for param in module.parameters()) >= _WORTH_A_UNIT_BYTES
+        if sum(param.nbytes for param in module.parameters()) >= WORTH_A_UNIT_BYTES
         and all(names[weight_of.get(id(param), 0)] == 1 for param in module.parameters())
     }
 
@@ -252,7 +251,7 @@ def _kept_by_models(tree: ModuleTree, gathered_in: torch.dtype | None) -> list[n
     """
     found: list[nn.Module] = []
     for path, owner in tree.modules():
-        listed: set[str] = set(getattr(owner, "_keep_in_fp32_modules_strict", None) or ())
+        listed: set[str] = set(attribute_of(owner, "_keep_in_fp32_modules_strict") or ())
         if gathered_in == torch.float16:
             listed.update(getattr(owner, "_keep_in_fp32_modules", None) or ())
         if listed:

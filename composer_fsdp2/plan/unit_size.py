@@ -1,5 +1,11 @@
 """How large units are: small ones join the unit around them, large and mixed ones are divided.
 
+[Note: small ends] A final norm has some hundred elements. As a unit of its own it is gathered twice
+and reduced once in every step, and each of these takes as long as a message without content. The
+unit around it is gathered and reduced in any case, so the norm goes with that. So do embeddings of
+less than a megabyte, such as a table of positions. A dtype or settings of its own keep one apart,
+and so does whoever names it in `wrap_policy` or `fsdp_wrap_fn`.
+
 Units are given as the index of their first path, what they own as references to parameters.
 """
 
@@ -7,23 +13,31 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_wrapper, may_be_unit
+from composer_fsdp2.plan.wrap_plan import Decision
 
 __all__ = [
     "FROZEN_MAY_DIFFER",
     "NO_BOUNDS",
+    "WORTH_A_UNIT_BYTES",
     "UnitSizes",
     "divide_by_dtype",
     "divide_by_size",
+    "is_small_end",
+    "name_joined",
+    "to_join",
     "too_small",
 ]
+
+WORTH_A_UNIT_BYTES = 2**20
+"""smaller ends of a model are not worth a collective of their own"""
 
 FROZEN_MAY_DIFFER = hasattr(FSDPModule, "set_gradient_divide_factor")
 """whether frozen parameters may have another dtype than the trained ones of their unit; torch took
@@ -86,6 +100,44 @@ def too_small(
             size[around] = size.get(around, 0) + size[unit]
             merged.add(key)
     return merged
+
+
+def is_small_end(module: nn.Module) -> bool:
+    """Whether it is a small norm or embedding; see [Note: small ends]."""
+    params = list(module.parameters())
+    is_end = isinstance(module, nn.Embedding) or all(param.ndim < 2 for param in params)
+    return is_end and 0 < sum(param.nbytes for param in params) < WORTH_A_UNIT_BYTES
+
+
+def to_join(
+    tree: ModuleTree,
+    owned: Owned,
+    enclosing_of: Mapping[int, int],
+    chosen: Mapping[int, Decision],
+) -> list[int]:
+    """id(module) of the small ends that the unit around them takes in, precision being the same."""
+    found: list[int] = []
+    for key, decision in chosen.items():
+        unit = tree.first_path[key]
+        if decision.joins and unit in owned and unit in enclosing_of:
+            around = chosen[_key(tree, enclosing_of[unit])]
+            if around.settings == decision.settings:
+                found.append(key)
+    return found
+
+
+def name_joined(
+    tree: ModuleTree, joined: Iterable[int], units: Sequence[int], chosen: dict[int, Decision]
+) -> None:
+    """Has the reasons of units say which small ends they took in."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for key in joined:
+        if key not in chosen:  # it may have become a unit again, for its dtype
+            index = tree.first_path[key]
+            names[_key(tree, units[index])].append(tree.paths[index].path.rpartition(".")[2])
+    for key, ends in names.items():
+        reason = f"{chosen[key].reason}, with {' and '.join(ends)}"
+        chosen[key] = replace(chosen[key], reason=reason)
 
 
 def divide_by_size(

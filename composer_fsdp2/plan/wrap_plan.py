@@ -27,6 +27,8 @@ class Decision:
     role: Role | None = None
     is_block: bool = True
     """whether the module can be a block of the model, and not a part beside or inside blocks"""
+    joins: bool = False
+    """whether the unit around it takes it in, if that has the same settings"""
 
 
 Role = Literal["embedding", "head", "fp32"]

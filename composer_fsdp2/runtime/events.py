@@ -10,16 +10,15 @@ https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.runtime.watchdog import CollectiveWatchdog
-from composer_fsdp2.shard.torch_private.units import label_hook, param_groups
+from composer_fsdp2.shard.torch_private.units import label_hook
 
 __all__ = ["Event", "UnitEvents"]
 
@@ -43,27 +42,29 @@ class UnitEvents:
 
     Args:
         model: its forward is one microbatch.
-        units: by name, those that have parameters.
+        groups: torch's, of each unit that has parameters, by the unit's name.
         watchdog: hears about collectives; `None` where no other rank waits.
     """
 
     def __init__(
-        self, model: nn.Module, units: Mapping[str, FSDPModule], watchdog: CollectiveWatchdog | None
+        self,
+        model: nn.Module,
+        groups: Mapping[str, Sequence[Any]],
+        watchdog: CollectiveWatchdog | None,
     ) -> None:
         self.watchdog = watchdog
         self.listeners: tuple[Callable[[Event, str], None], ...] = ()
         """called with an event and the name of its unit, before torch does it"""
         self._microbatch = 0
         self._previous: tuple[str, str] | None = None
-        first = next(iter(units.values()), None)
         # Before torch's own hook, which may gather.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
         model.register_forward_pre_hook(self._begin, prepend=True)
-        for name, unit in units.items():
-            for group in param_groups(unit):
-                if unit is first:
-                    group.forget_events = self._abort
+        for name, of_unit in groups.items():
+            for group in of_unit:
                 label_hook(group, partial(self._hear, name))
+        for group in next(iter(groups.values()), ()):
+            group.forget_events = self._abort
 
     def _begin(self, _module: nn.Module, _args: object) -> None:
         if not torch.is_grad_enabled():

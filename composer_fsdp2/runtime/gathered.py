@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gc
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.runtime.events import Event, UnitEvents
@@ -55,8 +56,9 @@ __all__ = ["watch_gathered"]
 
 
 def watch_gathered(
-    model: nn.Module,
+    tree: ModuleTree,
     units: Mapping[str, FSDPModule],
+    groups: Mapping[str, Sequence[Any]],
     events: UnitEvents,
     second: SecondBackward,
 ) -> None:
@@ -66,21 +68,25 @@ def watch_gathered(
     the second forward of training are, over the default group, and raise PlanError on every rank.
 
     Args:
-        model: its forward is one microbatch.
+        tree: of the model, whose forward is one microbatch.
         units: by name, those that have parameters.
+        groups: torch's, of each of these units.
         events: of these units; ranks have compared their order before this is told.
         second: decides when memory may be freed.
     """
-    watch = _Watch(model, units, events, second)
+    watch = _Watch(tree, units, groups, events, second)
     events.listeners += (watch.hear,)
 
 
 class _Param:
     """One parameter, and what is known of it since it was gathered."""
 
-    def __init__(self, record: Any, name: str, unit: str) -> None:
-        self.record, self.name, self.unit = record, name, unit
-        self.places = [(module._parameters, key) for module, key in places_of(record)]
+    def __init__(self, record: Any, names: Mapping[int, str], unit: str) -> None:
+        self.record, self.unit = record, unit
+        places = places_of(record)
+        self.modules = [module for module, _ in places]
+        self.places = [(module._parameters, key) for module, key in places]
+        self.name = f"{names.get(id(places[0][0]), '?')}.{places[0][1]}".lstrip(".")
         self.plain: bool | None = None
         self.seen: tuple[int, int] | None = None
         self.contents: torch.Tensor | None = None
@@ -155,21 +161,23 @@ def _digest(record: Any) -> torch.Tensor:
 class _Watch:
     def __init__(
         self,
-        model: nn.Module,
+        tree: ModuleTree,
         units: Mapping[str, FSDPModule],
+        groups: Mapping[str, Sequence[Any]],
         events: UnitEvents,
         second: SecondBackward,
     ) -> None:
+        model = tree.root
         self._model, self._events, self._second = model, events, second
         self._groups: dict[Any, list[_Param]] = {}
         self._found: list[str] = []
         self._forwards = {True: 0, False: 0}
         """of training, and of evaluation, that came to their end"""
         self._in_first: list[Any] = []
-        names = {id(module): name for name, module in model.named_modules()}
+        names = {key: tree.paths[index].path for key, index in tree.first_path.items()}
         self._refusals: dict[Any, list[tuple[dict[str, Any], Refusal]]] = {}
         for unit_name, unit in units.items():
-            for group in param_groups(unit):
+            for group in groups[unit_name]:
                 self._add(group, unit_name, unit, names)
             assert isinstance(unit, nn.Module)
             unit.register_forward_pre_hook(partial(_check_transform, unit_name), prepend=True)
@@ -181,7 +189,7 @@ class _Watch:
         model.register_forward_hook(self._end)
 
     def _add(self, group: Any, name: str, unit: FSDPModule, names: Mapping[int, str]) -> None:
-        self._groups[group] = [_Param(p, _name_of(p, names), name) for p in params_of(group)]
+        self._groups[group] = [_Param(p, names, name) for p in params_of(group)]
         wrap_transitions(
             group,
             before=partial(self._before_gather, group),
@@ -191,7 +199,7 @@ class _Watch:
         # Units gather themselves, and who replaced a forward keeps it.
         holders: dict[nn.Module, _Param] = {}
         for param in self._groups[group]:
-            for module, _ in places_of(param.record):
+            for module in param.modules:
                 holders.setdefault(module, param)
         self._refusals[group] = [
             (vars(module), Refusal(module, names.get(id(module), "?"), p.name, unit, name))
@@ -316,12 +324,6 @@ def _check_transform(name: str, _unit: nn.Module, _args: object) -> None:
             "and take gradients with torch.autograd.grad (create_graph=True for second ones), or "
             "transform a function inside the unit's own forward."
         )
-
-
-def _name_of(record: Any, names: Mapping[int, str]) -> str:
-    module, key = places_of(record)[0]
-    path = f"{names.get(id(module), '?')}.{key}".lstrip(".")
-    return path.replace("_checkpoint_wrapped_module.", "")
 
 
 def _holders_of(suspects: list[_Param]) -> Iterator[tuple[_Param, Any]]:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.shard.averaging import GradientReduction, probe_reduction
 from composer_fsdp2.shard.eval_reshard import kept_for_now
@@ -33,6 +33,7 @@ from composer_fsdp2.shard.precision import InputCast, without_autocast
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.reading import guard_reading
 from composer_fsdp2.shard.torch_private.tensors import (
+    fast_chunking,
     is_view,
     post_accumulate_hooks,
     tensor_hooks,
@@ -139,7 +140,7 @@ def check_forward_methods(
             )
         found.update(dict.fromkeys(matched))
     for name, module in modules:
-        for method in getattr(module, "fsdp_forward_methods", ()):
+        for method in attribute_of(module, "fsdp_forward_methods", ()):
             if not callable(getattr(module, method, None)):
                 raise PlanError(
                     f"fsdp_forward_methods of '{name}' names '{method}', which is no method of it. "
@@ -266,7 +267,7 @@ def apply_plan(
     tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     full = MixedPrecisionPolicy()
-    with weights.seeded(), weights.shown():
+    with weights.seeded(), weights.shown(), fast_chunking():
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
             weights.fill(tree.modules())

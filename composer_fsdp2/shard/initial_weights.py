@@ -312,7 +312,11 @@ def _own_tensors(module: nn.Module) -> Tensors:
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Buffers and plain tensor attributes."""
     found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-    found += [(name, value) for name, value in vars(module).items() if _is_plain(value)]
+    found += [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, torch.Tensor) and _is_plain(value)
+    ]
     return found
 
 

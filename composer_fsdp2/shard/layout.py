@@ -65,13 +65,18 @@ class Layout:
 
     def is_frozen(self, unit: ShardUnit) -> bool:
         """Whether the unit owns parameters and none of them is trained."""
-        places = (name.rpartition(".") for name in unit.params)
-        params = [self.holders[path]._parameters[attribute] for path, _, attribute in places]
-        return bool(params) and not any(p is not None and p.requires_grad for p in params)
+        for name in unit.params:
+            path, _, attribute = name.rpartition(".")
+            param = self.holders[path]._parameters[attribute]
+            if param is not None and param.requires_grad:
+                return False
+        return bool(unit.params)
 
     def ignored_by(self, unit: ShardUnit) -> set[nn.Parameter]:
         """Parameters `fully_shard` must leave alone, as they are registered now."""
-        places = self.foreign.get(unit.modules[0], ())
+        places = self.foreign.get(unit.modules[0])
+        if places is None:
+            return set()
         found = (module._parameters[attribute] for module, attribute in places)
         return {param for param in found if param is not None}
 

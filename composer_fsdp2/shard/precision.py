@@ -37,15 +37,24 @@ def compute_dtype(precision: str) -> torch.dtype:
     return DTYPES[precision]
 
 
+@functools.lru_cache(maxsize=64)
 def resolve_precision(
-    mixed_precision: str | PrecisionSpec, compute: torch.dtype | None
+    mixed_precision: str | PrecisionSpec, compute: torch.dtype | None, inner: bool = False
 ) -> MixedPrecisionPolicy:
     """Resolves a preset or a spec.
 
     Args:
         mixed_precision: as `FSDP2Config.mixed_precision`.
         compute: dtype of the training precision; `None` keeps the parameters' own.
+        inner: of a unit whose output stays in the model, and has the dtype it is computed in.
     """
+    policy = _resolve(mixed_precision, compute)
+    return dataclasses.replace(policy, output_dtype=None) if inner else policy
+
+
+def _resolve(
+    mixed_precision: str | PrecisionSpec, compute: torch.dtype | None
+) -> MixedPrecisionPolicy:
     if isinstance(mixed_precision, PrecisionSpec):
         return MixedPrecisionPolicy(
             param_dtype=_dtype(mixed_precision.param_dtype),
@@ -91,6 +100,7 @@ class InputCast:
     dtype: torch.dtype | None
 
     @classmethod
+    @functools.lru_cache(maxsize=64)
     def taken_from(cls, policy: MixedPrecisionPolicy) -> tuple[InputCast, MixedPrecisionPolicy]:
         """The cast a policy asks for, and the policy without it."""
         if policy.param_dtype is None or not policy.cast_forward_inputs:

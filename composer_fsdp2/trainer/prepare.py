@@ -8,6 +8,7 @@ that it can be.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import warnings
@@ -63,7 +64,6 @@ from composer_fsdp2.shard.optimizer import (
 )
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.tensors import fast_chunking
 from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
@@ -213,20 +213,19 @@ def apply_to_model(
         tree = ModuleTree.read(model)
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     offload = plan.settings.cpu_offload
-    with fast_chunking():
-        units = apply_plan(
-            model,
-            plan.units,
-            with_cpu_backend(mesh) if offload else mesh,
-            precision_of=plan.precision_of,
-            forward_methods=plan.forward_methods,
-            rank0_has_values=reports[0].on_meta == "none",
-            some_on_meta=any(report.on_meta != "none" for report in reports),
-            seed=seed,
-            source=plan.weights,
-            offload=(CPUOffload() if offload is True else offload) or None,
-            tree=tree,
-        )
+    units = apply_plan(
+        model,
+        plan.units,
+        with_cpu_backend(mesh) if offload else mesh,
+        precision_of=plan.precision_of,
+        forward_methods=plan.forward_methods,
+        rank0_has_values=reports[0].on_meta == "none",
+        some_on_meta=any(report.on_meta != "none" for report in reports),
+        seed=seed,
+        source=plan.weights,
+        offload=(CPUOffload() if offload is True else offload) or None,
+        tree=tree,
+    )
     if (fp8 := plan.plan_of(Float8Linear)) is not None:
         gather_in_float8(model, units.values(), fp8)
     _cast_buffers(tree, plan)
@@ -238,7 +237,7 @@ def apply_to_model(
     apply_local_step(
         model, plan.optimizer, plan.settings.local_step, torch.device(plan.device_type)
     )
-    order, unused = install_step_hooks(model, plan, units)
+    order, unused = install_step_hooks(tree, plan, units)
     note_sharding(
         model,
         Sharding(
@@ -275,7 +274,7 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
 
 
 def install_step_hooks(
-    model: nn.Module, plan: PreparePlan, units: dict[str, FSDPModule]
+    tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule]
 ) -> tuple[OrderCheck | None, UnusedParameters | None]:
     """Installs what happens in every step: order check, prefetch, unused parameters.
 
@@ -284,11 +283,13 @@ def install_step_hooks(
     Returns:
         What compares the order of collectives, and what watches parameters that ranks leave out.
     """
+    model = tree.root
     names = [unit.modules[0] for unit in plan.units.units if unit.params]
     gathered = {name: units[name] for name in names}
     device = torch.device(plan.device_type)
     agreement_of(device)  # made here, where all ranks are
-    events = UnitEvents(model, gathered, watchdog_of(device))
+    groups = {name: param_groups(unit) for name, unit in gathered.items()}
+    events = UnitEvents(model, groups, watchdog_of(device))
     order = apply_order_check(events, plan.settings.order_check, device)
     forward, backward = plan.settings.forward_prefetch, plan.settings.backward_prefetch
     if forward or backward:
@@ -301,8 +302,8 @@ def install_step_hooks(
         if unused is not None:
             events.listeners += (unused.hear,)
     # After what counts gradients, for it may skip the end of a backward.
-    groups = [group for unit in gathered.values() for group in param_groups(unit)]
-    watch_gathered(model, gathered, events, SecondBackward(model, groups))
+    second = SecondBackward(model, itertools.chain.from_iterable(groups.values()))
+    watch_gathered(tree, gathered, groups, events, second)
     explain_in_forward(model, events)
     return order, unused
 

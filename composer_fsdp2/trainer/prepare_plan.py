@@ -31,7 +31,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_checks import refuse_unreadable
-from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.unit_size import UnitSizes
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
@@ -72,10 +72,8 @@ class PreparePlan:
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
         """The policy of one unit; the run's output dtype is that of what leaves the model."""
         own = unit.mixed_precision
-        policy = resolve_precision(own or self.settings.mixed_precision, self.compute)
-        if own is None and not unit.top_level:
-            policy = dataclasses.replace(policy, output_dtype=None)
-        return policy
+        inner = own is None and not unit.top_level
+        return resolve_precision(own or self.settings.mixed_precision, self.compute, inner)
 
     def describe(self) -> str:
         """Returns the text of `verbose`: the units, then every transformation."""
@@ -174,7 +172,7 @@ def make_plan(
     planned, facts = plan_transformations(transformations, facts)
     _check_reshards(shape, settings, facts.units)
     methods = check_forward_methods(tree, settings.forward_methods, facts.units)
-    methods += _eval_methods(model, facts.units)
+    methods += _eval_methods(tree, facts.units)
     if optimizer is not None:
         check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
     return PreparePlan(
@@ -276,15 +274,16 @@ def _check_reshards(shape: MeshShape, settings: FSDP2Config, plan: WrapPlan) -> 
         shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
 
 
-def _eval_methods(model: nn.Module, plan: WrapPlan) -> list[tuple[str, str]]:
+def _eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
     """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks.
 
     So do `generate` of a PEFT model, which calls that of the model inside, and that of a model with
     an encoder, which calls the encoder.
     """
-    units = {name: model.get_submodule(name) for unit in plan.units for name in unit.modules}
-    methods = [(name, "generate") for name, m in units.items() if hasattr(m, "get_base_model")]
+    wanted = {name for unit in plan.units for name in unit.modules}
+    units = {name: module for name, module in tree.modules() if name in wanted}
+    methods = [(n, "generate") for n, m in units.items() if attribute_of(m, "get_base_model")]
     methods += [(name, _ENCODE) for name in units]
-    if "" in units and isinstance(model, ComposerModel):
+    if "" in units and isinstance(tree.root, ComposerModel):
         methods.append(("", "eval_forward"))
-    return [(name, method) for name, method in methods if hasattr(units[name], method)]
+    return [(n, method) for n, method in methods if attribute_of(units[n], method) is not None]

@@ -16,7 +16,7 @@ from composer_fsdp2.config.fsdp1 import convert_fsdp1_unit
 from composer_fsdp2.config.wrapping import WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
+from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, has_forward
 from composer_fsdp2.plan.rules import (
     by_hf_blocks,
     find_embedding_and_head,
@@ -24,6 +24,7 @@ from composer_fsdp2.plan.rules import (
     root_rule,
     with_fp32_islands,
 )
+from composer_fsdp2.plan.unit_size import is_small_end
 from composer_fsdp2.plan.wrap_plan import Decision, Rule
 
 __all__ = ["activation_choice", "trainer_rules"]
@@ -42,8 +43,8 @@ def trainer_rules(
     Metrics are left alone; then `_fsdp_wrap` on a module, unless it is an adapter; then the
     `wrap_policy`; then
     `fsdp_wrap_fn` of the direct child a module lies in, or the model's Hugging Face block list when
-    there is no such function; then untied embeddings and heads; then the direct children of a
-    ComposerModel. A policy that says what
+    there is no such function; then untied embeddings and heads; then small norms and embeddings
+    with `_fsdp_wrap`; then the direct children of a ComposerModel. A policy that says what
     a block is replaces `fsdp_wrap_fn`. Any other module is the root itself and its `fsdp_wrap_fn`.
 
     Args:
@@ -61,13 +62,15 @@ def trainer_rules(
     tops = _tops(model)
     rules: list[Rule] = [] if model in tops else [_metric_rule(model)]
     ends = find_embedding_and_head(tree, policy)
-    rules.append(_adapter_rule(tree, _attribute_rule(tops, ends)))
+    marked, marked_ends = _marked(tree, tops, ends)
+    rules.append(lambda _name, module: marked.get(id(module)))
     rules += policy_rules(tree, policy)
     if not policy.selects_blocks:
         hooks = _hook_rule(tops, shape)
         blocks = hooks or by_hf_blocks(tree)
         rules += [blocks] if blocks else []
     rules.append(lambda _name, module: ends.get(id(module)))
+    rules.append(lambda _name, module: marked_ends.get(id(module)))
     rules.append(root_rule if model in tops else _direct_child_rule(tops))
     return with_fp32_islands(tree, keep_fp32, gathered_in, rules)
 
@@ -94,36 +97,43 @@ def _metric_rule(model: nn.Module) -> Rule:
     return rule
 
 
-def _attribute_rule(tops: list[nn.Module], ends: Mapping[int, Decision]) -> Rule:
-    roots = {id(top) for top in tops if not isinstance(top, ComposerModel)}
+def _marked(
+    tree: ModuleTree, tops: list[nn.Module], ends: Mapping[int, Decision]
+) -> tuple[dict[int, Decision], dict[int, Decision]]:
+    """Reads `_fsdp_wrap` of modules, as `id(module): decision`; that of small ends comes second.
 
-    def rule(name: str, module: nn.Module) -> Decision | None:
-        wanted = getattr(module, "_fsdp_wrap", None)
-        if wanted is None or (name == "" and id(module) in roots):
-            return None
-        if wanted and id(module) in ends:
-            return ends[id(module)]  # LLM Foundry marks the head of an MPT model
-        return Decision(wrap=bool(wanted), reason="_fsdp_wrap")
+    LLM Foundry marks everything beside the blocks of an MPT model, the final norm too; see [Note:
+    small ends].
+    """
+    unasked = _adapters(tree)
+    unasked.update(id(top) for top in tops if top is tree.root)
+    marked: dict[int, Decision] = {}
+    small: dict[int, Decision] = {}
+    for _, module in tree.modules():
+        wanted, key = attribute_of(module, "_fsdp_wrap"), id(module)
+        if wanted is None or key in unasked:
+            continue
+        if wanted and key in ends:
+            marked[key] = ends[key]  # LLM Foundry marks the head of an MPT model
+        elif wanted and is_small_end(module):
+            small[key] = Decision(wrap=True, reason="_fsdp_wrap", joins=True)
+        else:
+            marked[key] = Decision(wrap=bool(wanted), reason="_fsdp_wrap")
+    return marked, small
 
-    return rule
 
-
-def _adapter_rule(tree: ModuleTree, others: Rule) -> Rule:
-    """PEFT's adapters stay in the unit of their layer; all other modules are left to `others`.
+def _adapters(tree: ModuleTree) -> set[int]:
+    """PEFT's adapters, which stay in the unit of their layer, as id(module).
 
     LLM Foundry marks every adapter as a unit, because FSDP1 could not freeze a part of a unit.
     """
     adapters: set[int] = set()
     for _, layer in tree.modules():
-        base = getattr(layer, "base_layer", None)
+        base = attribute_of(layer, "base_layer")
         if isinstance(base, nn.Module) and hasattr(layer, "adapter_layer_names"):
             kept = {id(module) for module in (layer, *base.modules())}
             adapters.update(id(module) for module in layer.modules() if id(module) not in kept)
-
-    def rule(name: str, module: nn.Module) -> Decision | None:
-        return None if id(module) in adapters else others(name, module)
-
-    return rule
+    return adapters
 
 
 def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
@@ -208,7 +218,8 @@ def activation_choice(
         hook = getattr(top, "activation_checkpointing_fn", None)
         if callable(hook):
             asked.update((id(module), hook) for module in top.modules())
-    if asked or any(hasattr(module, "_activation_checkpointing") for _, module in tree.modules()):
+    own = (attribute_of(module, "_activation_checkpointing", ...) for _, module in tree.modules())
+    if asked or any(one is not ... for one in own):
         return lambda _name, module: _asked_to_checkpoint(asked, module)
     return lambda name, _module: name in blocks
 

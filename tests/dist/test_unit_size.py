@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from composer import Trainer
 from torch import nn
 from transformers import LlamaForCausalLM
 
-from composer_fsdp2 import prepare_fully_shard
-from tests.support.models import Block, TinyLM, batches, llama_config
+from composer_fsdp2 import installed, prepare_fully_shard
+from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config
 from tests.support.parity import OPTIMIZERS, Recipe, check_parity
 from tests.support.traffic import Bytes
+from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
 SHORT = Recipe(steps=3, clip_norm=0.5)
 fp32, bf16 = torch.float32, torch.bfloat16
@@ -73,6 +77,69 @@ def test_merged_units_train_like_one_process():
     policy = {"classes": ["LayerNorm", "Block"], "min_unit_bytes": 400}
     model = check_parity(TinyLM, {"wrap_policy": policy}, recipe=SHORT)
     assert not type(model.blocks[0].norm).__name__.startswith("FSDP")
+
+
+# --- Small ends. ---
+
+
+class Marked(TinyLM):
+    """Its final norm is marked as LLM Foundry marks that of an MPT model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm._fsdp_wrap = True
+
+
+class MarkedComposer(TinyComposer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Marked()
+
+
+APART = {"wrap_policy": {"names": ["net.norm"]}}
+
+
+@pytest.mark.world_size(2)
+def test_a_final_norm_goes_with_the_unit_around_it():
+    sent: list[Bytes] = []
+    for config in ({"wrap_policy": {"names": ["norm"], "classes": ["Block"]}}, {}):
+        model = check_parity(Marked, config, "adamw", SHORT)
+        assert type(model.norm).__name__.startswith("FSDP") is bool(config)
+        with Bytes() as counted:
+            model(batches(1, 2)[0][0]).sum().backward()
+        sent.append(counted)
+    apart, joined = (counted.calls for counted in sent)
+    # Gathered in forward and again in backward, and reduced.
+    assert apart == joined + Counter(gather=2, reduce=1)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_a_checkpoint_of_a_norm_apart_goes_on(kind: str, tmp_path: Path):
+    """As runs of versions before have it, and back."""
+
+    def run(policy: dict[str, Any], **settings: Any) -> Trainer:
+        model = built(MarkedComposer)
+        config = {"fsdp2": {"state_dict_type": kind, **policy}}
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        trainer = trainer_for(
+            model, optimizer, samples_of(4, 8), parallelism_config=config, **settings
+        )
+        trainer.fit()
+        trainer.close()
+        return trainer
+
+    name = "ep0-ba2" if kind == "sharded" else "ep0-ba2-rank0.pt"
+    with installed():
+        oracle = weights(run({}, max_duration="4ba").state.model)
+        for index, (before, after) in enumerate([(APART, {}), ({}, APART)]):
+            folder = tmp_path / str(index)
+            first = run(before, max_duration="2ba", save_folder=str(folder), save_interval="2ba")
+            names = [unit.modules[0] for unit in first.state.model._fsdp2_sharding.plan.units]
+            assert ("net.norm" in names) is (before is APART)
+            second = run(after, max_duration="4ba", load_path=str(folder / name))
+            assert second.state.timestamp.batch == 4
+            assert largest_difference(weights(second.state.model), oracle) <= 1e-6
 
 
 # --- dtypes. ---

@@ -206,13 +206,25 @@ def torch_chunks() -> Callable[..., Any]:
     return importlib.import_module(FSDP_PARAM)._chunk_with_empty
 
 
+def torch_strides() -> Callable[..., Any]:
+    return importlib.import_module(FSDP_PARAM).make_contiguous_strides_for
+
+
+def test_strides_are_those_of_torch():
+    shapes = [torch.Size(shape) for shape in ((), (0,), (3,), (2, 3, 4), (5, 0, 2), (2, 3, 4))]
+    with fast_chunking():
+        ours = [torch_strides()(shape) for shape in shapes]
+    assert ours == [torch_strides()(shape) for shape in shapes]
+
+
 def test_everything_is_put_back():
-    before = torch_chunks(), DeviceMesh.get_group
+    before = torch_chunks(), DeviceMesh.get_group, torch_strides()
     with fast_chunking():
         assert torch_chunks() is not before[0]
+        assert torch_strides() is not before[2]
     with pytest.raises(KeyError), fast_chunking():
         raise KeyError
-    assert (torch_chunks(), DeviceMesh.get_group) == before
+    assert (torch_chunks(), DeviceMesh.get_group, torch_strides()) == before
 
 
 def test_another_source_is_left_alone(monkeypatch: pytest.MonkeyPatch):
@@ -264,8 +276,7 @@ def mpt() -> tuple[nn.Module, str]:
 
 ORDERS = {
     llama: ["", "model.layers.0", "model.layers.1"],
-    # Its embedding runs again as the head, so it starts no gathers.
-    mpt: [f"transformer.{name}" for name in ("wpe", "blocks.0", "blocks.1", "norm_f")],
+    mpt: ["", "transformer.blocks.0", "transformer.blocks.1"],
     t5: ["", *(f"{half}.block.{i}" for half in ("encoder", "decoder") for i in (0, 1))],
 }
 

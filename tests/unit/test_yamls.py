@@ -61,7 +61,7 @@ LAYERS = {
     "mpt-7b": 32,
 }
 # LLM Foundry makes units of the parts of its own model.
-_MPT = ["model", *(f"model.transformer.{name}" for name in ("wte", "wpe", "norm_f"))]
+_MPT = ["model", *(f"model.transformer.{name}" for name in ("wte", "wpe"))]
 OTHER_UNITS = {"mpt-7b": _MPT}
 ROOM = 0.8
 """of a GPU's memory that the stated part may take; activations need the rest"""

@@ -86,9 +86,10 @@ def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
         guard = _Guard(guard)
         handlers[_READ_NUMBER] = guard
         _guard_methods(guard)
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            guard.meshes.add(tensor.device_mesh)
+    # All have one of a few meshes, whose hash is of all its ranks.
+    meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
+    for mesh in {id(mesh): mesh for mesh in meshes}.values():
+        guard.meshes.add(mesh)
 
 
 def _guard_methods(guard: _Guard) -> None:

@@ -225,6 +225,8 @@ _LINKS = ("callable", "backend")
 
 def is_whole_graph(compiled: object) -> bool:
     """Whether something compiled, or what compiles it, was told `fullgraph=True`."""
+    if compiled is None:
+        return False
     cells = getattr(compiled, "__closure__", None) or ()
     for held in (compiled, *(getattr(cell, "cell_contents", None) for cell in cells)):
         step = getattr(held, "callback", None)
@@ -267,6 +269,9 @@ _CHUNKS_READ = "7259a2aabd6a7329"
 """fingerprint of the code of torch 2.7.0 to 2.15.0"""
 
 
+_STRIDES = "make_contiguous_strides_for"
+
+
 class _Chunks(Sequence[Any]):
     """The pieces of a tensor, each made when it is asked for."""
 
@@ -299,7 +304,8 @@ def fast_chunking() -> Generator[None]:
     Collective: no. For each parameter torch cuts out the piece of every rank and takes one, and for
     each unit older torch compares every rank with every other to find a process group it was given
     before. Thousands of parameters on a thousand ranks are minutes of that. It is left as it is
-    where its source is not the one that was read: private, so it may change.
+    where its source is not the one that was read: private, so it may change. Strides, which follow
+    from a shape alone, are computed once for each shape.
     """
     groups: dict[Any, Any] = {}
     get_group = DeviceMesh.get_group
@@ -314,6 +320,7 @@ def fast_chunking() -> Generator[None]:
     replaced: list[tuple[Any, str, Any]] = [(DeviceMesh, "get_group", known_group)]
     with contextlib.suppress(ImportError, AttributeError, OSError):
         owner = importlib.import_module(_PARAM)
+        replaced.append((owner, _STRIDES, functools.cache(getattr(owner, _STRIDES))))
         chunks = owner._chunk_with_empty
         if fingerprint(chunks) == _CHUNKS_READ:
             replaced.append((owner, "_chunk_with_empty", partial(_chunk_lazily, chunks)))

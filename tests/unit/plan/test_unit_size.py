@@ -135,7 +135,81 @@ def test_mpt_with_a_head():
     untied = found(tied=False)
     assert untied["model.transformer.wte"] == (4096 * 64, True, "embeddings")
     assert untied["model.lm_head"] == (4096 * 64, False, "lm_head")
+    assert untied["model"] == (8 * 64 + 2 * 64, False, "direct child, with wpe and norm_f")
     assert found(tied=True)["model.transformer.wte"] == (4096 * 64, True, "_fsdp_wrap")
+
+
+# --- Small ends. ---
+
+
+class Marked(TinyLM):
+    """Everything beside its blocks is marked, as LLM Foundry does it with an MPT model."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        for end in (self.embed, self.norm, self.head):
+            end._fsdp_wrap = True
+        self.norm.to(dtype)
+
+
+def test_small_norms_and_embeddings_go_with_the_unit_around_them():
+    found = rows(plan(Marked()))
+    assert list(found) == ["blocks.0", "blocks.1", "blocks.2", "head", ""]
+    assert found[""] == (170 + 20, False, "root, with embed and norm")
+
+
+def test_large_ones_do_not():
+    model = Marked()
+    model.norm = nn.LayerNorm(2**18)
+    model.embed = nn.Embedding(2**18, 1)
+    model.norm._fsdp_wrap = model.embed._fsdp_wrap = True
+    assert rows(plan(model))["norm"] == (2**19, True, "_fsdp_wrap")
+    assert rows(plan(model))["embed"] == (2**18, True, "_fsdp_wrap")
+
+
+def test_another_dtype_keeps_a_small_end_apart():
+    found = rows(plan(Marked(torch.bfloat16)))
+    assert found["norm"] == (20, True, "dtype bfloat16")
+    assert found[""] == (170, False, "root, with embed")
+
+
+def test_fp32_keeps_a_small_end_apart():
+    model = Marked()
+    rules = trainer_rules(model, WrapPolicy(), keep_fp32=["norm"], gathered_in=torch.bfloat16)
+    found = rows(plan_wrapping(model, rules))
+    assert found["norm"] == (20, True, "keep_fp32")
+    assert found[""][2] == "root, with embed"
+
+
+def test_settings_of_the_unit_around_keep_a_small_end_apart():
+    model = nn.Sequential(Marked())
+    around = Selector("0", UnitSettings(mixed_precision="FULL"))
+    found = rows(plan(model, names=(around,)))
+    assert found["0.norm"] == (20, True, "_fsdp_wrap")
+    assert found["0"][2] == "name 0"
+
+
+def test_whoever_names_a_small_end_gets_a_unit():
+    named = rows(plan(Marked(), names=(Selector("norm"),)))
+    assert named["norm"] == (20, True, "name norm")
+    model = Marked()
+    model.fsdp_wrap_fn = lambda module: module is model.norm
+    assert rows(plan(model))["norm"] == (20, True, "fsdp_wrap_fn")
+
+
+def test_a_tied_small_end_stays_with_its_tie():
+    model = Marked()
+    model.blocks[0].norm.weight = model.norm.weight
+    found = plan(model)
+    owner = found.owner_of()
+    assert owner["norm.weight"] is owner["blocks.0.norm.weight"]
+    assert owner["norm.weight"].modules == ("",)
+
+
+def test_a_mark_of_false_leaves_a_small_end_to_the_unit_around_it():
+    model = Marked()
+    model.norm._fsdp_wrap = False
+    assert rows(plan(model))[""][2] == "root, with embed"
 
 
 # --- Bounds. ---
