@@ -28,6 +28,7 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_checks import refuse_unreadable
@@ -177,6 +178,8 @@ def make_plan(
     methods += _eval_methods(model, facts.units)
     if optimizer is not None:
         check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+    if isinstance(optimizer, Muon):
+        optimizer.check_groups(tree)
     return PreparePlan(
         tree=tree,
         settings=settings,

@@ -15,6 +15,7 @@ NAMES = [
     "ConfigError",
     "FSDP2Config",
     "FSDP2Monitor",
+    "Muon",
     "PatchError",
     "PlanError",
     "ShardUnit",
