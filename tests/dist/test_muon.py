@@ -22,11 +22,14 @@ HSDP = {"data_parallel_replicate_degree": 2}
 
 
 class Attention(nn.Module):
-    """Query, key and value in one matrix, of other sizes; 18 outputs, which few ranks divide."""
+    """Query, key and value in one matrix, of other sizes; 18 outputs, which few ranks divide.
+
+    Without a bias: that of the key has a gradient of 0 but for rounding, of which AdamW makes steps.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.Wqkv = nn.Linear(width, width + 8)
+        self.Wqkv = nn.Linear(width, width + 8, bias=False)
         self.out_proj = nn.Linear(width, width)
         self.width = width
 
@@ -50,7 +53,7 @@ class Experts(nn.Module):
 
 
 class Fused(TinyLM):
-    """A language model with joined projections, experts, a vector-like matrix and frozen parts."""
+    """A language model with joined projections, experts, and parts that are frozen or unused."""
 
     def __init__(self) -> None:
         super().__init__("none", layers=1)
