@@ -31,6 +31,7 @@ from composer_fsdp2.optim.muon_groups import (
 from composer_fsdp2.optim.muon_iteration import Iteration, Layout, iterate, lr_ratio
 from composer_fsdp2.optim.muon_settings import (
     ITERATION_DTYPES,
+    PlannedGroups,
     by_shape,
     check_algorithm,
     check_values,
@@ -141,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         model = params if isinstance(params, nn.Module) else None
         super().__init__(params.parameters() if model is not None else params, defaults)
         if model is not None:
-            self.assign_groups(ModuleTree.read(model))
+            self.assign_groups(self.plan_groups(ModuleTree.read(model)))
 
     # --- Groups. ---
 
@@ -181,45 +182,32 @@ class Muon(torch.optim.Optimizer):
         self.param_groups.append(group)
         self._layouts.append(layouts)
 
-    def check_groups(self, tree: ModuleTree) -> None:
-        """Settles whether `assign_groups` can be called. Collective: no.
+    def plan_groups(self, tree: ModuleTree) -> PlannedGroups:
+        """Settles what every parameter gets, and changes nothing. Collective: no.
 
         Args:
-            tree: of the model whose parameters it holds.
+            tree: of the model whose parameters it holds; sharded or not.
+
+        Returns:
+            What `assign_groups` takes; as text, for ranks to compare.
 
         Raises:
             PlanError: for globs that match nothing, for a vector that is to be a matrix, and where
                 the number of groups would change under a learning rate schedule.
         """
-        self._divide(choose(tree, self._overrides))
+        names = {id(ref.param): ref.name for ref in reversed(tree.params)}
+        return self._plan(choose(tree, self._overrides), names)
 
-    def assign_groups(self, tree: ModuleTree) -> None:
+    def assign_groups(self, planned: PlannedGroups) -> None:
         """Gives every parameter its algorithm. Collective: no.
 
         Args:
-            tree: of the model whose parameters it holds; sharded or not.
-
-        Raises:
-            PlanError: as `check_groups`.
+            planned: by `plan_groups`, with the parameters that it holds now.
         """
-        self._assign(choose(tree, self._overrides))
+        self._layouts = planned.layouts
+        self.param_groups[:] = planned.groups
 
-    def _assign(self, choices: Mapping[int, Choice]) -> None:
-        groups = self._divide(choices)
-        self._layouts = [
-            [
-                choices[id(param)].layout if id(param) in choices and given == Layout() else given
-                for param, given in zip(group["params"], layouts, strict=True)
-            ]
-            if group["algorithm"] == "muon"
-            else [Layout()] * len(group["params"])
-            for group, layouts in groups
-        ]
-        self.param_groups[:] = [group for group, _ in groups]
-
-    def _divide(
-        self, choices: Mapping[int, Choice]
-    ) -> list[tuple[dict[str, Any], Sequence[Layout]]]:
+    def _plan(self, choices: Mapping[int, Choice], names: Mapping[int, str]) -> PlannedGroups:
         """Groups as they will be, each of one algorithm."""
         groups: list[tuple[dict[str, Any], Sequence[Layout]]] = []
         held = list(zip(self.param_groups, self._layouts, strict=True))
@@ -236,7 +224,18 @@ class Muon(torch.optim.Optimizer):
                 "former and would leave groups out. Build it from the model (`Muon(model, ...)`), "
                 "or the schedule after prepare_fully_shard."
             )
-        return groups
+        layouts = [
+            [
+                choices[id(param)].layout if id(param) in choices and given == Layout() else given
+                for param, given in zip(group["params"], known, strict=True)
+            ]
+            if group["algorithm"] == "muon"
+            else list(known)
+            for group, known in groups
+        ]
+        planned = PlannedGroups([group for group, _ in groups], layouts)
+        planned.text = f"buckets of {self._bucket_bytes} bytes a rank\n{planned.describe(names)}"
+        return planned
 
     def _decide(self) -> None:
         """Divides what is not divided yet, as well as it can be without the model."""
@@ -253,7 +252,7 @@ class Muon(torch.optim.Optimizer):
             )
         entries = [entry for group in self.param_groups for entry in group_entries(group)]
         named = [(name, param) for param, name in entries if name]
-        self._assign(choose_by_names(named, self._overrides))
+        self.assign_groups(self._plan(choose_by_names(named, self._overrides), {}))
 
     # --- The step. ---
 

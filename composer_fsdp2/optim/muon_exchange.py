@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.optim.muon_iteration import Layout, work
+from composer_fsdp2.shard.device_mesh import whole_mesh
 
 __all__ = ["Exchange", "Item", "Parameter", "RankGrid", "divide"]
 
@@ -56,7 +57,9 @@ class RankGrid:
         A mesh of some ranks only has no group of its own for both axes: each of its replicas then
         counts as the only one, and computes everything.
         """
-        table = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.size(axis)).tolist()
+        whole = whole_mesh(mesh)
+        along = whole.ndim - 1 if whole is not mesh else axis
+        table = whole.mesh.movedim(along, -1).reshape(-1, mesh.size(axis)).tolist()
         me = dist.get_rank()
         replica = next(number for number, row in enumerate(table) if me in row)
         group = mesh.get_group(axis)
@@ -64,16 +67,16 @@ class RankGrid:
         row = table[replica]
         in_shards = tuple(members.index(rank) for rank in row)
         everyone = [rank for row in table for rank in row]
-        whole = len(table) > 1 and sorted(everyone) == list(range(dist.get_world_size()))
+        shared = len(table) > 1 and sorted(everyone) == list(range(dist.get_world_size()))
         return cls(
             shards=len(row),
-            replicas=len(table) if whole else 1,
+            replicas=len(table) if shared else 1,
             shard=row.index(me),
-            replica=replica if whole else 0,
+            replica=replica if shared else 0,
             shard_group=group,
-            whole_group=None if whole else group,
+            whole_group=None if shared else group,
             places_in_shard_group=in_shards,
-            places_in_whole_group=tuple(everyone) if whole else in_shards,
+            places_in_whole_group=tuple(everyone) if shared else in_shards,
         )
 
     @property

@@ -9,6 +9,7 @@ which a learning rate schedule may have been built in between.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from torch import Tensor
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.muon_groups import ALGORITHMS, Choice
-from composer_fsdp2.optim.muon_iteration import ADJUSTMENTS
+from composer_fsdp2.optim.muon_iteration import ADJUSTMENTS, Layout
 
 __all__ = [
     "ITERATION_DTYPES",
+    "PlannedGroups",
     "by_shape",
     "check_algorithm",
     "check_values",
@@ -36,6 +38,28 @@ ITERATION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MARK = "undecided"
 """key of a group that is not decided yet: a number that parts of one group share, and the settings
 that were given for it alone"""
+
+
+@dataclass(slots=True, eq=False)
+class PlannedGroups:
+    """The groups of an optimizer, each of one algorithm."""
+
+    groups: list[dict[str, Any]]
+    layouts: list[list[Layout]]
+    """of the parameters of each group, in their order"""
+    text: str = ""
+
+    def describe(self, names: Mapping[int, str]) -> str:
+        """Returns settings and parameters of each group; `names` are by id."""
+        lines: list[str] = []
+        for group, layouts in zip(self.groups, self.layouts, strict=True):
+            lines.append(
+                str({k: v for k, v in group.items() if k not in ("params", "param_names")})
+            )
+            for param, layout in zip(group["params"], layouts, strict=True):
+                joined = f" in blocks {layout.blocks}" if layout.blocks else ""
+                lines.append(f"  {names.get(id(param), tuple(param.shape))}{joined}")
+        return "\n".join(lines)
 
 
 def dtype_name(dtype: str | torch.dtype) -> str:

@@ -203,8 +203,8 @@ def apply_to_model(
     if plan.settings.verbose and distributed.get_rank() == 0:
         _show(plan.describe())
     detached = None
-    if isinstance(plan.optimizer, Muon):
-        plan.optimizer.assign_groups(plan.tree)
+    if isinstance(plan.optimizer, Muon) and plan.groups is not None:
+        plan.optimizer.assign_groups(plan.groups)
     if plan.optimizer is not None:
         detached = detach_optimizer(plan.optimizer, plan.tree)
     tree, plan.tree = plan.tree, ModuleTree()

@@ -72,14 +72,21 @@ def run_all(params: list[Parameter], ranks: list[RankGrid], limit: int) -> list[
     dims = [param.dim for param in params]
 
     def put(rank: int, item, row: int, part: torch.Tensor) -> None:
-        target = results[rank][item.param].narrow(dims[item.param], row, part.shape[dims[item.param]])
+        target = results[rank][item.param].narrow(
+            dims[item.param], row, part.shape[dims[item.param]]
+        )
         assert target.isnan().all()
         target.copy_(part)
 
     for rank, exchange in enumerate(planned):
         for item in exchange.local:
             row = item.start - exchange._first_row(item)
-            put(rank, item, row, 2 * locals_[rank][item.param].narrow(0, row, item.stop - item.start))
+            put(
+                rank,
+                item,
+                row,
+                2 * locals_[rank][item.param].narrow(0, row, item.stop - item.start),
+            )
             computed[item.param] += math.prod(item.shape)
     for buckets in zip(*(exchange.buckets for exchange in planned), strict=True):
         got = carry([b.there for b in buckets], locals_, [dims] * len(ranks), rows)

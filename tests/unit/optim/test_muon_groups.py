@@ -247,17 +247,20 @@ def test_settings_of_adamw():
     ]
     own = [{"params": list(model.parameters()), "lr": 0.5}]
     late = Muon(own, adamw_lr=1e-3)
-    late.assign_groups(ModuleTree.read(model))
+    late.assign_groups(late.plan_groups(ModuleTree.read(model)))
     assert [g["lr"] for g in late.param_groups] == [0.5, 0.5]
 
 
 def test_the_number_of_groups_stays_when_the_model_comes_late():
     model = TinyLM(layers=1)
-    groups = [{"params": list(model.blocks.parameters())}, {"params": list(model.embed.parameters())}]
+    groups = [
+        {"params": list(model.blocks.parameters())},
+        {"params": list(model.embed.parameters())},
+    ]
     groups.append({"params": [*model.norm.parameters(), *model.head.parameters()]})
     optimizer = Muon(groups, lr=0.1, adamw_lr=0.01)
     assert [len(g["params"]) for g in optimizer.param_groups] == [2, 4, 1, 1, 2]
-    optimizer.assign_groups(ModuleTree.read(model))
+    optimizer.assign_groups(optimizer.plan_groups(ModuleTree.read(model)))
     found = [(g["algorithm"], len(g["params"]), g["lr"]) for g in optimizer.param_groups]
     assert found == [("muon", 2, 0.1), ("adamw", 4, 0.01), ("adamw", 1, 0.01), ("adamw", 3, 0.01)]
     assert all("undecided" not in group for group in optimizer.param_groups)
@@ -267,7 +270,7 @@ def test_a_schedule_is_not_left_behind():
     model = TinyLM(layers=1)
     optimizer = Muon(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    optimizer.assign_groups(ModuleTree.read(model))
+    optimizer.assign_groups(optimizer.plan_groups(ModuleTree.read(model)))
     optimizer.step()
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
@@ -275,7 +278,7 @@ def test_a_schedule_is_not_left_behind():
     optimizer = Muon(bare.parameters(), lr=0.1)
     torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     with pytest.raises(PlanError, match="divided into 1 groups by shape; the model says 2"):
-        optimizer.check_groups(ModuleTree.read(bare))
+        optimizer.plan_groups(ModuleTree.read(bare))
 
 
 def test_without_the_model_it_needs_names():

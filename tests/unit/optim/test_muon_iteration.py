@@ -22,7 +22,10 @@ def test_it_goes_to_the_nearest_orthogonal_matrix(shape: tuple[int, int]):
 
 
 def test_what_is_given_stays():
-    for how in (HOW, Iteration(*[getattr(HOW, n) for n in ("coefficients", "steps", "eps")], torch.bfloat16)):
+    for how in (
+        HOW,
+        Iteration(*[getattr(HOW, n) for n in ("coefficients", "steps", "eps")], torch.bfloat16),
+    ):
         matrix = torch.randn(5, 8, dtype=how.dtype)
         before = matrix.clone()
         iterate(matrix, Layout(), how)
