@@ -142,7 +142,7 @@ class Muon(torch.optim.Optimizer):
         model = params if isinstance(params, nn.Module) else None
         super().__init__(params.parameters() if model is not None else params, defaults)
         if model is not None:
-            self.assign_groups(self.plan_groups(ModuleTree.read(model)))
+            self.assign_groups(self.plan_groups(ModuleTree.read(model)).without_empty())
 
     # --- Groups. ---
 
@@ -192,11 +192,19 @@ class Muon(torch.optim.Optimizer):
             What `assign_groups` takes; as text, for ranks to compare.
 
         Raises:
-            PlanError: for globs that match nothing, for a vector that is to be a matrix, and where
-                the number of groups would change under a learning rate schedule.
+            PlanError: for globs that match nothing, and for a vector that is to be a matrix.
         """
         names = {id(ref.param): ref.name for ref in reversed(tree.params)}
         return self._plan(choose(tree, self._overrides), names)
+
+    def decide(self, model: nn.Module) -> None:
+        """Settles which parameters are hidden matrices, where that is still open. Collective: no.
+
+        Args:
+            model: whose parameters it holds.
+        """
+        if any(mark_of(group) is not None for group in self.param_groups):
+            self.assign_groups(self.plan_groups(ModuleTree.read(model)))
 
     def assign_groups(self, planned: PlannedGroups) -> None:
         """Gives every parameter its algorithm. Collective: no.
@@ -215,15 +223,8 @@ class Muon(torch.optim.Optimizer):
             if mark is None:
                 groups += same
                 continue
-            parts = divide_group([group for group, _ in same], choices, self._for_adamw)
+            parts = divide_group([group for group, _ in same], choices)
             groups += [(part, [Layout()] * len(part["params"])) for part in parts]
-        if len(groups) != len(held) and any("initial_lr" in group for group, _ in held):
-            raise PlanError(
-                f"Muon was built without the model and divided into {len(held)} groups by shape; "
-                f"the model says {len(groups)}. A learning rate schedule has been built for the "
-                "former and would leave groups out. Build it from the model (`Muon(model, ...)`), "
-                "or the schedule after prepare_fully_shard."
-            )
         layouts = [
             [
                 choices[id(param)].layout if id(param) in choices and given == Layout() else given
@@ -387,6 +388,19 @@ class Muon(torch.optim.Optimizer):
         )
 
     # --- Copies. ---
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a state. Collective: no.
+
+        Args:
+            state_dict: of an optimizer with the same groups.
+        """
+        # torch's checkpoints lose the settings of groups that have no parameters.
+        own = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        own += [{}] * len(state_dict["param_groups"])
+        pairs = zip(own, state_dict["param_groups"], strict=False)
+        groups = [{**settings, **group} for settings, group in pairs]
+        super().load_state_dict({**state_dict, "param_groups": groups})
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("_for_adamw", "_overrides", "_bucket_bytes", "_layouts")

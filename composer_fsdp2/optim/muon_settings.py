@@ -2,8 +2,8 @@
 
 [Note: undecided groups] `model.parameters()` does not say which matrices are hidden ones. A group
 of it is divided by shape at once, into what may be a matrix and what cannot, and when the model is
-known, embeddings and the like move from the first to the second. So the number of groups stays, for
-which a learning rate schedule may have been built in between.
+known, embeddings and the like move from the first to the second. So the number of groups stays, one
+of which may be empty: Composer builds learning rate schedules, which go by it, in between.
 """
 
 from __future__ import annotations
@@ -48,6 +48,12 @@ class PlannedGroups:
     layouts: list[list[Layout]]
     """of the parameters of each group, in their order"""
     text: str = ""
+
+    def without_empty(self) -> PlannedGroups:
+        """Returns those with parameters; there must be no schedule yet."""
+        kept = [number for number, group in enumerate(self.groups) if group["params"]]
+        groups = [self.groups[number] for number in kept]
+        return PlannedGroups(groups, [self.layouts[number] for number in kept], self.text)
 
     def describe(self, names: Mapping[int, str]) -> str:
         """Returns settings and parameters of each group; `names` are by id."""
@@ -161,25 +167,22 @@ def by_shape(
     vectors = _part(group, [entry for entry in entries if entry[0].ndim < 2])
     vectors["algorithm"] = "adamw"
     overwrite(vectors, for_adamw, own)
-    return [{**part, _MARK: mark} for part in (matrices, vectors) if part["params"]]
+    parts = (matrices, vectors) if matrices["params"] else (vectors,)
+    return [{**part, _MARK: mark} for part in parts] if entries else []
 
 
 def divide_group(
-    parts: Sequence[dict[str, Any]],
-    choices: Mapping[int, Choice],
-    for_adamw: Mapping[str, Any],
+    parts: Sequence[dict[str, Any]], choices: Mapping[int, Choice]
 ) -> list[dict[str, Any]]:
     """Returns the groups of each algorithm that the parts of one undecided group become."""
     entries = [entry for part in parts for entry in group_entries(part)]
     found: list[dict[str, Any]] = []
     for algorithm in ALGORITHMS:
         kept = [entry for entry in entries if _algorithm(entry[0], choices) == algorithm]
-        if not kept:
+        if not kept and len(parts) == 1:
             continue
         like = parts[-1 if algorithm == "adamw" else 0]
         group = _part(like, kept)
-        if algorithm == "adamw" and like["algorithm"] is None:
-            overwrite(group, for_adamw, like[_MARK][1])
         group["algorithm"] = algorithm
         del group[_MARK]
         found.append(group)

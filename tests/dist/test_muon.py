@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import composer
 import pytest
 import torch
 from composer import Trainer
@@ -15,7 +16,14 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_fsdp2 import ConfigError, Muon, PlanError, installed, prepare_fully_shard
+from composer_fsdp2 import (
+    CheckpointError,
+    ConfigError,
+    Muon,
+    PlanError,
+    installed,
+    prepare_fully_shard,
+)
 from composer_fsdp2.shard.optimizer import shard_like
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import Recipe, full, gathered, train_together
@@ -263,16 +271,26 @@ def test_a_layer_that_only_some_ranks_use():
 # --- Checkpoints. ---
 
 
+def _groups(model: nn.Module) -> list[dict[str, Any]]:
+    """As LLM Foundry divides them: by name, and without names."""
+    norms = [param for name, param in model.named_parameters() if "norm" in name]
+    embedding = [param for name, param in model.named_parameters() if "embed" in name]
+    taken = {id(param) for param in (*norms, *embedding)}
+    rest = [param for param in model.parameters() if id(param) not in taken]
+    return [{"params": rest}, {"params": norms, "weight_decay": 0.0}, {"params": embedding}]
+
+
 def _trainer(folder: str, seed: int, **kwargs: Any) -> Trainer:
     model = built(lambda: TinyComposer("two modules"), seed)
     return trainer_for(
         model,
-        Muon(model.parameters(), **RATES),
+        Muon(_groups(model), **RATES),
         samples_of(4, 12),
         batch=12 // dist.get_world_size(),
         max_duration="3ba",
         save_folder=folder,
         save_interval="3ba",
+        schedulers=composer.optim.ConstantWithWarmupScheduler(t_warmup="1ba"),
         **kwargs,
     )
 
@@ -285,7 +303,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     for param, state in optimizer.state.items():
         found |= {f"{names[id(param)]}/{key}": full(value) for key, value in state.items()}
     for number, group in enumerate(optimizer.param_groups):
-        found[f"group {number}"] = {k: v for k, v in group.items() if k != "params"}
+        if group["params"]:  # a checkpoint keeps nothing of an empty one
+            found[f"group {number}"] = {k: v for k, v in group.items() if k != "params"}
     return found
 
 
@@ -316,6 +335,39 @@ def test_saved_on_four_ranks_and_loaded_on_fewer(tmp_path: Path, ranks: Any):
                 torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
             )
             assert same, name
+
+
+def _state_of(trainer: Trainer) -> tuple[int, dict[str, torch.Tensor]]:
+    return int(trainer.state.timestamp.batch), gathered(trainer.state.model)
+
+
+@pytest.mark.world_size(2)
+def test_a_run_goes_from_adamw_to_muon(tmp_path: Path):
+    """Weights and time go on; the optimizer's state starts anew, which has to be asked for."""
+    model = built(TinyComposer)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    kept = {"max_duration": "2ba", "save_folder": str(tmp_path), "save_interval": "2ba"}
+    anew = ["state/optimizers/*", "state/schedulers/*"]
+    schedule = {"schedulers": composer.optim.ConstantWithWarmupScheduler(t_warmup="1ba")}
+    with installed(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        first = trainer_for(model, adamw, samples_of(4, 8), **schedule, **kept)
+        first.fit()
+        first.close()
+        again = built(TinyComposer, 1)
+        settings = {"load_path": f"{tmp_path}/ep0-ba2", "max_duration": "4ba", **schedule}
+        with pytest.raises(CheckpointError, match="The run's optimizer is Muon"):
+            trainer_for(again, Muon(again.parameters()), samples_of(4, 8), **settings)
+        again = built(TinyComposer, 1)
+        second = trainer_for(
+            again, Muon(again.parameters()), samples_of(4, 8), load_ignore_keys=anew, **settings
+        )
+        (batch, found), (_, saved) = _state_of(second), _state_of(first)
+        second.fit()
+        second.close()
+    assert batch == 2
+    assert all(torch.equal(found[name], value) for name, value in saved.items())
+    assert second.state.timestamp.batch == 4
 
 
 # --- What is refused, on every rank. ---

@@ -259,10 +259,17 @@ def test_the_number_of_groups_stays_when_the_model_comes_late():
     ]
     groups.append({"params": [*model.norm.parameters(), *model.head.parameters()]})
     optimizer = Muon(groups, lr=0.1, adamw_lr=0.01)
-    assert [len(g["params"]) for g in optimizer.param_groups] == [2, 4, 1, 1, 2]
+    assert [len(g["params"]) for g in optimizer.param_groups] == [2, 4, 1, 0, 1, 2]
     optimizer.assign_groups(optimizer.plan_groups(ModuleTree.read(model)))
     found = [(g["algorithm"], len(g["params"]), g["lr"]) for g in optimizer.param_groups]
-    assert found == [("muon", 2, 0.1), ("adamw", 4, 0.01), ("adamw", 1, 0.01), ("adamw", 3, 0.01)]
+    assert found == [
+        ("muon", 2, 0.1),
+        ("adamw", 4, 0.01),
+        ("muon", 0, 0.1),
+        ("adamw", 1, 0.01),
+        ("muon", 0, 0.1),
+        ("adamw", 3, 0.01),
+    ]
     assert all("undecided" not in group for group in optimizer.param_groups)
 
 
@@ -274,11 +281,18 @@ def test_a_schedule_is_not_left_behind():
     optimizer.step()
     schedule.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.05]
-    bare = nn.ModuleDict({"embed": nn.Embedding(4, 2), "up": nn.Linear(2, 4, bias=False)})
-    optimizer = Muon(bare.parameters(), lr=0.1)
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    with pytest.raises(PlanError, match="divided into 1 groups by shape; the model says 2"):
-        optimizer.plan_groups(ModuleTree.read(bare))
+    assert len(Muon(model.head).param_groups) == 1
+
+
+def test_an_empty_group_keeps_its_settings():
+    model = nn.ModuleDict({"embed": nn.Embedding(4, 2), "table": nn.Embedding(4, 2)})
+    optimizer = Muon(model.parameters(), lr=0.1)
+    optimizer.decide(model)
+    state = optimizer.state_dict()
+    assert [len(group["params"]) for group in state["param_groups"]] == [0, 2]
+    state["param_groups"][0] = {"params": []}
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_without_the_model_it_needs_names():
