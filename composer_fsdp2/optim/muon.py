@@ -425,7 +425,7 @@ class _Matrix:
     group: Mapping[str, Any]
 
     def described(self, axis: int) -> Parameter:
-        """What the exchange has to know."""
+        """Returns all that the exchange has to know."""
         assert isinstance(self.param, DTensor)
         placement: Any = self.param.placements[axis]
         return Parameter(tuple(self.param.shape), self.layout, placement.dim)

@@ -92,7 +92,7 @@ class RankGrid:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """What is known of a parameter without looking at its values."""
+    """A parameter without its values."""
 
     shape: tuple[int, ...]
     layout: Layout
@@ -115,7 +115,7 @@ class Item:
 
     @property
     def work(self) -> int:
-        """What computing it costs."""
+        """The cost of computing it."""
         return work(self.shape, self.layout)
 
 
@@ -187,7 +187,7 @@ class _Way:
 
 @dataclass(slots=True, eq=False)
 class _Arriving:
-    """What an all-to-all will have received, and what it must keep until then."""
+    """An all-to-all on its way, with the tensors that it needs until then."""
 
     received: Tensor
     handle: Any

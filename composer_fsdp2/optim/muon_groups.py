@@ -45,7 +45,7 @@ _INTERLEAVED = "GptOss"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of one parameter."""
+    """The algorithm of one parameter, and why."""
 
     algorithm: Algorithm
     reason: str
@@ -180,7 +180,7 @@ def _by_name(name: str, param: Tensor, overrides: Overrides) -> Choice:
 
 
 class _Facts:
-    """What is asked of the whole model once."""
+    """Facts that are asked of the whole model once."""
 
     def __init__(self, tree: ModuleTree) -> None:
         self.tree = tree

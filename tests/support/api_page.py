@@ -36,6 +36,7 @@ GROUPS = {
         "ActivationPlan",
     ),
     "Callback": ("FSDP2Monitor",),
+    "Optimizer": ("Muon",),
     "Errors": ("ConfigError", "PlanError", "CheckpointError", "PatchError"),
 }
 
