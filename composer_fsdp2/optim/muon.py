@@ -140,7 +140,8 @@ class Muon(torch.optim.Optimizer):
         """of the parameters of each group, in their order"""
         self._exchanges: dict[Any, _Held] = {}
         model = params if isinstance(params, nn.Module) else None
-        super().__init__(params.parameters() if model is not None else params, defaults)
+        given: Any = params if model is None else model.parameters()
+        super().__init__(given, defaults)
         if model is not None:
             self.assign_groups(self.plan_groups(ModuleTree.read(model)).without_empty())
 
