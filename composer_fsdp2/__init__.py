@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PlanError,
     )
     from composer_fsdp2.optim.clipping import clip_grad_norm_
+    from composer_fsdp2.optim.muon import Muon
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
@@ -39,6 +40,7 @@ _HOMES = {
     "ConfigError": "errors",
     "FSDP2Config": "config.schema",
     "FSDP2Monitor": "trainer.monitor",
+    "Muon": "optim.muon",
     "PatchError": "errors",
     "PlanError": "errors",
     "ShardUnit": "plan.planner",
@@ -65,6 +67,7 @@ __all__ = [
     "ConfigError",
     "FSDP2Config",
     "FSDP2Monitor",
+    "Muon",
     "PatchError",
     "PlanError",
     "ShardUnit",

@@ -10,10 +10,12 @@ def register() -> None:
     from llmfoundry import registry
 
     from composer_fsdp2.foundry.transform import transform
+    from composer_fsdp2.optim.muon import Muon
     from composer_fsdp2.trainer import monitor, patches, step_record
 
     registry.config_transforms.register(patches.TRANSFORM, func=transform)
     registry.callbacks.register(monitor.NAME, func=monitor.FSDP2Monitor)
+    registry.optimizers.register("muon", func=Muon)
     # `parity` writes its name into the configurations that it runs.
     registry.algorithms.register(step_record.NAME, func=step_record.Recorder)
 

@@ -19,6 +19,7 @@ from composer_fsdp2.optim.elementwise import (
     steps_alike,
 )
 from composer_fsdp2.optim.local_step import LocalStep
+from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.runtime.agreement import agreement_of
 
 __all__ = ["apply_local_step"]
@@ -58,6 +59,8 @@ def _tried_on_all_ranks(optimizer: torch.optim.Optimizer, device: torch.device) 
 def _apply(
     optimizer: torch.optim.Optimizer, setting: LocalStepSetting, is_alike: Callable[[], bool]
 ) -> LocalStep | None:
+    if isinstance(optimizer, Muon):
+        return None  # it works on local shards itself, with collectives of its own
     if setting is True:
         check_local_step(optimizer)
     elif not is_known(optimizer) and not is_alike():

@@ -9,7 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
 
-__all__ = ["build_mesh", "with_cpu_backend"]
+__all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
+
+_WHOLE = "_fsdp2_whole_mesh"
+"""attribute of the mesh of one copy, for `whole_mesh`"""
 
 
 def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
@@ -23,6 +26,19 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
             "Call torch.distributed.init_process_group() first, or train through the Trainer."
         )
     return init_device_mesh(device_type, shape.degrees, mesh_dim_names=shape.axis_names)
+
+
+def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:
+    """Remembers on the mesh of one copy that there are others, over which gradients are averaged.
+
+    Collective: no.
+    """
+    setattr(mesh, _WHOLE, whole)
+
+
+def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh with all copies, whose last axis is that of the shards. Collective: no."""
+    return getattr(mesh, _WHOLE, mesh)
 
 
 def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:

@@ -33,6 +33,9 @@ _NEEDS_WHOLE: dict[type[torch.optim.Optimizer], str] = {
 """optimizers of torch that fail or go another way on shards, and why"""
 
 
+_TORCH_MUON: type[torch.optim.Optimizer] | None = getattr(torch.optim, "Muon", None)
+
+
 def check_optimizer_kind(optimizer: torch.optim.Optimizer) -> None:
     """Refuses optimizers that read past DTensors, or whose state is another on other ranks.
 
@@ -42,6 +45,14 @@ def check_optimizer_kind(optimizer: torch.optim.Optimizer) -> None:
         PlanError: with what to use instead.
     """
     name = type(optimizer).__name__
+    if _TORCH_MUON is not None and isinstance(optimizer, _TORCH_MUON):
+        raise PlanError(
+            f"The optimizer {name} is torch.optim.Muon, which orthogonalises matrices piece by "
+            "piece where they are sharded: its result depends on the number of ranks, and each "
+            "matrix takes more than ten collectives. Use composer_fsdp2.Muon(model, ...), which "
+            "brings each matrix to one rank and steps all other parameters by AdamW; "
+            "adjust_lr_fn='original' is torch's default."
+        )
     for kind, why in _NEEDS_WHOLE.items():
         if isinstance(optimizer, kind):
             raise PlanError(

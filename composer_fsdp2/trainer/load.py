@@ -43,6 +43,7 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.averages_loaded import note_loaded
 from composer_fsdp2.trainer.lion_state import ADAPTIVE_LIONS, lion_as_text
@@ -373,6 +374,9 @@ class _FullLoad(_Load):
         with _state_type(self.state, "sharded"):
             if self.state.fsdp_config is not None and not self.state.fsdp_enabled:
                 # It is sharded after the load, and its optimizer must not have state before.
+                for optimizer in self.state.optimizers:
+                    if isinstance(optimizer, Muon):
+                        optimizer.decide(self.state.model)
                 state: StateDict = {"model": dict(self.state.model.state_dict())}
                 if not self.weights_only:
                     state["optimizers"] = {type(o).__qualname__: {} for o in self.state.optimizers}

@@ -34,6 +34,7 @@ from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.choose import apply_local_step
+from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -204,6 +205,8 @@ def apply_to_model(
     if plan.settings.verbose and distributed.get_rank() == 0:
         _show(plan.describe())
     detached = None
+    if isinstance(plan.optimizer, Muon) and plan.groups is not None:
+        plan.optimizer.assign_groups(plan.groups)
     if plan.optimizer is not None:
         detached = detach_optimizer(plan.optimizer, plan.tree)
     tree, plan.tree = plan.tree, ModuleTree()

@@ -28,6 +28,8 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.muon_settings import PlannedGroups
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_checks import refuse_unreadable
@@ -67,6 +69,8 @@ class PreparePlan:
     transformations: tuple[PlannedTransformation, ...]
     forward_methods: list[tuple[str, str]]
     optimizer: torch.optim.Optimizer | None
+    groups: PlannedGroups | None
+    """of Muon"""
     weights: PretrainedWeights | None
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
@@ -98,6 +102,7 @@ class PreparePlan:
             "set of parameters and buffers": _describe_tensors(self.tree),
             "plan of transformations": self.describe_transformations(),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
+            "groups of the optimizer": self.groups.text if self.groups else "",
             "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
             "~meta": dataclasses.astuple(MetaDeviceReport.read(self.tree, self.weights or ())),
             "~seed": shared_seed(),
@@ -175,6 +180,7 @@ def make_plan(
     methods += _eval_methods(tree, facts.units)
     if optimizer is not None:
         check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+    groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
     return PreparePlan(
         tree=tree,
         settings=settings,
@@ -187,6 +193,7 @@ def make_plan(
         transformations=planned,
         forward_methods=methods,
         optimizer=optimizer,
+        groups=groups,
         weights=_open_weights(settings.pretrained_weights, tree),
     )
 

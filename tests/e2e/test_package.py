@@ -141,6 +141,7 @@ def test_every_entry_point_is_in_the_wheel(wheel):
         "composer_fsdp2.cli.main:main",
         "composer_fsdp2.foundry.transform:transform",
         "composer_fsdp2:FSDP2Monitor",
+        "composer_fsdp2:Muon",
     }
 
 

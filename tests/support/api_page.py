@@ -37,6 +37,7 @@ GROUPS = {
     ),
     "In a loop of your own": ("clip_grad_norm_",),
     "Callback": ("FSDP2Monitor",),
+    "Optimizer": ("Muon",),
     "Errors": ("ConfigError", "PlanError", "CheckpointError", "PatchError"),
 }
 

@@ -16,6 +16,7 @@ NAMES = [
     "ConfigError",
     "FSDP2Config",
     "FSDP2Monitor",
+    "Muon",
     "PatchError",
     "PlanError",
     "ShardUnit",

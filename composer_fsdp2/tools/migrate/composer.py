@@ -179,6 +179,20 @@ _OUTSIDE = (
     Row("*.model.init_device", _K, "built on rank 0 and spread from there", ("mixed",)),
     Row("*.model.init_device", _K, "built shard by shard, without whole parameters", ("meta",)),
     Row("*.model.init_device", _K, "built whole on every rank; `meta` takes less memory", ("cpu",)),
+    Row(
+        "*.optimizer.name",
+        _K,
+        "is composer_fsdp2.Muon here: each matrix is whole on one rank, and embeddings, heads, "
+        "norms and biases get AdamW in the same optimizer",
+        ("muon",),
+    ),
+    Row(
+        "*.optimizer.name",
+        _CH,
+        "was not written for this plugin's shards; `optimizer: {name: muon}` is "
+        "composer_fsdp2.Muon, exact on any number of ranks",
+        ("dion", "dist_muon", "distributed_muon", "muon_adamw", "normuon", "torch_muon"),
+    ),
     Row("*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, {})),
     Row("*.tp_config", _UN, _TP, options=("remove it",)),
     Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, {})),

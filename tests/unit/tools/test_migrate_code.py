@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -52,6 +53,8 @@ def beside(code: str, *expected: str) -> list[str]:
 CASES = [
     ("prepare_fsdp_module", PREPARE + "prepare_fsdp_module(m, o, c)", 2),
     ("prepare_fully_shard", "from composer.distributed.fsdp2 import prepare_fully_shard", 1),
+    ("torch.optim.Muon", "import torch\no = torch.optim.Muon(hidden, lr=0.02)", 1),
+    ("torch.optim.Muon", "from composer_fsdp2 import Muon\nMuon(m)", 0),
     ("is_model_fsdp", "from composer.utils import misc\nmisc.is_model_fsdp(m)", 1),
     (
         "fsdp_state_dict_type_context",
@@ -228,8 +231,10 @@ def test_names_of_the_table_exist(row):
     """In one home of each name at least; not all homes have all names."""
     homes = [home for home in row.homes if home != GONE]
     if row.found in (Found.NAME, Found.CHECK, Found.MEMBER):
+        if row.title == "torch.optim.Muon" and not hasattr(torch.optim, "Muon"):
+            return  # torch 2.7 has none
         for name in row.names:
-            assert any(_has(home, name) for home in homes), name
+            assert any(_has(home, name) for home in homes if home != "dion"), name
     elif row.found is Found.ARGUMENT:
         parameters: set[str] = set()
         for home in homes:

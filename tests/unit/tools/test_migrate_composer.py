@@ -134,6 +134,8 @@ OUTSIDE = [
     ("model", {"init_device": "mixed"}, "model.init_device", K),
     ("model", {"init_device": "meta"}, "model.init_device", K),
     ("model", {"init_device": "cpu"}, "model.init_device", K),
+    ("optimizer", {"name": "muon", "lr": 0.02}, "optimizer.name", K),
+    ("optimizer", {"name": "dion"}, "optimizer.name", CH),
     ("tp_config", {"strategy": "ffn"}, "tp_config", UN),
     ("tp_config", None, "tp_config", NOT),
 ]

@@ -77,6 +77,17 @@ _CLASSES = (
         "so the model keeps its name",
         distinctive=True,
     ),
+    CodeRow(
+        title="torch.optim.Muon",
+        found=Found.NAME,
+        names=("Muon",),
+        homes=("torch.optim", "dion"),
+        kind=Kind.BY_HAND,
+        use="composer_fsdp2.Muon(model, lr=..., adjust_lr_fn='original'), alone: it steps all "
+        "other parameters by AdamW",
+        reason="on shards its result depends on the number of ranks; ours brings each matrix to "
+        "one rank, and Composer takes one optimizer",
+    ),
     named(
         "ShardedGradScaler",
         homes=("torch.distributed.fsdp.sharded_grad_scaler",),

@@ -94,6 +94,10 @@ def _worth_a_look() -> re.Pattern[str]:
     """Text that any use holds; most names of the table do not occur without "fsdp"."""
     words = {name for row in CODE_ROWS if row.distinctive or not row.homes for name in row.names}
     words |= {home.rpartition(".")[2] for row, _ in _POSITIONAL for home in row.homes}
+    named = [row for row in CODE_ROWS if row.found is Found.NAME]
+    words |= {
+        n for r in named if not any("fsdp" in q.lower() for q in r.qualified()) for n in r.names
+    }
     return re.compile("|".join(["(?i:fsdp)", *sorted(words)]))
 
 
