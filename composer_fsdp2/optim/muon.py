@@ -42,8 +42,8 @@ from composer_fsdp2.optim.muon_settings import (
     mark_of,
     overwrite,
 )
+from composer_fsdp2.optim.norms import local_part
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.runtime.norms import local_part
 
 __all__ = ["Muon"]
 
