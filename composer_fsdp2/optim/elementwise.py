@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.local_step import LocalStep
 from composer_fsdp2.optim.packing import Packing
+from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
 __all__ = [
     "check_local_step",
@@ -216,7 +217,7 @@ def _equal(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, DTensor):
         alike = one.placements == other.placements
-        return alike and _equal(one.detach().to_local(), other.detach().to_local())
+        return alike and _equal(local_tensor(one), local_tensor(other))
     if isinstance(one, torch.Tensor):
         return torch.equal(one.nan_to_num(), other.nan_to_num()) and one.dtype is other.dtype
     return bool(one == other)

@@ -32,7 +32,8 @@ class Twins:
             "param_groups": read(0, "param_groups"),
             "state": read(1, "state"),
         }
-        self._kind: Any = type(kind)(kind.__name__, (kind,), namespace)
+        make: Any = type(kind)
+        self._kind: Any = make(kind.__name__, (kind,), namespace)
 
     def make(
         self, optimizer: torch.optim.Optimizer, contents: Callable[[], tuple[list[Any], Any]]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import _utils, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
     checkpoint_wrapper,
@@ -119,7 +119,7 @@ def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the elements of all tensors end to end, in new memory."""
-    together = getattr(torch._utils, "_flatten_dense_tensors", None)
+    together = getattr(_utils, "_flatten_dense_tensors", None)
     if together is not None:
         return together(list(tensors))
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
