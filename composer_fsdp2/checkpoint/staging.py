@@ -127,18 +127,31 @@ def make_own_folder(path: Path) -> Generator[None]:
         # `exist_ok` looks a second time, and raises when another has removed it by then.
         with suppress(FileExistsError):
             path.mkdir(parents=True)
-        handle = os.open(path, os.O_RDONLY)
+        try:
+            handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            if path.is_symlink():  # to nowhere: no folder can be made there
+                raise
+            continue  # somebody took it for a leftover before it was opened
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.is_dir() and os.path.samestat(path.stat(), os.fstat(handle)):
+        if _is_at(path, handle):
             break
-        os.close(handle)  # somebody took it for a leftover before it was held
+        os.close(handle)  # or before it was held
     try:
         yield
     finally:
         with suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_UN)
         os.close(handle)
+
+
+def _is_at(path: Path, handle: int) -> bool:
+    """Whether the folder that is open is still the one of this name."""
+    try:
+        return path.is_dir() and os.path.samestat(path.stat(), os.fstat(handle))
+    except FileNotFoundError:
+        return False
 
 
 def remove_leftovers(path: Path) -> None:

@@ -6,6 +6,8 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from composer_fsdp2.checkpoint import write
 from composer_fsdp2.checkpoint.source import CHECKSUMS
 from composer_fsdp2.checkpoint.staging import make_own_folder, remove_leftovers
@@ -22,9 +24,16 @@ def test_nodes_of_one_disk_clear_the_same_folder(tmp_path: Path):
             return folder.is_dir()
 
     with ThreadPoolExecutor(4) as nodes:
-        for _ in range(100):
+        for _ in range(300):
             assert all(nodes.map(clear, range(4)))
     assert len(list(folder.iterdir())) == 4
+
+
+def test_a_name_that_leads_nowhere_is_an_error(tmp_path: Path):
+    link = tmp_path / ".incomplete.ep0-ba2"
+    link.symlink_to(tmp_path / "gone" / "away")
+    with pytest.raises(FileNotFoundError), make_own_folder(link):
+        pass
 
 
 def test_nodes_of_one_disk_write_the_same_checksums(tmp_path: Path):

@@ -63,6 +63,7 @@ GOOD = {
         Float8Spec(recipe="rowwise"),
     ],
     "cpu_offload": [True, False, CPUOffload(pin_memory=False)],
+    "local_step": ["auto", True, False],
     "communication": [Communication(), Communication(reduce_scatter_buffers=2)],
     "pretrained_weights": [None, "/a/folder"],
     "state_dict_type": ["full", "sharded"],
@@ -148,6 +149,7 @@ BAD = {
         Float8Spec(emulate="yes"),  # pyright: ignore
     ],
     "cpu_offload": ["yes", 1, None, CPUOffload(pin_memory="no")],  # pyright: ignore
+    "local_step": ["yes", 1, None, "AUTO"],
     "communication": [
         True,
         "nccl",
@@ -569,6 +571,7 @@ valid = st.fixed_dictionaries(
         "activation_cpu_offload": st.booleans(),
         "compile": st.booleans() | st.fixed_dictionaries({"fullgraph": st.booleans()}),
         "cpu_offload": st.booleans() | st.fixed_dictionaries({"pin_memory": st.booleans()}),
+        "local_step": st.sampled_from(["auto", True, False]),
         "communication": st.fixed_dictionaries(
             {}, optional={"reduce_scatter_buffers": st.integers(1, 4)}
         ),
