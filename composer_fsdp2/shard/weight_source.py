@@ -135,7 +135,7 @@ class SourcedWeights:
         (chunk,) = param.__create_chunk_list__()
         local = torch.empty(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
         self._fill(name, local, chunk.offsets)
-        # Without a shape torch takes every shard for as large as this one; a check would send.
+        # Without a shape torch takes every shard for as large as this one; its check may send.
         return DTensor.from_local(
             local,
             param.device_mesh,
