@@ -287,6 +287,7 @@ def _wrap(module: nn.Module, plan: ActivationPlan) -> nn.Module:
             )
             if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
                 kwargs["respect_saved_tensors_hooks"] = plan.offload
+        # Non-reentrant, which is the default of torch's wrapper.
         module = checkpoint_wrapper(module, **kwargs)
     return _Offload(module) if plan.offload else module
 
@@ -332,6 +333,7 @@ _Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
 
 
 def _to_cpu(tensor: torch.Tensor) -> _Packed:
+    # A linear layer saves its weight transposed, which is a view of it.
     if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
         return tensor
     if tensor.device.type == "cpu":
@@ -343,6 +345,7 @@ def _to_cpu(tensor: torch.Tensor) -> _Packed:
     stream.wait_stream(device.current_stream(tensor.device))
     with device.stream(stream):
         copied.copy_(tensor.detach(), non_blocking=True)
+    # Autograd drops the tensor now, and its memory may not be given away before the copy is done.
     tensor.record_stream(stream)
     return tensor.device, copied
 
@@ -358,6 +361,7 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
     with device.stream(stream):
         tensor = copied.to(where, non_blocking=True)
     computing.wait_stream(stream)
+    # It is of the copy stream's pool, which could use it again while the computation reads it.
     tensor.record_stream(computing)
     return tensor
 

@@ -191,6 +191,7 @@ class ChunkedLogits(Tensor):
             (*hidden.shape[:-1], call.vocabulary),
             dtype=dtype or call.dtype,
             device=hidden.device,
+            # FSDP2 puts its hook on outputs that need a gradient: `_watched` gets it.
             requires_grad=True,
         )
         logits._call, logits._hidden, logits._changes = call, hidden, changes

@@ -119,6 +119,7 @@ def apply_compile(model: nn.Module, plan: CompilePlan) -> None:
     arguments = _arguments(plan)
     for name in plan.modules:
         module = _outermost(model, name)
+        # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
         module.forward = torch.compile(module.forward, **arguments)
 
 

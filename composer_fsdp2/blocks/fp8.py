@@ -125,6 +125,7 @@ def plan_float8(
             "of linear layers in fp8.names; without, they are those of the blocks with trainable "
             f"weights, whose sizes are multiples of {_STEP} and at least {_WORTHWHILE}."
         )
+    # Torch pads uneven shards before it sends them, but not those that cast themselves.
     divisible = [name for name in chosen if linears[name].out_features % shard_ranks == 0]
     gathered = divisible if settings.all_gather else []
     for name in gathered:

@@ -99,6 +99,7 @@ def packing_for(optimizer: torch.optim.Optimizer) -> Packing | None:
     if known not in _IN_LOOPS | _FOREACH:
         return None
     step: Any = type(optimizer).step
+    # Torch wraps the step of a class in its hooks, once, and marks it as `hooked`.
     inside: Callable[..., Any] = step.__wrapped__ if hasattr(step, "hooked") else step
     return Packing(inside, _always if known in _IN_LOOPS else _loops_on_cpu)
 
@@ -188,6 +189,7 @@ def _small_params(like: DTensor, number: int) -> list[nn.Parameter]:
 
 def _divided(full: torch.Tensor, like: DTensor) -> DTensor:
     mesh = like.device_mesh
+    # Every rank has made the whole tensor itself, so nothing needs to be sent.
     return distribute_tensor(full.to(mesh.device_type), mesh, like.placements, src_data_rank=None)
 
 
@@ -219,5 +221,6 @@ def _equal(one: Any, other: Any) -> bool:
         alike = one.placements == other.placements
         return alike and _equal(local_tensor(one), local_tensor(other))
     if isinstance(one, torch.Tensor):
+        # For `torch.equal` a NaN differs from itself.
         return torch.equal(one.nan_to_num(), other.nan_to_num()) and one.dtype is other.dtype
     return bool(one == other)

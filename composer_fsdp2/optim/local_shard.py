@@ -55,6 +55,7 @@ class LocalShard:
                 # FSDP2's first forward exchanges it, in the closure of a step.
                 self.local.grad, self.local.data = None, source
             else:
+                # It shares the shard's memory; a step on it leaves the DTensor's version as it is.
                 self.local = nn.Parameter(source, requires_grad=param.requires_grad)
             self._source = source
             self.changed = True
@@ -117,6 +118,7 @@ class LocalShard:
         if value.shape != self.local.shape:
             return value
         param = self.param
+        # Without a shape torch takes every shard for as large as this one; its check may send.
         return DTensor.from_local(
             value,
             param.device_mesh,

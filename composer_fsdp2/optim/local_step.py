@@ -54,6 +54,7 @@ class LocalStep:
         """Hook before a step: hands it the twin."""
         if optimizer is not self._optimizer():
             return None  # a step within the step, which has the twin already
+        # Torch calls no post-hooks after a step that raised.
         self.release()
         contents = _Contents(optimizer, self)
         rest, kwargs = list(args[1:]), dict(kwargs)
@@ -62,6 +63,7 @@ class LocalStep:
             rest[0] = contents.after_closure(rest[0])
         elif callable(kwargs.get("closure")):
             kwargs["closure"] = contents.after_closure(kwargs["closure"])
+        # Torch calls the step with what a pre-hook returns, its `self` included.
         return (self._twins.make(optimizer, contents), *rest), kwargs
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:

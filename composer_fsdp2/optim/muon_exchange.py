@@ -65,6 +65,7 @@ class RankGrid:
         group = mesh.get_group(axis)
         members = dist.get_process_group_ranks(group)
         row = table[replica]
+        # `new_group` sorts its ranks by default, whatever their order in the mesh.
         in_shards = tuple(members.index(rank) for rank in row)
         everyone = [rank for row in table for rank in row]
         shared = len(table) > 1 and sorted(everyone) == list(range(dist.get_world_size()))

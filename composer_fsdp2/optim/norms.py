@@ -179,6 +179,7 @@ class _Order:
 
     def part(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Of one rank: the sum of powers, or the largest (smallest, negated) absolute value."""
+        # `vector_norm` refuses an empty tensor for infinite and negative orders.
         if self.p <= 0 or math.isinf(self.p):
             tensors = [tensor for tensor in tensors if tensor.numel() > 0]
         if math.isinf(self.p):
@@ -322,4 +323,5 @@ def _is_norm(value: DTensor) -> bool:
 
 
 def _is_two_norm(placement: Placement) -> bool:
+    # Of torch's placement for norms: each rank holds the norm of its part, and squares add up.
     return getattr(cast("Any", placement), "norm_type", None) == 2

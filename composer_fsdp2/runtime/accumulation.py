@@ -142,6 +142,7 @@ class Accumulation:
             elif self._sync == "last" and (due or name not in new):
                 unit.set_requires_gradient_sync(due, recurse=False)
         for unit in self._kept:
+            # Independent of the reduction in torch, which frees a unit after backward either way.
             unit.set_reshard_after_backward(due, recurse=False)
 
     def _check_nothing_waits(self) -> None:
@@ -164,6 +165,7 @@ def _set_all_reduce_due(unit: FSDPModule, due: bool) -> None:
     for group in param_groups(unit):
         hook = all_reduce_hook(group)
         if isinstance(hook, AverageOverReplicas):
+            # On a mesh of shards alone, torch calls the hook after every reduce-scatter.
             hook.due = due
 
 

@@ -100,6 +100,7 @@ def agreement_of(device: torch.device) -> Agreement:
 def _made(world: dist.ProcessGroup, device: torch.device) -> Agreement:
     if world.size() == 1 or is_fake(world) or takes_cpu_tensors(dist.get_backend_config(world)):
         return Agreement()
+    # A new group gets the default of its backend, not what the default group was given.
     timeout = timeout_of(world, device) or default_pg_timeout
     lost = (
         "Their agreements before each batch go through the device then, and every one of them "

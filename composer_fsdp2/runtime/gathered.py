@@ -180,8 +180,10 @@ class _Watch:
             for group in groups[unit_name]:
                 self._add(group, unit_name, unit, names)
             assert isinstance(unit, nn.Module)
+            # Prepended later than torch's own, which gathers, so that it runs first.
             unit.register_forward_pre_hook(partial(_check_transform, unit_name), prepend=True)
             hook = partial(self._check_output, unit_name, unit)
+            # Prepended, because torch's own frees the memory.
             self._in_first.append(unit.register_forward_hook(hook, prepend=True))
         for group in list(self._groups)[:1]:
             group.agree_on_writes = self._agree
@@ -210,6 +212,7 @@ class _Watch:
 
     def _refuse_calls(self, group: Any) -> None:
         for attributes, refusal in self._refusals[group]:
+            # `nn.Module` calls `self.forward`, and finds the instance's before that of its class.
             attributes.setdefault("forward", refusal)  # somebody may have put in another one
 
     def _before_gather(self, group: Any) -> None:

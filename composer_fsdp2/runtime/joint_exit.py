@@ -162,6 +162,7 @@ class JointExit:
 
     def _is_training(self) -> bool:
         """Other threads, such as those that save, have groups and an order of their own."""
+        # Autograd runs the backward of a GPU in threads of its own, with the hooks of units.
         return threading.get_ident() == self._owner or backward_number() != -1
 
     def _enter(self, collective: Collective) -> None:
@@ -328,6 +329,7 @@ class JointExit:
 
     def _in_thread(self) -> None:
         if self._device.type != "cpu":
+            # Each thread has a current device of its own, which is the first one in a new thread.
             torch.get_device_module(self._device).set_device(self._device)
 
     # --- The thread that looks. ---
@@ -347,6 +349,7 @@ class JointExit:
                     seen, pause = self._total, _SHORT_SECONDS
                 else:
                     pause = min(1.3 * pause, _LONG_SECONDS)
+                    # `get` would wait for the key until the store's timeout.
                     if store().check([now.key("failed")]):
                         self._freeze(now, failed=False)
 

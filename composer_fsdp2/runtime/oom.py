@@ -176,4 +176,5 @@ def reset(units: Iterable[FSDPModule]) -> None:
                 hook.forget()
             getattr(group, "forget_unused", int)()
             getattr(group, "forget_events", int)()
+        # Now that no state is that of a forward, in which some units would stay gathered.
         unit.reshard()

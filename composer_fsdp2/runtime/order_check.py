@@ -177,6 +177,7 @@ class OrderCheck:
                 self._compare()
             self._began = True
         # Evaluations and generation, which may be a rank's own affair, run without gradients.
+        # Autograd turns grad mode off in backward, so the mode alone would not tell them apart.
         training = torch.is_grad_enabled() or backward_number() != -1
         if event in ("gather", "reduce") and training:
             what = f"{event} {unit_text(name)}"

@@ -91,6 +91,7 @@ class _Prefetch:
         if not self._running:
             return
         self._running = False
+        # Torch keeps these lists, and would prefetch by them in an evaluation as well.
         self._set_forward(dict.fromkeys(self._ahead, ()))
         if self._order is not None:
             self._free_unused()
@@ -112,6 +113,7 @@ class _Prefetch:
         self._ahead = _units_ahead(list(times), forward, times)
         for name, targets in _units_ahead(self._came_back, backward, times).items():
             modules = [self._units[target] for target in targets]
+            # A unit that is given nothing here prefetches by torch's own order, as before.
             self._units[name].set_modules_to_backward_prefetch(modules)
 
     def _set_forward(self, ahead: Mapping[str, Sequence[str]]) -> None:

@@ -71,6 +71,7 @@ class SecondBackward:
         if backward_number() == self._backward:
             return
         self._backward = backward_number()
+        # Autograd turns grad mode on in backward only under `create_graph=True`.
         self._keeps = torch.is_grad_enabled() or self._forwards > 0
         if not self._keeps and self._kept:
             # One that is put in later comes after those of all units, of several roots too.

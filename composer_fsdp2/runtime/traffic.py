@@ -90,6 +90,7 @@ class TrafficMeter:
         """Notices which units are gathered, for the duration of a block."""
         for unit, (module, name, numel) in enumerate(self._places):
             if not isinstance(module._parameters, _Followed):
+                # FSDP2 writes into this dict itself, and not through `nn.Module.__setattr__`.
                 module._parameters = _Followed(module._parameters)
             module._parameters.told[name] = self._teller(unit, numel)
             module._parameters[name] = module._parameters[name]  # tells what it is now

@@ -132,6 +132,7 @@ class UnusedParameters:
 
     def _note(self, group: Any) -> None:
         """Fills gradients in where the group is about to reduce. Collective: no."""
+        # Torch also calls this at the end of backward, for units that backward did not reach.
         if runs_backward(group):
             self._ran.add(group)
         params = [param for param in trained_params(group) if has_run(param)]
@@ -243,6 +244,7 @@ def _unique_prefix() -> str:
 
 def _wait_for(device: torch.device) -> None:
     if device.type != "cpu":
+        # At the end of backward torch has this stream wait for the reductions, not the host.
         torch.get_device_module(device).current_stream(device).synchronize()
 
 
@@ -289,6 +291,7 @@ class _Anchored(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        # Of a view, or of the input as it is, autograd would refuse changes in place later.
         return value.clone()
 
     @staticmethod

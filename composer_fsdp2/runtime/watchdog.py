@@ -118,6 +118,7 @@ class CollectiveWatchdog:
         places: dict[str, list[int]] = {}
         held = store()
         for rank in range(dist.get_world_size()):
+            # `get` alone would wait for the key until the store's timeout.
             told = held.check([key := _key(rank)]) and held.get(key).decode()
             places.setdefault(told or _SILENT, []).append(rank)
         return places

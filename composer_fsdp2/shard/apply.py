@@ -325,6 +325,8 @@ def _shard_unit(
     if ignored:
         kwargs["ignored_params"] = ignored
     cast, policy = InputCast.taken_from(policy)
+    # Before `fully_shard`: hooks after a forward run in the order of registration, and FSDP2's own
+    # puts its gradient hooks on the tensors that this one returns.
     module.register_forward_hook(_own_output if isinstance(module, nn.Linear) else _whole_output)
     fully_shard(
         module,
@@ -336,6 +338,8 @@ def _shard_unit(
     if unit.role == "fp32":
         without_autocast(module, reduction.mesh.device_type)
     if cast.dtype is not None:
+        # Runs after FSDP2's own, which is prepended and moves inputs to the device. Also when a
+        # forward is run again in backward, where FSDP2 of torch 2.7 returns before its cast.
         module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
     assert isinstance(module, FSDPModule)
     if (hook := reduction.make_hook()) is not None:
@@ -378,6 +382,7 @@ class _Returned(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        # Autograd lets nobody change a view in place that was made inside a custom Function.
         return value.view_as(value)
 
     @staticmethod
@@ -436,6 +441,7 @@ def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:
             stacklevel=2,
         )
     assert isinstance(module, nn.Module)
+    # After FSDP2's own hook: in the forward state `reshard` does nothing for a unit that is kept.
     module.register_forward_hook(_reshard_hook)
 
 
@@ -451,6 +457,7 @@ def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Call
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
     for ref in tree.params:
         hooks = post_accumulate_hooks(ref.param)
+        # `fully_shard` makes a new Parameter of the shard, with neither attributes nor hooks.
         if ref.param.__dict__ or hooks:
             place = place_of(tree, ref)
             carried.append((place, dict(ref.param.__dict__), hooks))
@@ -486,5 +493,6 @@ def _register_forward_method(
     """Lets a method gather the parameters of its module."""
     module = layout.modules[path]
     assert isinstance(module, FSDPModule)
+    # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.
     casts[module].before_method(module, method)
     register_fsdp_forward_method(module, method)

@@ -58,6 +58,7 @@ def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
 def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool:
     if is_fake(group) or group.size() == 1:
         return True
+    # On the mesh's device: in a group with several backends the tensor's device chooses one.
     output = torch.zeros(1, device=device_type)
     values = torch.full((group.size(),), float(group.rank()), device=device_type)
     # Newer torch renamed it and warns about the old name.
@@ -150,5 +151,6 @@ class AverageOverReplicas:
             reduced.zero_()
             return
         self.waiting = None
+        # A sum, which every backend has: some of those that come here refuse an average.
         dist.all_reduce(reduced, group=self._group)
         reduced.div_(self._group.size())

@@ -110,6 +110,7 @@ def apply_communication(
         # A separate group is made once and shared by all units below.
         for unit in tops if name == "separate_reduce_scatter_group" else units:
             getattr(unit, METHODS[name])(*arguments.get(name, (True,)))
+    # Torch then asks for a sum in every dtype, and divides by the number of ranks around it.
     if settings.sum_reductions:
         for group in (group for unit in units for group in param_groups(unit)):
             leave_division_to_torch(all_reduce_hook(group))

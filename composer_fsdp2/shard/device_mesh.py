@@ -33,6 +33,7 @@ def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:
 
     Collective: no.
     """
+    # FSDP2 gives this very object to the DTensors that it makes of plain parameters.
     setattr(mesh, _WHOLE, whole)
 
 
@@ -52,8 +53,10 @@ def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
         backend = f"cpu:gloo,{mesh.device_type}:{_backend_of(mesh)}"
     groups: list[dist.ProcessGroup] = []
     for axis in range(mesh.ndim):
+        # Every rank takes part in making every group, also those it is not in: torch wants that.
         for ranks in mesh.mesh.swapdims(-1, axis).reshape(-1, mesh.size(axis)).tolist():
             group = dist.new_group(ranks, backend=backend)
+            # A rank outside of the group gets a marker from torch, which is not None.
             if group is not None and dist.get_rank() in ranks:
                 groups.append(group)
     one = mesh.ndim == 1

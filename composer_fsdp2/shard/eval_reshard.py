@@ -32,6 +32,7 @@ def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> G
     if after_forward is None:
         yield
         return
+    # Parents first: torch takes the first unit that is initialised for the root of those inside.
     for unit in reversed(list(units.values())):
         # Or the first forward would change the outermost unit again. It does nothing the next time.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L138

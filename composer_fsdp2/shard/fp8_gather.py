@@ -80,6 +80,7 @@ class _CastForGather:
     def take_place(self) -> None:
         """Torch looks for methods of these names on the shard itself."""
         shard: Any = self._shard
+        # Torch counts the parameters of this method: with a single one, it gives the mesh alone.
         shard.fsdp_pre_all_gather = self._before
         shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 

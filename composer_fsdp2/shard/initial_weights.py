@@ -104,6 +104,7 @@ def replace_parameter(
     places: Iterable[tuple[nn.Module, str]], old: nn.Parameter, data: torch.Tensor
 ) -> nn.Parameter:
     """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
+    # Torch refuses to assign memory of a device to `.data` of a parameter on meta.
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     vars(new).update(vars(old))
     copy_hooks(old, new)
@@ -168,6 +169,7 @@ class InitialWeights:
     def seeded(self) -> Generator[None, None, None]:
         """One random stream for everything that is created; the caller's is untouched."""
         devices = [self.device] if self.device.type == "cuda" else []
+        # Named, because torch forks the state of every GPU of the machine by default.
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(self.seed)
             yield
@@ -197,6 +199,7 @@ class InitialWeights:
         for path, module in todo:
             for name, tensor in _own_tensors(module).items():
                 learned = name in module._parameters or name in module._buffers
+                # Ranks hold different parts of a DTensor, and a broadcast would make them equal.
                 if isinstance(tensor, DTensor) or self._is_sourced(path, name):
                     continue
                 if learned or self._some_on_meta:
@@ -249,6 +252,7 @@ class InitialWeights:
                 continue
             if not param.is_meta:
                 if param.device != self.device:
+                    # `fully_shard` moves it too, but only after the broadcast, which needs it here.
                     param.data = param.data.to(self.device)
                 continue
             data = _marked(torch.empty_like(param, device=self.device))
@@ -352,6 +356,7 @@ def _is_marked(name: str, tensor: torch.Tensor, blank: Tensors) -> bool:
         return False
     if tensor.dtype is torch.bool:
         # No value is free to serve as a mark; a write in place raises the version.
+        # The first write was that of the mark.
         return tensor is blank[name] and tensor._version <= 1
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(torch.isnan(tensor).any())
@@ -387,6 +392,7 @@ def _rebuild(module: nn.Module) -> None:
     if arguments is None:
         return
     try:
+        # Goes before a default device around the caller: under meta the copy would have no values.
         with torch.device("cpu"):
             fresh = type(module)(**arguments)
     except Exception:  # a guess that does not construct is no source; the caller names what is left

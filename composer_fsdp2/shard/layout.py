@@ -77,6 +77,7 @@ class Layout:
         places = self.foreign.get(unit.modules[0])
         if places is None:
             return set()
+        # `fully_shard` compares Parameter objects, and units sharded before have exchanged theirs.
         found = (module._parameters[attribute] for module, attribute in places)
         return {param for param in found if param is not None}
 

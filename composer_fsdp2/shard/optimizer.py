@@ -165,6 +165,7 @@ def detach_optimizer(optimizer: torch.optim.Optimizer, tree: ModuleTree) -> Deta
     ]
     for group in optimizer.param_groups:
         group["params"] = []
+    # State is keyed by the Parameter object, which would keep the full parameter alive.
     optimizer.state.clear()
     return DetachedOptimizer(optimizer, groups, states)
 

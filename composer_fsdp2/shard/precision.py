@@ -105,6 +105,7 @@ class InputCast:
         """The cast a policy asks for, and the policy without it."""
         if policy.param_dtype is None or not policy.cast_forward_inputs:
             return cls(None), policy
+        # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
         return cls(policy.param_dtype), dataclasses.replace(policy, cast_forward_inputs=False)
 
     def __call__(self, value: Any) -> Any:
@@ -121,6 +122,7 @@ class InputCast:
         return tree_map(self._cast, value, is_leaf=_is_whole)
 
     def _cast(self, value: Any) -> Any:
+        # As FSDP2's own cast does: integers and complex numbers stay.
         floating = isinstance(value, torch.Tensor) and value.is_floating_point()
         return value.to(self.dtype) if floating else value
 

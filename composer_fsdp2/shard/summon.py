@@ -115,6 +115,7 @@ def summon_full_params(
     _check_idle(module)
     units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for unit in units:
+        # A unit that does not reshard after forward still has whole parameters in its modules.
         unit.reshard()
     _check_owners(module, units)
     if not recurse:
@@ -267,6 +268,7 @@ class _Whole:
     def lend(self) -> None:
         """Gives the shard the values of the whole tensor while a forward runs."""
         assert self.full is not None
+        # In place: FSDP2 gathers padded memory of its own, of which the local tensor is a view.
         local, part = _local(self.shard), _local(shard_like(self.full, self.shard))
         if not torch.equal(local, part):
             self.own = local.clone() if self.own is None else self.own
@@ -357,16 +359,21 @@ class _Summoned:
         for unit in self.units if self.wholes else []:
             self._make_way(unit)
         for holder in dict.fromkeys(m for whole in self.wholes for m, _ in whole.places):
+            # After `load_state_dict` FSDP2 takes what stands in the module for a shard, and would
+            # fail over a whole tensor.
             self.undo.enter_context(without_fsdp_hooks_after_load(holder))
 
     def _make_way(self, unit: FSDPModule) -> None:
         """Has the shards in place for a forward, and for methods registered as one."""
         assert isinstance(unit, nn.Module)
+        # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls
+        # no hooks after a forward that raised, except those with `always_call`.
         before = unit.register_forward_pre_hook(self._before_forward, prepend=True)
         after = unit.register_forward_hook(self._after_forward, always_call=True)
         self.undo.callback(before.remove)
         self.undo.callback(after.remove)
         for name, value in list(vars(unit).items()):
+            # `register_fsdp_forward_method` puts a bound method into the instance.
             if isinstance(value, types.MethodType) and value.__self__ is unit:
                 self._set(unit, name, self._around(value))
         for name in CHANGES_PARAMETERS:

@@ -104,6 +104,7 @@ class SourcedWeights:
             for module, attribute in places[:1]:
                 param = module._parameters[attribute]
                 if param is not None and param.is_meta:
+                    # FSDP2 takes up the new parameter in its first forward, and pads it.
                     _put(places, param, self._read(name, param))
                     self._advance(param.nbytes)
 
@@ -130,9 +131,11 @@ class SourcedWeights:
             whole = torch.empty_like(param, device=self.device)
             self._fill(name, whole, (0,) * whole.ndim)
             return whole
+        # Torch's checkpoints ask this way where a shard begins; a DTensor has one on each rank.
         (chunk,) = param.__create_chunk_list__()
         local = torch.empty(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
         self._fill(name, local, chunk.offsets)
+        # Without a shape torch takes every shard for as large as this one; its check may send.
         return DTensor.from_local(
             local,
             param.device_mesh,

@@ -115,6 +115,7 @@ def join(collective: Joined, group: dist.ProcessGroup) -> Callable[[], object]:
         kwargs = {**kwargs, "async_op": True}
     made = {name: _real(value, group) for name, value in kwargs.items()}
     under_way = original(*(_real(value, group) for value in args), **made)
+    # Functional collectives return the result and no handle; it is waited for by itself.
     if isinstance(under_way, torch.Tensor):
         return functools.partial(functional.wait_tensor, under_way)
     return getattr(under_way, "wait", int)
@@ -136,6 +137,7 @@ def _owners() -> dict[str, tuple[Any, str]]:
 
 @functools.cache
 def _originals() -> dict[str, Callable[..., Any]]:
+    # Torch wraps its public collectives in a logger of errors; others may have wrapped them too.
     return {key: inspect.unwrap(getattr(*place)) for key, place in _owners().items()}
 
 

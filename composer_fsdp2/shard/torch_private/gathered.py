@@ -62,6 +62,7 @@ def _gather(
 
 
 def _free(group: Any, free: Callable[[], None], frees: Callable[[], bool]) -> None:
+    # Hooks of `state_dict` and `load_state_dict` call it too, whether the group is gathered or not.
     if not group.is_unsharded or frees():
         free()
 
@@ -126,6 +127,7 @@ def memory_id(param: Any) -> int:
 
 def number_of_holders(param: Any) -> tuple[int, int]:
     """Returns how many Python objects hold the whole parameter, and how many tensors its memory."""
+    # Torch makes this object once, and later gathers fill its memory again, so counts compare.
     refs = sys.getrefcount(param._unsharded_param)
     if not param.all_gather_outputs:
         return refs, 0

@@ -80,6 +80,7 @@ def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
     Args:
         tensors: parameters after sharding; those that are not DTensors stay as they are.
     """
+    # Torch calls these handlers in place of its own rules for an operation on DTensors.
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     guard = handlers.get(_READ_NUMBER)
     if not isinstance(guard, _Guard):

@@ -152,6 +152,7 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[..., None]]:
 
 def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
     """Gives a new parameter the hooks of the one whose place it takes."""
+    # To set this attribute also hands the hooks to autograd.
     new._backward_hooks = old._backward_hooks
     for hook in post_accumulate_hooks(old):
         new.register_post_accumulate_grad_hook(hook)
@@ -202,6 +203,7 @@ def compile_within(budget: float, backend: str, mode: str | None, graph: Any, in
         modes = importlib.import_module("torch._inductor")
         options["config_patches"] = modes.list_mode_options(mode)
     partitioning = importlib.import_module("torch._functorch.config")
+    # Here and not around the training: the graph is cut into forward and backward in this call.
     with partitioning.patch(activation_memory_budget=budget):
         compiler = importlib.import_module("torch._dynamo").lookup_backend(backend)
         return compiler(graph, inputs, **options)
@@ -285,6 +287,7 @@ class _Chunks(Sequence[Any]):
         if isinstance(index, slice):
             return list(self)[index]
         rows = self._tensor.size(self._dim)
+        # As `torch.chunk` divides: all pieces have this size but the last, and some may be missing.
         size = -(-rows // self._count)
         start = range(self._count)[index] * size
         if start >= rows:
@@ -293,6 +296,7 @@ class _Chunks(Sequence[Any]):
 
 
 def _chunk_lazily(original: Any, tensor: Any, num_chunks: int, dim: int) -> Any:
+    # Without rows `torch.chunk` makes all pieces, which keep the other dims.
     rows = tensor.size(dim)
     return _Chunks(tensor, num_chunks, dim) if rows else original(tensor, num_chunks, dim)
 

@@ -93,6 +93,7 @@ def is_busy(unit: FSDPModule) -> bool:
 
 def is_inside_unit(module: nn.Module) -> bool:
     """Whether a unit shards the module's parameters."""
+    # `fully_shard` marks all modules that it takes parameters from, not units alone.
     return getattr(module, "_is_fsdp_managed_module", False)
 
 
@@ -143,6 +144,8 @@ def frees_after_forward(group: Any) -> Any:
 
 def free_after_forward(group: Any, how: Any) -> None:
     """Sets it: `True`, `False`, or what `frees_after_forward` returned."""
+    # Torch frees by the mesh in this field: the unit's own frees all, a smaller one keeps a part,
+    # and `None` keeps everything.
     if isinstance(how, bool):
         how = group.mesh_info if how else None
     group.post_forward_mesh_info = how
@@ -158,6 +161,7 @@ def sharded_param(param: Any) -> nn.Parameter:
 
 def has_run(param: Any) -> bool:
     """Whether it was gathered before."""
+    # The first gather makes it, and it stays when its memory is freed.
     return hasattr(param, "_unsharded_param")
 
 
@@ -177,6 +181,7 @@ def will_get_gradient(param: Any) -> bool:
 
     A gradient of two uses arrives after the second of them.
     """
+    # The whole parameter is a leaf: its node is the one that adds to its `grad`.
     node = torch.autograd.graph.get_gradient_edge(param._unsharded_param).node
     return torch._C._will_engine_execute_node(node)  # pyright: ignore
 
@@ -202,11 +207,13 @@ def add_zero_gradients(params: Sequence[Any], missing: Sequence[Any]) -> None:
 
 def backward_number() -> int:
     """Returns the number of the backward that runs in this thread."""
+    # -1 outside of a backward.
     return torch._C._current_graph_task_id()
 
 
 def after_backward(call: Callable[[], None]) -> None:
     """Has `call` called at the end of this backward, after what others put in so far."""
+    # Torch refuses a callback outside of a backward.
     Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
 
@@ -217,6 +224,7 @@ def local_shard(param: Any) -> torch.Tensor:
 
 def init_all_gather_extensions(param: Any) -> None:
     """Has torch look again for such methods."""
+    # Torch itself looks when it makes this record, and once more in the first forward.
     param._init_extensions()
 
 
@@ -233,6 +241,7 @@ def reserve_gather(group: Any) -> None:
     size = group.mesh_info.shard_mesh_size
     wanted = [p._sharded_param_data.numel() * size for p in group.fsdp_params]
     dtype = group.fsdp_params[0].param_dtype or group.fsdp_params[0].orig_dtype
+    # On the streams that torch allocates on, because the allocator has a pool for each.
     stream, _ = group.comm_ctx.get_all_gather_streams(False, group._training_state)
     with group.device_handle.stream(stream):
         gathered = torch.empty(sum(wanted), dtype=dtype, device=group.device)
@@ -269,9 +278,12 @@ def reset_iteration(units: Iterable[FSDPModule]) -> None:
         state = _state(unit)
         state._training_state = _idle(state)
         state._modules_to_run_forward.clear()
+        # Otherwise the next forward would not wait for the optimizer before it gathers.
         state._state_ctx.iter_forward_root = None
+        # Otherwise the next backward would queue no callback, and nothing would end it.
         state._state_ctx.post_backward_final_callback_queued = False
         streams = state._comm_ctx
+        # Backward prefetches by this order, and would gather what the aborted forward has run.
         streams.post_forward_order.clear()
         for name in ("all_gather_state", "reduce_scatter_state"):
             under_way = getattr(streams, name, None)

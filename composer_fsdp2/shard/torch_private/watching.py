@@ -63,6 +63,7 @@ def watching(watcher: Watcher) -> Generator[None]:
 def _watch() -> None:
     for name in _COLLECTIVES:
         if hasattr(torch.distributed, name):
+            # FSDP looks a function up in this module each time that it calls it.
             original = getattr(torch.distributed, name)
             _watched.append((torch.distributed, name, original))
             setattr(torch.distributed, name, _told_of_collectives(name, original))
