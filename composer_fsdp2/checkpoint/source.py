@@ -211,6 +211,7 @@ class FolderCheckpoint(Checkpoint):
             if isinstance(entry, TensorStorageMetadata)
         }
         self.objects = {key: None for key in entries if key not in self.tensors}.keys()
+        # Only a planner that flattens writes the ways to its values.
         ways = self.metadata.planner_data or {}
         self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
         self._chunks: dict[str, list[MetadataIndex]] = {}
