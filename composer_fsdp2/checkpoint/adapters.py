@@ -110,6 +110,8 @@ def _missing_rows(path: Path) -> str:
 
 
 def _for_peft(name: str) -> str:
+    # DoRA's magnitude was a parameter before PEFT made it a layer with a `weight`. In files PEFT
+    # keeps the old name.
     if name.endswith(_MAGNITUDE):
         name = name.removesuffix(".weight")
     return name.replace(f".{_ADAPTER}", "")

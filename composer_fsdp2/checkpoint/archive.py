@@ -27,6 +27,8 @@ __all__ = ["Archive", "map_file"]
 # Written out: asking torch's storage classes for their dtype warns that they are deprecated.
 # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/storage.py
 _STORAGES = {
+    # Other dtypes (float8, uint16, ...) have no storage class. torch writes them with
+    # `_rebuild_tensor_v3`, and they are left to torch's own loader.
     "BFloat16Storage": torch.bfloat16,
     "BoolStorage": torch.bool,
     "ByteStorage": torch.uint8,
@@ -52,8 +54,10 @@ def map_file(path: Path) -> memoryview:
     """
     try:
         with path.open("rb") as file:
+            # The system refuses to map an empty file.
             if path.stat().st_size == 0:
                 return memoryview(b"")
+            # Private and writable pages: `torch.frombuffer` warns of a buffer that is read-only.
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
     except OSError as error:
         raise unreadable(path, error) from error
@@ -88,6 +92,8 @@ class Archive:
     def _find_members(self) -> Iterator[tuple[str, _Member]]:
         with zipfile.ZipFile(_View(self.data)) as archive:
             for info in archive.infolist():
+                # torch pads the extra field of the local header, so that the data is aligned.
+                # `infolist` reads the central directory, where that field has another length.
                 name, extra = _LOCAL_HEADER.unpack_from(self.data, info.header_offset)
                 start = info.header_offset + _LOCAL_HEADER.size + name + extra
                 if info.compress_type != zipfile.ZIP_STORED:
@@ -138,6 +144,7 @@ class Archive:
     def _mapped_tensor(self) -> torch.Tensor | None:
         """Builds the tensor over the mapped bytes; None for a layout only torch knows."""
         prefix = next((n[: -len("data.pkl")] for n in self.members if n.endswith("data.pkl")), None)
+        # Older versions of torch do not write this member; torch then reads in native order.
         order = self.members.get(f"{prefix}byteorder")
         if prefix is None or (order is not None and bytes(self._bytes(order)) != b"little"):
             return None
@@ -163,6 +170,7 @@ class _Layout:
     stride: tuple[int, ...]
 
     def over(self, data: memoryview) -> torch.Tensor | None:
+        # `torch.frombuffer` refuses an empty buffer.
         if len(data) == 0:
             return torch.empty(self.size, dtype=self.dtype)
         if len(data) % self.dtype.itemsize:
@@ -187,6 +195,7 @@ class _Recipe(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
     def persistent_load(self, pid: Any) -> Any:
+        # torch writes ("storage", storage class, key, device, elements).
         _, dtype, key, _, _ = pid
         return dtype, key
 

@@ -15,6 +15,7 @@ from composer_fsdp2.errors import CheckpointError
 __all__ = ["ACTIVE", "holds_averages", "take_trained_weights"]
 
 ACTIVE = "ema_weights_active"
+# In the names: activation checkpointing, `torch.compile`, FSDP1.
 _WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
@@ -76,6 +77,7 @@ def _without_ema(algorithms: Any) -> Any:
 
 
 def _plain(name: str) -> str:
+    # EMA takes the names of `state.model`; DDP, where it is around the model, adds this prefix.
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)

@@ -136,6 +136,7 @@ class _Shards(AbstractContextManager["_Shards"]):
         file = self._file
         if file is None or (file.tell() and file.tell() + size_bytes > self._limit):
             self._stack.close()
+            # torch's form of a name, `__<rank>_<number>`. Readers take the names from `.metadata`.
             self._files.append(f"__{len(self._files)}_0.distcp")
             file = self._file = self._stack.enter_context(
                 (self._folder / self._files[-1]).open("wb")
@@ -169,6 +170,7 @@ def _write_pieces(key: str, tensor: torch.Tensor, shards: _Shards) -> None:
         [ChunkStorageMetadata(offsets, piece.shape) for offsets, piece in pieces],
     )
     for i, (offsets, piece) in enumerate(pieces):
+        # The number is a hint for the search in `chunks`, and no part of the index's equality.
         shards.add(MetadataIndex(key, offsets, i), alone(piece))
 
 
@@ -192,6 +194,7 @@ def alone(tensor: torch.Tensor) -> torch.Tensor:
     """
     if tensor.numel() == 0:
         return torch.empty(tensor.shape, dtype=tensor.dtype)
+    # As bytes, because numpy has no bfloat16 and no float8.
     data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
     return torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
 
@@ -267,6 +270,7 @@ class _Whole:
                     file.write(alone(source.tensor(key)).view(-1).view(torch.uint8).numpy().data)
             file.flush()
             if self._places:
+                # The mapping keeps the bytes of the file, which has no name, after it is closed.
                 self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def tensor(self, key: str) -> torch.Tensor:
@@ -312,6 +316,7 @@ def _listed(value: Any) -> Any:
     if not isinstance(value, _Node):
         return value
     inside = {key: _listed(item) for key, item in value.items()}
+    # torch makes text of the keys of dictionaries, so a number is always a place in a list.
     if not any(isinstance(key, int) for key in inside):
         return inside
     if inside.keys() != set(range(len(inside))):

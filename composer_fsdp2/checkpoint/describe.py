@@ -140,6 +140,7 @@ def _describe_state(small: _Small, found: Description) -> None:
         ranks = {way[0] for way in small.source.under("rng").values()}
         found.world_size = len(ranks) or None
     for unit in _TIMES:
+        # Composer keeps the state of an object under the name of its class.
         value = small["state", "timestamp", "Timestamp", unit]
         with suppress(TypeError, ValueError, OverflowError):  # of a damaged one, or not there
             found.progress[unit] = int(value)

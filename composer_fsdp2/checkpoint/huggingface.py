@@ -387,6 +387,7 @@ def _divide(entries: Mapping[str, TensorEntry], max_bytes: int) -> dict[str, lis
 
 def _write_header(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> None:
     """Source: github.com/huggingface/safetensors, README, "Format"."""
+    # `from_pretrained` raises when there is metadata without a `format` that it knows.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, entry in entries.items():
@@ -398,6 +399,7 @@ def _write_header(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> None:
         }
         start = end
     data = json.dumps(header, separators=(",", ":")).encode()
+    # Spaces at the end are JSON, and the data then begins at a multiple of 8 bytes.
     data += b" " * (-len(data) % 8)
     file.write(struct.pack("<Q", len(data)) + data)
 
@@ -406,6 +408,7 @@ def _write_values(file: BinaryIO, tensor: torch.Tensor, dtype: torch.dtype) -> N
     flat = tensor.detach().reshape(-1)
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK].to(dtype)
+        # As bytes, because numpy has no bfloat16 and no float8.
         file.write(block.view(torch.uint8).numpy().data)
 
 

@@ -219,8 +219,10 @@ def _read_item(
         return
     piece = saved.chunk(item.storage_index)
     try:
+        # These offsets count from the stored piece. `resolve_tensor` has narrowed the target.
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
             piece = piece.narrow(dim, start, length)
+        # Detached, because a leaf that requires a gradient refuses `copy_`.
         target = planner.resolve_tensor(item).detach()
         if target.shape != piece.shape:
             raise ValueError("another shape")

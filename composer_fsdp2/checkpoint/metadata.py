@@ -27,6 +27,8 @@ __all__ = [
 
 METADATA = ".metadata"
 
+# Composer's loader tells the old layout by this key, too:
+# https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662
 _ROOT = "optimizers"
 
 

@@ -50,10 +50,12 @@ _DCP = "torch.distributed.checkpoint"
 _METADATA_NAMES = frozenset(
     {
         ("collections", "OrderedDict"),
+        # `StorageMeta` holds the folder as it was given: text, or a path.
         ("pathlib", "Path"),
         ("pathlib", "PosixPath"),
         ("pathlib", "PurePosixPath"),
         ("torch", "Size"),
+        # `TensorProperties` pickles its layout with this function.
         ("torch.serialization", "_get_layout"),
         (f"{_DCP}.filesystem", "_StorageInfo"),
         (f"{_DCP}.metadata", "BytesStorageMetadata"),
@@ -63,6 +65,7 @@ _METADATA_NAMES = frozenset(
         (f"{_DCP}.metadata", "StorageMeta"),
         (f"{_DCP}.metadata", "TensorProperties"),
         (f"{_DCP}.metadata", "TensorStorageMetadata"),
+        # A `torch.memory_format` cannot be pickled, so `TensorProperties` writes this instead.
         (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"),
     }
 )
@@ -113,6 +116,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
+        # A dtype is pickled as its name in the module torch.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise _Forbidden(f"{module}.{name}")
@@ -182,6 +186,8 @@ class _DataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in (("collections", "OrderedDict"), ("torch._utils", _REBUILD)):
             return super().find_class(module, name)
+        # A tensor in a plain pickle holds what `torch.save` wrote of its storage, and torch's own
+        # function loads that with `weights_only=False`.
         if (module, name) == ("torch.storage", "_load_from_bytes"):
             return lambda data: load_object(data, self._where)  # pyright: ignore[reportUnknownLambdaType]
         if module in ("numpy.core.multiarray", "numpy._core.multiarray") and name == _RECONSTRUCT:
@@ -236,6 +242,7 @@ def load_file(path: Path) -> Any:
         mapped = file.read(4) == b"PK\x03\x04"  # older files are not zip archives
         if mapped:
             _check_stored(file, path)
+        # torch maps a path only, not an open file.
         load: Callable[..., Any] = functools.partial(torch.load, path, mmap=mapped)
         return _load(load, str(path), trusts(path), file)
 
@@ -357,6 +364,8 @@ def _operations(file: BinaryIO) -> Iterator[tuple[Any, Any, Any]]:
 
 def _safe_types() -> list[Any]:
     reconstruct = np.zeros(1).__reduce__()[0]
+    # torch sets the state of an object only if its class is allowed, and each numpy dtype has a
+    # class of its own.
     dtypes = {type(np.dtype(code)) for code in np.typecodes["All"]}
     foundry = [getattr(sys.modules[m], name) for m, name in _FOUNDRY_STATES if m in sys.modules]
     return [
@@ -364,6 +373,7 @@ def _safe_types() -> list[Any]:
         datetime.timedelta,
         np.dtype,
         np.ndarray,
+        # The class of `torch.__version__`, which Composer saves.
         TorchVersion,
         # numpy 1 and numpy 2 call it by different names.
         (reconstruct, "numpy.core.multiarray._reconstruct"),

@@ -100,6 +100,7 @@ class PretrainedFolder:
 def _read_header(file: Path) -> dict[str, StoredTensor]:
     _opened(file)  # checks the header, so that it can be taken at its word here
     with file.open("rb") as opened:
+        # A file is the length of the header, the header, and the data. Offsets count from the data.
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
     return {
@@ -430,6 +431,7 @@ def _read_rows(target: torch.Tensor, stored: StoredTensor, offsets: Sequence[int
     begin = stored.begin + (offsets[0] * row_bytes if target.ndim else 0)
     with stored.file.open("rb", buffering=0) as file:
         while view:
+            # One call reads at most 2 GiB on Linux.
             count = os.preadv(file.fileno(), [view], begin)
             if count == 0:
                 raise OSError("the file ends before the tensor does")

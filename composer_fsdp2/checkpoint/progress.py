@@ -14,6 +14,7 @@ def bytes_of(items: Iterable[WriteItem]) -> int:
     """Returns the size of the tensors that a plan writes."""
     total = 0
     for item in items:
+        # Other values are pickled when they are written, and their size is not known before.
         if item.tensor_data is not None:
             dtype = item.tensor_data.properties.dtype
             total += item.tensor_data.chunk.sizes.numel() * dtype.itemsize

@@ -211,6 +211,7 @@ class FolderCheckpoint(Checkpoint):
             if isinstance(entry, TensorStorageMetadata)
         }
         self.objects = {key: None for key in entries if key not in self.tensors}.keys()
+        # Only a planner that flattens writes the ways to its values.
         ways = self.metadata.planner_data or {}
         self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
         self._chunks: dict[str, list[MetadataIndex]] = {}
@@ -262,6 +263,7 @@ class FolderCheckpoint(Checkpoint):
         if key in self.problems:
             raise self._incomplete()
         entry = self.tensors[key]
+        # A rank without rows of a tensor saves an empty piece, which begins at the tensor's end.
         pieces = [i for i in self.indices(key) if math.prod(self._chunk_of(i).sizes)]
         if len(pieces) == 1 and tuple(self._chunk_of(pieces[0]).sizes) == entry.shape:
             return self.chunk(pieces[0])
@@ -275,6 +277,7 @@ class FolderCheckpoint(Checkpoint):
 
     def _chunk_of(self, index: MetadataIndex) -> ChunkStorageMetadata:
         chunks = self.chunks(index.fqn)
+        # torch's plan keeps the place of a piece in `chunks` as a hint; the offset decides.
         hint = index.index
         if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
             return chunks[hint]

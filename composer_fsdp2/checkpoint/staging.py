@@ -87,6 +87,7 @@ class Publications:
 
 def _identity(path: Path) -> tuple[int, ...] | None:
     with suppress(OSError):
+        # A folder's own time changes with each name in it; `.metadata` is written once.
         found = (path / ".metadata" if path.is_dir() else path).stat()
         return found.st_mtime_ns, found.st_ino, found.st_dev
     return None
@@ -134,6 +135,7 @@ def make_own_folder(path: Path) -> Generator[None]:
                 raise
             continue  # somebody took it for a leftover before it was opened
         with suppress(OSError):
+            # The lock is on the folder and not on its name: it stays when the folder is renamed.
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(path, handle):
             break
@@ -171,6 +173,7 @@ def _is_left(path: Path) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    # NFS is one, too: there an exclusive lock needs a file that is open for writing.
     except OSError:  # a file system without locks
         return time.time() - os.fstat(handle).st_mtime > _OLD_SECONDS
     else:
@@ -232,6 +235,7 @@ def staged(
                 temporary.touch()
                 stack.enter_context(locked(temporary))
             yield temporary
+            # The rename could reach the disk before data that is not forced there first.
             for item in [*temporary.iterdir(), temporary] if folder else [temporary]:
                 sync(item)
             _publish(temporary, destination, token, own, folder=folder, replace=replace)
@@ -261,6 +265,7 @@ def _publish(
             raise keep_beside(temporary, destination, token)
         if not replace:
             check_destination(destination, folder=folder)
+        # rename(2) replaces a file, or an empty folder, in one step.
         temporary.replace(destination)
         if own is not None:
             own.note(destination)

@@ -99,6 +99,7 @@ def _signals_after() -> Generator[None]:
         yield
     finally:
         for number, handler in handlers.items():
+            # `signal.signal` returns None for a handler of C code, and does not take None back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for number in came:
             signal.raise_signal(number)
@@ -233,7 +234,9 @@ def _write_shards(
         return
     save(
         state_dict,
+        # FileSystemWriter forces each file to the disk before it returns (`sync_files`).
         storage_writer=_Writer(temporary),
+        # Composer's choice. By default torch spreads values that all ranks hold over the ranks.
         planner=planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         process_group=savers.writers,
     )
@@ -264,6 +267,7 @@ def _appear(temporary: Path, folder: Path, token: str, own: Publications | None)
             raise keep_beside(temporary, folder, token)
         shutil.rmtree(replaced, ignore_errors=True)
         if folder.exists():
+            # rename(2) refuses to replace a folder that holds something.
             folder.rename(replaced)
         temporary.rename(folder)
         if own is not None:
@@ -301,6 +305,8 @@ class Staging:
         Collective: no. DTensors keep their mesh; their shards are on the CPU.
         """
         copied = self._copy(state_dict, ())
+        # Copies with `non_blocking` may return before the bytes are in CPU memory. In a process
+        # that does not use CUDA, `synchronize` would initialise it.
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return copied

@@ -33,6 +33,7 @@ def block_positions(tree: ModuleTree) -> dict[str, BlockPosition]:
             continue
         if any(outer in found for outer in outer_names(name)):
             continue
+        # `children()` would leave out a block that is registered a second time.
         members = {key: _inside(child) for key, child in module._modules.items()}
         if _are_blocks(list(members.values())):
             prefix = f"{name}." if name else ""

@@ -62,6 +62,7 @@ def _compiled(module: nn.Module) -> Literal["inside", "in place"] | None:
     """Returns which part of a module is one graph."""
     if is_whole_graph(compiled_call(module)):
         return "in place"
+    # `vars`, because `torch.compile` returns a module that passes questions on to the one inside.
     if is_whole_graph(vars(module).get("dynamo_ctx")) or is_whole_graph(
         vars(module).get("forward")
     ):

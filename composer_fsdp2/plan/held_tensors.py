@@ -74,6 +74,7 @@ def _of_class(walk: _Walk, path: str, kind: type) -> Iterator[HeldTensor]:
 
 def _computed(module: nn.Module) -> set[str]:
     """Attributes that a module sets anew whenever its parameters change, or before each forward."""
+    # `RNNBase.__setattr__` puts a weight that is set into this list too.
     if isinstance(module, nn.RNNBase):
         return {"_flat_weights"}
     # torch's old weight_norm, spectral_norm and pruning are such hooks.

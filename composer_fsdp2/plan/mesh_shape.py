@@ -13,6 +13,7 @@ __all__ = [
     "MeshShape",
 ]
 
+# For meshes that are built here. The axes of Composer's own mesh have other names.
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
 

@@ -174,6 +174,7 @@ def _asked(owner: nn.Module, getter: str) -> object:
     """Returns the embedding or head that a model's getter names, if the getter names one."""
     if not hasattr(type(owner), getter):  # asking the module itself is slow where there is none
         return None
+    # transformers' `get_input_embeddings` raises this where a model does not say what they are.
     with contextlib.suppress(NotImplementedError):
         return getattr(owner, getter)()
     return None

@@ -100,6 +100,7 @@ def freeze_layers(
     }
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
+            # Until it is resharded, the gathered parameters are the attributes of its modules.
             unit.unshard()
             for module, name in places:
                 getattr(module, name).requires_grad_(False)

@@ -96,6 +96,7 @@ class _Attempts:
     def _keep_batch(self) -> None:
         """A microbatch is a view of its batch, which a transform may change in place."""
         tensors = [one for one in tree_leaves(self._state.batch) if isinstance(one, torch.Tensor)]
+        # torch counts the changes of a tensor in place in its `_version`.
         self._versions = [] if self._guarded else [(one, one._version) for one in tensors]
         if self._guarded:
             self._snapshot.keep(tensors)
@@ -130,6 +131,8 @@ class _Attempts:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        # Composer's closure runs forward and backward inside `step`, in all precisions but amp_fp16
+        # (there for optimizers that ask for it), so nothing is computed yet when a hook is called.
         closure = kwargs.get("closure")
         if closure is None:
             self._note_step(optimizer)

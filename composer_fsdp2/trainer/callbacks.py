@@ -42,6 +42,7 @@ def log_optimizer(original: Callable[..., None], monitor: Any, state: State, log
         return
     if state.timestamp.batch.value % monitor.batch_log_interval != 0:
         return
+    # Gradients are at the shards; while a unit is gathered, its modules hold other parameters.
     reshard(state.model)
     metrics = logged_norms(state.model, state.optimizers[0], reported=monitor.log_optimizer_metrics)
     norms = [value for name, value in metrics.items() if name.startswith(GRADIENT)]

@@ -124,6 +124,7 @@ def _from_composer(config: ComposerFSDP2Config) -> FSDP2Config:
     values["reshard_after_forward"] = "auto" if reshard is True else reshard
     mesh = config.device_mesh
     if mesh is not None:
+        # FSDP2 replicates over the first axis of a 2-D mesh, and shards over the second.
         values["data_parallel_shard_degree"] = mesh.size(mesh.ndim - 1)
         values["data_parallel_replicate_degree"] = mesh.size(0) if mesh.ndim == 2 else None
     return parse_config(values)

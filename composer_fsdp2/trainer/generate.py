@@ -63,6 +63,7 @@ def _generate_in_step(
         inside = False
 
     hooks = (
+        # Ahead of FSDP2's hook: the ranks agree on a forward before any of them gathers.
         model.register_forward_pre_hook(before, prepend=True),
         model.register_forward_hook(after),
     )

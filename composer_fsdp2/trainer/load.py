@@ -294,6 +294,7 @@ class _Load:
         load(
             loaded["state"],
             logger,
+            # torch, told to be strict, raises for every name that `ignore` has taken out.
             strict=self.strict and not self.ignore and not self._keeps_adapters_only,
             exclude_algorithms=excluded,
             algorithm_passes=passes,
@@ -317,6 +318,7 @@ class _ShardedLoad(_Load):
             wanted["state"]["algorithms"] = dict(wanted["state"]["algorithms"])
         if "rng" in wanted:
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
+            # The list has one entry for each rank of this run, and a load asks for all of them.
             wanted["rng"] = wanted["rng"][:ranks]
         names: list[str] = run_on_all_ranks(lambda: self.check_parts(wanted))
         groups = {name: _read_groups(saved, reader, name) for name in names}
@@ -324,6 +326,7 @@ class _ShardedLoad(_Load):
         fit: Fit = run_on_all_ranks(lambda: self.check_names(wanted))
         remove_keys(wanted, fit.left_out)
         config: Any = self.state.fsdp_config
+        # On a GPU Composer asks torch for a state dict in CPU memory, which is a copy.
         if config is None or self.state.device.name == "cpu":
             # These are the tensors the run computes with; half a load must not reach them.
             wanted = Staging().copy(wanted)
@@ -342,6 +345,7 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
         groups: list[Any] = []
     else:
         groups = [{"params": []} for _ in {way[0] for way in ways.values()}]
+    # For a value that is no tensor, torch puts what was saved in the place of what is there.
     found = {"state": {"optimizers": {name: {"param_groups": groups}}}}
     load_sharded(found, reader)
     return [group["params"] for group in found["state"]["optimizers"][name]["param_groups"]]
@@ -371,6 +375,7 @@ class _FullLoad(_Load):
 
     def _wanted_names(self) -> StateDict:
         """The model and optimizer; of what else a file may lack, nothing is lost without it."""
+        # As shards, because `full` gathers every weight, and only names and shapes are wanted.
         with _state_type(self.state, "sharded"):
             if self.state.fsdp_config is not None and not self.state.fsdp_enabled:
                 # It is sharded after the load, and its optimizer must not have state before.
@@ -430,6 +435,7 @@ def _groups_of(state: State, name: str) -> list[list[str]]:
     """Names in each parameter group of the run's optimizer, as a checkpoint has them."""
     names = {
         id(param): plain_name(full)
+        # Reversed, so that a tied parameter gets its first name, as in torch's state dicts.
         for full, param in reversed(list(state.model.named_parameters(remove_duplicate=False)))
     }
     optimizer = next(o for o in state.optimizers if type(o).__qualname__ == name)

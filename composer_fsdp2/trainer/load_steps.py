@@ -55,6 +55,7 @@ def run_on_all_ranks(act: Callable[[], Any]) -> Any:
 
 def plain_name(name: str) -> str:
     """The name in the model nobody wrapped."""
+    # Of activation checkpointing, `torch.compile` and FSDP1.
     wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 

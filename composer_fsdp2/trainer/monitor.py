@@ -74,6 +74,7 @@ class FSDP2Monitor(Callback):
         Raises:
             ConfigError: the model is not sharded by FSDP2.
         """
+        # With `load_monolith_rank0_only` the model is sharded only after a checkpoint was loaded.
         sharding = sharding_of(state.model)
         if sharding is None:
             raise ConfigError(

@@ -209,6 +209,7 @@ def apply_to_model(
         plan.optimizer.assign_groups(plan.groups)
     if plan.optimizer is not None:
         detached = detach_optimizer(plan.optimizer, plan.tree)
+    # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
     for planned in plan.transformations:
         planned.step.apply(tree, planned.plan)

@@ -48,6 +48,7 @@ def unpacking_safely() -> Generator[None]:
     """
     unset = object()
     before = vars(tarfile.TarFile).get("extraction_filter", unset)
+    # Composer calls `extractall` without a filter, and Python then takes this attribute.
     tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
     try:
         yield
@@ -144,6 +145,7 @@ def read_folder_data(
     for name, spec in specs.items():
         composers._ensure_valid_checkpoint(folder.path / name, spec)
     read_items(folder, plan, planner)
+    # torch waits for what a reader returns.
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
     return done

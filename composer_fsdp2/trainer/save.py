@@ -232,6 +232,7 @@ class _Written:
 
     def __init__(self, state: State, saved_path: str | None) -> None:
         self._state = state
+        # Composer replaces the Timestamp of a State with every batch, and changes none.
         self.timestamp = state.timestamp
         self.saved_path = saved_path
 
@@ -249,6 +250,8 @@ class _Background:
         """Makes the groups. Collective: yes."""
         savers = _savers(state)
         ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
+        # gloo, because the copies are in CPU memory. All ranks call `new_group` in one order, those
+        # that are not in the group too.
         everyone = torch.distributed.new_group(backend="gloo")
         writers = torch.distributed.new_group(ranks, backend="gloo")
         self.savers = replace(savers, everyone=everyone, writers=writers if savers.writes else None)

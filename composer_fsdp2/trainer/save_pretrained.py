@@ -62,6 +62,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     writer = mains.index(True) if any(mains) else 0
     error = None
     first = writer == 0
+    # `rank0_only` means global rank 0. For another writer, every rank gets full parameters.
     with summon_full_params(model, writeback=False, rank0_only=first, offload_to_cpu=first):
         if dist.get_global_rank() == writer:
             try:
@@ -115,6 +116,7 @@ def _await_everyone() -> None:
         _decide(store, key, "go")
     try:
         store.wait([f"{key}/decided"], datetime.timedelta(seconds=_WAIT_SECONDS))
+    # torch raises `DistStoreError`, a RuntimeError, when the time is over.
     except RuntimeError:
         _decide(store, key, f"{store.add(here, 0)} of {ranks}")
     decided = store.get(f"{key}/decided").decode()

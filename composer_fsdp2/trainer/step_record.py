@@ -68,6 +68,7 @@ def gradient_norm(model: nn.Module) -> float:
     Collective: yes, under FSDP.
     """
     roots = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
+    # FSDP1's `clip_grad_norm_` raises on a unit inside another one.
     roots = [module for module in roots if module.check_is_root()]
     covered = {param for root in roots for param in root.parameters()}
     squares = sum(root.clip_grad_norm_(float("inf")).item() ** 2 for root in roots)

@@ -184,6 +184,7 @@ def _from_another(found: Sequence[Any], agreement: Agreement) -> Any:
     _, giver = agreement.min_max(dist.get_global_rank() if found else -1)
     box: list[Any] = [None]
     if dist.get_global_rank() == giver:
+        # A pickled CUDA tensor would be put on the giver's device by every rank that receives it.
         box = [DeviceCPU().batch_to_device(found[-1])]
     dist.broadcast_object_list(box, src=giver)
     return found[-1] if found else box[0]
@@ -268,6 +269,7 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
         if not finished:
             yield batch
     if training:
+        # A profiler's marker of the dataloader has to end before the next epoch starts it again.
         trainer.engine.run_marker_only_event(Event.AFTER_DATALOADER)
     if finished < dist.get_world_size() and dist.get_global_rank() == 0:
         warnings.warn(

@@ -131,6 +131,7 @@ def _saver_fit_end(original: Any, saver: Any, state: Any, logger: Any) -> None:
 
     from composer_fsdp2.trainer.save import finish_background_save
 
+    # Composer's own method, which `functools.wraps` keeps in `__wrapped__` of the replacement.
     finish_background_save(inspect.unwrap(CheckpointSaver._save_checkpoint), saver, logger)
     original(saver, state, logger)
 

@@ -172,6 +172,7 @@ def _replace(row: PatchPoint) -> None:
     if off is not None and (row.refused is None or _missing(row) is not None):
         return
     owner, name = _locate(row.target)
+    # `getattr` would take the function out of a static method, which has to be put back whole.
     original = inspect.getattr_static(owner, name)
     replacement = row.replacement if off is None else _refusing(row)
     _originals[row.target] = original
