@@ -81,9 +81,8 @@ class _Later:
         setting: LocalStepSetting,
         seen: torch.optim.Optimizer | None,
     ) -> None:
-        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-        # By identity: tensors compare element by element.
-        self._params = {id(param): weakref.ref(param) for param in sharded}
+        # Not its parameters: torch does not convert a tensor that somebody refers to weakly.
+        self._model = weakref.ref(model)
         self._setting: LocalStepSetting = setting
         self._seen = weakref.WeakSet(() if seen is None else (seen,))
 
@@ -93,12 +92,10 @@ class _Later:
         if optimizer in self._seen or args[:1] != (optimizer,):
             return None
         self._seen.add(optimizer)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(map(self._is_ours, params)):
+        model = self._model()
+        ours = () if model is None else [p for p in model.parameters() if isinstance(p, DTensor)]
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        if any(id(param) in held for param in ours):
             # torch runs the hooks of all optimizers before its own: those registered now are next.
             _apply(optimizer, self._setting, lambda: False)
         return None
-
-    def _is_ours(self, param: torch.Tensor) -> bool:
-        held = self._params.get(id(param))
-        return held is not None and held() is param

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from composer_fsdp2.optim.local_shard import LocalShard
 from composer_fsdp2.optim.packing import Packing
@@ -91,6 +92,9 @@ class LocalStep:
         for number, group in enumerate(optimizer.param_groups):
             local_group = WrittenThrough(group, {"params": []})
             left = shards = self._read_shards(number, optimizer, group["params"])
+            # torch counts no change of a local tensor for the DTensor around it, which others ask.
+            # Before the step, because one that breaks off has changed some already.
+            increment_version([shard.param for shard in shards if shard.grad is not None])
             if self._packing is not None and pack:
                 left = self._packing.step(optimizer, self._twins, number, local_group, shards)
             for shard in left:

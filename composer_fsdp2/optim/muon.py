@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
@@ -279,6 +280,8 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._decide()
+        # torch counts no change of a local tensor for the DTensor around it.
+        increment_version([p for g in self.param_groups for p in g["params"] if p.grad is not None])
         matrices: list[_Matrix] = []
         for group, layouts in zip(self.param_groups, self._layouts, strict=True):
             self._make_state(group)

@@ -118,6 +118,8 @@ def _settle(folder: Path, link: Path, place: _Place, state: State) -> Iterator[P
         try:
             batch = _batch_of(open_checkpoint(path))
         except CheckpointError as error:
+            if is_refusal(error):  # whether to trust somebody is for the user to say
+                raise
             _set_aside(path, str(error))
             continue
         if batch is not None:

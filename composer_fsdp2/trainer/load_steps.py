@@ -80,7 +80,6 @@ def _copied_containers(value: Any) -> Any:
 
 
 def remove_keys(values: StateDict, keys: Sequence[str]) -> None:
-    """Removes entries of nested dictionaries, given as joined keys, and what is empty then."""
     """Takes keys out of a nested state dict, so that nobody asks the checkpoint for them."""
     _, ways = flatten(values)
     for key in keys:

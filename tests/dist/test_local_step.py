@@ -15,7 +15,7 @@ from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from composer_fsdp2 import PlanError, prepare_fully_shard
+from composer_fsdp2 import Muon, PlanError, prepare_fully_shard
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]
 
@@ -382,3 +382,19 @@ def test_a_frozen_parameter_that_is_thawed_is_stepped():
         train(model, optimizer, range(2, 5))
         pairs.append((model, optimizer))
     assert_same(*pairs)
+
+
+def muon(params: Any) -> optim.Optimizer:
+    return Muon(params, adamw="*")
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("make", [optim.SGD, muon])
+def test_parameters_count_that_they_were_changed(make: Make):
+    model, optimizer = prepared(make)
+    train(model, optimizer, [1])
+    before = [param._version for param in model.parameters()]
+    optimizer.step()
+    stepped = [param.grad is not None for param in model.parameters()]
+    after = [param._version for param in model.parameters()]
+    assert [now > then for now, then in zip(after, before, strict=True)] == stepped
