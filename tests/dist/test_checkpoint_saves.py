@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import resource
 import shutil
 import time
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.convert import write_sharded
-from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
+from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
@@ -318,6 +319,34 @@ def test_autoresume_passes_over_a_bad_checkpoint(harm: Any, kind: str, tmp_path:
         assert f"{newest}.damaged" in said[0]
     assert (tmp_path / f"{newest}.damaged").exists()
     assert (tmp_path / "latest-rank0.pt").resolve().name == newest
+
+
+class AsksForCode:
+    """What a stranger may have put into a checkpoint."""
+
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit(3)",)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_autoresume_leaves_to_the_user_whom_to_trust(kind: str, tmp_path: Path):
+    """It neither executes nor puts aside a checkpoint that asks to run code."""
+    again = {"autoresume": True, "run_name": "again"}
+    _run(tmp_path, {"state_dict_type": kind}, **again)
+    newest = tmp_path / FORMATS[kind].replace("ba5", "ba10")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        if newest.is_dir():
+            (newest / ".metadata").write_bytes(pickle.dumps(AsksForCode()))
+            (newest / CHECKSUMS).unlink()  # by which it would be called damaged
+        else:
+            torch.save({"state": AsksForCode()}, newest)
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="COMPOSER_FSDP2_TRUST"):
+        _run(tmp_path, {"state_dict_type": kind}, seed=1, **again)
+    assert newest.exists()
+    assert not list(tmp_path.glob("*.damaged"))
 
 
 @pytest.mark.world_size(2)
