@@ -73,7 +73,7 @@ def _apply(
 
 
 class _Later:
-    """Looks at each optimizer once, when it first steps, whether it holds the model's shards."""
+    """Checks each optimizer once, in its first step, for shards of the model."""
 
     def __init__(
         self,

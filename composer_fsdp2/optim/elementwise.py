@@ -53,7 +53,7 @@ _WITH_NORMS = {
     "llmfoundry.optim.adaptive_lion:DecoupledAdaLRLion",
     "llmfoundry.optim.adaptive_lion:DecoupledClipLion",
 }
-"""add up squares of the norms of what they take for local shards, which these now are"""
+"""sum squared norms over all ranks themselves, and so expect local shards"""
 _NOTHING = {"llmfoundry.optim.no_op:NoOp"}
 _KNOWN = _IN_LOOPS | _FOREACH | _WITH_NORMS | _NOTHING
 
