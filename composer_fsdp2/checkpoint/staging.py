@@ -136,7 +136,8 @@ def make_own_folder(path: Path) -> Generator[None]:
             continue  # somebody took it for a leftover before it was opened
         with suppress(OSError):
             # The lock is on the folder and not on its name: it stays when the folder is renamed.
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # The nodes of a save share it. Who removes the folder holds it alone, until it is gone.
+            fcntl.flock(handle, fcntl.LOCK_SH)
         if _is_at(path, handle):
             break
         os.close(handle)  # or before it was held
@@ -161,23 +162,25 @@ def remove_leftovers(path: Path) -> None:
     pattern = re.compile(f"{re.escape(INCOMPLETE)}(?:{_TOKEN}\\.)?{re.escape(path.name)}")
     with suppress(OSError):  # why nothing can be written there is told when something is
         for item in list(path.parent.iterdir()):
-            if pattern.fullmatch(item.name) and _is_left(item):
-                _remove(item)
+            if pattern.fullmatch(item.name):
+                _remove_if_left(item)
 
 
-def _is_left(path: Path) -> bool:
+def _remove_if_left(path: Path) -> None:
     if path.is_symlink():
-        return True
+        _remove(path)
+        return
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return False
+        return
     # NFS is one, too: there an exclusive lock needs a file that is open for writing.
     except OSError:  # a file system without locks
-        return time.time() - os.fstat(handle).st_mtime > _OLD_SECONDS
+        if time.time() - os.fstat(handle).st_mtime > _OLD_SECONDS:
+            _remove(path)
     else:
-        return True
+        _remove(path)
     finally:
         os.close(handle)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -16,17 +17,19 @@ from composer_fsdp2.checkpoint.staging import make_own_folder, remove_leftovers
 def test_nodes_of_one_disk_clear_the_same_folder(tmp_path: Path):
     """Each of them does, because a disk of its own has to be cleared as well."""
     folder = tmp_path / "saved" / ".incomplete.ep0-ba2"
+    all_made = Barrier(4)
 
     def clear(node: int) -> bool:
         remove_leftovers(folder.with_name("ep0-ba2"))
         with make_own_folder(folder):
+            all_made.wait(timeout=60)  # as a save's nodes do before they write
             (folder / f"__{node}_0.distcp").touch()
             return folder.is_dir()
 
     with ThreadPoolExecutor(4) as nodes:
         for _ in range(300):
             assert all(nodes.map(clear, range(4)))
-    assert len(list(folder.iterdir())) == 4
+            assert len(list(folder.iterdir())) == 4
 
 
 def test_a_name_that_leads_nowhere_is_an_error(tmp_path: Path):
