@@ -22,7 +22,8 @@ from composer_fsdp2.checkpoint.write import REPLACED, point_to
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.compile_once import note_compiled_whole
-from composer_fsdp2.trainer.load import load_checkpoint, set_node_rank
+from composer_fsdp2.trainer.fetch import set_node_rank
+from composer_fsdp2.trainer.load import load_checkpoint
 
 __all__ = ["load_newest_good", "note_autoresume", "settle_autoresume", "warn_of_shared_store"]
 

@@ -11,8 +11,6 @@ for the duration of the load.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,6 @@ import torch
 from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist, reproducibility
-from composer.utils.compression import is_compressed_pt
-from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from composer.utils.misc import partial_format
 
 from composer_fsdp2.checkpoint.averages import ACTIVE, holds_averages
@@ -32,7 +28,7 @@ from composer_fsdp2.checkpoint.load import (
     check_groups,
     load_sharded,
 )
-from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.muon_from_adamw import MuonFromAdamW
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
     FileCheckpoint,
@@ -44,8 +40,10 @@ from composer_fsdp2.checkpoint.source import (
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.rates import set_rates_by_schedules
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.averages_loaded import note_loaded
+from composer_fsdp2.trainer.fetch import fetched
 from composer_fsdp2.trainer.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.trainer.load_steps import (
     Ignore,
@@ -62,22 +60,9 @@ from composer_fsdp2.trainer.safe_reading import vet_algorithms
 
 __all__ = [
     "load_checkpoint",
-    "set_node_rank",
 ]
 
 Apply = tuple[Any, list[str] | None, list[Any] | None]
-
-
-def set_node_rank() -> None:
-    """Composer wants NODE_RANK, which torchrun calls GROUP_RANK. A value that is set stays."""
-    if "GROUP_RANK" in os.environ:
-        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
-    elif "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
-        node = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
-        os.environ.setdefault("NODE_RANK", str(node))
-
-
-# --- Loading ---
 
 
 def load_checkpoint(
@@ -109,7 +94,7 @@ def load_checkpoint(
         "strict": strict_model_weights,
         "ignore": ignore_keys,
     }
-    with _fetched(path, object_store, state, progress_bar) as (local, remote):
+    with fetched(path, object_store, state, progress_bar) as (local, remote):
         kind: Kind = run_on_all_ranks(
             lambda: "sharded" if remote is not None else detect_kind(local)
         )
@@ -136,54 +121,6 @@ def _state_type(state: State, kind: Kind) -> Generator[None]:
         config.state_dict_type = asked
 
 
-@contextlib.contextmanager
-def _fetched(
-    path: str, object_store: Any, state: State, progress_bar: bool
-) -> Generator[tuple[Path, Any]]:
-    """Where the checkpoint is on this machine; for a folder elsewhere a reader that fetches it."""
-    set_node_rank()
-    path = composers._format_path_with_rank_zero(path) if "{" in path else path
-    if object_store is None and not is_tar(path) and not is_compressed_pt(path):
-        yield Path(path), None
-        return
-    with tempfile.TemporaryDirectory() as own:
-        folder = composers._get_local_rank_zero_path(own)
-        try:
-            if object_store is not None and path.endswith(".symlink"):
-                path = extract_path_from_symlink(path, object_store=object_store)
-            reader = _remote_folder(path, folder, object_store, state)
-            if reader is not None:
-                yield Path(reader.path), reader
-            else:
-                fetch = composers.download_checkpoint
-                file, _, _ = run_on_all_ranks(
-                    lambda: fetch(path, folder, object_store, progress_bar)
-                )
-                yield Path(file), None
-        finally:
-            dist.barrier()  # the folder is shared by the ranks of a node
-
-
-def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> Any:
-    """A reader of a sharded checkpoint in an object store; `None` if it is one file."""
-    if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
-        return None
-
-    def fetch_metadata() -> None:
-        if dist.get_local_rank() == 0:
-            target = Path(folder) / METADATA
-            composers.download_object_or_file(f"{path}/{METADATA}", target, object_store)
-
-    # The reader fetches it too, but on one rank alone, and the others would wait for its failure.
-    run_on_all_ranks(fetch_metadata)
-    return composers.DistCPObjectStoreReader(
-        source_path=path,
-        destination_path=str(Path(folder) / "checkpoint"),
-        object_store=object_store,
-        device_mesh=state.device_mesh,
-    )
-
-
 class _Load:
     """Common steps of loading a folder and loading a file."""
 
@@ -197,6 +134,9 @@ class _Load:
         self.notes: list[str] = []
         self.averages = False
         """whether the checkpoint's model is averages, where this rank has read that"""
+        self._without_state = [optimizer for optimizer in state.optimizers if not optimizer.state]
+        self.carried: MuonFromAdamW | None = None
+        """where Muon takes its state from, if the checkpoint has that of another optimizer"""
 
     @property
     def scaler(self) -> str:
@@ -220,6 +160,22 @@ class _Load:
             wanted = {"state": self.state.state_dict(), "rng": reproducibility.get_rng_state()}
         return drop_keys(wanted, self.ignore)
 
+    def carry(self, wanted: StateDict) -> None:
+        """Settles whether Muon continues from another optimizer's state. Collective: no."""
+        name = Muon.__qualname__
+        if name not in wanted["state"].get("optimizers", {}):
+            return
+        if self.saved.under("state", "optimizers", name):
+            return
+        names: dict[str, list[str]] = {"muon": [], "adamw": []}
+        optimizer = _optimizer_of(self.state, name)
+        groups = zip(optimizer.param_groups, _groups_of(self.state, name), strict=True)
+        for group, members in groups:
+            pairs = zip(group["params"], members, strict=True)
+            names[group["algorithm"]] += [name for param, name in pairs if param.requires_grad]
+        carried = MuonFromAdamW(self.saved, **names)
+        self.carried = carried if carried.source else None
+
     def check_parts(self, wanted: StateDict) -> list[str]:
         """Settles whether it has what a run continues from. Collective: no.
 
@@ -238,9 +194,11 @@ class _Load:
         """Settles whether names and shapes fit. Collective: no."""
         flat, _ = flatten(wanted)
         globs = () if callable(self.ignore) else tuple(self.ignore or ())
+        globs += tuple(self.carried.ignored) if self.carried else ()
         fit = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
         self.strict = self.strict and not fit.left_out
         self.notes = [*lossy_notes(self.saved, flat), *left_out_notes(self.saved, fit)]
+        self.notes += [self.carried.note] if self.carried else []
         return fit
 
     def _check_has_state(self) -> None:
@@ -264,6 +222,8 @@ class _Load:
 
     def check_groups(self, saved: Mapping[str, Sequence[Sequence[str]]]) -> None:
         """Compares parameter groups by name. Collective: no."""
+        if self.carried:
+            return  # the groups are the run's own
         for name, groups in saved.items():
             check_groups(groups, _groups_of(self.state, name), str(self.saved.path))
 
@@ -286,8 +246,9 @@ class _Load:
         logger, excluded, passes = apply
         run_on_all_ranks(lambda: vet_algorithms(loaded["state"]))
         run_on_all_ranks(lambda: self._check_schedulers(loaded["state"]))
-        read_by = raise_on_all_ranks({"~averages": self.averages and str(self.saved.path)})
-        path = next((fact["~averages"] for fact in read_by if fact["~averages"]), None)
+        averages = self.averages and str(self.saved.path)
+        facts = raise_on_all_ranks({"~averages": averages, "~carried": self.carried is not None})
+        path = next((fact["~averages"] for fact in facts if fact["~averages"]), None)
         parts = None if self.weights_only else loaded["state"]
         note_loaded(self.state, path, parts)
         load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
@@ -299,7 +260,20 @@ class _Load:
             exclude_algorithms=excluded,
             algorithm_passes=passes,
         )
+        if not self.weights_only:
+            self._start_anew(loaded["state"].get("optimizers", {}))
+            if any(fact["~carried"] for fact in facts):
+                set_rates_by_schedules(self.state.schedulers)
         return None if self.weights_only else loaded.get("rng")
+
+    def _start_anew(self, loaded: Mapping[str, Any] | None) -> None:
+        """Has optimizers begin at the start, if nothing was `loaded`. `None`: rank 0 holds it."""
+        if loaded is None or {type(o).__qualname__ for o in self.state.optimizers} & loaded.keys():
+            return
+        for optimizer in self._without_state:
+            # To ask for its state torch makes it, by a step that its counters remember.
+            optimizer.state.clear()
+        set_rates_by_schedules(self.state.schedulers)
 
 
 class _ShardedLoad(_Load):
@@ -320,6 +294,8 @@ class _ShardedLoad(_Load):
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
             # The list has one entry for each rank of this run, and a load asks for all of them.
             wanted["rng"] = wanted["rng"][:ranks]
+        run_on_all_ranks(lambda: self.carry(wanted))
+        own = self._with_saved_names(wanted)
         names: list[str] = run_on_all_ranks(lambda: self.check_parts(wanted))
         groups = {name: _read_groups(saved, reader, name) for name in names}
         run_on_all_ranks(lambda: self.check_groups(groups))
@@ -333,9 +309,27 @@ class _ShardedLoad(_Load):
         load_sharded(wanted, reader, None if config is None else config.load_planner)
         self.averages = _model_is_average(saved, reader)
         _rename_scaler(wanted["state"], self.scaler)
+        if self.carried:
+            found = wanted["state"]["optimizers"][self.carried.source]["state"]
+            own["state"] = self.carried.from_saved(found)
+            wanted["state"]["optimizers"] = {Muon.__qualname__: own}
         if spread:
             wanted["state"]["algorithms"] = list(wanted["state"]["algorithms"].items())
         return self.apply(wanted, apply)
+
+    def _with_saved_names(self, wanted: StateDict) -> StateDict:
+        """Asks for the state under the checkpoint's names, where Muon takes it from another.
+
+        Returns:
+            Muon's own part of `wanted`.
+        """
+        if self.carried is None:
+            return {}
+        own = dict(wanted["state"]["optimizers"][Muon.__qualname__])
+        asked = {"state": self.carried.to_saved(own["state"])}
+        wanted["state"]["optimizers"] = {self.carried.source: asked}
+        wanted["state"].pop("schedulers", None)
+        return own
 
 
 def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[str]]:
@@ -400,6 +394,10 @@ class _FullLoad(_Load):
         values = saved.values = drop_keys(saved.values, self.ignore)
         values.setdefault("state", {})
         saved.refresh()
+        self.carry(wanted)
+        if self.carried:
+            self._take_over(values["state"], self.carried)
+            saved.refresh()
         names = self.check_parts(wanted)
         optimizers = values["state"].get("optimizers", {})
         lions = ADAPTIVE_LIONS.intersection(names)
@@ -409,6 +407,17 @@ class _FullLoad(_Load):
         _unalias(optimizers, every=self.state.fsdp_config is None)
         _rename_scaler(values["state"], self.scaler)
         return values
+
+    def _take_over(self, state: StateDict, carried: MuonFromAdamW) -> None:
+        name = Muon.__qualname__
+        groups = _optimizer_of(self.state, name).param_groups
+        own = [
+            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
+            for group, names in zip(groups, _groups_of(self.state, name), strict=True)
+        ]
+        found = carried.from_saved(state["optimizers"][carried.source]["state"])
+        state["optimizers"] = {name: {"state": found, "param_groups": own}}
+        state.pop("schedulers", None)
 
 
 def _from_rank0(values: StateDict | None) -> StateDict:
@@ -431,6 +440,10 @@ def _rename_scaler(state_dict: StateDict, name: str) -> None:
         state_dict["scaler"] = {name: next(iter(scalers.values()))}
 
 
+def _optimizer_of(state: State, name: str) -> torch.optim.Optimizer:
+    return next(o for o in state.optimizers if type(o).__qualname__ == name)
+
+
 def _groups_of(state: State, name: str) -> list[list[str]]:
     """Names in each parameter group of the run's optimizer, as a checkpoint has them."""
     names = {
@@ -438,7 +451,7 @@ def _groups_of(state: State, name: str) -> list[list[str]]:
         # Reversed, so that a tied parameter gets its first name, as in torch's state dicts.
         for full, param in reversed(list(state.model.named_parameters(remove_duplicate=False)))
     }
-    optimizer = next(o for o in state.optimizers if type(o).__qualname__ == name)
+    optimizer = _optimizer_of(state, name)
     return [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import (
-    CheckpointError,
     ConfigError,
     Muon,
     PlanError,
@@ -335,39 +334,6 @@ def test_saved_on_four_ranks_and_loaded_on_fewer(tmp_path: Path, ranks: Any):
                 torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
             )
             assert same, name
-
-
-def _state_of(trainer: Trainer) -> tuple[int, dict[str, torch.Tensor]]:
-    return int(trainer.state.timestamp.batch), gathered(trainer.state.model)
-
-
-@pytest.mark.world_size(2)
-def test_a_run_goes_from_adamw_to_muon(tmp_path: Path):
-    """Weights and time go on; the optimizer's state starts anew, which has to be asked for."""
-    model = built(TinyComposer)
-    adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    kept = {"max_duration": "2ba", "save_folder": str(tmp_path), "save_interval": "2ba"}
-    anew = ["state/optimizers/*", "state/schedulers/*"]
-    schedule = {"schedulers": composer.optim.ConstantWithWarmupScheduler(t_warmup="1ba")}
-    with installed(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        first = trainer_for(model, adamw, samples_of(4, 8), **schedule, **kept)
-        first.fit()
-        first.close()
-        again = built(TinyComposer, 1)
-        settings = {"load_path": f"{tmp_path}/ep0-ba2", "max_duration": "4ba", **schedule}
-        with pytest.raises(CheckpointError, match="The run's optimizer is Muon"):
-            trainer_for(again, Muon(again.parameters()), samples_of(4, 8), **settings)
-        again = built(TinyComposer, 1)
-        second = trainer_for(
-            again, Muon(again.parameters()), samples_of(4, 8), load_ignore_keys=anew, **settings
-        )
-        (batch, found), (_, saved) = _state_of(second), _state_of(first)
-        second.fit()
-        second.close()
-    assert batch == 2
-    assert all(torch.equal(found[name], value) for name, value in saved.items())
-    assert second.state.timestamp.batch == 4
 
 
 # --- What is refused, on every rank. ---
