@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -16,6 +18,11 @@ _OWN = (CheckpointError, ConfigError, PatchError, PlanError)
 _CORRECT = "Correct it there; the run would stop at this place."
 _NETWORK = ("couldn't connect", "max retries exceeded", "connection error", "resolve host")
 _SHOWN_NAMES = 40
+_GIVEN = ("self", "params")
+"""arguments that no configuration writes"""
+_UNEXPECTED = re.compile(
+    r"(?P<function>\S+)\(\) got an unexpected keyword argument '(?P<argument>[^']+)'"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +73,8 @@ class Notes:
         elif is_network_error(error):
             self.unreachable(where, _told(error))
         else:
-            self.add(f"{where}: {_told(error)}.", advice)
+            hint, names = _arguments_of(error)
+            self.add(f"{where}: {_told(error)}.{hint}", names or advice)
 
     def unreachable(self, where: str, told: str) -> None:
         """Something that only the network knows; where the run takes place it may be reachable."""
@@ -122,6 +130,25 @@ def is_network_error(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
+
+
+def _arguments_of(error: BaseException) -> tuple[str, str]:
+    """For an argument that a function does not have: which one was meant, and which there are."""
+    found = _UNEXPECTED.match(str(error))
+    trace = error.__traceback__
+    if not isinstance(error, TypeError) or found is None or trace is None:
+        return "", ""
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    # The error names the function; the frame that called it holds the object.
+    for value in trace.tb_frame.f_locals.values():
+        for called in (value, getattr(value, "__init__", None)):
+            if callable(called) and getattr(called, "__qualname__", "") == found["function"]:
+                names = [
+                    name for name in inspect.signature(called).parameters if name not in _GIVEN
+                ]
+                return nearest(found["argument"], names), f"Write one of {', '.join(names)}."
+    return "", ""
 
 
 def _told(error: BaseException) -> str:

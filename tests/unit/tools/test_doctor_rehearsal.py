@@ -94,6 +94,23 @@ def test_all_mistakes_are_said_at_once(doctor, assets: Path):
         assert word in said
 
 
+@pytest.mark.parametrize(
+    ("name", "misspelt", "meant"),
+    [("muon", "adam_lr", "adamw_lr"), ("decoupled_adamw", "wieght_decay", "weight_decay")],
+)
+def test_a_misspelt_argument_is_said_with_those_there_are(
+    doctor, assets: Path, name: str, misspelt: str, meant: str
+):
+    settings = good(assets)
+    settings["optimizer"] = {"name": name, "lr": 1e-3, misspelt: 0.1}
+    code, said = doctor(settings)
+    assert code == 1
+    assert (
+        f"unexpected keyword argument '{misspelt}'. Did you mean '{meant}'? do: Write one of"
+        in said
+    )
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_a_precision_for_gpus(doctor, assets: Path, precision: str):
     settings = changed(good(assets), {"precision": precision, "global_train_batch_size": 16})
