@@ -147,7 +147,10 @@ def _arguments_of(error: BaseException) -> tuple[str, str]:
                 names = [
                     name for name in inspect.signature(called).parameters if name not in _GIVEN
                 ]
-                return nearest(found["argument"], names), f"Write one of {', '.join(names)}."
+                # Python 3.13 asks itself.
+                asked = "Did you mean" in str(error)
+                hint = "" if asked else nearest(found["argument"], names)
+                return hint, f"Write one of {', '.join(names)}."
     return "", ""
 
 
