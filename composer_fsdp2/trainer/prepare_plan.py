@@ -27,9 +27,11 @@ from composer_fsdp2.blocks.transformation import (
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
+from composer_fsdp2.optim.state_check import check_optimizer_state
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_checks import refuse_unreadable
@@ -180,6 +182,8 @@ def make_plan(
     methods += _eval_methods(tree, facts.units)
     if optimizer is not None:
         check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+        if settings.optimizer_state != OptimizerState():
+            check_optimizer_state(optimizer, settings.optimizer_state)
     groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
     return PreparePlan(
         tree=tree,
