@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from composer.optim import DecoupledAdamW, DecoupledSGDW
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import Muon, PlanError, prepare_fully_shard
 from composer_fsdp2.optim.state_kept import KeptState
 
 Make = Callable[[Iterable[Any]], optim.Optimizer]
@@ -40,6 +43,45 @@ class Layers(nn.Module):
         found = self.up(inputs).tanh().view(-1, 7, 43)
         found = self.norm(torch.einsum("brc,rcd->bd", found, self.mix))
         return self.wide(self.down(found).tanh())
+
+
+class OwnSign(optim.Optimizer):
+    """Element by element, and known to nobody."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].get("mean", torch.zeros_like(param))
+                    self.state[param]["mean"] = mean.lerp(param.grad, 0.1)
+                    self.change(param, self.state[param]["mean"], group["lr"])
+
+    def change(self, param: torch.Tensor, mean: torch.Tensor, rate: float) -> None:
+        param.sub_(rate * mean.sign())
+
+
+class OwnNorm(OwnSign):
+    """Looks across the elements of a parameter, and its name does not tell."""
+
+    def change(self, param: torch.Tensor, mean: torch.Tensor, rate: float) -> None:
+        param.sub_(rate * mean / torch.linalg.vector_norm(mean))
+
+
+class CountsSteps(OwnSign):
+    """Counts its steps for all parameters, which a step of a part would count too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore
+        self.steps += 1
+        super().step()
+
+    def change(self, param: torch.Tensor, mean: torch.Tensor, rate: float) -> None:
+        param.sub_(rate / self.steps * mean)
 
 
 OPTIMIZERS: dict[str, Make] = {
@@ -211,10 +253,249 @@ def run_of(policy: str, name: str = "decoupled adamw") -> dict[str, torch.Tensor
     return everything(*pair)
 
 
-@pytest.mark.world_size(1)
 @pytest.mark.parametrize("name", ["decoupled adamw", "sgd"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_two_and_three_ranks_have_the_same_bits(policy: str, name: str, ranks: Any):
-    found = [ranks(world, run_of, policy, name) for world in (1, 2, 3)]
+    found = [ranks(world, run_of, policy, name)[0] for world in (1, 2, 3)]
     for other in found[1:]:
         assert_equal(found[0], other)
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("policy", ["bf16", "8 bits cpu"])
+def test_copies_have_the_same_bits(policy: str):
+    degrees = {"data_parallel_shard_degree": 2, "data_parallel_replicate_degree": 2}
+    found = []
+    for config in (degrees, {}):
+        pair = prepared(OPTIMIZERS["adamw"], POLICIES[policy], **config)
+        step(*pair, range(5))
+        found.append(everything(*pair))
+    assert_equal(*found)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, found[0])
+    assert_equal(gathered[0], gathered[2])
+
+
+# --- What others do with it. ---
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", ["decoupled adamw", "adamw fused", "rmsprop", "sgd"])
+def test_state_that_is_loaded_goes_on(name: str, policy: str):
+    pairs = [prepared(OPTIMIZERS[name], POLICIES[policy]) for _ in range(2)]
+    for pair in pairs:
+        step(*pair, range(3))
+    model, optimizer = pairs[0]
+    saved = optimizer.state_dict()
+    moment = saved["state"][0][next(k for k, v in saved["state"][0].items() if v.ndim)]
+    assert isinstance(moment, DTensor)
+    assert moment.dtype is (torch.bfloat16 if policy == "bf16" else torch.float32)
+    saved = copy.deepcopy(saved)
+    step(model, optimizer, range(3, 5))
+    optimizer.load_state_dict(saved)
+    with torch.no_grad():
+        for param, other in zip(model.parameters(), pairs[1][0].parameters(), strict=True):
+            param.copy_(other)
+    assert_equal(everything(*pairs[0]), everything(*pairs[1]))
+    assert isinstance(optimizer.state[next(model.parameters())], KeptState)
+    for pair in pairs:
+        step(*pair, range(5, 8))
+    assert_equal(everything(*pairs[0]), everything(*pairs[1]))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_optimizer_that_has_stepped_keeps_its_state_so(policy: str):
+    torch.manual_seed(0)
+    model = Layers()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    before = {name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()}
+    prepare_fully_shard(model, optimizer, {"optimizer_state": POLICIES[policy]})
+    for name, param in model.named_parameters():
+        state = optimizer.state[param]
+        assert isinstance(state, KeptState) == ("cpu" in policy or param.numel() >= 4096)
+        found = full(state["exp_avg"])
+        assert (found - before[name]).norm() <= 0.07 * before[name].norm()
+    step(model, optimizer, [1])
+
+
+@pytest.mark.world_size(2)
+def test_state_reads_and_writes_as_a_dictionary_does():
+    model, optimizer = prepared(OPTIMIZERS["adamw"], POLICIES["8 bits"])
+    step(model, optimizer, range(2))
+    param = model.wide.weight
+    state = optimizer.state[param]
+    assert list(state) == ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+    plain = dict(state)
+    for found in (plain, {**state}, state.copy(), copy.deepcopy(state)):
+        assert not isinstance(found, KeptState)
+        for key, value in state.items():
+            assert torch.equal(full(found[key]), full(value))
+    assert state.get("nothing", 3) == 3
+    assert isinstance(state["exp_avg"], DTensor)
+    assert state["exp_avg"].shape == param.shape
+    state["exp_avg"] = state["exp_avg"] * 2
+    assert torch.equal(full(state["exp_avg"]), 2 * full(plain["exp_avg"]))
+    state.update(plain)
+    assert torch.equal(full(state["exp_avg"]), full(plain["exp_avg"]))
+    del state["max_exp_avg_sq"]
+    assert "max_exp_avg_sq" not in state
+    optimizer.state.clear()
+    step(model, optimizer, [2])
+    assert int(optimizer.state[param]["step"]) == 1
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ["decoupled adamw", "adamw foreach", "sgd"])
+def test_a_closure_runs_once_and_its_gradients_are_stepped(name: str):
+    found = []
+    for policy in ("cpu", None):
+        model, optimizer = prepared(OPTIMIZERS[name], POLICIES[policy] if policy else None)
+        for number in range(3):
+            runs = []
+
+            def closure(model=model, number=number, runs=runs) -> float:
+                give_gradients(model, number)
+                runs.append(1)
+                return 1.0
+
+            assert optimizer.step(closure=closure) == 1.0
+            assert len(runs) == 1
+        found.append(everything(model, optimizer))
+    assert_equal(*found)
+
+
+@pytest.mark.world_size(2)
+def test_parameters_without_gradients_and_groups_of_later():
+    found = []
+    for policy in ("cpu", None):
+        model, optimizer = prepared(
+            lambda p: DecoupledAdamW(list(p)[:-2], lr=1e-3), POLICIES[policy] if policy else None
+        )
+        step(model, optimizer, [0])
+        optimizer.add_param_group({"params": [model.wide.weight, model.wide.bias], "lr": 1e-4})
+        step(model, optimizer, [1])
+        give_gradients(model, 2)
+        model.mix.grad = model.wide.weight.grad = None
+        optimizer.step()
+        step(model, optimizer, [3])
+        found.append(everything(model, optimizer))
+    assert_equal(*found)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_parameters_in_bf16_keep_their_own_dtype(policy: str):
+    torch.manual_seed(0)
+    model = Layers().to(torch.bfloat16)
+    optimizer = OPTIMIZERS["adamw foreach"](model.parameters())
+    prepare_fully_shard(model, optimizer, {"optimizer_state": POLICIES[policy]})
+    for number in range(2):
+        generator = torch.Generator().manual_seed(number)
+        for param in model.parameters():
+            whole = torch.randn(param.shape, generator=generator).to(torch.bfloat16)
+            param.grad = shard(whole, param)
+        optimizer.step()
+    states = [optimizer.state[p] for p in model.parameters()]
+    assert all(state["exp_avg"].dtype is torch.bfloat16 for state in states)
+
+
+# --- Which optimizers. ---
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_of_ones_own_is_tried():
+    kept, own = (prepared(OwnSign, policy) for policy in (POLICIES["cpu"], None))
+    for pair in (kept, own):
+        step(*pair, range(3))
+    assert_equal(everything(*kept), everything(*own))
+    assert isinstance(kept[1].state[kept[0].mix], KeptState)
+    # Nobody knows what its state means, so that it is not kept in 8 bits.
+    pair = prepared(OwnSign, POLICIES["8 bits"])
+    step(*pair, range(2))
+    state = pair[1].state[pair[0].mix]
+    assert state.nbytes == pair[0].mix.to_local().numel() * 2
+
+
+@pytest.mark.world_size(2)
+def test_lions():
+    llmfoundry = pytest.importorskip("llmfoundry.optim", reason="needs the extra foundry")
+    for make in (llmfoundry.DecoupledLionW, llmfoundry.DecoupledClipLion):
+        found = []
+        for policy in ("cpu", None, "8 bits"):
+            pair = prepared(functools.partial(make, lr=1e-4), POLICIES[policy] if policy else None)
+            step(*pair, range(3))
+            found.append(everything(*pair))
+            pair[1].state_dict()
+        assert_equal(found[0], found[1])
+        assert found[2].keys() == found[1].keys()
+
+
+@pytest.mark.world_size(2)
+def test_an_optimizer_that_is_built_later():
+    found = []
+    for policy in ({"optimizer_state": POLICIES["8 bits"]}, None):
+        model, optimizer = prepared(OPTIMIZERS["adamw"], POLICIES["8 bits"])
+        if policy is not None:
+            torch.manual_seed(0)
+            model = Layers()
+            prepare_fully_shard(model, None, {"wrap_policy": {"classes": ["Linear"]}, **policy})
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+        step(model, optimizer, range(3))
+        found.append(everything(model, optimizer))
+    assert_equal(*found)
+
+
+REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
+    "no state": (lambda p: optim.SGD(p, lr=0.1), {"bits": 8}, "keeps no moments"),
+    "no moments": (lambda p: optim.ASGD(p, lr=0.1), {"dtype": "bf16"}, "keeps no moments"),
+    "no state of Composer's": (
+        lambda p: DecoupledSGDW(p, lr=0.1),
+        {"device": "cpu"},
+        "SGD with momentum",
+    ),
+    "Muon": (
+        lambda p: Muon([{"params": [q], "algorithm": "adamw"} for q in p]),
+        {"bits": 8},
+        "had with Muon",
+    ),
+    "across elements": (lambda p: OwnNorm(p), {"bits": 8}, "write local_step: true"),
+    "counts steps": (lambda p: CountsSteps(p), {"bits": 8}, "write local_step: true"),
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str):
+    make, policy, said = REFUSED[name]
+    with pytest.raises(PlanError, match=said):
+        prepared(make, policy)
+    torch.manual_seed(0)
+    model = Layers()
+    prepare_fully_shard(model, None, {"optimizer_state": policy})
+    optimizer = make(model.parameters())
+    with pytest.raises(PlanError, match=said):
+        step(model, optimizer, [0])
+
+
+@pytest.mark.world_size(2)
+def test_a_dtype_that_could_not_be_had_is_refused():
+    model = Layers().to(torch.bfloat16)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    with pytest.raises(PlanError, match=r"parameters are in torch\.bfloat16"):
+        prepare_fully_shard(model, optimizer, {"optimizer_state": {"dtype": "fp32"}})
+    pair = prepared(OPTIMIZERS["adamw"], {"dtype": "fp32"})
+    step(*pair, range(2))
+    assert not any(isinstance(state, KeptState) for state in pair[1].state.values())
+
+
+@pytest.mark.world_size(2)
+def test_one_rank_with_another_policy_is_found():
+    policy = POLICIES["bf16"] if dist.get_rank() else POLICIES["8 bits"]
+    with pytest.raises(PlanError, match="optimizer_state"):
+        prepared(OPTIMIZERS["adamw"], policy)
