@@ -34,8 +34,8 @@ Form = Literal["own", "bf16", "signed", "unsigned"]
 
 BLOCK = 256
 """most elements that share an exponent"""
-_AT_ONCE = {"cpu": 2**18, "cuda": 2**23}
-"""elements that are converted at a time: temporary tensors take 12 to 24 bytes for each"""
+_AT_ONCE = {"cpu": 2**16, "cuda": 2**23}
+"""elements that are converted at a time: temporary tensors take some 20 bytes for each"""
 _INT = torch.int32
 _SIGN = -(2**31)
 _NAN = 0x7FC00000
@@ -113,10 +113,10 @@ def empty(form: Form, like: Tensor, place: Place, device: torch.device, *, pin: 
         return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin)
 
     exponents = None
-    dtype = {"bf16": torch.bfloat16, "signed": torch.int8, "unsigned": torch.uint8}.get(form)
+    dtype = {"bf16": torch.bfloat16, "own": like.dtype}.get(form, torch.uint8)
     if form in _CODE_BITS:
         exponents = made((place.rows, _blocks(place.row)), torch.uint8)
-    return Stored(form, made(like.shape, dtype or like.dtype), exponents, like.dtype)
+    return Stored(form, made(like.shape, dtype), exponents, like.dtype)
 
 
 def write(stored: Stored, value: Tensor, place: Place, step: Tensor | int, key: str) -> None:
@@ -129,10 +129,11 @@ def write(stored: Stored, value: Tensor, place: Place, step: Tensor | int, key: 
     seed = _seed(step, key, value.device)
     for start, end in place.chunks(value.device):
         bits = source[start:end].float().contiguous().view(_INT)
-        chance = _chance(bits, place.numbers(start, end, value.device), seed)
+        numbers = place.numbers(start, end, value.device)
         if stored.exponents is None:
-            target[start:end] = _to_bf16(bits, chance)
+            target[start:end] = _to_bf16(bits, _chance(bits, numbers, seed, 16))
         else:
+            chance = _chance(bits, numbers, seed, 20)
             codes, exponents = _to_codes(bits, chance, stored.form)
             target[start:end] = codes
             stored.exponents[start:end] = exponents
@@ -172,13 +173,14 @@ def _seed(step: Tensor | int, key: str, device: torch.device) -> Tensor | int:
     return _wrapped(step * 0x85EBCA6B + salt)
 
 
-def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int) -> Tensor:
-    """Returns 32 random bits for each element; a mixing of all bits of what is given."""
+def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int, count: int) -> Tensor:
+    """Returns so many random bits for each element; a mixing of all bits of what is given."""
     mixed = numbers.mul_(_wrapped(0x9E3779B1)).add_(seed).bitwise_xor_(bits)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         mixed.bitwise_xor_((mixed >> shift).bitwise_and_(2 ** (32 - shift) - 1))
         mixed.mul_(_wrapped(factor))
-    return mixed.bitwise_xor_((mixed >> 16).bitwise_and_(0xFFFF))
+    # The upper bits of a product depend on all bits of its factors.
+    return mixed.bitwise_right_shift_(32 - count).bitwise_and_(2**count - 1)
 
 
 # --- bfloat16. ---
@@ -187,7 +189,7 @@ def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int) -> Tensor:
 def _to_bf16(bits: Tensor, chance: Tensor) -> Tensor:
     # A NaN of all ones would carry into the sign.
     size = (bits & 0x7FFFFFFF).clamp_(max=_NAN)
-    size.add_(chance.bitwise_and_(0xFFFF)).bitwise_and_(-0x10000)
+    size.add_(chance).bitwise_and_(-0x10000)
     return size.bitwise_or_(bits & _SIGN).view(torch.float32).to(torch.bfloat16)
 
 
@@ -210,25 +212,24 @@ def _in_blocks(rows: Tensor) -> Tensor:
 def _to_codes(bits: Tensor, chance: Tensor, form: str) -> tuple[Tensor, Tensor]:
     most = 2 ** _CODE_BITS[form] - 1
     row = bits.shape[1]
-    size = _in_blocks((bits & 0x7FFFFFFF).clamp_(max=_NAN))
-    chance = _in_blocks(chance.bitwise_and_(0xFFFFF))
+    size, chance = _in_blocks((bits & 0x7FFFFFFF).clamp_(max=_NAN)), _in_blocks(chance)
     exponents = size.amax(dim=-1, keepdim=True) >> 23
     # The largest mantissa of the largest exponent has the largest code. Rounded up it would move
     # the exponent of the block, and what is kept again would be other codes.
-    top = (exponents << 3) + (7 - most)
+    top = _code_of_zero(exponents, most)
     codes = ((size + chance) >> 20).sub_(top).clamp_(max=most)
     below = codes < 1
     if form == "unsigned":
         # Divided by, a zero would be an infinite step.
-        codes = torch.where(below & (size > 0), 1, codes.clamp_(min=0))
+        to_least = below.logical_and_(size > 0)
     else:
-        least = ((top + 1).clamp_(min=0) << 20).view(torch.float32)
+        least = ((top + 1) << 20).view(torch.float32)
         up = chance.float().mul_(2.0**-20).mul_(least) < size.view(torch.float32)
-        codes = torch.where(below, up.to(_INT), codes)
-    codes.masked_fill_(size == 0, 0)
+        to_least = below.logical_and_(up)
+    codes.clamp_(min=0).add_(to_least)
     codes = codes.view(bits.shape[0], -1)[:, :row]
     if form == "signed":
-        codes = torch.where(bits < 0, -codes, codes)
+        codes = codes | (bits >> 24).bitwise_and_(0x80)
     return codes, exponents.squeeze(-1)
 
 
@@ -236,9 +237,15 @@ def _from_codes(codes: Tensor, exponents: Tensor, form: str) -> Tensor:
     most = 2 ** _CODE_BITS[form] - 1
     row = codes.shape[1]
     wide = codes.to(_INT)
-    size = _in_blocks(wide.abs() if form == "signed" else wide)
-    top = (exponents.to(_INT) << 3).add_(7 - most)[..., None]
-    found = ((size + top) << 20).masked_fill_(size == 0, 0).view(codes.shape[0], -1)[:, :row]
+    size = _in_blocks(wide & most)
+    top = _code_of_zero(exponents.to(_INT), most)[..., None]
+    found = (size + top).bitwise_left_shift_(20).masked_fill_(size == 0, 0)
+    found = found.view(codes.shape[0], -1)[:, :row]
     if form == "signed":
-        found = found | (wide & _SIGN)
+        found = found | (wide & 0x80).bitwise_left_shift_(24)
     return found.contiguous().view(torch.float32)
+
+
+def _code_of_zero(exponents: Tensor, most: int) -> Tensor:
+    """The upper bits of the float that would have code 0 in a block; none is below zero's own."""
+    return (exponents << 3).add_(7 - most).clamp_(min=0)
