@@ -16,12 +16,12 @@ from composer.callbacks import OptimizerMonitor
 from composer.loggers import InMemoryLogger
 from composer.optim import DecoupledAdamW
 
-from composer_fsdp2 import installed, summon_full_params
+from composer_fsdp2 import installed, prepare_fully_shard, summon_full_params
 from composer_fsdp2.optim.state_kept import KeptState
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, resume
 from tests.dist.test_out_of_memory import FITS, Memory
 from tests.dist.test_state_policies import POLICIES
-from tests.support.models import TinyComposer, TinyLM
+from tests.support.models import VOCAB, TinyComposer, TinyLM, lm_loss
 from tests.support.parity import full
 from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
@@ -272,3 +272,40 @@ def test_another_attempt_starts_from_the_state_of_before(policy: str, start: int
         stepped, before = tried_again_from("optimizer"), tried_again_from("forward")
     assert stepped.state.device_train_microbatch_size == FITS
     assert largest_difference(state_of(stepped), state_of(before)) == 0.0
+
+
+# --- The loss. ---
+
+
+def successors(steps: int, size: int, length: int = 12) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Batches of tokens, each followed by one of two that depend on it."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(VOCAB, (steps, size, 1), generator=generator)
+    for _ in range(length):
+        choice = torch.randint(2, (steps, size, 1), generator=generator)
+        ids = torch.cat([ids, (3 * ids[..., -1:] + 1 + 4 * choice) % VOCAB], dim=-1)
+    return [(step[:, :-1], step[:, 1:]) for step in ids]
+
+
+def held_out_loss(policy: str | None) -> float:
+    torch.manual_seed(0)
+    model = TinyLM(width=64)
+    optimizer = DecoupledAdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95))
+    state = {"optimizer_state": POLICIES[policy] if policy else {}}
+    prepare_fully_shard(model, optimizer, state, precision="fp32")
+    *train, (ids, targets) = successors(201, 16)
+    mine = slice(dist.get_rank(), None, dist.get_world_size())
+    for inputs, wanted in train:
+        lm_loss(model(inputs[mine]), wanted[mine]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return lm_loss(model(ids), targets).item()
+
+
+@pytest.mark.world_size(2)
+def test_the_loss_after_200_steps_is_within_a_hundredth():
+    own = held_out_loss(None)
+    assert math.log(2) < own < 0.8 * math.log(VOCAB)
+    for policy in POLICIES:
+        assert held_out_loss(policy) == pytest.approx(own, rel=0.01), policy
