@@ -166,6 +166,8 @@ def _wrapped(number: int) -> int:
 
 def _seed(step: Tensor | int, key: str, device: torch.device) -> Tensor | int:
     salt = _wrapped(zlib.crc32(key.encode()))
+    if isinstance(step, Tensor) and step.device.type == "cpu":
+        step = int(step.item())
     if isinstance(step, Tensor):
         # Not read by the host, which would wait for the device.
         counted = step.detach().to(device=device, dtype=_INT)

@@ -147,6 +147,8 @@ class KeptState(Mutable):
         local = local_tensor(self._param)
         if stored.values.device != local.device:
             parts = [part.to(local.device, non_blocking=True) for part in stored.parts]
+            if stored.form == "own":
+                return parts[0]
             stored = Stored(stored.form, parts[0], (*parts, None)[1], stored.dtype)
         return state_form.read(stored, self._place)
 

@@ -44,10 +44,10 @@ class KeptSteps:
         policy: Policy,
         step: Step,
         *,
-        at_once: int = AT_ONCE,
+        at_once: int | None = None,
     ) -> None:
         """Takes the step of the optimizer's class without hooks, and the elements of a bucket."""
-        self._policy, self._step, self._at_once = policy, step, at_once
+        self._policy, self._step, self._at_once = policy, step, at_once or AT_ONCE
         self._split: dict[int, tuple[list[LocalShard], list[LocalShard], list[LocalShard]]] = {}
         self._traffic: Traffic | None = None
         self._loading: dict[Any, dict[Any, Any]] = {}

@@ -17,7 +17,7 @@ _LOW_BIT = re.compile("8_?bit|4_?bit|fp8|lion8b", re.IGNORECASE)
 _OFFLOAD = "CPUOffloadOptimizer"
 _INSTEAD = (
     "torch.optim.AdamW(..., fused=True) or Composer's DecoupledAdamW; FSDP2 shards their state, "
-    "and mixed_precision or cpu_offload: true saves memory"
+    "and optimizer_state: {bits: 8} saves as much memory"
 )
 
 _NEEDS_WHOLE: dict[type[torch.optim.Optimizer], str] = {
