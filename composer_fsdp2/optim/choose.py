@@ -86,8 +86,7 @@ def _tried_on_all_ranks(
 def _apply(
     optimizer: torch.optim.Optimizer, wanted: Wanted, is_alike: Callable[..., bool]
 ) -> LocalStep | None:
-    if wanted.keeps:
-        check_optimizer_state(optimizer, wanted.state)
+    check_optimizer_state(optimizer, wanted.state)
     if isinstance(optimizer, Muon):
         return None  # it works on local shards itself, with collectives of its own
     if wanted.local_step is True:

@@ -35,6 +35,8 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerSt
     Raises:
         PlanError: with what to write.
     """
+    if setting == OptimizerState():
+        return
     name = type(optimizer).__name__
     if isinstance(optimizer, Muon):
         raise PlanError(

@@ -38,7 +38,7 @@ WEIGHTS = frozenset({"ax"})
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the setting `optimizer_state` says, for any tensor."""
+    """Applies the setting `optimizer_state` to any tensor."""
 
     setting: OptimizerState
 

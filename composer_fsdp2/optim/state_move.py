@@ -81,7 +81,7 @@ class StreamTraffic(Traffic):
 
     @contextlib.contextmanager
     def sending(self, state: Any) -> Generator[None]:
-        """What is kept inside goes back on a stream of its own."""
+        """Around keeping: what is kept goes back on a stream of its own."""
         self._back.wait_stream(self._current)
         with torch.cuda.stream(self._back):
             yield
@@ -91,7 +91,7 @@ class StreamTraffic(Traffic):
         self._sent = [event]
 
     def finish(self) -> None:
-        """Whatever reads state from now on comes after what has been sent."""
+        """Has whatever reads state from now on wait for what has been sent."""
         self._sent = []
         self._current.wait_stream(self._back)
 

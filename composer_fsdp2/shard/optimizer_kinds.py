@@ -80,5 +80,6 @@ def check_optimizer_kind(optimizer: torch.optim.Optimizer) -> None:
             raise PlanError(
                 f"The optimizer {name} of torchao steps copies of the parameters in CPU memory, "
                 "which it made before the model was sharded. The model would train nothing. Use "
-                "its inner optimizer, with cpu_offload: true in parallelism_config.fsdp2."
+                "its inner optimizer, with optimizer_state: {device: cpu} in "
+                "parallelism_config.fsdp2, or cpu_offload: true."
             )

@@ -27,7 +27,6 @@ from composer_fsdp2.blocks.transformation import (
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
-from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
@@ -181,9 +180,7 @@ def make_plan(
     methods = check_forward_methods(tree, settings.forward_methods, facts.units)
     methods += _eval_methods(tree, facts.units)
     if optimizer is not None:
-        check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
-        if settings.optimizer_state != OptimizerState():
-            check_optimizer_state(optimizer, settings.optimizer_state)
+        _check_optimizer(optimizer, tree, settings)
     groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
     return PreparePlan(
         tree=tree,
@@ -200,6 +197,13 @@ def make_plan(
         groups=groups,
         weights=_open_weights(settings.pretrained_weights, tree),
     )
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, tree: ModuleTree, settings: FSDP2Config
+) -> None:
+    check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+    check_optimizer_state(optimizer, settings.optimizer_state)
 
 
 def _check_offload(settings: FSDP2Config, device_type: str) -> None:
