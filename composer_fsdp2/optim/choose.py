@@ -70,28 +70,28 @@ def apply_local_step(
         return
     wanted = Wanted(setting, state or OptimizerState())
     if optimizer is not None:
-        _apply(optimizer, wanted, lambda **how: _tried_on_all_ranks(optimizer, device, **how))
+        _apply(optimizer, wanted, lambda parts: _tried_on_all_ranks(optimizer, device, parts))
     watched = _Later(model, wanted, optimizer)
     handle = register_optimizer_step_pre_hook(watched)
     weakref.finalize(model, handle.remove)
 
 
 def _tried_on_all_ranks(
-    optimizer: torch.optim.Optimizer, device: torch.device, *, one_by_one: bool
+    optimizer: torch.optim.Optimizer, device: torch.device, one_by_one: bool
 ) -> bool:
     alike = steps_alike(optimizer, one_by_one=one_by_one)
     return not agreement_of(device).any_rank(not alike)
 
 
 def _apply(
-    optimizer: torch.optim.Optimizer, wanted: Wanted, is_alike: Callable[..., bool]
+    optimizer: torch.optim.Optimizer, wanted: Wanted, is_alike: Callable[[bool], bool]
 ) -> LocalStep | None:
     check_optimizer_state(optimizer, wanted.state)
     if isinstance(optimizer, Muon):
         return None  # it works on local shards itself, with collectives of its own
     if wanted.local_step is True:
         check_local_step(optimizer)
-    elif not is_known(optimizer) and not is_alike(one_by_one=wanted.keeps):
+    elif not is_known(optimizer) and not is_alike(wanted.keeps):
         if wanted.keeps:
             refuse_unknown(optimizer)
         log.info(
@@ -132,5 +132,5 @@ class _Later:
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if any(id(param) in held for param in ours):
             # torch runs the hooks of all optimizers before its own: those registered now are next.
-            _apply(optimizer, self._wanted, lambda **_: False)
+            _apply(optimizer, self._wanted, lambda _: False)
         return None

@@ -197,7 +197,7 @@ class KeptState(Mutable):
     def kept(self) -> Callable[[], KeptState]:
         """Copies everything to CPU memory, and returns what puts it back."""
         self._wait()
-        copies = {
+        copies: dict[Any, Any] = {
             key: [part.to("cpu", copy=True) for part in value.parts]
             if isinstance(value, Stored)
             else _copied(value)

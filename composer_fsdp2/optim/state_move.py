@@ -47,8 +47,9 @@ class StreamTraffic(Traffic):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._there, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._sent: list[torch.cuda.Event] = []
+        self._there: Any = torch.cuda.Stream(device)
+        self._back: Any = torch.cuda.Stream(device)
+        self._sent: list[Any] = []
 
     @property
     def _current(self) -> Any:
@@ -59,7 +60,7 @@ class StreamTraffic(Traffic):
         current = self._current
         self._there.wait_stream(current)
 
-        def sent_for(bucket: B) -> tuple[S, torch.cuda.Event]:
+        def sent_for(bucket: B) -> tuple[S, Any]:
             with torch.cuda.stream(self._there):
                 state = fetch(bucket)
             event = torch.cuda.Event()

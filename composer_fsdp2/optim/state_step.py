@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.local_shard import LocalShard
 from composer_fsdp2.optim.state_form import Stored
@@ -63,7 +64,7 @@ class KeptSteps:
         for handle in self._handles:
             handle.remove()
 
-    def takes(self, param: Any) -> bool:
+    def takes(self, param: Any) -> TypeGuard[DTensor]:
         """Whether a parameter's state is kept here."""
         return self._policy.takes(param)
 
