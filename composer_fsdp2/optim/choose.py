@@ -23,7 +23,7 @@ from composer_fsdp2.optim.elementwise import (
 )
 from composer_fsdp2.optim.local_step import LocalStep
 from composer_fsdp2.optim.muon import Muon
-from composer_fsdp2.optim.state_check import check_optimizer_state, refuse_unknown
+from composer_fsdp2.optim.state_check import check_optimizer_state, refuse_unknown, warn_if_idle
 from composer_fsdp2.optim.state_kept import Policy
 from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.runtime.agreement import agreement_of
@@ -100,7 +100,10 @@ def _apply(
         )
         return None
     policy = Policy(wanted.state)
-    kept = KeptSteps(optimizer, policy, class_step(optimizer)) if policy.changes else None
+    kept = None
+    if policy.changes:
+        warn_if_idle(optimizer, policy)
+        kept = KeptSteps(optimizer, policy, class_step(optimizer))
     return LocalStep(optimizer, packing_for(optimizer), kept)
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from composer_fsdp2.config.state import OptimizerState
@@ -17,9 +19,9 @@ from composer_fsdp2.optim.elementwise import (
     sums_norms,
 )
 from composer_fsdp2.optim.muon import Muon
-from composer_fsdp2.optim.state_kept import WEIGHTS
+from composer_fsdp2.optim.state_kept import SMALL, WEIGHTS, Policy
 
-__all__ = ["check_optimizer_state", "refuse_unknown"]
+__all__ = ["check_optimizer_state", "refuse_unknown", "warn_if_idle"]
 
 _INSTEAD = (
     "Use torch.optim.AdamW or Adam, Composer's DecoupledAdamW, or LLM Foundry's DecoupledLionW, or "
@@ -50,15 +52,27 @@ def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerSt
             "would have no effect. Leave optimizer_state out, or use an optimizer with state, "
             "such as torch.optim.AdamW or SGD with momentum."
         )
-    others = sorted(
-        {str(p.dtype) for g in optimizer.param_groups for p in g["params"]} - {"torch.float32"}
-    )
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    others = sorted({str(param.dtype) for param in trained} - {"torch.float32"})
     if setting.dtype == "fp32" and others:
         raise PlanError(
             f"optimizer_state has dtype: fp32, and parameters are in {', '.join(others)}. {name} "
             "makes their state in their own dtype and computes in it, so the setting would have "
             "no effect. Leave dtype out, or build the model in float32."
         )
+
+
+def warn_if_idle(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Warns of a policy that finds nothing to keep. Collective: no."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(map(policy.takes, params)) or dist.get_rank():
+        return
+    largest = max((param.numel() for param in params), default=0)
+    warnings.warn(
+        f"optimizer_state has no effect: the largest sharded parameter has {largest} elements, and "
+        f"parameters with less than {SMALL} keep their state as it is. Leave optimizer_state out.",
+        stacklevel=2,
+    )
 
 
 def refuse_unknown(optimizer: torch.optim.Optimizer) -> None:

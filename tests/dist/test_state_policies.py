@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterable
@@ -500,3 +501,24 @@ def test_one_rank_with_another_policy_is_found():
     policy = POLICIES["bf16"] if dist.get_rank() else POLICIES["8 bits"]
     with pytest.raises(PlanError, match="optimizer_state"):
         prepared(OPTIMIZERS["adamw"], policy)
+
+
+@pytest.mark.world_size(2)
+def test_a_policy_without_effect_says_so():
+    model = nn.Linear(30, 30)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    told = pytest.warns(UserWarning, match="largest sharded parameter has 900 elements")
+    with told if dist.get_rank() == 0 else contextlib.nullcontext():
+        prepare_fully_shard(model, optimizer, {"optimizer_state": {"bits": 8}})
+
+
+@pytest.mark.world_size(2)
+def test_buckets_of_one_parameter_are_those_of_all():
+    found = []
+    for size in (1, 2**24):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("composer_fsdp2.optim.state_step.AT_ONCE", size)
+            pair = prepared(OPTIMIZERS["adamw foreach"], POLICIES["8 bits cpu"])
+        step(*pair, range(3))
+        found.append(everything(*pair))
+    assert_equal(*found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -43,10 +44,11 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 @pytest.mark.world_size(1, backend="nccl")
 @pytest.mark.parametrize("form", [{}, {"dtype": "bf16"}, {"bits": 8}], ids=str)
-def test_the_device_of_state_changes_no_bit(form: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    # Many buckets, so that some travel while others are stepped.
-    monkeypatch.setattr("composer_fsdp2.optim.state_step.AT_ONCE", 1)
-    assert_equal(everything(*trained(form)), everything(*trained({**form, "device": "cpu"})))
+def test_the_device_of_state_changes_no_bit(form: dict[str, Any]):
+    with pytest.MonkeyPatch.context() as patch:
+        # Many buckets, so that some travel while others are stepped.
+        patch.setattr("composer_fsdp2.optim.state_step.AT_ONCE", 1)
+        assert_equal(everything(*trained(form)), everything(*trained({**form, "device": "cpu"})))
 
 
 @pytest.mark.world_size(1, backend="nccl")
@@ -61,7 +63,8 @@ def test_state_is_pinned_and_nothing_of_it_stays_on_the_gpu():
         assert all(one.values.is_pinned() and not one.values.is_cuda for one in moments)
     torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
-    del model, optimizer
+    del model, optimizer, param, state, moments
+    gc.collect()
     own = trained({})
     torch.cuda.synchronize()
     moments = sum(2 * 4 * param.numel() for param in own[0].parameters())
