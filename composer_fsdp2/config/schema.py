@@ -1,15 +1,4 @@
-"""The settings of a run: each is declared here once, parsed and checked with all others at once.
-
-A setting of the package is a field of `FSDP2Config`. A transformation from elsewhere brings its
-setting with it and touches no file of the package::
-
-    TOY = Setting(name="toy", default=0, values=count("toys", least=0), meaning="adds toys")
-    declare_setting(TOY)
-
-From then on `toy` stands under `parallelism_config.fsdp2` like any other key: it is parsed and
-checked, a misspelt one is an error with its name, the tables and the Trainer's config class have
-it, and `TOY.of(settings)` reads its value. `with declaring(TOY):` declares it for a block.
-"""
+"""The settings of a run: each is declared here once, parsed and checked with all others at once."""
 
 from __future__ import annotations
 
@@ -48,6 +37,7 @@ from composer_fsdp2.config.run_values import (
     check_monolith,
 )
 from composer_fsdp2.config.setting import Setting, setting, settings_of
+from composer_fsdp2.config.state import OPTIMIZER_STATE, OptimizerState, check_state_together
 from composer_fsdp2.config.value_types import (
     BOOLEAN,
     FOLDER,
@@ -319,6 +309,16 @@ class FSDP2Config:
         since="0.2.0",
         example="local_step: true",
         saves="Up to six sevenths of the CPU time of a step.",
+    )
+    optimizer_state: OptimizerState = setting(
+        OptimizerState(),
+        OPTIMIZER_STATE,
+        "Form of the optimizer's state between steps, the same on any number of ranks.",
+        check_together=check_state_together,
+        see="optimizers.md",
+        since="0.2.0",
+        saves="`bf16` half of the state, `bits: 8` three quarters, `device: cpu` all of it.",
+        costs="Time of the step, and rounding.",
     )
     communication: Communication = setting(
         Communication(),

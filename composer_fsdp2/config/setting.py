@@ -7,6 +7,15 @@ A field of a dataclass becomes a setting by its default::
 The parser, the checks, the error texts, the Trainer's config class and docs/reference/settings.md
 read the declaration. Fields of `schema.FSDP2Config` are the settings of a run, fields of other
 dataclasses the options of a setting that is a mapping.
+
+A transformation from elsewhere brings its setting with it and touches no file of the package::
+
+    TOY = Setting(name="toy", default=0, values=count("toys", least=0), meaning="adds toys")
+    declare_setting(TOY)
+
+From then on `toy` stands under `parallelism_config.fsdp2` like any other key: it is parsed and
+checked, a misspelt one is an error with its name, the tables and the Trainer's config class have
+it, and `TOY.of(settings)` reads its value. `with declaring(TOY):` declares it for a block.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -12,14 +13,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.optim.elementwise import (
     check_local_step,
+    class_step,
     is_known,
     packing_for,
     steps_alike,
 )
 from composer_fsdp2.optim.local_step import LocalStep
 from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.state_check import check_optimizer_state, refuse_unknown, warn_if_idle
+from composer_fsdp2.optim.state_kept import Policy
+from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.runtime.agreement import agreement_of
 
 __all__ = ["apply_local_step"]
@@ -29,47 +35,76 @@ log = logging.getLogger(__name__)
 LocalStepSetting = bool | Literal["auto"]
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The settings of a run about its optimizer."""
+
+    local_step: LocalStepSetting
+    state: OptimizerState
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything about the state is set."""
+        return self.state != OptimizerState()
+
+
 def apply_local_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     setting: LocalStepSetting,
     device: torch.device,
+    state: OptimizerState | None = None,
 ) -> None:
     """Has the optimizers of a sharded model step local shards, as the setting `local_step` says.
 
     Collective: yes, if `auto` has to try an optimizer that is not known. An optimizer that is built
     later is looked at in its first step, and tried there is none: what is not known steps DTensors.
 
+    With `state`, it keeps its state in that form.
+
     Raises:
-        PlanError: `local_step: true` and an optimizer that looks across elements.
+        PlanError: `local_step: true` and an optimizer that looks across elements; `state` and one
+            that is not known to step parameters one by one, or has no state.
     """
     if setting is False:
         return
+    wanted = Wanted(setting, state or OptimizerState())
     if optimizer is not None:
-        _apply(optimizer, setting, lambda: _tried_on_all_ranks(optimizer, device))
-    watched = _Later(model, setting, optimizer)
+        _apply(optimizer, wanted, lambda parts: _tried_on_all_ranks(optimizer, device, parts))
+    watched = _Later(model, wanted, optimizer)
     handle = register_optimizer_step_pre_hook(watched)
     weakref.finalize(model, handle.remove)
 
 
-def _tried_on_all_ranks(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    return not agreement_of(device).any_rank(not steps_alike(optimizer))
+def _tried_on_all_ranks(
+    optimizer: torch.optim.Optimizer, device: torch.device, one_by_one: bool
+) -> bool:
+    alike = steps_alike(optimizer, one_by_one=one_by_one)
+    return not agreement_of(device).any_rank(not alike)
 
 
 def _apply(
-    optimizer: torch.optim.Optimizer, setting: LocalStepSetting, is_alike: Callable[[], bool]
+    optimizer: torch.optim.Optimizer, wanted: Wanted, is_alike: Callable[[bool], bool]
 ) -> LocalStep | None:
+    check_optimizer_state(optimizer, wanted.state)
     if isinstance(optimizer, Muon):
         return None  # it works on local shards itself, with collectives of its own
-    if setting is True:
+    if wanted.local_step is True:
         check_local_step(optimizer)
-    elif not is_known(optimizer) and not is_alike():
+    elif not is_known(optimizer) and not is_alike(wanted.keeps):
+        if wanted.keeps:
+            refuse_unknown(optimizer)
         log.info(
             "%s steps DTensors: local shards would give other numbers, or it could not be tried.",
             type(optimizer).__name__,
         )
         return None
-    return LocalStep(optimizer, packing_for(optimizer))
+    policy = Policy(wanted.state)
+    kept = None
+    if policy.changes:
+        warn_if_idle(optimizer, policy)
+        kept = KeptSteps(optimizer, policy, class_step(optimizer))
+    return LocalStep(optimizer, packing_for(optimizer), kept)
 
 
 class _Later:
@@ -78,12 +113,12 @@ class _Later:
     def __init__(
         self,
         model: nn.Module,
-        setting: LocalStepSetting,
+        wanted: Wanted,
         seen: torch.optim.Optimizer | None,
     ) -> None:
         # Not its parameters: torch does not convert a tensor that somebody refers to weakly.
         self._model = weakref.ref(model)
-        self._setting: LocalStepSetting = setting
+        self._wanted = wanted
         self._seen = weakref.WeakSet(() if seen is None else (seen,))
 
     def __call__(
@@ -91,11 +126,14 @@ class _Later:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         if optimizer in self._seen or args[:1] != (optimizer,):
             return None
+        around = any(value is seen for value in vars(optimizer).values() for seen in self._seen)
         self._seen.add(optimizer)
+        if around:
+            return None  # SAM's, which has the other one step
         model = self._model()
         ours = () if model is None else [p for p in model.parameters() if isinstance(p, DTensor)]
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if any(id(param) in held for param in ours):
             # torch runs the hooks of all optimizers before its own: those registered now are next.
-            _apply(optimizer, self._setting, lambda: False)
+            _apply(optimizer, self._wanted, lambda _: False)
         return None

@@ -13,17 +13,22 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.local_step import LocalStep
 from composer_fsdp2.optim.packing import Packing
+from composer_fsdp2.optim.state_kept import Policy
+from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
 __all__ = [
     "check_local_step",
+    "class_step",
     "is_known",
     "is_plain_data",
     "packing_for",
     "steps_alike",
+    "sums_norms",
 ]
 
 _TORCH = "torch.optim"
@@ -78,6 +83,11 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return _known_as(optimizer) is not None
 
 
+def sums_norms(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its step sums norms over all ranks, so that all of them have to make it."""
+    return _known_as(optimizer) in _WITH_NORMS
+
+
 def check_local_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuses `local_step: true` for an optimizer that looks across elements.
 
@@ -98,10 +108,14 @@ def packing_for(optimizer: torch.optim.Optimizer) -> Packing | None:
     known = _known_as(optimizer)
     if known not in _IN_LOOPS | _FOREACH:
         return None
+    return Packing(class_step(optimizer), _always if known in _IN_LOOPS else _loops_on_cpu)
+
+
+def class_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """The step of the optimizer's class, without the hooks that torch has wrapped around it."""
     step: Any = type(optimizer).step
-    # Torch wraps the step of a class in its hooks, once, and marks it as `hooked`.
-    inside: Callable[..., Any] = step.__wrapped__ if hasattr(step, "hooked") else step
-    return Packing(inside, _always if known in _IN_LOOPS else _loops_on_cpu)
+    # Torch does so once for a class, and marks it as `hooked`.
+    return step.__wrapped__ if hasattr(step, "hooked") else step
 
 
 def _always(_group: Mapping[str, Any], _param: torch.Tensor) -> bool:
@@ -124,8 +138,10 @@ def is_plain_data(value: Any) -> bool:
     return value is None or isinstance(value, simple)
 
 
-def steps_alike(optimizer: torch.optim.Optimizer) -> bool:
+def steps_alike(optimizer: torch.optim.Optimizer, *, one_by_one: bool = False) -> bool:
     """Tries two steps of a small copy on DTensors and on local shards, and compares every bit.
+
+    With `one_by_one`, the step on local shards is one for each parameter.
 
     Collective: yes, over the mesh of the parameters. Answers `False` for an optimizer that cannot
     be copied safely, because it holds more than plain data.
@@ -142,7 +158,7 @@ def steps_alike(optimizer: torch.optim.Optimizer) -> bool:
     with _random_states_kept(like.device_mesh.device_type):
         try:
             whole, local = (_small_copy(optimizer, attributes, held, like) for _ in range(2))
-            local_step = LocalStep(local)
+            local_step = LocalStep(local, kept=_one_by_one(local) if one_by_one else None)
             for step in range(2):
                 for one in (whole, local):
                     _give_gradients(one, step)
@@ -151,6 +167,12 @@ def steps_alike(optimizer: torch.optim.Optimizer) -> bool:
         except Exception:  # whatever it is, the optimizer is stepped as torch does
             return False
     return _same_bits(whole, local)
+
+
+def _one_by_one(optimizer: torch.optim.Optimizer) -> KeptSteps:
+    """Keeps all state in the optimizer's own form, and steps one parameter at a time."""
+    everything = Policy(OptimizerState(device="cpu"))
+    return KeptSteps(optimizer, everything, class_step(optimizer), at_once=1)
 
 
 def _random_states_kept(device_type: str) -> AbstractContextManager[None]:

@@ -21,6 +21,7 @@ from torch.autograd.graph import increment_version
 
 from composer_fsdp2.optim.local_shard import LocalShard
 from composer_fsdp2.optim.packing import Packing
+from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.optim.twin import Twins
 from composer_fsdp2.optim.written_through import Mutable, WrittenThrough
 
@@ -33,10 +34,16 @@ class LocalStep:
     Collective: no, and neither is a step of an element-wise optimizer.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, packing: Packing | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        packing: Packing | None = None,
+        kept: KeptSteps | None = None,
+    ) -> None:
+        """Takes what steps small parameters together, and what keeps state in another form."""
         self._optimizer = weakref.ref(optimizer)
         self._twins = Twins(type(optimizer))
-        self._packing = packing
+        self._packing, self._kept = packing, kept
         self._shards: dict[int, list[LocalShard]] = {}
         self._handles = (
             optimizer.register_step_pre_hook(self.before),
@@ -47,6 +54,8 @@ class LocalStep:
         """The optimizer steps DTensors again."""
         for handle in self._handles:
             handle.remove()
+        if self._kept is not None:
+            self._kept.remove()
         self.release()
 
     def before(
@@ -85,7 +94,8 @@ class LocalStep:
     def read(self, optimizer: torch.optim.Optimizer, *, pack: bool) -> tuple[list[Any], States]:
         """The groups and the state of this moment, in plain tensors.
 
-        With `pack`, small parameters have made their step when this returns, and are left out.
+        With `pack`, small parameters have made their step when this returns, and are left out. So
+        have those whose state is kept in another form.
         """
         states = States(optimizer)
         groups: list[Any] = []
@@ -95,8 +105,10 @@ class LocalStep:
             # torch counts no change of a local tensor for the DTensor around it, which others ask.
             # Before the step, because one that breaks off has changed some already.
             increment_version([shard.param for shard in shards if shard.grad is not None])
+            if self._kept is not None and pack:
+                left = self._kept.step(optimizer, self._twins, number, local_group, left)
             if self._packing is not None and pack:
-                left = self._packing.step(optimizer, self._twins, number, local_group, shards)
+                left = self._packing.step(optimizer, self._twins, number, local_group, left)
             for shard in left:
                 shard.give_gradient()
                 states.add(shard)
@@ -111,9 +123,10 @@ class LocalStep:
         same = len(held) == len(params)
         if not same or any(s.param is not p for s, p in zip(held, params, strict=True)):
             held = self._shards[number] = [LocalShard(param) for param in params]
-        state = optimizer.state
+        state, kept = optimizer.state, self._kept
         for shard in held:
-            shard.read(state.get(shard.param))
+            is_kept = kept is not None and kept.takes(shard.param)
+            shard.read(None if is_kept else state.get(shard.param))
         return held
 
 

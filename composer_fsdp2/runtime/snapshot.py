@@ -95,6 +95,9 @@ def _keep(value: Any) -> Callable[[], Any]:
     if isinstance(value, torch.Tensor):
         return functools.partial(_fill, value, _local(value).to("cpu", copy=True))
     if isinstance(value, dict):
+        kept: Any = getattr(value, "kept", None)
+        if kept is not None:
+            return kept()  # state that is kept in another form than it is read
         inside = {key: _keep(one) for key, one in value.items()}
         return functools.partial(_fill_dict, value, inside)
     if isinstance(value, list):

@@ -17,7 +17,7 @@ _LOW_BIT = re.compile("8_?bit|4_?bit|fp8|lion8b", re.IGNORECASE)
 _OFFLOAD = "CPUOffloadOptimizer"
 _INSTEAD = (
     "torch.optim.AdamW(..., fused=True) or Composer's DecoupledAdamW; FSDP2 shards their state, "
-    "and mixed_precision or cpu_offload: true saves memory"
+    "and optimizer_state: {bits: 8} saves as much memory"
 )
 
 _NEEDS_WHOLE: dict[type[torch.optim.Optimizer], str] = {
@@ -80,5 +80,6 @@ def check_optimizer_kind(optimizer: torch.optim.Optimizer) -> None:
             raise PlanError(
                 f"The optimizer {name} of torchao steps copies of the parameters in CPU memory, "
                 "which it made before the model was sharded. The model would train nothing. Use "
-                "its inner optimizer, with cpu_offload: true in parallelism_config.fsdp2."
+                "its inner optimizer, with optimizer_state: {device: cpu} in "
+                "parallelism_config.fsdp2, or cpu_offload: true."
             )

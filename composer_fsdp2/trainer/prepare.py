@@ -239,7 +239,11 @@ def apply_to_model(
         reattach_optimizer(detached)
         reshard_before_steps(detached.optimizer, units.values())
     apply_local_step(
-        model, plan.optimizer, plan.settings.local_step, torch.device(plan.device_type)
+        model,
+        plan.optimizer,
+        plan.settings.local_step,
+        torch.device(plan.device_type),
+        plan.settings.optimizer_state,
     )
     order, unused = install_step_hooks(tree, plan, units)
     note_sharding(

@@ -30,6 +30,7 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
+from composer_fsdp2.optim.state_check import check_optimizer_state
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_checks import refuse_unreadable
@@ -179,7 +180,7 @@ def make_plan(
     methods = check_forward_methods(tree, settings.forward_methods, facts.units)
     methods += _eval_methods(tree, facts.units)
     if optimizer is not None:
-        check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+        _check_optimizer(optimizer, tree, settings)
     groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
     return PreparePlan(
         tree=tree,
@@ -196,6 +197,13 @@ def make_plan(
         groups=groups,
         weights=_open_weights(settings.pretrained_weights, tree),
     )
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, tree: ModuleTree, settings: FSDP2Config
+) -> None:
+    check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+    check_optimizer_state(optimizer, settings.optimizer_state)
 
 
 def _check_offload(settings: FSDP2Config, device_type: str) -> None:

@@ -23,6 +23,7 @@ from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.config.placement import Communication, CPUOffload
 from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, parse_config
+from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.config.value_types import plain
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
@@ -64,6 +65,12 @@ GOOD = {
     ],
     "cpu_offload": [True, False, CPUOffload(pin_memory=False)],
     "local_step": ["auto", True, False],
+    "optimizer_state": [
+        OptimizerState(),
+        OptimizerState(dtype="bf16", device="cpu"),
+        OptimizerState(dtype="fp32"),
+        OptimizerState(bits=8),
+    ],
     "communication": [Communication(), Communication(reduce_scatter_buffers=2)],
     "pretrained_weights": [None, "/a/folder"],
     "state_dict_type": ["full", "sharded"],
@@ -150,6 +157,16 @@ BAD = {
     ],
     "cpu_offload": ["yes", 1, None, CPUOffload(pin_memory="no")],  # pyright: ignore
     "local_step": ["yes", 1, None, "AUTO"],
+    "optimizer_state": [
+        "bf16",
+        True,
+        8,
+        OptimizerState(dtype="fp16"),  # pyright: ignore
+        OptimizerState(bits=4),
+        OptimizerState(bits=True),
+        OptimizerState(device="disk"),  # pyright: ignore
+        OptimizerState(device=None),  # pyright: ignore
+    ],
     "communication": [
         True,
         "nccl",
@@ -572,6 +589,10 @@ valid = st.fixed_dictionaries(
         "compile": st.booleans() | st.fixed_dictionaries({"fullgraph": st.booleans()}),
         "cpu_offload": st.booleans() | st.fixed_dictionaries({"pin_memory": st.booleans()}),
         "local_step": st.sampled_from(["auto", True, False]),
+        # Any other value refuses some of those above and below.
+        "optimizer_state": st.fixed_dictionaries(
+            {}, optional={"dtype": st.none(), "device": st.just("gpu")}
+        ),
         "communication": st.fixed_dictionaries(
             {}, optional={"reduce_scatter_buffers": st.integers(1, 4)}
         ),
@@ -658,6 +679,32 @@ def test_mistakes_in_the_settings_of_blocks(written, said):
     with pytest.raises(ConfigError) as caught:
         parse_config(written)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ({"optimizer_state": {"bit": 8}}, "Did you mean 'bits'"),
+        (
+            {"optimizer_state": {"dtype": "bfloat16"}},
+            "optimizer_state.dtype: 'bfloat16' is invalid",
+        ),
+        ({"optimizer_state": {"bits": 4}}, "optimizer_state.bits: 4 is invalid. Expected 8"),
+        ({"optimizer_state": {"bits": 8, "dtype": "bf16"}}, "both bits: 8 and dtype: bf16"),
+        ({"optimizer_state": {"bits": 8}, "local_step": False}, "Write local_step: auto"),
+        ({"optimizer_state": {"device": "cpu"}, "cpu_offload": True}, "Take cpu_offload out"),
+    ],
+)
+def test_mistakes_in_the_form_of_state(written, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config(written)
+    assert said in str(caught.value)
+
+
+def test_no_form_of_state_goes_with_everything():
+    for given_as in (None, {}, {"device": "gpu"}):
+        parsed = parse_config({"optimizer_state": given_as, "local_step": False})
+        assert parsed.optimizer_state == OptimizerState()
 
 
 def test_a_budget_goes_with_compile():
