@@ -89,15 +89,17 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _wrap_model(original: Any, trainer: Any, model: Any, optimizers: Any) -> None:
+    from composer.utils import ensure_tuple
+
+    from composer_fsdp2.optim.lion_state import save_lions_as_text
     from composer_fsdp2.trainer.autoresume import settle_autoresume
-    from composer_fsdp2.trainer.lion_state import save_lions_as_text
     from composer_fsdp2.trainer.save import check_saved_adapters, note_start
 
     if trainer.state.fsdp_config_version != 2:
         original(trainer, model, optimizers)
         return
     note_start(trainer.state)
-    save_lions_as_text(optimizers)
+    save_lions_as_text(ensure_tuple(optimizers))
     check_saved_adapters(trainer.state)
     settle_autoresume(original, trainer, model, optimizers)
 

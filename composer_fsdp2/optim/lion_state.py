@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
-
-from composer.utils import ensure_tuple
 
 __all__ = ["ADAPTIVE_LIONS", "lion_as_text", "save_lions_as_text"]
 
@@ -20,9 +18,9 @@ ADAPTIVE_LIONS = frozenset({"DecoupledAdaLRLion", "DecoupledClipLion"})
 _AS_TEXT = frozenset({"grad_tracker", "moment_tracker", "outlier_timestamp"})
 
 
-def save_lions_as_text(optimizers: Any) -> None:
+def save_lions_as_text(optimizers: Iterable[Any]) -> None:
     """Has these optimizers save text and load it. Collective: no."""
-    for optimizer in ensure_tuple(optimizers):
+    for optimizer in optimizers:
         if type(optimizer).__name__ in ADAPTIVE_LIONS:
             optimizer.register_state_dict_post_hook(lambda _, saved: lion_as_text(saved))  # pyright: ignore[reportUnknownLambdaType]
             optimizer.register_load_state_dict_pre_hook(_with_objects)
