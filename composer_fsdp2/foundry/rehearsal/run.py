@@ -153,9 +153,16 @@ def _read_config(notes: Notes, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
         return None, {}
     cut = _divisible(plain, notes.cluster.ranks)
     missing = _missing(cut)
+    if missing:  # perhaps one of them is written in another way
+        _known_part(notes, plain)
     for key in missing:
         notes.add(f"'{key}' is missing, which LLM Foundry needs.", f"Write {key}: ...")
     size = cut.get("device_train_microbatch_size")
+    batch = cut.get("global_train_batch_size")
+    if isinstance(batch, int) and batch < 0:
+        notes.add(
+            f"global_train_batch_size: {batch} is no number of samples.", "Write one above 0."
+        )
     if size not in (None, "auto") and (isinstance(size, bool | str) or size <= 0):
         notes.add(
             f"device_train_microbatch_size: {ascii_repr(size)} is no number of samples.",

@@ -29,6 +29,7 @@ GPUS = ("--ranks", "8", "--gpus-per-node", "8")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     foundry.write_assets(folder)
+    (folder / ".metadata").touch()  # of a checkpoint to load
     return folder
 
 
