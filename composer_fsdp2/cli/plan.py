@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -87,7 +88,10 @@ def _rehearse(
     import torch
 
     from composer_fsdp2.foundry.rehearsal.notes import Cluster
-    from composer_fsdp2.foundry.rehearsal.run import rehearse
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of LLM Foundry's own imports, as in `doctor`
+        from composer_fsdp2.foundry.rehearsal.run import rehearse
 
     gpus = torch.cuda.device_count()
     number = ranks or gpus_per_node or default_ranks()

@@ -88,18 +88,6 @@ class Follows(Two):
         return self.out(self.inner(x) + self.teacher(x))
 
 
-@odd(
-    "one element of a weight is written in forward",
-    refused="'odd.inner.weight'",
-    instead=STEP,
-)
-class WrittenElement(One):
-    def forward(self, x: Tensor) -> Any:
-        with torch.no_grad():
-            self.inner.weight[0, 0] = 0.0
-        return self.inner(x)
-
-
 @odd("a weight is written by a hook of backward", refused=WRITTEN, instead=STEP)
 class WrittenInBackward(Two):
     def __init__(self) -> None:
