@@ -89,9 +89,7 @@ def _rehearse(
 
     from composer_fsdp2.foundry.rehearsal.notes import Cluster
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of LLM Foundry's own imports, as in `doctor`
-        from composer_fsdp2.foundry.rehearsal.run import rehearse
+    from composer_fsdp2.foundry.rehearsal.run import rehearse
 
     gpus = torch.cuda.device_count()
     number = ranks or gpus_per_node or default_ranks()
@@ -102,7 +100,9 @@ def _rehearse(
         on_gpus=bool(gpus) or gpus_per_node is not None,
         is_here=gpus_per_node is None,
     )
-    return rehearse(cfg, cluster)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of LLM Foundry's own imports, as in `doctor`
+        return rehearse(cfg, cluster)
 
 
 def _draw(found: Rehearsal, file: Path, title: str) -> None:
