@@ -88,7 +88,6 @@ def _rehearse(
     import torch
 
     from composer_fsdp2.foundry.rehearsal.notes import Cluster
-
     from composer_fsdp2.foundry.rehearsal.run import rehearse
 
     gpus = torch.cuda.device_count()
