@@ -168,7 +168,8 @@ def rehearse_loader(
             given = {**settings, "tokenizer": tokenizer, "device_batch_size": batch_size}
             check_kwargs(registry.dataloaders.get(name), given)
             workers = {key: settings[key] for key in _OF_TORCH if key in settings}
-            DataLoader([0], **workers)  # starts no process before it is iterated
+            nothing: Any = [0]
+            DataLoader(nothing, **workers)  # starts no process before it is iterated
     dataset = settings.get("dataset")
     if isinstance(dataset, Mapping):
         with notes.step(f"{where}.dataset"):

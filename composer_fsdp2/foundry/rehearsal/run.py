@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import logging
 import os
@@ -177,7 +178,7 @@ def _read_config(notes: Notes, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
             missing.append(key)
     if not missing:
         # Last, as in a run: a config transform may take a key of its own out.
-        transforms = [*_registered_transforms(), lambda cfg: _known_part(notes, cfg)]
+        transforms = [*_registered_transforms(), functools.partial(_known_part, notes)]
         with notes.step("The configuration"), environment_of(notes.cluster):
             logged, config = make_dataclass_and_log_config(
                 OmegaConf.create(cut), TrainConfig, TRAIN_CONFIG_KEYS, transforms=transforms
