@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from torch.torch_version import TorchVersion
 
 from composer_fsdp2.errors import CheckpointError
@@ -45,6 +45,7 @@ __all__ = [
 TRUST_VARIABLE = "COMPOSER_FSDP2_TRUST"
 """Environment variable: paths of checkpoints that may execute code, separated as in `PATH`."""
 
+_NEWER = "was written by a newer torch"
 _REBUILD, _RECONSTRUCT = "_rebuild_tensor_v2", "_reconstruct"
 _DCP = "torch.distributed.checkpoint"
 _METADATA_NAMES = frozenset(
@@ -114,12 +115,38 @@ _RUN_CODE = frozenset(
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (f"{_DCP}.metadata", "TensorProperties"):
+            return _Properties
         if (module, name) in _METADATA_NAMES:
             return super().find_class(module, name)
         # A dtype is pickled as its name in the module torch.
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise _Forbidden(f"{module}.{name}")
+
+
+class _TrustingUnpickler(pickle.Unpickler):
+    """Executes what it is asked for."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return _Properties if found is TensorProperties else found
+
+
+class _Properties(TensorProperties):
+    """Is torch's own class as soon as it has been read."""
+
+    def __setstate__(self, state: Any) -> None:
+        # Newer torch adds values at the end, and older torch cannot unpack them.
+        known = len(TensorProperties().__getstate__())
+        if isinstance(state, tuple) and len(state) > known:
+            raise _NewerError(len(state), known)
+        super().__setstate__(state)
+        object.__setattr__(self, "__class__", TensorProperties)
+
+
+class _NewerError(Exception):
+    """How many properties of a tensor there are, and how many this torch knows."""
 
 
 class _Forbidden(Exception):
@@ -164,9 +191,17 @@ def vet_metadata(path: Path) -> None:
 
 
 def _unpickle_metadata(path: Path, data: bytes) -> Any:
-    unpickler = pickle.Unpickler if trusts(path) else _MetadataUnpickler
+    unpickler = _TrustingUnpickler if trusts(path) else _MetadataUnpickler
     try:
         return unpickler(io.BytesIO(data)).load()
+    except _NewerError as error:
+        found, known = error.args
+        raise CheckpointError(
+            f"'{path}' {_NEWER} than {torch.__version__}: its tensors have {found} properties, and "
+            f"this torch knows {known}. It is not damaged, but cannot be read here. Load it with "
+            "the torch that wrote it, or convert it there for any torch: `composer-fsdp2 "
+            "checkpoint convert SRC DST --to full`."
+        ) from None
     except _Forbidden as error:
         raise _refusal(str(path), str(error)) from None
 
@@ -394,8 +429,8 @@ def _refusal(where: str, asked: str) -> CheckpointError:
 
 
 def is_refusal(error: CheckpointError) -> bool:
-    """Whether it says that a file could execute code: no damage, and no older one helps."""
-    return TRUST_VARIABLE in str(error)
+    """Whether a file is not damaged: it could execute code, or asks for a newer torch."""
+    return any(words in str(error) for words in (TRUST_VARIABLE, _NEWER))
 
 
 def damaged(where: str, error: BaseException) -> CheckpointError:

@@ -17,6 +17,7 @@ from rich.markup import escape
 
 from composer_fsdp2.cli.console import progress, reported, say
 from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli.plain_errors import PlainTyper
 from composer_fsdp2.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ __all__ = ["app"]
 _LINES = 20
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-app = typer.Typer(
+app = PlainTyper(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="""Look at, convert, verify and compare checkpoints: folders of shards and single files.

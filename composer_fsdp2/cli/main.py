@@ -24,6 +24,7 @@ from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.options import Processes
 from composer_fsdp2.cli.parity import HELP as PARITY_HELP
 from composer_fsdp2.cli.parity import parity
+from composer_fsdp2.cli.plain_errors import PlainTyper
 from composer_fsdp2.cli.plan import HELP as PLAN_HELP
 from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.cli.quickstart import HELP as QUICKSTART_HELP
@@ -70,7 +71,7 @@ _Version = Annotated[
     ),
 ]
 
-app = typer.Typer(
+app = PlainTyper(
     name="composer-fsdp2",
     no_args_is_help=True,
     epilog=EXIT_CODES,
@@ -193,14 +194,19 @@ def _start_or_join(
 ) -> None:
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
     from composer_fsdp2.foundry.run_file import check_ranks, load_run, read_run
+    from composer_fsdp2.foundry.run_keys import check_keys
     from composer_fsdp2.tools.foreign import check_is_run
 
     with reported():
-        check_is_run(run, read_run(run, overrides))
+        read = read_run(run, overrides)
+        check_is_run(run, read)
         cfg = load_run(run, overrides)
+        note = check_keys(read, command)
         if not under_launcher():
             ranks = ranks or default_ranks()
             check_ranks(cfg, ranks)
+            if note is not None:
+                say(f"[yellow]{escape(note)}[/]")
             _launch([command, str(run), *overrides], ranks, log_dir)
             return
         if ranks or log_dir:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -98,7 +99,9 @@ def _rehearse(
         on_gpus=bool(gpus) or gpus_per_node is not None,
         is_here=gpus_per_node is None,
     )
-    return rehearse(cfg, cluster)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of LLM Foundry's own imports, as in `doctor`
+        return rehearse(cfg, cluster)
 
 
 def _draw(found: Rehearsal, file: Path, title: str) -> None:

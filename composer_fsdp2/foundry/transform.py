@@ -155,6 +155,11 @@ def _marked(value: Any) -> dict[str, Any]:
             f"'{_BLOCK}.fsdp2' is {value!r}, but it takes a mapping. It is not clear whether FSDP2 "
             "is wanted. Write fsdp2: {} for default settings, or remove the key to do without."
         )
+    if str(value.get(_MARKER, 2)) != "2":
+        raise ConfigError(
+            f"'{_BLOCK}.fsdp2.{_MARKER}' is {value[_MARKER]!r}. The run would use another FSDP "
+            f"than it says. Write version: 2, or leave it out; FSDP1 belongs to {_BLOCK}.fsdp."
+        )
     return {**value, _MARKER: 2}
 
 

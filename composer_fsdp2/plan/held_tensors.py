@@ -1,9 +1,9 @@
 """Tensors that modules hold in other places than those torch registers.
 
-[Note: where is looked] In the attributes of every module and its class, and from there through
-containers, functions (closures, defaults, partial), and objects with attributes, some levels deep.
-Not in other registered modules, which are looked at themselves; not in optimizers and other objects
-of torch.
+[Note: where is looked] In the attributes of every module and its class, in the global variables
+that the code of its class names, and from there through containers, functions (closures, defaults,
+partial), arrays of numpy, and objects with attributes, some levels deep. Not in other registered
+modules, which are looked at themselves; not in optimizers and other objects of torch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def held_tensors(tree: ModuleTree) -> Iterator[HeldTensor]:
 
 
 def _of_class(walk: _Walk, path: str, kind: type) -> Iterator[HeldTensor]:
-    """Tensors in attributes of classes, each class once; their functions are not opened."""
+    """Tensors in attributes of classes and in globals that their code names, each class once."""
     if not walk.is_new(kind):
         return
     for owner in kind.__mro__:
@@ -70,6 +70,24 @@ def _of_class(walk: _Walk, path: str, kind: type) -> Iterator[HeldTensor]:
             if isinstance(value, (torch.Tensor, dict, *_CONTAINERS)):
                 for tensor in walk.tensors_in(value):
                     yield HeldTensor(tensor, path, name)
+            elif isinstance(value, types.FunctionType):
+                for known, inside in _named_globals(value):
+                    for tensor in walk.tensors_in(inside):
+                        yield HeldTensor(tensor, path, f"{known} (a global variable)")
+
+
+def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Global variables that a function names and that may hold tensors, with their names."""
+    for name in _names_in(function.__code__):
+        value = function.__globals__.get(name)
+        if isinstance(value, (torch.Tensor, dict, types.SimpleNamespace, *_CONTAINERS)):
+            yield name, value
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """Names that code looks up, with those of functions and comprehensions inside it."""
+    inner = [_names_in(const) for const in code.co_consts if isinstance(const, types.CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def _computed(module: nn.Module) -> set[str]:
@@ -117,6 +135,8 @@ def _inside(value: Any) -> Iterable[Any]:
         return _plain(value)
     if isinstance(value, types.FunctionType):
         return _of_function(value)
+    if type(value).__module__ == "numpy":
+        return [getattr(value, "base", None)]  # an array that shares memory keeps what it is of
     if isinstance(value, types.MethodType):
         return [value.__self__, value.__func__]
     if isinstance(value, functools.partial):

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import errors
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.errors import PlanError, ShardReadError
 from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.shard.torch_private.gathered import gathered_param, is_gathered
 from composer_fsdp2.shard.torch_private.units import (
@@ -34,7 +34,7 @@ from composer_fsdp2.shard.torch_private.units import (
     sharded_param,
 )
 
-__all__ = ["Refusal", "explain_in_forward", "explained"]
+__all__ = ["Refusal", "explain_in_forward", "explained", "explained_reading"]
 
 
 def explain_in_forward(model: nn.Module, events: UnitEvents) -> None:
@@ -91,6 +91,30 @@ def explained(model: nn.Module) -> Generator[None]:
         raise explanation from error
 
 
+@contextlib.contextmanager
+def explained_reading(model: nn.Module) -> Generator[None]:
+    """Explains errors of code that reads shards outside the model, as callbacks do.
+
+    Collective: no.
+
+    Raises:
+        ShardReadError: naming the line and what to write instead; torch's error is its cause.
+    """
+    try:
+        yield
+    except ShardReadError:
+        raise
+    except RuntimeError as error:
+        if not _is_unknown_of_shards(error):
+            raise
+        raise ShardReadError(_unknown(_Scene(model, error), error)) from error
+
+
+def _is_unknown_of_shards(error: RuntimeError) -> bool:
+    """Whether torch was asked for something of a DTensor for which it has no rule."""
+    return type(error).__name__ in _NO_RULE_KINDS or any(part in str(error) for part in _NO_RULE)
+
+
 class Refusal:
     """Stands before the forward of a module while its parameters are shards.
 
@@ -132,6 +156,16 @@ class Refusal:
 # Whole paths: a user's own folder may be called torch or composer_fsdp2.
 _NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, errors.__file__))
 
+_NO_RULE = (
+    "does not have a sharding strategy",
+    "Sharding propagation failed",
+    "not supported for tensor subclasses, got DTensor",
+    "access the data pointer on an invalid python storage",  # safetensors
+    "mixed torch.Tensor and DTensor",
+)
+_NO_RULE_KINDS = ("DataDependentOutputException", "DynamicOutputShapeException")
+"""raised for DTensors by torch's own shape propagation"""
+
 _DTYPES = (
     "same dtype",
     "same datatype",
@@ -149,6 +183,8 @@ def _explain(model: nn.Module, error: RuntimeError) -> PlanError | None:
         return None  # nothing of it may be looked at: that would keep alive what it should free
     scene = _Scene(model, error)
     if "mixed torch.Tensor and DTensor" in text:
+        return PlanError(_mixed(scene))
+    if _is_unknown_of_shards(error) and scene.shard() is not None:
         return PlanError(_mixed(scene))
     if "storage of size 0" in text:
         return PlanError(_freed(scene))
@@ -283,6 +319,16 @@ def _outside(module: str, param: str, unit: str | None, line: str, methods: list
         "the units so that whatever uses the parameter lies inside one: wrap_policy, with the "
         "module around both in `names`, or "
         f"without {around if unit else 'a unit so small'}."
+    )
+
+
+def _unknown(scene: _Scene, error: RuntimeError) -> str:
+    said = " ".join(str(error).split())[:100]
+    return (
+        f"Code outside the model computed with a sharded tensor{scene.line()} in a way for which "
+        f"torch has no rule ({said}). This rank holds a part of the tensor, so the result would be "
+        "of that part. Compute with `param.full_tensor()` on every rank, or inside `with "
+        "composer_fsdp2.summon_full_params(model):`."
     )
 
 

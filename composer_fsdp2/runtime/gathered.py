@@ -35,6 +35,7 @@ from composer_fsdp2.shard.torch_private.gathered import (
     gathered_memory,
     gathered_param,
     in_function_transform,
+    is_exported,
     is_gathered,
     memory_id,
     number_of_holders,
@@ -235,6 +236,10 @@ class _Watch:
             elif param.is_changed():
                 self._found.append(_changed(param))
             param.contents = None
+        exported = [param for param in self._groups[group] if is_exported(param.record)]
+        self._found += map(_is_exported, exported)
+        if exported:
+            return False  # torch would stop on this rank alone
         self._refuse_calls(group)
         return True
 
@@ -428,6 +433,15 @@ def _returned(param: _Param, unit: str) -> str:
         "the memory when its forward is over, so whoever uses it reads freed memory. Return a copy "
         "(weight.clone()), use the weight inside the unit, or choose the unit around both with "
         "wrap_policy."
+    )
+
+
+def _is_exported(param: _Param) -> str:
+    return (
+        f"`numpy()`, or something like it, was called on '{param.name}' while "
+        f"{_unit_text(param.unit)} had it gathered. The array shares memory that FSDP2 frees when "
+        "it is no longer needed, and torch cannot free what it has given away. Take a copy: "
+        "weight.detach().clone().numpy()."
     )
 
 

@@ -123,7 +123,8 @@ def _fill_list(held: list[Any], inside: Sequence[Callable[[], Any]]) -> list[Any
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _keep_attributes(module: nn.Module) -> Callable[[], Any]:

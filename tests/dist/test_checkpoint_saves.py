@@ -19,7 +19,7 @@ import torch.distributed as dist
 from composer import Callback
 from composer.callbacks import CheckpointSaver
 from composer.optim import LinearScheduler
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.convert import write_sharded
@@ -29,7 +29,7 @@ from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
 from tests.support.fsdp1_fixtures import expected, fsdp1_losses
 from tests.support.models import TinyComposer
-from tests.support.saved import limit_files, no_space
+from tests.support.saved import as_newer_torch, limit_files, no_space
 from tests.support.training import built, largest_difference, samples_of, trainer_for
 
 
@@ -345,6 +345,23 @@ def test_autoresume_leaves_to_the_user_whom_to_trust(kind: str, tmp_path: Path):
     dist.barrier()
     with pytest.raises(CheckpointError, match="COMPOSER_FSDP2_TRUST"):
         _run(tmp_path, {"state_dict_type": kind}, seed=1, **again)
+    assert newest.exists()
+    assert not list(tmp_path.glob("*.damaged"))
+
+
+@pytest.mark.world_size(2)
+def test_autoresume_leaves_what_a_newer_torch_has_written(tmp_path: Path):
+    again = {"autoresume": True, "run_name": "again"}
+    _run(tmp_path, {"state_dict_type": "sharded"}, **again)
+    newest = tmp_path / FORMATS["sharded"].replace("ba5", "ba10")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        metadata = FileSystemReader(newest).read_metadata()
+        (newest / ".metadata").write_bytes(as_newer_torch(metadata))
+        (newest / CHECKSUMS).unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match="newer torch"):
+        _run(tmp_path, {"state_dict_type": "sharded"}, seed=1, **again)
     assert newest.exists()
     assert not list(tmp_path.glob("*.damaged"))
 

@@ -6,11 +6,13 @@ import copy
 import io
 import math
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from composer import Callback, Trainer
 from composer.core import State
@@ -68,6 +70,14 @@ READS: dict[str, Read] = {
     "tolist of a norm": lambda p: p.norm().tolist(),
     "numpy": lambda p: p.numpy().tolist(),
     "numpy on the CPU": lambda p: p.cpu().float().numpy().tolist(),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).tolist(),
+    "equal": lambda p: torch.equal(p, p.clamp(max=9.0)),
+    "compared in any order": lambda p: [float(one) for one in sorted([p.norm(), p.sum()])],
+    "parameters as a vector": lambda p: nn.utils.parameters_to_vector([p]).sum().item(),
+    "a row": lambda p: [float(part.sum()) for part in p.chunk(2)],
+    "rows": lambda p: p.sum(1).tolist(),
+    "matrix norm": lambda p: torch.linalg.matrix_norm(p).item(),
+    "norms of a list": lambda p: torch._foreach_norm([p])[0].item(),
     "asarray": lambda p: np.asarray(p).tolist(),
     "formatted": lambda p: f"{p.norm():.3f}",
     "pickle": lambda p: pickle.loads(pickle.dumps(p)).tolist(),
@@ -224,6 +234,38 @@ def test_dtensors_of_somebody_else_are_left_alone():
     assert pickle.dumps(theirs)
     with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
         theirs.numpy()
+
+
+# Torch has no rule for them, so nothing was read; the sentence says what to write.
+UNKNOWN: dict[str, Read] = {
+    "deviation": lambda p: float(p.std()),
+    "median": lambda p: float(p.median()),
+    "histogram": lambda p: float(torch.histc(p, 4)[0]),
+    "number of values": lambda p: float(len(p.unique())),
+    "copied into a plain tensor": lambda p: float(torch.empty(p.shape).copy_(p).sum()),
+    "safetensors": lambda p: float(len(safetensors.torch.save({"p": p}))),
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_callback_that_asks_for_what_torch_has_not(name: str):
+    reading, alone = Norms(UNKNOWN[name]), Norms(UNKNOWN[name])
+    with installed():
+        said = _refusal(reading)
+        if said:
+            assert re.search(CURES, said)
+            return
+        _trained(alone, parallelism_config=None)  # a newer torch has a rule
+    assert reading.found == pytest.approx(alone.found, rel=1e-6)
+
+
+def _refusal(callback: Callback) -> str:
+    try:
+        _trained(callback)
+    except ShardReadError as error:
+        return str(error)
+    return ""
 
 
 class Norms(Callback):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.errors import ConfigError, PatchError, PlanError
+from composer_fsdp2.errors import ConfigError, PatchError, PlanError, ShardReadError
 from tests.support import odd_kinds
 
 WIDTH, VOCAB, SIZE, STEPS = 8, 11, 4, 3
@@ -185,7 +185,7 @@ def run_kind(name: str, wrappings: Collection[str] = tuple(WRAPPINGS)) -> dict[s
 def _cell(kind: Odd, wrapping: str, alone: Trained) -> Result:
     try:
         found = _sharded(kind, wrapping)
-    except (ConfigError, PlanError, PatchError) as refusal:
+    except (ConfigError, PlanError, PatchError, ShardReadError) as refusal:
         foreign = _FOREIGN.match(str(refusal)) is not None
         return Result("error" if foreign else "refused", str(refusal))
     except Exception as error:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import io
+import pickle
 import resource
 import warnings
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from composer_fsdp2.checkpoint.source import Checkpoint
 from tests.support.fsdp1_fixtures import NAMES, expected
@@ -103,3 +106,17 @@ def limit_files(limit_bytes: int) -> None:
     """Does so until the limit is set back."""
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, hard))
+
+
+class _NewerPickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is TensorProperties:
+            return TensorProperties, (), (*obj.__getstate__(), None, None)
+        return NotImplemented
+
+
+def as_newer_torch(metadata: Metadata) -> bytes:
+    """The metadata as a torch would write it whose tensors have two more properties."""
+    file = io.BytesIO()
+    _NewerPickler(file).dump(metadata)
+    return file.getvalue()

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.utils.data import DataLoader
+
 from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.foundry.rehearsal.notes import Notes, is_network_error
 
@@ -32,6 +34,11 @@ _WRITERS = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "webdata
 """Hugging Face's names for local files of a format; the files are in `hf_kwargs`"""
 _HUB_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _SECONDS = 3.0
+_OF_TORCH = ("num_workers", "timeout")
+"""what torch checks in arguments of a loader, whatever the data are"""
+_CHECKPOINTS = (".metadata", "*.pt", "*.distcp")
+_BEGINNINGS = (b"PK", b"\x80", b"\x1f\x8b")
+"""of a file that torch wrote in its present or old format, and of an archive"""
 
 
 def is_remote(path: Any) -> bool:
@@ -160,6 +167,9 @@ def rehearse_loader(
         with notes.step(where):
             given = {**settings, "tokenizer": tokenizer, "device_batch_size": batch_size}
             check_kwargs(registry.dataloaders.get(name), given)
+            workers = {key: settings[key] for key in _OF_TORCH if key in settings}
+            nothing: Any = [0]
+            DataLoader(nothing, **workers)  # starts no process before it is iterated
     dataset = settings.get("dataset")
     if isinstance(dataset, Mapping):
         with notes.step(f"{where}.dataset"):
@@ -267,10 +277,26 @@ def check_paths_of_run(notes: Notes, config: Any, run_name: str) -> None:
                     f"load_path: there is no '{named}'. The run would stop when it loads it.",
                     f"Correct the path; it is read from {Path.cwd()}.",
                 )
+            elif not _may_be_checkpoint(Path(named)):
+                notes.add(
+                    f"load_path: '{named}' holds no checkpoint. The run would stop at loading it.",
+                    "Write a file, or a folder with `.metadata`, that a save has left.",
+                )
     folder = config.save_folder
     if isinstance(folder, str) and not is_remote(folder):
         with notes.step("save_folder"):
             _check_writable(notes, Path(format_name_with_dist(folder, run_name)).absolute())
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    """Whether a path looks like a checkpoint, or like a folder or a link that leads to one."""
+    if path.suffix == ".symlink":
+        return True
+    if path.is_dir():
+        levels = ("", "*/", "*/*/")
+        return any(next(path.glob(f"{a}{b}"), None) for a in levels for b in _CHECKPOINTS)
+    with path.open("rb") as file:
+        return file.read(2).startswith(_BEGINNINGS)
 
 
 def _check_writable(notes: Notes, folder: Path) -> None:

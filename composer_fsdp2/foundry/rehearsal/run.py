@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
 import logging
 import os
@@ -21,10 +22,11 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from composer_fsdp2.config.messages import ascii_repr, nearest
+from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.foundry.rehearsal import data, model, trainer
 from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED, environment_of
 from composer_fsdp2.foundry.rehearsal.notes import Cluster, Mistake, Notes
+from composer_fsdp2.foundry.run_keys import OUR_KEY, describe_unknown
 from composer_fsdp2.plan.frozen import frozen_elements
 
 if TYPE_CHECKING:
@@ -36,7 +38,6 @@ __all__ = ["Rehearsal", "rehearse"]
 
 _NEEDED_TOO = ("global_train_batch_size", "device_train_microbatch_size")
 _COMPUTED = ("device_train_batch_size", "device_train_grad_accum", "n_gpus")
-_OURS = "parallelism_config"
 _BLOCKS = ("model", "tokenizer", "optimizer", "scheduler", "train_loader")
 
 
@@ -151,12 +152,18 @@ def _read_config(notes: Notes, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
         plain = OmegaConf.to_container(cfg, resolve=True)
     if not isinstance(plain, dict):
         return None, {}
-    cut = {key: value for key, value in plain.items() if _is_known(notes, key, TRAIN_CONFIG_KEYS)}
-    cut = _divisible(cut, notes.cluster.ranks)
+    cut = _divisible(plain, notes.cluster.ranks)
     missing = _missing(cut)
+    if missing:  # perhaps one of them is written in another way
+        _known_part(notes, plain)
     for key in missing:
         notes.add(f"'{key}' is missing, which LLM Foundry needs.", f"Write {key}: ...")
     size = cut.get("device_train_microbatch_size")
+    batch = cut.get("global_train_batch_size")
+    if isinstance(batch, int) and batch < 0:
+        notes.add(
+            f"global_train_batch_size: {batch} is no number of samples.", "Write one above 0."
+        )
     if size not in (None, "auto") and (isinstance(size, bool | str) or size <= 0):
         notes.add(
             f"device_train_microbatch_size: {ascii_repr(size)} is no number of samples.",
@@ -169,26 +176,35 @@ def _read_config(notes: Notes, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
                 f"{key}: {ascii_repr(cut[key])} is no mapping.", f"Write {key}: {{name: ...}}."
             )
             missing.append(key)
-    if missing:
-        return None, {}
-    with notes.step("The configuration"), environment_of(notes.cluster):
-        logged, config = make_dataclass_and_log_config(
-            OmegaConf.create(cut), TrainConfig, TRAIN_CONFIG_KEYS, transforms="all"
-        )
-        return config, logged
+    if not missing:
+        # Last, as in a run: a config transform may take a key of its own out.
+        transforms = [*_registered_transforms(), functools.partial(_known_part, notes)]
+        with notes.step("The configuration"), environment_of(notes.cluster):
+            logged, config = make_dataclass_and_log_config(
+                OmegaConf.create(cut), TrainConfig, TRAIN_CONFIG_KEYS, transforms=transforms
+            )
+            return config, logged
+    _known_part(notes, plain)
     return None, {}
 
 
+def _registered_transforms() -> list[Any]:
+    from llmfoundry.registry import config_transforms
+
+    return [config_transforms.get(name) for name in config_transforms.get_all()]
+
+
+def _known_part(notes: Notes, cfg: dict[str, Any]) -> dict[str, Any]:
+    from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
+
+    return {key: value for key, value in cfg.items() if _is_known(notes, key, TRAIN_CONFIG_KEYS)}
+
+
 def _is_known(notes: Notes, key: Any, known: set[str]) -> bool:
-    if key in known or key == _OURS:
+    if key in known or key == OUR_KEY:
         return True
-    name = ascii_repr(key)
-    if key == "fsdp2":
-        what, advice = "FSDP2's settings belong one level deeper", f"Write {_OURS}: {{fsdp2: ...}}."
-    else:
-        what = f"It would stop the run.{nearest(str(key), [*known, _OURS])}"
-        advice = "Correct it, or put values of your own under `variables`."
-    notes.add(f"{name} is not a key of LLM Foundry's training. {what.rstrip('.')}.", advice)
+    advice = "Correct it, or put values of your own under `variables`."
+    notes.add(describe_unknown(key, [*known, OUR_KEY]), advice)
     return False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ import torch
 from composer.core import Event, Precision, State, TimeUnit, ensure_time
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import ConsoleLogger, Logger
+from composer.profiler import JSONTraceHandler, Profiler, cyclic_schedule
 from composer.utils import create_interval_scheduler, get_device
 
 from composer_fsdp2.config.blocks import Float8Spec
@@ -130,8 +132,11 @@ def check_arguments(notes: Notes, config: Any) -> None:
     """Checks what the Trainer reads from text or numbers."""
     time = "Write a number and a unit: 10ba, 1ep, 5000tok, 100sp."
     with notes.step("max_duration", time):
-        if ensure_time(config.max_duration, TimeUnit.EPOCH).unit == TimeUnit.SECOND:
+        duration = ensure_time(config.max_duration, TimeUnit.EPOCH)
+        if duration.unit == TimeUnit.SECOND:
             raise ValueError("wall clock time is no unit of it")
+        if duration.value <= 0:
+            raise ValueError(f"nothing would be trained in {config.max_duration}")
     intervals = {"eval_interval": config.eval_interval}
     if config.save_folder is not None:
         intervals["save_interval"] = config.save_interval
@@ -144,14 +149,41 @@ def check_arguments(notes: Notes, config: Any) -> None:
     if notes.cluster.on_gpus:
         known = [precision.value for precision in Precision]
         notes.known("precision", config.precision, known, "precisions of Composer")
-    if config.compile_config is not None:
-        with notes.step("compile_config"):
-            check_kwargs(torch.compile, {"model": None, **config.compile_config})
+    _check_more(notes, config)
     if config.autoresume and (config.save_folder is None or config.run_name is None):
         notes.add(
             "autoresume: true needs save_folder and run_name, to find the newest checkpoint.",
             "Write both, or leave autoresume out.",
         )
+
+
+def _check_more(notes: Notes, config: Any) -> None:
+    """Checks what LLM Foundry hands to others before it builds the Trainer."""
+    if config.compile_config is not None:
+        with notes.step("compile_config"):
+            torch.compile(
+                torch.nn.Identity(), **config.compile_config
+            )  # compiles when it is called
+    if config.python_log_level is not None:
+        with notes.step("python_log_level", "Write debug, info, warning or error."):
+            logging.Logger("rehearsal").setLevel(config.python_log_level.upper())
+    if not 0 <= config.seed < 2**32:
+        notes.add(
+            f"seed: {config.seed} is no seed of numpy.", "Write a number from 0 to 2**32 - 1."
+        )
+    if config.profiler:
+        with notes.step("profiler"):
+            _check_profiler(copy.deepcopy(config.profiler))
+
+
+def _check_profiler(block: dict[str, Any]) -> None:
+    """Goes as LLM Foundry does, and starts no profiler."""
+    if "schedule" not in block:
+        raise ValueError("it has no `schedule`")
+    cyclic_schedule(**block.pop("schedule"))
+    if handler := block.pop("json_trace_handler", None):
+        check_kwargs(JSONTraceHandler, handler)
+    check_kwargs(Profiler, {**block, "schedule": None, "trace_handlers": None})
 
 
 # --- The start of the Trainer. ---

@@ -18,6 +18,7 @@ __all__ = [
     "gathered_memory",
     "gathered_param",
     "in_function_transform",
+    "is_exported",
     "is_gathered",
     "is_idle",
     "memory_id",
@@ -53,9 +54,6 @@ def _gather(
     before: Callable[[], object],
     after: Callable[[], object],
 ) -> None:
-    if group.is_unsharded:
-        gather()
-        return
     before()
     gather()
     after()
@@ -123,6 +121,11 @@ def memory_id(param: Any) -> int:
     """Returns a number that tensors over the whole parameter's memory share."""
     whole = gathered_memory(param)
     return -1 if whole is None else storage_id(whole)
+
+
+def is_exported(param: Any) -> bool:
+    """Whether memory of the whole parameter was given to numpy: torch cannot free it any more."""
+    return any(not part.untyped_storage().resizable() for part in param.all_gather_outputs)
 
 
 def number_of_holders(param: Any) -> tuple[int, int]:

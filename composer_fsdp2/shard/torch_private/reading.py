@@ -97,6 +97,8 @@ def _guard_methods(guard: _Guard) -> None:
     """Methods that torch refuses with a sentence about subclasses, or that take the local part."""
     messages = {name: _VALUES.format(name=name) for name in ("numpy", "tolist")}
     messages |= {"__reduce_ex__": _PICKLED, "__format__": _NUMBER}
+    # Torch 2.15 ends the process there: a DTensor has no memory of its own to hand out.
+    messages["__dlpack__"] = _VALUES.format(name="__dlpack__").replace(".__dlpack__()", "")
     for name, message in messages.items():
         setattr(DTensor, name, _guarded(guard, name, message))
 

@@ -115,10 +115,14 @@ def _apply_fsdp(original: Any, state: Any) -> None:
 
 
 def _train_loop(original: Any, trainer: Any) -> None:
+    from composer_fsdp2.runtime.explain import explained_reading
     from composer_fsdp2.trainer.auto_microbatching import leaving_together
+    from composer_fsdp2.trainer.sharding import sharding_of
     from composer_fsdp2.trainer.uneven_batches import train_loop
 
-    with leaving_together(trainer):
+    model = trainer.state.model
+    reading = explained_reading(model) if sharding_of(model) else contextlib.nullcontext()
+    with reading, leaving_together(trainer):
         train_loop(original, trainer)
 
 

@@ -120,6 +120,50 @@ class OnAnotherModule(TwoLayers):
         return self.out.kept[0]
 
 
+GLOBAL: list[Tensor] = []
+
+
+@odd("a parameter also held by a global variable", refused=HELD, instead=READ)
+class InAGlobal(TwoLayers):
+    def keep(self) -> None:
+        GLOBAL[:] = [self.inner.weight]
+
+    def again(self) -> Tensor:
+        return next(weight * 1 for weight in GLOBAL)
+
+
+@odd("a parameter also held by a hook of another module", refused=HELD, instead=READ)
+class InAHook(TwoLayers):
+    def keep(self) -> None:
+        weight = self.inner.weight
+        self.out.register_forward_hook(lambda _, args, out: out + F.linear(args[0], weight))
+
+
+@odd("a parameter also held by a set and a default argument", refused=HELD, instead=READ)
+class InASet(TwoLayers):
+    def keep(self) -> None:
+        def read(weights: set[Tensor] = {self.inner.weight}) -> Tensor:  # noqa: B006
+            return next(iter(weights))
+
+        self.read = read
+
+    def again(self) -> Tensor:
+        return self.read()
+
+
+@odd(
+    "an array of numpy that shares memory with a parameter",
+    refused="shares memory",
+    instead="`module.weight` read in forward, or a copy",
+)
+class InAnArray(TwoLayers):
+    def keep(self) -> None:
+        self.rows = {"first": [self.inner.weight.detach().numpy()[1:5].T]}
+
+    def again(self) -> Tensor:
+        return F.pad(torch.from_numpy(self.rows["first"][0]).T, (0, 0, 0, 4))
+
+
 @odd("a parameter also held by its class", refused=HELD, instead=READ)
 class OnItsClass(TwoLayers):
     kept: list[Tensor]

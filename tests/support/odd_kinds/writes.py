@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from tests.support.odd_kinds.calls import One, Two
 from tests.support.odd_kinds.ties import layer
-from tests.support.odd_models import WIDTH, odd
+from tests.support.odd_models import VOCAB, WIDTH, odd
 
 STEP = "a callback after the step, or the change as a part of the computation"
 WRITTEN = "in place"
@@ -46,6 +47,62 @@ class WrittenData(One):
     def forward(self, x: Tensor) -> Any:
         self.inner.weight.data.mul_(0.9)
         return self.inner(x)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(3 * torch.randn(VOCAB, WIDTH))
+
+
+@odd("`F.embedding(max_norm=...)`", takes="ids", refused=WRITTEN, instead=STEP)
+class FunctionalMaxNorm(Table):
+    def forward(self, x: Tensor) -> Any:
+        return F.embedding(x, self.weight, max_norm=0.5)
+
+
+@odd("`F.embedding_bag(max_norm=...)`", takes="ids", refused=WRITTEN, instead=STEP)
+class FunctionalBag(Table):
+    def forward(self, x: Tensor) -> Any:
+        return F.embedding_bag(x, self.weight, max_norm=0.5)
+
+
+@odd("a weight is written by `out=`", refused=WRITTEN, instead=STEP, only=WHOLE)
+class WrittenOut(One):
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            torch.mul(self.inner.weight, 0.5, out=self.inner.weight)
+        return self.inner(x)
+
+
+@odd("a frozen teacher follows the student in forward", refused=WRITTEN, instead=STEP, only=WHOLE)
+class Follows(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = layer().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.no_grad():
+            for own, others in zip(self.teacher.parameters(), self.inner.parameters(), strict=True):
+                own.lerp_(others, 0.1)
+        return self.out(self.inner(x) + self.teacher(x))
+
+
+@odd("a weight is written by a hook of backward", refused=WRITTEN, instead=STEP)
+class WrittenInBackward(Two):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner.register_full_backward_hook(_halve)
+
+
+def _halve(module: Any, *_grads: Any) -> None:
+    module.weight.data.mul_(0.5)
+
+
+@odd("`numpy()` of a weight in forward", refused="numpy", instead="`.detach().clone().numpy()`")
+class ReadByNumpy(One):
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x) * float(abs(self.inner.weight.detach().numpy()).max())
 
 
 @odd("a frozen parameter is counted up in forward", refused=WRITTEN, instead="a buffer")

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
-from tests.support.saved import save_file, save_folder, small_state
+from tests.support.saved import as_newer_torch, save_file, save_folder, small_state
 from tests.unit.checkpoint.test_damage import EMBED, found_by, run, save_ours
 
 
@@ -225,3 +226,29 @@ def test_damage_does_not_come_with_advice(tmp_path: Path):
     with pytest.raises(CheckpointError, match="is damaged") as caught:
         open_checkpoint(tmp_path / "b.pt")
     assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_newer_torch_is_no_damage(tmp_path: Path, monkeypatch, trusted: bool):
+    save_folder(tmp_path / "a", small_state())
+    metadata = FileSystemReader(tmp_path / "a").read_metadata()
+    if trusted:
+        monkeypatch.setenv("COMPOSER_FSDP2_TRUST", str(tmp_path))
+    (tmp_path / "a" / METADATA).write_bytes(as_newer_torch(metadata))
+    with pytest.raises(CheckpointError, match="was written by a newer torch than") as caught:
+        open_checkpoint(tmp_path / "a")
+    assert "damaged:" not in str(caught.value)
+    assert "--to full" in str(caught.value)
+    (problem,) = verify_checkpoint(tmp_path / "a", lambda *_: None).problems
+    assert "newer torch" in problem
+
+
+def test_properties_of_tensors_are_torchs_own(tmp_path: Path):
+    save_folder(tmp_path / "a", small_state())
+    found = FolderCheckpoint(tmp_path / "a").metadata
+    own = FileSystemReader(tmp_path / "a").read_metadata()
+    assert found.state_dict_metadata == own.state_dict_metadata
+    kinds = {
+        type(getattr(entry, "properties", None)) for entry in found.state_dict_metadata.values()
+    }
+    assert kinds <= {TensorProperties, type(None)}

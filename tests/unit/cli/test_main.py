@@ -102,11 +102,11 @@ def test_missing_package(train, write, monkeypatch, module, advice):
 def test_options_of_another_launcher(train, write, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(train(write("a: 1"), "-n", "2"), "a launcher has already started the ranks")
+    refused(train(write("seed: 1"), "-n", "2"), "a launcher has already started the ranks")
 
 
 def test_zero_ranks(train, write):
-    result = train(write("a: 1"), "-n", "0")
+    result = train(write("seed: 1"), "-n", "0")
     assert result.exit_code == 2
     assert "'--ranks'" in result.stderr
 
@@ -118,18 +118,18 @@ def test_interpolations_elsewhere_may_wait(train, write, monkeypatch):
     """A file in `code_paths` may bring the resolver."""
     started = []
     monkeypatch.setattr(main, "_launch", lambda *args: started.append(args))
-    path = write("data: ${later:1}\nparallelism_config: {fsdp2: {}}")
-    assert train(path, "a.b=1", "-n", "3").exit_code == 0
-    assert started == [(["train", str(path), "a.b=1"], 3, None)]
+    path = write("run_name: ${later:1}\nparallelism_config: {fsdp2: {}}")
+    assert train(path, "variables.b=1", "-n", "3").exit_code == 0
+    assert started == [(["train", str(path), "variables.b=1"], 3, None)]
 
 
 def test_eval_starts_ranks_that_evaluate(train, write, monkeypatch):
     started = []
     monkeypatch.setattr(main, "_launch", lambda *args: started.append(args))
     path = write("parallelism_config: {fsdp2: {}}")
-    result = CliRunner().invoke(main.app, ["eval", str(path), "a.b=1", "-n", "3"])
+    result = CliRunner().invoke(main.app, ["eval", str(path), "variables.b=1", "-n", "3"])
     assert result.exit_code == 0
-    assert started == [(["eval", str(path), "a.b=1"], 3, None)]
+    assert started == [(["eval", str(path), "variables.b=1"], 3, None)]
 
 
 def test_eval_refuses_what_train_refuses(train, write):
@@ -142,7 +142,7 @@ def test_eval_refuses_what_train_refuses(train, write):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1", "has no `parallelism_config.fsdp2` and runs without FSDP."),
+        ("seed: 1", "has no `parallelism_config.fsdp2` and runs without FSDP."),
         ("fsdp_config: {a: 1}", "runs with FSDP1 (`fsdp_config`)."),
         ("parallelism_config: {fsdp2: {}}", None),
     ],
@@ -154,8 +154,8 @@ def test_as_a_rank_it_says_when_fsdp2_is_not_requested(train, write, monkeypatch
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setattr(main, "_train_from_yaml", lambda *args: trained.append(args))
     path = write(text)
-    result = train(path, "b=2")
-    assert trained == [(path, ["b=2"])]
+    result = train(path, "seed=2")
+    assert trained == [(path, ["seed=2"])]
     assert ("FSDP2 is not requested" in result.stderr) == (said is not None)
     assert said is None or said in " ".join(result.stderr.split())
 

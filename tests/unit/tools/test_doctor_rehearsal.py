@@ -29,6 +29,7 @@ GPUS = ("--ranks", "8", "--gpus-per-node", "8")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("assets")
     foundry.write_assets(folder)
+    (folder / ".metadata").touch()  # of a checkpoint to load
     return folder
 
 
@@ -109,6 +110,25 @@ def test_a_misspelt_argument_is_said_with_those_there_are(
         f"unexpected keyword argument '{misspelt}'. Did you mean '{meant}'? do: Write one of"
         in said
     )
+
+
+def test_a_key_that_a_config_transform_takes_out_is_no_mistake(doctor, assets: Path, tmp_path):
+    code = tmp_path / "own.py"
+    code.write_text(
+        "from llmfoundry import registry\n"
+        "@registry.config_transforms.register('own')\n"
+        "def take(cfg):\n"
+        "    cfg['seed'] = cfg.pop('my_own', 1)\n"
+        "    return cfg\n"
+    )
+    settings = {**good(assets), "my_own": 3}
+    exit_code, said = doctor({**settings, "code_paths": [str(code)]})
+    assert exit_code == 0, said
+    exit_code, said = doctor({**settings, "code_paths": [str(code)], "my_others": 3})
+    assert exit_code == 1
+    assert "'my_others' is not a key" in said
+    assert "'my_own'" not in said
+    assert "'my_own' is not a key" in doctor(settings)[1]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
