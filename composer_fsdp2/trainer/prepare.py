@@ -35,6 +35,8 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.parallel.row_order import show_usual_state
+from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -73,6 +75,7 @@ from composer_fsdp2.trainer.sharding import Sharding, note_sharding
 __all__ = ["TRANSFORMATIONS", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
+    TensorParallel(),
     TiledMLP(),
     ChunkedLoss(),
     Float8Linear(),
@@ -211,11 +214,11 @@ def apply_to_model(
         detached = detach_optimizer(plan.optimizer, plan.tree)
     # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
+    mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     for planned in plan.transformations:
-        planned.step.apply(tree, planned.plan)
+        planned.step.apply_on(tree, planned.plan, mesh)
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
-    mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     offload = plan.settings.cpu_offload
     units = apply_plan(
         model,
@@ -237,6 +240,7 @@ def apply_to_model(
     apply_communication(tops, units.values(), plan.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
+        show_usual_state(detached.optimizer)
         reshard_before_steps(detached.optimizer, units.values())
     apply_local_step(
         model, plan.optimizer, plan.settings.local_step, torch.device(plan.device_type)

@@ -1,0 +1,1 @@
+"""What divides layers between ranks before FSDP2 shards them: tensor parallelism."""
