@@ -57,7 +57,7 @@ from composer_fsdp2.runtime.unused_parameters import (
 from composer_fsdp2.runtime.watchdog import watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
-from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
+from composer_fsdp2.shard.device_mesh import build_mesh, data_axes, with_cpu_backend
 from composer_fsdp2.shard.fp8_gather import gather_in_float8
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (
@@ -69,6 +69,7 @@ from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer.config import resolve_settings
+from composer_fsdp2.trainer.parallelism.tensor_groups import root_mesh_of
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 from composer_fsdp2.trainer.sharding import Sharding, note_sharding
 
@@ -198,6 +199,8 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
 
 def _given_mesh(config: Any) -> DeviceMesh | None:
     """The mesh Composer's State built, or the user put into Composer's config."""
+    if (root := root_mesh_of(config)) is not None:
+        return data_axes(root)
     return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
 
 

@@ -23,12 +23,18 @@ _VERSIONS = "mosaicml 0.32.1"
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer"
 _TRAINER = "composer.trainer.trainer"
 _MICROBATCHING = "composer_fsdp2.trainer.auto_microbatching"
+_GROUPS = "composer_fsdp2.trainer.parallelism.tensor_groups"
 _UNEQUAL = "composer_fsdp2.trainer.uneven_batches"
 
 _AUTO = Feature(
     "device_train_microbatch_size: auto",
     "Write a number of samples for device_train_microbatch_size.",
     lambda given: given.microbatch_size == "auto",
+)
+_TENSOR = Feature(
+    "tensor_parallel",
+    "Take 'tp' out of parallelism_config.",
+    lambda given: given.settings.tensor_parallel is not None,
 )
 _EVALUATION = Feature(
     "Evaluation of a model sharded with FSDP2",
@@ -75,6 +81,7 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
     from composer_fsdp2.trainer.autoresume import note_autoresume
     from composer_fsdp2.trainer.config import concerns_fsdp2
     from composer_fsdp2.trainer.extensions import note_extensions
+    from composer_fsdp2.trainer.parallelism.tensor_groups import deal_to_groups
 
     try:
         given = inspect.signature(original).bind(trainer, *args, **kwargs)
@@ -84,6 +91,7 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         return
     note_extensions(trainer, given.arguments)
+    deal_to_groups(given.arguments)
     with strip_auto_microbatch_size(original, trainer, args, kwargs) as given:
         note_autoresume(original, *given.args, **given.kwargs)
 
@@ -114,8 +122,10 @@ def _apply_fsdp(original: Any, state: Any) -> None:
 
 def _train_loop(original: Any, trainer: Any) -> None:
     from composer_fsdp2.trainer.auto_microbatching import leaving_together
+    from composer_fsdp2.trainer.parallelism.tensor_groups import begin_fit
     from composer_fsdp2.trainer.uneven_batches import train_loop
 
+    begin_fit(trainer.state)
     with leaving_together(trainer):
         train_loop(original, trainer)
 
@@ -247,6 +257,24 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         "05e8c2ab73c107bd",
         "says nothing of data left out because that of another rank has ended",
         "trainer/trainer.py#L3594",
+    ),
+    PatchPoint(
+        target="composer.core.state:_create_device_mesh",
+        replacement=imported(_GROUPS, "create_mesh"),
+        feature=_TENSOR,
+        why="builds a mesh without the axis of tensor parallelism",
+        upstream=f"{_UPSTREAM}/core/state.py#L175",
+        takes=frozenset({"device", "fsdp_config", "tp_config"}),
+        versions=_VERSIONS,
+    ),
+    PatchPoint(
+        target=f"{_TRAINER}:Trainer._accumulate_time_across_ranks",
+        replacement=imported(_GROUPS, "counted_once"),
+        feature=_TENSOR,
+        why="counts samples and tokens once for each rank of a tensor group",
+        upstream=f"{_UPSTREAM}/trainer/trainer.py#L2347",
+        takes=frozenset({"num_samples", "num_tokens"}),
+        versions=_VERSIONS,
     ),
     PatchPoint(
         target=f"{_TRAINER}:Trainer._train_microbatches",

@@ -1,0 +1,1 @@
+"""What Composer's Trainer has to know of tensor parallelism."""
