@@ -27,7 +27,7 @@ class Language(ComposerModel):
 
     def __init__(self, kind: str = "gpt2") -> None:
         super().__init__()
-        self.net = gpt2() if kind == "gpt2" else llama(tie_word_embeddings=True)
+        self.net = gpt2() if kind == "gpt2" else llama(tie_word_embeddings=True, num_key_value_heads=4)
 
     def forward(self, batch: Any) -> Any:
         return self.net(batch[0], use_cache=False)
