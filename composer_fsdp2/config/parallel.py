@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.config.messages import ascii_repr, invalid_value
+from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.config.setting import ValueType, setting
 from composer_fsdp2.config.value_types import count, is_string, mapping
 
@@ -78,19 +79,27 @@ TENSOR_PARALLEL = mapping(
     example="tensor_parallel: {degree: 2}",
 )
 
-_UNTRIED: Mapping[str, str] = {
-    "activation_checkpointing": "recomputed layers would have to exchange again in the same order",
-    "activation_cpu_offload": "what is offloaded belongs to divided layers",
-    "chunked_loss": "its head may be divided",
-    "compile": "the compiler has not been tried on divided layers",
-    "cpu_offload": "divided layers exchange on the device",
-    "data_parallel_replicate_degree": "copies have not been tried on a mesh with three axes",
-    "fp8": "its scales would be those of one rank's part",
-    "ignored_params": "they are in no unit",
-    "pretrained_weights": "they are read as shards over one axis",
-    "tiled_mlp": "each tile would exchange again",
+_UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "activation_checkpointing": (bool, "recomputed layers exchange their parts again"),
+    "activation_cpu_offload": (bool, "what is offloaded belongs to divided layers"),
+    "async_save": (bool, "parts are copied while layers go on"),
+    "chunked_loss": (bool, "its head may be divided"),
+    "communication": (lambda given: given != Communication(), "buffers are those of whole layers"),
+    "compile": (bool, "a graph would have to exchange parts of layers"),
+    "cpu_offload": (bool, "divided layers exchange on the device"),
+    "data_parallel_replicate_degree": (bool, "copies would need a third axis"),
+    "fp8": (bool, "its scales would be those of one rank's part"),
+    "ignored_params": (bool, "nobody would average their gradients"),
+    "keep_fp32": (bool, "divided layers around it compute in another precision"),
+    "load_monolith_rank0_only": (bool, "rank 0 has parts of the weights alone"),
+    "load_planner": (bool, "it may not know parts of parts"),
+    "local_step": (lambda given: given is False, "torch steps no parameters of several meshes"),
+    "pretrained_weights": (bool, "they are read as shards over one axis"),
+    "save_planner": (bool, "it may not know parts of parts"),
+    "tiled_mlp": (bool, "each tile would exchange its parts"),
+    "unused_parameters": (lambda given: given not in ("auto", False), "it fills in whole zeros"),
 }
-"""Settings that have not been tried with tensor parallelism, and why they may be wrong."""
+"""Settings that have not been tried with tensor parallelism: which values, and what may go wrong"""
 
 
 def check_tensor_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:
@@ -98,9 +107,9 @@ def check_tensor_parallel_together(values: Mapping[str, Any], errors: list[str])
     spec = values["tensor_parallel"]
     if spec is None or spec.degree == 1:
         return
-    for name, why in _UNTRIED.items():
-        if values.get(name):
+    for name, (is_untried, why) in _UNTRIED.items():
+        if is_untried(values[name]):
             errors.append(
-                f"'{name}' and 'tensor_parallel' are both set. They have not been tried together: "
-                f"{why}. Leave one of them out."
+                f"'{name}' is set beside 'tensor_parallel', which has not been tried: {why}. "
+                "The run might train another model. Leave one of them out."
             )

@@ -69,7 +69,8 @@ from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.parallelism.tensor_groups import root_mesh_of
+from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
+from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 from composer_fsdp2.trainer.sharding import Sharding, note_sharding
 
@@ -154,6 +155,7 @@ def prepare_fully_shard(
         _check_arguments(te_rng_seed)
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
+        check_items(settings, (), "auto" if auto_microbatching else None)
         plan = make_plan(
             model,
             optimizers,
@@ -220,6 +222,7 @@ def apply_to_model(
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     for planned in plan.transformations:
         planned.step.apply_on(tree, planned.plan, mesh)
+    count_flops_once(model)
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
     offload = plan.settings.cpu_offload
@@ -248,6 +251,7 @@ def apply_to_model(
     apply_local_step(
         model, plan.optimizer, plan.settings.local_step, torch.device(plan.device_type)
     )
+    refuse_later_optimizers(model, plan.settings, plan.optimizer)
     order, unused = install_step_hooks(tree, plan, units)
     note_sharding(
         model,

@@ -44,6 +44,7 @@ from composer_fsdp2.shard.communication import check_communication
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed
 from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+from composer_fsdp2.trainer.parallelism.refused import check_optimizer_and_precision
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 
 __all__ = ["PreparePlan", "make_plan"]
@@ -180,6 +181,7 @@ def make_plan(
     methods += _eval_methods(tree, facts.units)
     if optimizer is not None:
         check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+    check_optimizer_and_precision(settings, optimizer, compute)
     groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
     return PreparePlan(
         tree=tree,

@@ -12,8 +12,10 @@ import transformers
 from torch import distributed as dist
 from torch import nn
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.row_order import order_of
+from composer_fsdp2.trainer.sharding import sharding_of
 from tests.support.parity import (
     OPTIMIZERS,
     STATE_TOLERANCE,
@@ -160,6 +162,7 @@ def prepared(
 
 # Newer torch warns of blocks that end in a view; nothing in these models changes it in place.
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -186,3 +189,168 @@ def test_trains_like_one_process(family: str, optimizer: str):
     assert TOLERANCE == 1e-6
     assert_same_values(oracle, model)
     assert_same_state(*pair)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize("family", ["Qwen3", "GPT-2"])
+def test_microbatches_norms_and_clipping(family: str, sync: str):
+    torch.manual_seed(0)
+    model = FAMILIES[family]()
+    oracle = copy.deepcopy(model)
+    pair = [OPTIMIZERS["sgd"](m.parameters()) for m in (oracle, model)]
+    prepared(model, pair[1], gradient_sync=sync)
+    sharding = sharding_of(model)
+    assert sharding is not None
+    for ids in global_batches(3):
+        loss_of(oracle, ids).backward()
+        own = of_this_group(ids).chunk(2)
+        with sharding.accumulation.batch():
+            for number, part in enumerate(own):
+                with sharding.accumulation.microbatch(last=number == 1):
+                    (loss_of(model, part) / 2).backward()
+        expected = torch.nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+        got = clip_grad_norm_(model.parameters(), 0.1)
+        assert_close("norm", expected, got)
+        for one in pair:
+            one.step()
+            one.zero_grad()
+    assert_same_values(oracle, model)
+
+
+@pytest.mark.world_size(4)
+def test_weights_outside_of_the_plan_cannot_drift():
+    model = prepared(llama(), None)
+    norm = model.get_parameter("model.norm.weight")
+    # As a kernel that adds up in any order may leave it: another rounding on each rank.
+    model.get_submodule("model.norm").register_full_backward_pre_hook(
+        lambda _module, grads: (grads[0] * (1 + 1e-3 * dist.get_rank()),)
+    )
+    loss_of(model, of_this_group(global_batches(1)[0])).backward()
+    assert norm.grad is not None
+    local = norm.grad.to_local()
+    everyone = [torch.empty_like(local) for _ in range(4)]
+    dist.all_gather(everyone, local)
+    assert torch.equal(everyone[0], everyone[1])
+    assert torch.equal(everyone[2], everyone[3])
+    assert not torch.equal(everyone[0], everyone[2])
+
+
+def with_dropout() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=LENGTH
+    )
+    assert config.resid_pdrop > 0
+    return transformers.GPT2LMHeadModel(config)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+def test_dropout_draws_the_same_outside_of_divided_layers():
+    model = with_dropout()
+    torch.manual_seed(dist.get_rank())  # as Composer does
+    prepared(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for ids in global_batches(2):
+        logits = model(of_this_group(ids)).logits.detach()
+        everyone = [torch.empty_like(logits) for _ in range(4)]
+        dist.all_gather(everyone, logits)
+        assert torch.equal(everyone[0], everyone[1])
+        assert torch.equal(everyone[2], everyone[3])
+
+
+@pytest.mark.world_size(4)
+def test_evaluation_compares_batches_as_well():
+    model = prepared(llama(), None).eval()
+    ids = global_batches(4)
+    with pytest.raises(PlanError, match=r"Ranks 0 and 1 .* different batches"), torch.no_grad():
+        model(ids[dist.get_rank()])
+
+
+@pytest.mark.world_size(4)
+def test_an_optimizer_that_was_not_given_is_refused():
+    model = prepared(gpt2(), None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, of_this_group(global_batches(1)[0])).backward()
+    with pytest.raises(PlanError, match="SGD was built after the model was prepared"):
+        optimizer.step()
+
+
+class Unknown(torch.optim.SGD):
+    """Nobody knows what it computes."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
+    "heads": (llama, {"tensor_parallel": 4}, PlanError, "has 2 key and value heads, which 4"),
+    "pattern": (
+        gpt2,
+        {"tensor_parallel": {"degree": 2, "layer_plan": {"*.nothing": "whole"}}},
+        PlanError,
+        "'\\*.nothing', which matches no module",
+    ),
+    "part of a block": (
+        llama,
+        {"tensor_parallel": {"degree": 2, "layer_plan": {"*.k_proj": "whole"}}},
+        PlanError,
+        "keeps k_proj of 'model.layers.0.self_attn' whole",
+    ),
+    "one side": (
+        llama,
+        {"tensor_parallel": {"degree": 2, "layer_plan": {"*.mlp.down_proj": "colwise"}}},
+        PlanError,
+        "by columns alone",
+    ),
+    "nothing known": (
+        lambda: nn.Sequential(nn.Linear(4, 4)),
+        {"tensor_parallel": 2},
+        PlanError,
+        "nothing in the model is known to be divisible",
+    ),
+    "rows": (
+        lambda: llama(intermediate_size=26),
+        {"tensor_parallel": 2},
+        PlanError,
+        "its size 26 is not divisible by 4",
+    ),
+    "experts": (
+        lambda: transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(**SIZES, num_local_experts=2)
+        ),
+        {"tensor_parallel": 2},
+        PlanError,
+        "experts, or a tower",
+    ),
+    "copies": (
+        llama,
+        {"tensor_parallel": 2, "data_parallel_replicate_degree": 2},
+        ConfigError,
+        "'data_parallel_replicate_degree' is set beside 'tensor_parallel'",
+    ),
+    "groups of ranks": (
+        llama,
+        {"tensor_parallel": 2, "reshard_after_forward": 2},
+        PlanError,
+        "reshard_after_forward is a number",
+    ),
+}
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused_before_the_model_is_changed(case: str):
+    make, settings, kind, match = REFUSED[case]
+    model = make()
+    before = {name: id(param) for name, param in model.named_parameters()}
+    with pytest.raises(kind, match=match):
+        prepare_fully_shard(model, None, settings)
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+
+
+@pytest.mark.world_size(4)
+def test_an_optimizer_that_is_not_known_is_refused():
+    model = llama()
+    with pytest.raises(PlanError, match="Unknown and tensor parallelism are both asked for"):
+        prepared(model, Unknown(model.parameters(), lr=0.1))

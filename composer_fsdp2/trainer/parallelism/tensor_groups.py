@@ -7,6 +7,7 @@ ranks, and samples and tokens are summed over all of them.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,21 +15,32 @@ from typing import Any
 from composer.core import DataSpec, Evaluator
 from composer.core.state import State
 from composer.utils import dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.parallel.tensor_group import tensor_group_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_tree import attribute_of
 from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
 
-__all__ = ["begin_fit", "counted_once", "create_mesh", "deal_to_groups", "root_mesh_of"]
+__all__ = [
+    "begin_fit",
+    "count_flops_once",
+    "counted_once",
+    "create_mesh",
+    "deal_to_groups",
+    "degree_of",
+    "root_mesh_of",
+]
 
 _ROOT = "_fsdp2_root_mesh"
 """attribute of a config, for `root_mesh_of`"""
 
 
-def _degree(config: Any) -> int:
+def degree_of(config: Any) -> int:
+    """Returns how many ranks divide a layer, 1 where none do."""
     spec = config.tensor_parallel if isinstance(config, TrainerFSDP2Config | FSDP2Config) else None
     return 1 if spec is None else spec.degree
 
@@ -42,7 +54,7 @@ def create_mesh(
     original: Callable[..., Any], device: Any, fsdp_config: Any, tp_config: Any
 ) -> DeviceMesh | None:
     """Replaces Composer's `_create_device_mesh`. Collective: yes."""
-    if _degree(fsdp_config) == 1:
+    if degree_of(fsdp_config) == 1:
         return original(device, fsdp_config, tp_config)
     shape = MeshShape.resolve(fsdp_config.settings, dist.get_world_size())
     device_type = "cuda" if device.name == "gpu" else device.name
@@ -50,6 +62,20 @@ def create_mesh(
     root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
     setattr(fsdp_config, _ROOT, root)
     return root
+
+
+def count_flops_once(model: nn.Module) -> None:
+    """Has a model count the operations of a batch once for each group. Collective: no.
+
+    SpeedMonitor adds up what every rank counts for its batch, and divides by the ranks.
+    """
+    group, counted = tensor_group_of(model), attribute_of(model, "flops_per_batch")
+    if group is not None and callable(counted):
+        model.flops_per_batch = functools.partial(_share, counted, group.size)
+
+
+def _share(counted: Callable[[Any], float], size: int, batch: Any) -> float:
+    return counted(batch) / size
 
 
 # --- Data ---
@@ -69,7 +95,7 @@ def deal_to_groups(arguments: Mapping[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Trainer parses it again, and warns then
         parsed = parse_parallelism_config(config)
-    degree = 1 if parsed is None else _degree(parsed.fsdp2)
+    degree = 1 if parsed is None else degree_of(parsed.fsdp2)
     if degree == 1:
         return
     for key in ("train_dataloader", "eval_dataloader"):
