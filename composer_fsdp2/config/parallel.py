@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer_fsdp2.config.messages import ascii_repr, invalid_value
+from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.config.setting import ValueType, setting
 from composer_fsdp2.config.value_types import count, is_string, mapping
@@ -36,8 +36,8 @@ def _check_plan(key: str, plan: tuple[tuple[Any, Any], ...], errors: list[str]) 
         if not isinstance(style, str) or style not in STYLES:
             shown = ascii_repr(style) if isinstance(style, str) else type(style).__name__
             errors.append(
-                f"'{key}' gives {ascii_repr(pattern)} the style {shown}. It is not known how its "
-                f"gradients add up, so it is refused. Write one of {', '.join(STYLES)}."
+                f"{key}: {ascii_repr(pattern)}: {shown} is invalid. Expected "
+                f"{one_of(STYLES)}. It must be known how outputs and gradients add up."
             )
 
 

@@ -246,7 +246,7 @@ class FSDP2Config:
         "Divides each layer between ranks, as `parallelism_config.tp` does. FSDP2 takes the rest.",
         check_together=parallel.check_tensor_parallel_together,
         see="recipes/tensor-parallel.md",
-        since="0.3.0",
+        since="0.2.0",
         saves="Degree 2: half of each gathered unit, and of what a layer keeps inside.",
         costs="Two exchanges of activations a block in forward, and in backward.",
     )

@@ -1,1 +1,1 @@
-"""What divides layers between ranks before FSDP2 shards them: tensor parallelism."""
+"""Dividing layers between ranks before FSDP2 shards them: tensor parallelism."""

@@ -279,7 +279,7 @@ def _check_blocks(search: _Search) -> None:
 
 
 def _check_between(search: _Search) -> None:
-    """What lies between two divided layers sees one rank's part, and must be known."""
+    """Refuses unknown parts between divided layers, which see one rank's part."""
     kinds: dict[str, set[str]] = {}
     for name, cut in search.cuts.items():
         if cut.kind in ("columns", "rows") and not cut.gathers:

@@ -93,5 +93,5 @@ _REFUSALS: tuple[Callable[[ModelFacts], str | None], ...] = (
     _already_divided,
     _groups_of_ranks,
 )
-"""What of a model has not been tried with tensor parallelism. Settings are refused where they are
-declared, in `config.parallel`."""
+"""Parts of a model that have not been tried with tensor parallelism. Settings are refused where
+they are declared, in `config.parallel`."""

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor group must have in common in every step: the batch and random numbers.
+"""Same batch and same random numbers on all ranks of a tensor group.
 
 [Note: one stream] Ranks of a group compute the same outside of divided layers, so dropout there
 must draw the same numbers on all of them. Each of them takes the random state of the first one

@@ -66,6 +66,12 @@ class MeshShape:
         """Sizes of these axes, outermost first."""
         return (self.shard,) if self.replicate is None else (self.replicate, self.shard)
 
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of all axes of the run's mesh by name, outermost first."""
+        axes = dict(zip(self.axis_names, self.degrees, strict=True))
+        return axes if self.tensor == 1 else {**axes, TENSOR_AXIS: self.tensor}
+
     def check_reshard(self, reshard: bool | int | str | None, where: str) -> None:
         """Checks an int `reshard_after_forward` against the shard degree.
 

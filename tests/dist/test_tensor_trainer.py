@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from composer.algorithms import EMA, GradientClipping
+from composer.callbacks import OptimizerMonitor, SpeedMonitor
 from composer.models import ComposerModel
 from composer.utils.parallelism import TPConfig
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import TensorDataset
 
@@ -54,13 +58,16 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-3)
 
 
-def trained_alone(kind: str, data: TensorDataset, size: int = SIZE) -> tuple[Language, list[float]]:
+def trained_alone(
+    kind: str, data: TensorDataset, change: Callable[[Any], object] = list
+) -> tuple[Language, list[float]]:
     model = built(kind)
     optimizer, losses = adamw(model), list[float]()
-    for start in range(0, len(data), size):
-        batch = data[start : start + size]
+    for start in range(0, len(data), SIZE):
+        batch = data[start : start + SIZE]
         loss = model.loss(model(batch), batch)
         loss.backward()
+        change(model.parameters())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -132,7 +139,10 @@ def test_different_batches_in_a_group_are_an_error_on_every_rank():
     [
         ({"tp": {"degree": 3}, "fsdp2": {}}, "does not divide the world size 4"),
         ({"tp": {"strategy": "ffn"}, "fsdp2": {}}, "strategy 'ffn'.*different data"),
-        ({"tp": {"degree": 2}, "fsdp2": {"compile": True}}, "'compile' is set beside 'tensor_parallel'"),
+        (
+            {"tp": {"degree": 2}, "fsdp2": {"compile": True}},
+            "'compile' is set beside 'tensor_parallel'",
+        ),
         ({"tp": {"degree": 2}, "fsdp2": {"tensor_parallel": 2}}, "Both 'tp' and"),
     ],
 )
@@ -143,3 +153,52 @@ def test_bad_settings_are_refused(parallelism: dict[str, Any], match: str):
     with pytest.raises(ConfigError, match=match):
         trainer_for(model, adamw(model), samples(), parallelism_config=parallelism)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+ITEMS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "EMA": ({"algorithms": [EMA()]}, ConfigError, "EMA and tensor parallelism"),
+    "adaptive": (
+        {"algorithms": [GradientClipping("adaptive", 0.1)]},
+        ConfigError,
+        "GradientClipping and tensor parallelism",
+    ),
+    "monitor": ({"callbacks": [OptimizerMonitor()]}, ConfigError, "OptimizerMonitor and tensor"),
+    "auto": ({"device_train_microbatch_size": "auto"}, ConfigError, "is auto, and tensor"),
+}
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("case", ITEMS)
+def test_items_that_have_not_been_tried_are_refused(case: str):
+    install()
+    given, kind, match = ITEMS[case]
+    model = built()
+    settings = {"parallelism_config": FORMS["degree"], **given}
+    with pytest.raises(kind, match=match):
+        trainer_for(model, adamw(model), samples(), **settings)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_clipping_and_microbatches(kind: str):
+    install()
+    threshold = 0.05 if kind == "norm" else 1e-3
+    clip = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}[kind]
+    expected, _ = trained_alone("gpt2", samples(), lambda params: clip(params, threshold))
+    trainer = trained(
+        FORMS["degree"],
+        algorithms=[GradientClipping(kind, threshold)],
+        callbacks=[SpeedMonitor(window_size=2)],
+        device_train_microbatch_size=2,
+    )
+    assert largest_difference(trainer.state.model, expected) <= TOLERANCE
+
+
+@pytest.mark.world_size(4)
+def test_operations_are_counted_once():
+    install()
+    model = built()
+    model.flops_per_batch = lambda batch: 12 * len(batch[0])
+    trainer_for(model, adamw(model), samples(), parallelism_config=FORMS["degree"])
+    assert model.flops_per_batch(samples()[:4]) == 24

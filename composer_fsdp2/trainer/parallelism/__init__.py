@@ -1,1 +1,1 @@
-"""What Composer's Trainer has to know of tensor parallelism."""
+"""Tensor parallelism in Composer's Trainer."""

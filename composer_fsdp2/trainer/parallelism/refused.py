@@ -1,4 +1,4 @@
-"""What of a run has not been tried with tensor parallelism, refused by name before it starts."""
+"""Refuses by name, before a run starts, parts of it not tried with tensor parallelism."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.elementwise import is_known
 from composer_fsdp2.trainer.parallelism.tensor_groups import degree_of
 
-__all__ = ["check_items", "check_optimizer_and_precision", "refuse_later_optimizers", "tried"]
+__all__ = ["check_items", "check_known", "check_scale", "refuse_later_optimizers", "tried"]
 
 _COMPOSERS = ("composer.", "llmfoundry.")
 _TRIED = frozenset(
@@ -60,7 +60,8 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
         foreign = isinstance(item, torch.optim.Optimizer) or not kind.__module__.startswith(
             _COMPOSERS
         )
-        if not foreign and kind.__name__ not in _TRIED:
+        adaptive = getattr(item, "clipping_type", "norm") == "adaptive"
+        if not foreign and (kind.__name__ not in _TRIED or adaptive):
             raise ConfigError(
                 f"{kind.__name__} and tensor parallelism are both asked for. It reads or changes "
                 "weights, of which a rank has a part in an order of its own. Leave it out, or take "
@@ -74,30 +75,34 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
         )
 
 
-def check_optimizer_and_precision(
-    settings: FSDP2Config, optimizer: torch.optim.Optimizer | None, compute: torch.dtype
-) -> None:
-    """Refuses optimizers that look across elements, and scaled gradients. Collective: no.
+def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses optimizers that look across elements. Collective: no.
 
     Raises:
         PlanError: for such an optimizer.
-        ConfigError: for amp_fp16.
     """
-    if degree_of(settings) == 1:
-        return
-    if optimizer is not None and not is_known(optimizer):
+    if degree_of(settings) > 1 and optimizer is not None and not is_known(optimizer):
         raise PlanError(
             f"{type(optimizer).__name__} and tensor parallelism are both asked for. It is not "
             "known to compute each element by itself, and a rank has a part of a matrix, in an "
             "order of its own. Use AdamW, Lion, SGD or another optimizer that steps element by "
             "element."
         )
-    if compute == torch.float16:
+
+
+def check_scale(settings: FSDP2Config, compute: torch.dtype) -> torch.dtype:
+    """Refuses scaled gradients; returns the dtype of another run. Collective: no.
+
+    Raises:
+        ConfigError: for amp_fp16.
+    """
+    if degree_of(settings) > 1 and compute == torch.float16:
         raise ConfigError(
             "The precision is amp_fp16, and tensor parallelism is asked for. The ranks of a group "
             "would have to agree on the scale of gradients, which has not been tried. Write "
             "amp_bf16."
         )
+    return compute
 
 
 def refuse_later_optimizers(

@@ -14,14 +14,14 @@ from typing import Any
 
 from composer.core import DataSpec, Evaluator
 from composer.core.state import State
-from composer.utils import dist
+from composer.utils import ParallelismType, dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.parallel.tensor_group import tensor_group_of
-from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import attribute_of
 from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
 
@@ -58,7 +58,7 @@ def create_mesh(
         return original(device, fsdp_config, tp_config)
     shape = MeshShape.resolve(fsdp_config.settings, dist.get_world_size())
     device_type = "cuda" if device.name == "gpu" else device.name
-    names = ("data_parallel_shard", "tensor_parallel")
+    names = (ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS)
     root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
     setattr(fsdp_config, _ROOT, root)
     return root
