@@ -80,7 +80,6 @@ TENSOR_PARALLEL = mapping(
 )
 
 _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "activation_checkpointing": (bool, "recomputed layers exchange their parts again"),
     "activation_cpu_offload": (bool, "what is offloaded belongs to divided layers"),
     "async_save": (bool, "parts are copied while layers go on"),
     "chunked_loss": (bool, "its head may be divided"),

@@ -24,6 +24,7 @@ from tests.support.parity import (
     assert_same_values,
     full,
 )
+from tests.support.training import largest_difference
 
 VOCAB, STEPS, SIZE, LENGTH, DEGREE = 32, 20, 8, 7, 2
 SIZES = {
@@ -191,16 +192,25 @@ def test_trains_like_one_process(family: str, optimizer: str):
     assert_same_state(*pair)
 
 
+WITH: dict[str, dict[str, Any]] = {
+    "every": {},
+    "last": {"gradient_sync": "last"},
+    "recompute": {"activation_checkpointing": True, "gradient_sync": "last"},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
+    "kept": {"reshard_after_forward": False, "forward_prefetch": 2, "order_check": "always"},
+}
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("sync", ["every", "last"])
+@pytest.mark.parametrize("settings", WITH)
 @pytest.mark.parametrize("family", ["Qwen3", "GPT-2"])
-def test_microbatches_norms_and_clipping(family: str, sync: str):
+def test_microbatches_norms_and_clipping(family: str, settings: str):
     torch.manual_seed(0)
     model = FAMILIES[family]()
     oracle = copy.deepcopy(model)
     pair = [OPTIMIZERS["sgd"](m.parameters()) for m in (oracle, model)]
-    prepared(model, pair[1], gradient_sync=sync)
+    prepared(model, pair[1], **WITH[settings])
     sharding = sharding_of(model)
     assert sharding is not None
     for ids in global_batches(3):
@@ -219,6 +229,7 @@ def test_microbatches_norms_and_clipping(family: str, sync: str):
     assert_same_values(oracle, model)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 def test_weights_outside_of_the_plan_cannot_drift():
     model = prepared(llama(), None)
@@ -382,3 +393,29 @@ def test_reading_whole_parameters_and_generation_are_refused():
         pass
     with pytest.raises(PlanError, match="generate of a model that tensor parallelism divides"):
         model.generate(torch.ones((1, 2), dtype=torch.long), max_new_tokens=2)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bf16_computes_as_without_it(recompute: bool):
+    torch.manual_seed(0)
+    models = [llama(), llama()]
+    models[1].load_state_dict(models[0].state_dict())
+    pair = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    settings = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+    settings["activation_checkpointing"] = recompute
+    prepare_fully_shard(models[0], pair[0], settings)
+    prepared(models[1], pair[1], **settings)
+    for ids in global_batches(5):
+        losses = [
+            loss_of(models[0], ids.chunk(4)[dist.get_rank()]),
+            loss_of(models[1], of_this_group(ids)),
+        ]
+        for loss, optimizer in zip(losses, pair, strict=True):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        expected, got = (mean(loss.float()) for loss in losses)
+        assert (expected - got).abs() < 0.05  # three steps of bf16 at this size
+    assert largest_difference(models[1], models[0]) < 2e-3
