@@ -419,3 +419,71 @@ def test_bf16_computes_as_without_it(recompute: bool):
         expected, got = (mean(loss.float()) for loss in losses)
         assert (expected - got).abs() < 0.05  # three steps of bf16 at this size
     assert largest_difference(models[1], models[0]) < 2e-3
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups, as weight decay usually has them."""
+    params = list(model.parameters())
+    flat = [param for param in params if param.ndim == 1]
+    wide = [param for param in params if param.ndim > 1]
+    groups = [{"params": wide, "weight_decay": 0.1}, {"params": flat, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=3e-3, eps=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("family", ["Phi-3", "GPT-2", "Llama, tied"])
+def test_groups_and_state_from_before_are_carried(family: str):
+    torch.manual_seed(0)
+    oracle = FAMILIES[family]()
+    first = grouped(oracle)
+    loss_of(oracle, global_batches(1)[0]).backward()
+    first.step()
+    first.zero_grad()
+    model = copy.deepcopy(oracle)
+    second = grouped(model)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    prepared(model, second)
+    for ids in global_batches(3):
+        loss_of(oracle, ids).backward()
+        loss_of(model, of_this_group(ids)).backward()
+        for one in (first, second):
+            one.step()
+            one.zero_grad()
+    assert_same_values(oracle, model)
+    assert_same_state(first, second)
+
+
+class WithSpare(nn.Module):
+    """A layer that is never called beside a language model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = llama(tie_word_embeddings=True)
+        self.spare = nn.Linear(8, 8)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return type(module).__name__ == "LlamaDecoderLayer"
+
+    def forward(self, ids: torch.Tensor, **kwargs: Any) -> Any:
+        return self.net(ids, **kwargs)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("frozen", ["", "q_proj", "embed_tokens"])
+def test_frozen_and_unused_weights(frozen: str):
+    torch.manual_seed(0)
+    model = WithSpare()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not frozen or frozen not in name)
+    oracle = copy.deepcopy(model)
+    pair = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (oracle, model)]
+    prepared(model, pair[1])
+    for ids in global_batches(3):
+        loss_of(oracle, ids).backward()
+        loss_of(model, of_this_group(ids)).backward()
+        for one in pair:
+            one.step()
+            one.zero_grad()
+    assert_same_values(oracle, model)

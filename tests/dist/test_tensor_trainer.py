@@ -202,3 +202,32 @@ def test_operations_are_counted_once():
     model.flops_per_batch = lambda batch: 12 * len(batch[0])
     trainer_for(model, adamw(model), samples(), parallelism_config=FORMS["degree"])
     assert model.flops_per_batch(samples()[:4]) == 24
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+def test_evaluation_and_data_that_ends_unevenly():
+    install()
+    data = samples(STEPS * SIZE - 3)
+    model = built()
+    trainer = trainer_for(
+        model,
+        adamw(model),
+        data,
+        batch=SIZE // 2,
+        parallelism_config=FORMS["degree"],
+        eval_dataloader=loader_of(data, SIZE // 2),
+    )
+    trainer.fit()
+    trainer.eval()
+    # The sampler repeats one sample, so that both groups have 15.
+    assert trainer.state.timestamp.sample.value == STEPS * SIZE - 2
+    assert trainer.state.eval_timestamp.sample.value in (STEPS * SIZE - 3, STEPS * SIZE - 2)
+    expected, _ = trained_alone("gpt2", repeated(data))
+    assert largest_difference(trainer.state.model, expected) <= TOLERANCE
+
+
+def repeated(data: TensorDataset) -> TensorDataset:
+    """With the first sample once more at the end, as the sampler pads it."""
+    ids = torch.cat([data.tensors[0], data.tensors[0][:1]])
+    return TensorDataset(ids, ids)
