@@ -10,12 +10,14 @@ import pytest
 import torch
 from composer.algorithms import EMA, GradientClipping
 from composer.callbacks import OptimizerMonitor, SpeedMonitor
+from composer.core import Evaluator
 from composer.models import ComposerModel
+from composer.utils import dist as composer_dist
 from composer.utils.parallelism import TPConfig
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError, PlanError
@@ -205,6 +207,8 @@ def test_operations_are_counted_once():
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Cannot split tensor of length 3")
+@pytest.mark.filterwarnings("ignore:Setting `device_eval_microbatch_size='auto'`")
 @pytest.mark.world_size(4)
 def test_evaluation_and_data_that_ends_unevenly():
     install()
@@ -216,15 +220,31 @@ def test_evaluation_and_data_that_ends_unevenly():
         data,
         batch=SIZE // 2,
         parallelism_config=FORMS["degree"],
-        eval_dataloader=loader_of(data, SIZE // 2),
+        eval_dataloader=loader_of(samples(SIZE - 2), SIZE // 2),
     )
     trainer.fit()
     trainer.eval()
     # The sampler repeats one sample, so that both groups have 15.
     assert trainer.state.timestamp.sample.value == STEPS * SIZE - 2
-    assert trainer.state.eval_timestamp.sample.value in (STEPS * SIZE - 3, STEPS * SIZE - 2)
+    assert trainer.state.eval_timestamp.sample.value == SIZE - 2
+    odd = Evaluator(label="odd", dataloader=groups_loader(samples(5)))
+    with pytest.raises(ConfigError, match="'odd' evaluates 5 samples, which 2 groups"):
+        trainer.eval(eval_dataloader=odd)
+    auto = Evaluator(
+        label="auto", dataloader=groups_loader(samples(4)), device_eval_microbatch_size="auto"
+    )
+    with pytest.raises(ConfigError, match="device_eval_microbatch_size of 'auto' is auto"):
+        trainer.eval(eval_dataloader=auto)
     expected, _ = trained_alone("gpt2", repeated(data))
     assert largest_difference(trainer.state.model, expected) <= TOLERANCE
+
+
+def groups_loader(data: TensorDataset) -> DataLoader[Any]:
+    """As a user who knows of groups writes it."""
+    sampler = composer_dist.get_sampler(
+        data, num_replicas=2, rank=dist.get_rank() // DEGREE, shuffle=False
+    )
+    return DataLoader(data, batch_size=SIZE // 2, sampler=sampler)
 
 
 def repeated(data: TensorDataset) -> TensorDataset:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.tensor_group import tensor_group_of
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import attribute_of
@@ -27,6 +28,7 @@ from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_
 
 __all__ = [
     "begin_fit",
+    "check_evaluation",
     "count_flops_once",
     "counted_once",
     "create_mesh",
@@ -115,10 +117,44 @@ def _mentions_groups(config: Any) -> bool:
     return bool(config.get("tp") or inside.get("tensor_parallel"))
 
 
-def _sampler_of(loader: Any) -> DistributedSampler[Any] | None:
+def check_evaluation(model: nn.Module, evaluator: Evaluator) -> None:
+    """Refuses data that a sampler repeats to deal it evenly, and `auto`. Collective: no.
+
+    Composer takes what was repeated off the last ranks of all, in their last batch, so that ranks
+    of a group would evaluate different ones.
+
+    Raises:
+        ConfigError: the same on every rank.
+    """
+    group, loader = tensor_group_of(model), _loader_of(evaluator)
+    sampler = None if loader is None else loader.sampler
+    if group is not None and evaluator.auto_microbatching:
+        raise ConfigError(
+            f"device_eval_microbatch_size of '{evaluator.label}' is auto, and tensor parallelism "
+            "is asked for. A rank that runs out of memory inside a divided layer would leave its "
+            "group waiting. Write a number of samples."
+        )
+    if group is None or loader is None or loader.drop_last:
+        return
+    if isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset):
+        raise ConfigError(
+            f"'{evaluator.label}' evaluates {len(sampler.dataset)} samples, which "
+            f"{sampler.num_replicas} groups of tensor parallelism cannot share evenly. Composer "
+            "would take the repeated ones off single ranks of a group, whose batches would differ. "
+            f"Give a multiple of {sampler.num_replicas} samples, or drop_last=True to the "
+            "DataLoader and the sampler."
+        )
+
+
+def _loader_of(loader: Any) -> DataLoader[Any] | None:
     while isinstance(loader, Evaluator | DataSpec):
         loader = loader.dataloader
-    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    return loader if isinstance(loader, DataLoader) else None
+
+
+def _sampler_of(given: Any) -> DistributedSampler[Any] | None:
+    loader = _loader_of(given)
+    sampler = None if loader is None else loader.sampler
     if not isinstance(sampler, DistributedSampler):
         return None
     dealt = (sampler.num_replicas, sampler.rank)

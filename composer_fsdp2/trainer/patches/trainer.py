@@ -177,8 +177,10 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer import auto_microbatching, uneven_batches
+    from composer_fsdp2.trainer.parallelism.tensor_groups import check_evaluation
 
     evaluator = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["evaluator"]
+    check_evaluation(trainer.state.model, evaluator)
     auto = functools.partial(auto_microbatching.evaluate, original)
     even = functools.partial(uneven_batches.evaluate, auto)
     with auto_microbatching.leaving_together(trainer, evaluator):
