@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.trainer.parallelism.tensor_groups import check_evaluation
 from tests.dist.test_tensor_parallel import global_batches, gpt2, llama
 from tests.support.parity import TOLERANCE
 from tests.support.training import largest_difference, loader_of, trainer_for
@@ -208,7 +209,6 @@ def test_operations_are_counted_once():
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:Cannot split tensor of length 3")
-@pytest.mark.filterwarnings("ignore:Setting `device_eval_microbatch_size='auto'`")
 @pytest.mark.world_size(4)
 def test_evaluation_and_data_that_ends_unevenly():
     install()
@@ -230,11 +230,9 @@ def test_evaluation_and_data_that_ends_unevenly():
     odd = Evaluator(label="odd", dataloader=groups_loader(samples(5)))
     with pytest.raises(ConfigError, match="'odd' evaluates 5 samples, which 2 groups"):
         trainer.eval(eval_dataloader=odd)
-    auto = Evaluator(
-        label="auto", dataloader=groups_loader(samples(4)), device_eval_microbatch_size="auto"
-    )
-    with pytest.raises(ConfigError, match="device_eval_microbatch_size of 'auto' is auto"):
-        trainer.eval(eval_dataloader=auto)
+    odd.auto_microbatching = True  # which Composer takes on a GPU alone
+    with pytest.raises(ConfigError, match="device_eval_microbatch_size of 'odd' is auto"):
+        check_evaluation(trainer.state.model, odd)
     expected, _ = trained_alone("gpt2", repeated(data))
     assert largest_difference(trainer.state.model, expected) <= TOLERANCE
 
