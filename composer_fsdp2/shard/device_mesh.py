@@ -40,7 +40,8 @@ def data_axes(root: DeviceMesh) -> DeviceMesh:
 
     Collective: no.
     """
-    names = root.mesh_dim_names or ()
+    assert root.mesh_dim_names is not None
+    names = root.mesh_dim_names
     mesh = root[names[:-1]] if len(names) > 2 else root[names[0]]
     note_tensor_axis(mesh, root[names[-1]])
     return mesh

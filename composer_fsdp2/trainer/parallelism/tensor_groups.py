@@ -43,7 +43,8 @@ _ROOT = "_fsdp2_root_mesh"
 
 def degree_of(config: Any) -> int:
     """Returns how many ranks divide a layer, 1 where none do."""
-    spec = config.tensor_parallel if isinstance(config, TrainerFSDP2Config | FSDP2Config) else None
+    settings = config.settings if isinstance(config, TrainerFSDP2Config) else config
+    spec = settings.tensor_parallel if isinstance(settings, FSDP2Config) else None
     return 1 if spec is None else spec.degree
 
 
@@ -73,10 +74,10 @@ def count_flops_once(model: nn.Module) -> None:
     """
     group, counted = tensor_group_of(model), attribute_of(model, "flops_per_batch")
     if group is not None and callable(counted):
-        model.flops_per_batch = functools.partial(_share, counted, group.size)
+        setattr(model, "flops_per_batch", functools.partial(_share, counted, group.size))  # noqa: B010
 
 
-def _share(counted: Callable[[Any], float], size: int, batch: Any) -> float:
+def _share(counted: Callable[..., Any], size: int, batch: Any) -> float:
     return counted(batch) / size
 
 
@@ -136,9 +137,12 @@ def check_evaluation(model: nn.Module, evaluator: Evaluator) -> None:
         )
     if group is None or loader is None or loader.drop_last:
         return
-    if isinstance(sampler, DistributedSampler) and sampler.total_size > len(sampler.dataset):
+    if not isinstance(sampler, DistributedSampler):
+        return
+    data: Any = sampler.dataset
+    if sampler.total_size > len(data):
         raise ConfigError(
-            f"'{evaluator.label}' evaluates {len(sampler.dataset)} samples, which "
+            f"'{evaluator.label}' evaluates {len(data)} samples, which "
             f"{sampler.num_replicas} groups of tensor parallelism cannot share evenly. Composer "
             "would take the repeated ones off single ranks of a group, whose batches would differ. "
             f"Give a multiple of {sampler.num_replicas} samples, or drop_last=True to the "

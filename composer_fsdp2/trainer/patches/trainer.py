@@ -48,7 +48,11 @@ _PREDICTION = Feature(
 
 def _parse_parallelism_config(original: Any, trainer: Any, parallelism_config: Any) -> Any:
     from composer_fsdp2.trainer.compile_once import check_compiled_once
-    from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
+    from composer_fsdp2.trainer.config import (
+        concerns_fsdp2,
+        parse_parallelism_config,
+        resolve_settings,
+    )
     from composer_fsdp2.trainer.extensions import check_extensions, given_of
     from composer_fsdp2.trainer.parallelism.refused import check_items
 
@@ -58,7 +62,7 @@ def _parse_parallelism_config(original: Any, trainer: Any, parallelism_config: A
     if parsed is not None and parsed.fsdp2 is not None:
         check_extensions(trainer)
         given = given_of(trainer)
-        check_items(parsed.fsdp2.settings, given.items, given.microbatch_size)
+        check_items(resolve_settings(parsed.fsdp2), given.items, given.microbatch_size)
         check_features(
             Asked(
                 items=given.items,
