@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -70,6 +71,18 @@ class Transformation(ABC, Generic[Plan]):
     @abstractmethod
     def apply(self, tree: ModuleTree, plan: Plan) -> None:
         """Changes the model in place. Collective: no."""
+
+    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> None:
+        """Changes the model in place, where that needs the ranks among which it is divided.
+
+        Collective: no, but for tensor parallelism.
+
+        Args:
+            tree: of the model.
+            plan: of this transformation.
+            mesh: the axes that FSDP2 will shard over.
+        """
+        self.apply(tree, plan)
 
     def describe(self, plan: Plan) -> str:
         """Returns the line that `verbose` shows and that ranks compare."""

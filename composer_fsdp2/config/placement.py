@@ -12,8 +12,9 @@ __all__ = ["COMMUNICATION", "CPU_OFFLOAD", "TP_BESIDE_FSDP2", "CPUOffload", "Com
 
 TP_BESIDE_FSDP2 = (
     "Tensor parallelism ('tp' of parallelism_config, 'tp_config' in a file) and FSDP2 are both "
-    "asked for. Tensor parallelism exchanges parameters of the model, and the optimizer would hold "
-    "those that are gone. Take the tensor parallelism out, or train with FSDP1."
+    "asked for in a run of LLM Foundry. It gives every rank data of its own and divides the batch "
+    "by the number of ranks, and ranks of a tensor group need the same data. Take the tensor "
+    "parallelism out, or build Composer's Trainer yourself, which has both."
 )
 
 

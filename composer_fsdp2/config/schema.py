@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from composer_fsdp2.config import parallel
 from composer_fsdp2.config.blocks import (
     ACTIVATION,
     CHUNKING,
@@ -65,7 +66,6 @@ __all__ = [
 T = TypeVar("T")
 
 GradientSync = Literal["every", "last", "reduce_scatter_only"]
-OrderCheck = Literal["first", "always", "never"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +159,7 @@ class FSDP2Config:
         saves="With 4 microbatches: 3/4 of the reduced bytes, or of the all-reduces.",
         costs="Whole gradients until the last microbatch, or one more sharded gradient.",
     )
-    order_check: OrderCheck = setting(
+    order_check: Literal["first", "always", "never"] = setting(
         "first",
         choice("first", "always", "never"),
         "When ranks compare which collective comes next, so that a difference is an error on all "
@@ -181,9 +181,8 @@ class FSDP2Config:
     keep_fp32: tuple[str, ...] | None = setting(
         None,
         null_or(PATTERNS),
-        "Globs (or `re:` and a regular expression) of modules that compute in fp32 in a run of "
-        "lower precision, autocast or not, as units of their own. null takes those that a Hugging "
-        "Face model lists.",
+        "Globs (or `re:`) of modules that compute in fp32 in a run of lower precision, autocast or "
+        "not, as units of their own. null takes those that a Hugging Face model lists.",
         since="0.2.0",
         example="keep_fp32: ['*.router', '*norm*']",
         saves="Accuracy of norms and routers.",
@@ -231,6 +230,16 @@ class FSDP2Config:
         NAMES,
         "Methods besides `forward` that compute with parameters, as `path.to.module.method`.",
         example="forward_methods: [model.encode]",
+    )
+    tensor_parallel: parallel.TensorSpec | None = setting(
+        None,
+        parallel.TENSOR_PARALLEL,
+        "Divides each layer between ranks, as `parallelism_config.tp` does. FSDP2 takes the rest.",
+        check_together=parallel.check_tensor_parallel_together,
+        see="recipes/tensor-parallel.md",
+        since="0.2.0",
+        saves="Degree 2: half of each gathered unit and of what a layer keeps.",
+        costs="Two exchanges of activations a block in forward, and in backward.",
     )
     activation_checkpointing: bool | ActivationSpec = setting(
         False,
@@ -293,8 +302,7 @@ class FSDP2Config:
     cpu_offload: bool | CPUOffload = setting(
         False,
         CPU_OFFLOAD,
-        "Keeps shards, gradients and optimizer state in CPU memory, where the optimizer steps. "
-        "Units are copied to the GPU to be gathered. GPU only.",
+        "Keeps shards, gradients and state in CPU memory, where the optimizer steps. GPU only.",
         see="memory-and-speed.md",
         since="0.2.0",
         saves="All shards, gradients and optimizer state on the device.",
@@ -355,16 +363,10 @@ class FSDP2Config:
         costs="Rank 0 sends the weights to the others.",
     )
     load_planner: Any = setting(
-        None,
-        LOAD_PLANNER,
-        "Load planner of torch's distributed checkpoint.",
-        same_on_ranks=False,
+        None, LOAD_PLANNER, "Load planner of torch's distributed checkpoint.", same_on_ranks=False
     )
     save_planner: Any = setting(
-        None,
-        SAVE_PLANNER,
-        "Save planner of torch's distributed checkpoint.",
-        same_on_ranks=False,
+        None, SAVE_PLANNER, "Save planner of torch's distributed checkpoint.", same_on_ranks=False
     )
     sharded_ckpt_prefix_dir: str = setting(
         "ep{epoch}-ba{batch}",
@@ -478,7 +480,7 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
             values[key] = known[key].values.parsed(key, raw, errors)
         elif (answer := fsdp1_answer(key, raw)) is not None:
             errors.append(answer)
-    unknown = [key for key in given if key not in known and key not in FSDP1_ONLY]
+    unknown = [key for key in given if key not in {*known, *FSDP1_ONLY}]
     errors += unknown_keys(unknown, known, "parallelism_config.fsdp2")
     _check_all({name: one.default for name, one in known.items()} | values, errors)
     raise_errors(errors)

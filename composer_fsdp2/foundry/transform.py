@@ -81,7 +81,9 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     block = parsed.get("fsdp_config")
     if isinstance(block, Mapping) and _MARKER in block:
         parsed["fsdp_config"] = _parse_versioned(block)
-    if requests_fsdp2(parsed) and parsed.get("tp_config"):
+    if requests_fsdp2(parsed) and (
+        parsed.get("tp_config") or parsed["fsdp_config"].get("tensor_parallel")
+    ):
         from composer_fsdp2.config.placement import TP_BESIDE_FSDP2
 
         raise ConfigError(TP_BESIDE_FSDP2)

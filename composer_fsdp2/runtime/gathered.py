@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -116,8 +117,10 @@ class _Param:
     def note(self, contents: bool) -> None:
         if self.plain is None:
             self.plain = gathered_memory(self.record) is not None
-            refs, tensors = number_of_holders(self.record)
-            self.holders = refs - len(self.places), tensors
+            # Autograd keeps views of a DTensor as Python objects, which look like a user's.
+            if not isinstance(gathered_param(self.record), DTensor):
+                refs, tensors = number_of_holders(self.record)
+                self.holders = refs - len(self.places), tensors
         whole = gathered_param(self.record)
         self.seen = _seen(whole) if self.plain else None
         self.contents = _digest(self.record) if contents and self.plain else None

@@ -7,16 +7,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.parallel.axis import note_tensor_axis
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 
-__all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
+__all__ = ["build_mesh", "data_axes", "note_copies", "whole_mesh", "with_cpu_backend"]
 
 _WHOLE = "_fsdp2_whole_mesh"
 """attribute of the mesh of one copy, for `whole_mesh`"""
 
 
 def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """Builds the device mesh, ranks of one copy next to each other.
+    """Builds the device mesh, ranks of one copy next to each other, of a tensor group innermost.
+
+    Returns the axes that FSDP2 shards over.
 
     Collective: yes (creates process groups). `torch.distributed` must be initialised.
     """
@@ -25,7 +28,23 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
             "torch.distributed is not initialised. A device mesh needs its process group. "
             "Call torch.distributed.init_process_group() first, or train through the Trainer."
         )
-    return init_device_mesh(device_type, shape.degrees, mesh_dim_names=shape.axis_names)
+    if shape.tensor == 1:
+        return init_device_mesh(device_type, shape.degrees, mesh_dim_names=shape.axis_names)
+    names = (*shape.axis_names, TENSOR_AXIS)
+    root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
+    return data_axes(root)
+
+
+def data_axes(root: DeviceMesh) -> DeviceMesh:
+    """Returns the axes of a mesh that FSDP2 shards over; they know the tensor axis, the last one.
+
+    Collective: no.
+    """
+    assert root.mesh_dim_names is not None
+    names = root.mesh_dim_names
+    mesh = root[names[:-1]] if len(names) > 2 else root[names[0]]
+    note_tensor_axis(mesh, root[names[-1]])
+    return mesh
 
 
 def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:

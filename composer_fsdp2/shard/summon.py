@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.axis import is_divided
 from composer_fsdp2.shard.apply import is_sharded
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.torch_private.members import check_private_members
@@ -112,6 +113,12 @@ def summon_full_params(
     """
     check_private_members(["summon_full_params"])
     _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
+    if is_divided(module):
+        raise PlanError(
+            "Full parameters are asked for in a model that tensor parallelism divides. Its layers "
+            "could not compute with them, and fused ones would show another order of rows. Read "
+            "model.state_dict(), whose tensors have full_tensor(), or save a checkpoint."
+        )
     _check_idle(module)
     units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for unit in units:

@@ -459,8 +459,8 @@ def _limits(run: Run) -> Findings:
     if run.tensor_parallel:
         yield Finding(
             "problem",
-            "Tensor parallelism is asked for, which does not go with FSDP2 yet.",
-            "Take it out, or stay with FSDP1.",
+            "Tensor parallelism is asked for, which LLM Foundry runs do not have with FSDP2 yet.",
+            "Take it out, or build Composer's Trainer yourself.",
         )
 
 

@@ -15,10 +15,10 @@ from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.config.messages import ascii_repr, nearest
-from composer_fsdp2.config.placement import TP_BESIDE_FSDP2
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.trainer.parallelism.tensor_config import with_tensor_parallel
 
 __all__ = [
     "TrainerFSDP2Config",
@@ -163,13 +163,11 @@ def parse_parallelism_config(
     fsdp, fsdp2, tp = given.get("fsdp"), given.get("fsdp2"), given.get("tp")
     if fsdp is not None and _means_fsdp2(fsdp):
         fsdp, fsdp2 = None, fsdp
-    if fsdp2 is not None and tp:
-        raise ConfigError(TP_BESIDE_FSDP2)
     parsed: dict[str, Any] = {}
     if fsdp is not None:
         parsed["fsdp"] = fsdp if isinstance(fsdp, FSDPConfig) else _fsdp1(fsdp)
     if fsdp2 is not None:
-        parsed["fsdp2"] = _fsdp2(fsdp2)
+        parsed["fsdp2"] = _fsdp2(fsdp2, tp)
     if tp is not None and fsdp2 is None:
         parsed["tp"] = tp if isinstance(tp, TPConfig) else _tp(tp)
     return ParallelismConfig(**parsed) if parsed else None
@@ -285,7 +283,7 @@ def _tp(tp: Any) -> TPConfig:
     return TPConfig(**tp)
 
 
-def _fsdp2(fsdp2: Any) -> TrainerFSDP2Config:
+def _fsdp2(fsdp2: Any, tp: Any) -> TrainerFSDP2Config:
     if isinstance(fsdp2, bool):
         raise ConfigError(
             f"'fsdp2' of parallelism_config is {ascii_repr(fsdp2)}. It takes settings, and is no "
@@ -297,6 +295,8 @@ def _fsdp2(fsdp2: Any) -> TrainerFSDP2Config:
         converted = _from_fsdp1(fsdp2) if _is_fsdp1(fsdp2) else parse_config(fsdp2)
     else:
         converted = resolve_settings(fsdp2)
+    if tp:
+        converted = with_tensor_parallel(converted, tp)
     _check_planners(converted)
     # Composer's State builds the mesh; its own checks of the degrees name no numbers.
     shape = MeshShape.resolve(converted, dist.get_world_size())

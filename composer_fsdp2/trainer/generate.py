@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from composer.utils import dist
 
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.axis import is_divided
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import holds_shards
@@ -31,6 +33,12 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """
     if not holds_shards(model):
         return original(model, *args, **kwargs)
+    if is_divided(model):
+        raise PlanError(
+            "generate of a model that tensor parallelism divides has not been tried. Ranks of a "
+            "group would have to have the same prompts and ends. Save a checkpoint and generate "
+            "without parallelism_config."
+        )
     try:
         if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
             return original(model, *args, **kwargs)

@@ -141,7 +141,7 @@ def describe_sharding(model: nn.Module, sharding: Sharding) -> str:
     """A line about the plan and about what this rank holds of the model."""
     units = [unit for unit in sharding.plan.units if unit.params]
     local = sum(_local_bytes(param) for param in model.parameters())
-    mesh = zip(sharding.shape.axis_names, sharding.shape.degrees, strict=True)
+    mesh = sharding.shape.axes.items()
     reshard = Counter(str(unit.reshard_after_forward).lower() for unit in units)
     return (
         f"FSDP2: {len(units)} units, {sum(unit.numel for unit in units):,} parameters, "

@@ -35,6 +35,8 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.parallel.row_order import show_usual_state
+from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -55,7 +57,7 @@ from composer_fsdp2.runtime.unused_parameters import (
 from composer_fsdp2.runtime.watchdog import watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
-from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
+from composer_fsdp2.shard.device_mesh import build_mesh, data_axes, with_cpu_backend
 from composer_fsdp2.shard.fp8_gather import gather_in_float8
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (
@@ -67,12 +69,15 @@ from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer.config import resolve_settings
+from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
+from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 from composer_fsdp2.trainer.sharding import Sharding, note_sharding
 
 __all__ = ["TRANSFORMATIONS", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
+    TensorParallel(),
     TiledMLP(),
     ChunkedLoss(),
     Float8Linear(),
@@ -150,6 +155,7 @@ def prepare_fully_shard(
         _check_arguments(te_rng_seed)
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
+        check_items(settings, (), "auto" if auto_microbatching else None)
         plan = make_plan(
             model,
             optimizers,
@@ -195,6 +201,8 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
 
 def _given_mesh(config: Any) -> DeviceMesh | None:
     """The mesh Composer's State built, or the user put into Composer's config."""
+    if (root := root_mesh_of(config)) is not None:
+        return data_axes(root)
     return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
 
 
@@ -211,11 +219,12 @@ def apply_to_model(
         detached = detach_optimizer(plan.optimizer, plan.tree)
     # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
+    mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     for planned in plan.transformations:
-        planned.step.apply(tree, planned.plan)
+        planned.step.apply_on(tree, planned.plan, mesh)
+    count_flops_once(model)
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
-    mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     offload = plan.settings.cpu_offload
     units = apply_plan(
         model,
@@ -237,6 +246,7 @@ def apply_to_model(
     apply_communication(tops, units.values(), plan.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
+        show_usual_state(detached.optimizer)
         reshard_before_steps(detached.optimizer, units.values())
     apply_local_step(
         model,
@@ -245,6 +255,7 @@ def apply_to_model(
         torch.device(plan.device_type),
         plan.settings.optimizer_state,
     )
+    refuse_later_optimizers(model, plan.settings, plan.optimizer)
     order, unused = install_step_hooks(tree, plan, units)
     note_sharding(
         model,

@@ -45,6 +45,7 @@ from composer_fsdp2.shard.communication import check_communication
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed
 from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+from composer_fsdp2.trainer.parallelism.refused import check_known, check_scale
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 
 __all__ = ["PreparePlan", "make_plan"]
@@ -154,12 +155,12 @@ def make_plan(
     _check_offload(settings, device_type)
     check_communication(settings.communication, device_type)
     check_order_check(settings.order_check)
-    optimizer = _single_optimizer(optimizers)
+    optimizer = _single_optimizer(optimizers, settings)
     tree = ModuleTree.read(model)
     refuse_unreadable(tree)
     check_hooks(tree)
     shape = MeshShape.resolve(settings, dist.get_world_size())
-    compute = _compute_dtype(precision, place)
+    compute = check_scale(settings, _compute_dtype(precision, place))
     conditional = _conditional(tree, settings)
     units = _plan_units(tree, settings, shape, compute, conditional)
     blocks = units.blocks()
@@ -264,14 +265,16 @@ def _plan_units(
     )
 
 
-def _single_optimizer(optimizers: Any) -> torch.optim.Optimizer | None:
+def _single_optimizer(optimizers: Any, settings: FSDP2Config) -> torch.optim.Optimizer | None:
     given = ensure_tuple(optimizers)
     if len(given) > 1:
         raise ConfigError(
             f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer with "
             "several parameter groups."
         )
-    return given[0] if given else None
+    optimizer = given[0] if given else None
+    check_known(settings, optimizer)
+    return optimizer
 
 
 def _compute_dtype(precision: str | Precision | None, device: Device) -> torch.dtype:

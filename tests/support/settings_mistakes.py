@@ -29,6 +29,8 @@ WRITTEN = (
     "communication: {reduce_scatter_buffers: 0}",
     "wrap_policy: {max_unit_bytes: 1GB}",
     "cpu_offload: {pin_memory: 1}",
+    "tensor_parallel: {degree: 2, layer_plan: {model.norm: sequence_parallel}}",
+    "tensor_parallel: 2, compile: true",
     "tiled_mlp: {shards: 1}",
     "chunked_loss: {chunks: 1}",
     "compile: inductor",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, SHARD_AXIS, MeshShape
@@ -77,9 +78,9 @@ def _shown(count: int) -> list[int | None]:
 
 
 def _degrees(shape: MeshShape) -> str:
-    pairs = zip(shape.axis_names, shape.degrees, strict=True)
+    pairs = shape.axes.items()
     axes = " x ".join(f"{name} {degree}" for name, degree in pairs)
-    return f"{axes}: {shape.shard * (shape.replicate or 1)} ranks"
+    return f"{axes}: {math.prod(shape.axes.values())} ranks"
 
 
 def _draw_cell(sheet: Sheet, place: tuple[float, float], width: float, rank: int | None) -> None:

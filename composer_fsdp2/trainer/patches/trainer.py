@@ -23,12 +23,18 @@ _VERSIONS = "mosaicml 0.32.1"
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer"
 _TRAINER = "composer.trainer.trainer"
 _MICROBATCHING = "composer_fsdp2.trainer.auto_microbatching"
+_GROUPS = "composer_fsdp2.trainer.parallelism.tensor_groups"
 _UNEQUAL = "composer_fsdp2.trainer.uneven_batches"
 
 _AUTO = Feature(
     "device_train_microbatch_size: auto",
     "Write a number of samples for device_train_microbatch_size.",
     lambda given: given.microbatch_size == "auto",
+)
+_TENSOR = Feature(
+    "tensor_parallel",
+    "Take 'tp' out of parallelism_config.",
+    lambda given: given.settings.tensor_parallel is not None,
 )
 _EVALUATION = Feature(
     "Evaluation of a model sharded with FSDP2",
@@ -42,8 +48,13 @@ _PREDICTION = Feature(
 
 def _parse_parallelism_config(original: Any, trainer: Any, parallelism_config: Any) -> Any:
     from composer_fsdp2.trainer.compile_once import check_compiled_once
-    from composer_fsdp2.trainer.config import concerns_fsdp2, parse_parallelism_config
+    from composer_fsdp2.trainer.config import (
+        concerns_fsdp2,
+        parse_parallelism_config,
+        resolve_settings,
+    )
     from composer_fsdp2.trainer.extensions import check_extensions, given_of
+    from composer_fsdp2.trainer.parallelism.refused import check_items
 
     if not concerns_fsdp2(parallelism_config):
         return original(trainer, parallelism_config)
@@ -51,6 +62,7 @@ def _parse_parallelism_config(original: Any, trainer: Any, parallelism_config: A
     if parsed is not None and parsed.fsdp2 is not None:
         check_extensions(trainer)
         given = given_of(trainer)
+        check_items(resolve_settings(parsed.fsdp2), given.items, given.microbatch_size)
         check_features(
             Asked(
                 items=given.items,
@@ -75,6 +87,7 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
     from composer_fsdp2.trainer.autoresume import note_autoresume
     from composer_fsdp2.trainer.config import concerns_fsdp2
     from composer_fsdp2.trainer.extensions import note_extensions
+    from composer_fsdp2.trainer.parallelism.tensor_groups import deal_to_groups
 
     try:
         given = inspect.signature(original).bind(trainer, *args, **kwargs)
@@ -84,6 +97,7 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         return
     note_extensions(trainer, given.arguments)
+    deal_to_groups(given.arguments)
     with strip_auto_microbatch_size(original, trainer, args, kwargs) as given:
         note_autoresume(original, *given.args, **given.kwargs)
 
@@ -117,9 +131,11 @@ def _apply_fsdp(original: Any, state: Any) -> None:
 def _train_loop(original: Any, trainer: Any) -> None:
     from composer_fsdp2.runtime.explain import explained_reading
     from composer_fsdp2.trainer.auto_microbatching import leaving_together
+    from composer_fsdp2.trainer.parallelism.tensor_groups import begin_fit
     from composer_fsdp2.trainer.sharding import sharding_of
     from composer_fsdp2.trainer.uneven_batches import train_loop
 
+    begin_fit(trainer.state)
     model = trainer.state.model
     reading = explained_reading(model) if sharding_of(model) else contextlib.nullcontext()
     with reading, leaving_together(trainer):
@@ -171,8 +187,10 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer import auto_microbatching, uneven_batches
+    from composer_fsdp2.trainer.parallelism.tensor_groups import check_evaluation
 
     evaluator = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["evaluator"]
+    check_evaluation(trainer.state.model, evaluator)
     auto = functools.partial(auto_microbatching.evaluate, original)
     even = functools.partial(uneven_batches.evaluate, auto)
     with auto_microbatching.leaving_together(trainer, evaluator):
@@ -253,6 +271,24 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         "05e8c2ab73c107bd",
         "says nothing of data left out because that of another rank has ended",
         "trainer/trainer.py#L3594",
+    ),
+    PatchPoint(
+        target="composer.core.state:_create_device_mesh",
+        replacement=imported(_GROUPS, "create_mesh"),
+        feature=_TENSOR,
+        why="builds a mesh without the axis of tensor parallelism",
+        upstream=f"{_UPSTREAM}/core/state.py#L175",
+        takes=frozenset({"device", "fsdp_config", "tp_config"}),
+        versions=_VERSIONS,
+    ),
+    PatchPoint(
+        target=f"{_TRAINER}:Trainer._accumulate_time_across_ranks",
+        replacement=imported(_GROUPS, "counted_once"),
+        feature=_TENSOR,
+        why="counts samples and tokens once for each rank of a tensor group",
+        upstream=f"{_UPSTREAM}/trainer/trainer.py#L2347",
+        takes=frozenset({"num_samples", "num_tokens"}),
+        versions=_VERSIONS,
     ),
     PatchPoint(
         target=f"{_TRAINER}:Trainer._train_microbatches",

@@ -20,6 +20,7 @@ from composer_fsdp2.config.blocks import (
     TilingSpec,
 )
 from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.config.placement import Communication, CPUOffload
 from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, parse_config
@@ -55,6 +56,7 @@ GOOD = {
     ],
     "activation_cpu_offload": [True, False],
     "compile": [True, False, CompileSpec(), CompileSpec(backend="eager", dynamic=True)],
+    "tensor_parallel": [None, TensorSpec(), TensorSpec(layer_plan=(("*.up", "colwise"),))],
     "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
     "chunked_loss": [None, ChunkingSpec(chunks=2), ChunkingSpec(chunks=8, names=("head",))],
     "fp8": [
@@ -133,6 +135,13 @@ BAD = {
         CompileSpec(mode=1),
         CompileSpec(fullgraph=None),
         CompileSpec(dynamic="no"),
+    ],
+    "tensor_parallel": [
+        "2",
+        True,
+        *(TensorSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
+        TensorSpec(layer_plan=(("*.up", "across"),)),
+        TensorSpec(layer_plan=((1, "colwise"),)),
     ],
     "tiled_mlp": [
         2,

@@ -143,7 +143,7 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         MACHINE,
         run(tensor_parallel=True),
         "problem",
-        "does not go with FSDP2 yet",
+        "do not have with FSDP2 yet",
         "Take it out",
     ),
     "neither": (
@@ -559,7 +559,7 @@ def test_json(doctor):
     assert document["machine"]["versions"]["mosaicml"]
     assert len(document["machine"]["patches"]) == len(PATCHES)
     assert len(document["machine"]["members"]) == len(PRIVATE_MEMBERS)
-    assert document["run"]["mesh"] == {"shard": 16, "replicate": None}
+    assert document["run"]["mesh"] == {"shard": 16, "replicate": None, "tensor": 1}
     assert document["run"]["settings"]["state_dict_type"] == "sharded"
     assert (document["run"]["nodes"], document["run"]["backend"]) == (2, "nccl")
     levels = {Finding(**found).level for found in document["findings"]}

@@ -10,7 +10,10 @@ from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 from omegaconf import OmegaConf
 from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
+from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
@@ -174,9 +177,35 @@ def test_fsdp2_is_no_switch(switch):
         parse_parallelism_config({"fsdp2": switch})
 
 
-def test_tensor_parallelism_beside_it_is_refused():
-    with pytest.raises(ConfigError, match="Take the tensor parallelism out"):
-        parse_parallelism_config({"fsdp2": None, "tp": {"tensor_parallel_degree": 2}})
+@pytest.mark.parametrize(
+    "tp",
+    [
+        {"tensor_parallel_degree": 1, "layer_plan": {"*.up": ColwiseParallel()}},
+        {"degree": 1, "layer_plan": {"*.up": "colwise"}},
+        TPConfig(layer_plan={"*.up": ColwiseParallel()}),
+    ],
+)
+def test_tensor_parallelism_beside_it_is_its_setting(tp):
+    parsed = parse_parallelism_config({"fsdp2": None, "tp": tp})
+    assert parsed is not None
+    assert parsed.tp is None
+    assert parsed.fsdp2.settings.tensor_parallel == TensorSpec(layer_plan=(("*.up", "colwise"),))
+
+
+@pytest.mark.parametrize(
+    ("tp", "match"),
+    [
+        ({"tensor_parallel_degree": 2}, "degree is 2, which does not divide the world size 1"),
+        ({"strategy": "ffn"}, "strategy 'ffn'"),
+        ({"layer_plan": {"*.norm": SequenceParallel()}}, "SequenceParallel is invalid"),
+        ({"layer_plan": {"*.up": RowwiseParallel(output_layouts=Shard(1))}}, "RowwiseParallel"),
+        ({"degrees": 2}, "Did you mean 'degree'"),
+        (TPConfig(device_mesh=object()), "TPConfig has a device_mesh"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_tensor_parallelism_that_is_wrong(tp, match):
+    with pytest.raises(ConfigError, match=match):
+        parse_parallelism_config({"fsdp2": None, "tp": tp})
 
 
 @pytest.mark.parametrize("key", ["load_planner", "save_planner"])

@@ -251,6 +251,7 @@ ASKING: dict[str, Callable[[PatchPoint], object]] = {
     "Evaluation of a model sharded with FSDP2": called(sharded_trainer()),
     "Trainer.predict with a model sharded with FSDP2": called(sharded_trainer()),
     "Loading with the functions of composer.checkpoint": called("path", "cpu"),
+    "tensor_parallel": lambda _: ask_trainer({"tensor_parallel": {"degree": 1}}),
     "async_save": lambda _: ask_trainer({"async_save": True}),
     **dict(
         callback(*names)

@@ -1,0 +1,119 @@
+"""Settings of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of
+from composer_fsdp2.config.placement import Communication
+from composer_fsdp2.config.setting import ValueType, setting
+from composer_fsdp2.config.state import OptimizerState
+from composer_fsdp2.config.value_types import count, is_string, mapping
+
+__all__ = ["STYLES", "TENSOR_PARALLEL", "TensorSpec", "check_tensor_parallel_together"]
+
+STYLES = ("colwise", "colwise_rep", "rowwise", "whole")
+"""how a layer of a `layer_plan` is divided"""
+
+_NAMES_OF_DEGREE = ("degree", "tensor_parallel_degree")
+
+
+def _is_plan(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
+
+
+def _parse_plan(_key: str, raw: Any, _errors: list[str]) -> Any:
+    if raw is None:
+        return ()
+    return tuple(raw.items()) if isinstance(raw, Mapping) else raw
+
+
+def _check_plan(key: str, plan: tuple[tuple[Any, Any], ...], errors: list[str]) -> None:
+    for pattern, style in plan:
+        if not is_string(pattern):
+            errors.append(invalid_value(key, pattern, "names of modules, or globs"))
+        if not isinstance(style, str) or style not in STYLES:
+            shown = ascii_repr(style) if isinstance(style, str) else type(style).__name__
+            errors.append(
+                f"{key}: {ascii_repr(pattern)}: {shown} is invalid. Expected "
+                f"{one_of(STYLES)}. It must be known how outputs and gradients add up."
+            )
+
+
+_PLAN = ValueType(
+    expected="a mapping of module names to styles",
+    accepts=_is_plan,
+    parse=_parse_plan,
+    check_inside=_check_plan,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """How many ranks divide each layer, and which layers."""
+
+    degree: int = setting(1, count("ranks"), "ranks that divide a layer; 1 is none")
+    layer_plan: tuple[tuple[str, str], ...] = setting(
+        (),
+        _PLAN,
+        "names or globs of layers, and `colwise`, `rowwise`, `colwise_rep` (the ranks exchange the "
+        "output) or `whole`; goes before the plan that the model has or that is known for it",
+    )
+
+
+def _with_composers_names(_key: str, raw: Any, _errors: list[str]) -> Any:
+    """A number is the degree; `tensor_parallel_degree` is what Composer calls it."""
+    if isinstance(raw, int) and not isinstance(raw, bool):
+        return {"degree": raw}
+    if not isinstance(raw, Mapping):
+        return raw
+    return {"degree" if key in _NAMES_OF_DEGREE else key: value for key, value in raw.items()}
+
+
+TENSOR_PARALLEL = mapping(
+    TensorSpec,
+    expected="null, a number or a mapping",
+    others=lambda value: value is None,
+    parse=_with_composers_names,
+    example="tensor_parallel: {degree: 2}",
+)
+
+_UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "activation_cpu_offload": (bool, "what is offloaded belongs to divided layers"),
+    "async_save": (bool, "parts are copied while layers go on"),
+    "chunked_loss": (bool, "its head may be divided"),
+    "communication": (lambda given: given != Communication(), "buffers are those of whole layers"),
+    "compile": (bool, "a graph would have to exchange parts of layers"),
+    "cpu_offload": (bool, "divided layers exchange on the device"),
+    "data_parallel_replicate_degree": (bool, "copies would need a third axis"),
+    "fp8": (bool, "its scales would be those of one rank's part"),
+    "ignored_params": (bool, "nobody would average their gradients"),
+    "keep_fp32": (bool, "divided layers around it compute in another precision"),
+    "load_monolith_rank0_only": (bool, "rank 0 has parts of the weights alone"),
+    "load_planner": (bool, "it may not know parts of parts"),
+    "local_step": (lambda given: given is False, "torch steps no parameters of several meshes"),
+    "optimizer_state": (
+        lambda given: given != OptimizerState(),
+        "blocks of 8 bits would end where layers are divided",
+    ),
+    "pretrained_weights": (bool, "they are read as shards over one axis"),
+    "save_planner": (bool, "it may not know parts of parts"),
+    "tiled_mlp": (bool, "each tile would exchange its parts"),
+    "unused_parameters": (lambda given: given not in ("auto", False), "it fills in whole zeros"),
+}
+"""Settings that have not been tried with tensor parallelism: which values, and what may go wrong"""
+
+
+def check_tensor_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses what has not been tried with it; see `_UNTRIED`."""
+    spec = values["tensor_parallel"]
+    if spec is None or spec.degree == 1:
+        return
+    for name, (is_untried, why) in _UNTRIED.items():
+        if is_untried(values[name]):
+            errors.append(
+                f"'{name}' is set beside 'tensor_parallel', which has not been tried: {why}. "
+                "The run might train another model. Leave one of them out."
+            )

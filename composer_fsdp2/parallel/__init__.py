@@ -1,0 +1,1 @@
+"""Dividing layers between ranks before FSDP2 shards them: tensor parallelism."""

@@ -1,0 +1,174 @@
+"""Dividing layers between the ranks of a tensor group, in place.
+
+[Note: what adds up] The ranks of a group read the same batch. A layer divided by columns gets the
+whole input and gives a part of the output, one divided by rows gets that part and gives a term of
+the whole output, which the ranks add up. DTensors do the same to gradients. All else is computed by
+every rank of the group alike, from equal inputs: its gradients are equal but for rounding of
+kernels that add up in any order, and are averaged over the group so that weights stay the same.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from composer_fsdp2.parallel.cuts import Cut, is_conv1d
+from composer_fsdp2.parallel.layers import LayerPlan
+from composer_fsdp2.parallel.row_order import RowOrder, part_of, show_usual_order
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
+from composer_fsdp2.ranks import broadcast_from_rank0, is_fake
+from composer_fsdp2.shard.torch_private.tensors import copy_hooks
+
+__all__ = ["divide_layers"]
+
+
+def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
+    """Divides the layers of a plan, with rank 0's weights; see [Note: what adds up].
+
+    Collective: yes, over the default group. Ties stay: a tied parameter is divided once.
+
+    Args:
+        tree: the model. Its references to parameters are those of after.
+        plan: of this model.
+        mesh: the tensor axis of the run's mesh.
+    """
+    modules = dict(tree.modules())
+    same = canonical_param_ids(tree.params)
+    places: dict[int, list[ParamRef]] = {}
+    for ref in tree.params:
+        places.setdefault(same[id(ref.param)], []).append(ref)
+    done: set[int] = set()
+    for name, cut in plan.cuts.items():
+        module = modules[name]
+        orders: dict[str, RowOrder] = {}
+        for attribute, param in list(module._parameters.items()):
+            if param is None or id(param) in done:
+                continue
+            order = _order(cut, param, module, plan.degree)
+            new = _divided(param, _placement(cut, attribute, module), mesh, order)
+            if order is not None:
+                orders[attribute] = order
+            _exchange(tree, places[same[id(param)]], new)
+            done.add(id(new))
+        if orders:
+            show_usual_order(module, orders)
+        _install(module, cut, mesh)
+    for name, counts in plan.counts.items():
+        _divide_counts(modules[name], counts, plan.degree)
+    for group in places.values():
+        if id(group[0].param) not in done and group[0].param.requires_grad:
+            group[0].param.register_post_accumulate_grad_hook(_averaging(mesh.get_group()))
+
+
+def _placement(cut: Cut, attribute: str, module: nn.Module) -> Placement:
+    if cut.kind == "norm" or (cut.kind == "rows" and attribute == "bias"):
+        return Replicate()
+    if cut.kind == "embedding" or attribute == "bias":
+        return Shard(0)
+    output, inside = (1, 0) if is_conv1d(module) else (0, 1)
+    return Shard(output if cut.kind == "columns" else inside)
+
+
+def _order(cut: Cut, param: nn.Parameter, module: nn.Module, degree: int) -> RowOrder | None:
+    if len(cut.blocks) < 2:
+        return None
+    dim = 1 if is_conv1d(module) and param.ndim > 1 else 0
+    return RowOrder(cut.blocks, degree, dim)
+
+
+@torch.no_grad()
+def _divided(
+    param: nn.Parameter, placement: Placement, mesh: DeviceMesh, order: RowOrder | None
+) -> nn.Parameter:
+    """This rank's part of a parameter as rank 0 has it."""
+    device = torch.device(mesh.device_type)
+    if mesh.device_type != "cpu":
+        device = torch.device(
+            mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+        )
+    pretends = is_fake()
+    where = param.device if pretends else device
+    whole = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)
+    if not pretends:
+        broadcast_from_rank0(whole, device)
+    whole = whole if order is None else order.to_ranks(whole)
+    part = part_of(whole, mesh, [placement])
+    new = nn.Parameter(part, requires_grad=param.requires_grad)
+    vars(new).update(vars(param))
+    copy_hooks(param, new)
+    if order is not None:
+        order.note(new)
+    return new
+
+
+def _exchange(tree: ModuleTree, refs: list[ParamRef], new: nn.Parameter) -> None:
+    for ref in refs:
+        module = tree.paths[ref.path_index].module
+        module._parameters[ref.name.rpartition(".")[2]] = new
+        ref.param = new
+
+
+def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
+    """Changes what a forward splits by. A configuration is shared, so the module gets its own."""
+    for path, count in counts.items():
+        holder, _, name = path.rpartition(".")
+        if holder:
+            setattr(module, holder, copy.copy(getattr(module, holder)))
+            setattr(getattr(module, holder), name, count // degree)
+        else:
+            setattr(module, name, count // degree)
+
+
+# --- What goes in and comes out ---
+
+
+def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
+    enters = {
+        "columns": Replicate(),
+        "rows": Shard(-1),
+        "embedding": Replicate(),
+        # Which dimension does not matter: a norm treats all but the last one alike.
+        "norm": Shard(0),
+    }[cut.kind]
+    whole = cut.gathers or cut.kind in ("rows", "embedding")
+    leaves = Replicate() if whole else Shard(0) if cut.kind == "norm" else Shard(-1)
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
+            return args
+        first = args[0]
+        placement = Shard(first.ndim - 1) if enters == Shard(-1) else enters
+        return (DTensor.from_local(first, mesh, [placement], run_check=False), *args[1:])
+
+    def leave(_: nn.Module, _args: Any, output: Any) -> Any:
+        if not isinstance(output, DTensor):
+            return output
+        placement = Shard(output.ndim - 1) if leaves == Shard(-1) else leaves
+        if output.placements != (placement,):
+            output = output.redistribute(placements=[placement])
+        return output.to_local()
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+def _averaging(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:
+    """A hook that averages a gradient over a group, after FSDP2 has reduced it."""
+
+    def average(param: torch.Tensor) -> None:
+        if param.grad is None:
+            return
+        grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+        if grad.numel():
+            dist.all_reduce(grad, group=group)
+            grad.div_(group.size())
+
+    return average

@@ -1,0 +1,114 @@
+"""Same batch and same random numbers on all ranks of a tensor group.
+
+[Note: one stream] Ranks of a group compute the same outside of divided layers, so dropout there
+must draw the same numbers on all of them. Each of them takes the random state of the first one
+before the first step. Composer gives every rank a seed of its own, and gives back the states of a
+checkpoint by rank, so this happens again in each `fit`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
+from composer_fsdp2.shard.torch_private.tensors import tree_leaves
+
+__all__ = ["TensorGroup", "tensor_group_of"]
+
+_GROUP = "_fsdp2_tensor_group"
+"""attribute of a model, for `tensor_group_of`"""
+
+
+class TensorGroup:
+    """Compares the first batch of a group, in training and in evaluation; see [Note: one stream].
+
+    Collective: yes, over the default group, in the first forward after `begin`.
+    """
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self._checked: set[bool] = set()
+        self._model = model
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        setattr(model, _GROUP, self)
+
+    @property
+    def size(self) -> int:
+        """Ranks that read the same batch."""
+        return self.group.size()
+
+    def begin(self) -> None:
+        """Looks again: data and random states may be others from here on. Collective: no."""
+        self._checked.clear()
+
+    def _before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> None:
+        if module.training in self._checked or is_fake():
+            return
+        self._checked.add(module.training)
+        first = dist.get_global_rank(self.group, 0)
+        facts = {"~group": first, "~batch": _digest((args, kwargs))}
+        everyone = raise_on_all_ranks(facts)
+        of_group: dict[int, str] = {}
+        for rank, fact in enumerate(everyone):
+            known = of_group.setdefault(fact["~group"], fact["~batch"])
+            if known != fact["~batch"]:
+                raise PlanError(_different(fact["~group"], rank, self.size))
+        if module.training:
+            self._share_random_state(first)
+
+    def _share_random_state(self, first: int) -> None:
+        device = next(self._model.parameters()).device
+        state = torch.get_rng_state().to(device)
+        dist.broadcast(state, src=first, group=self.group)
+        torch.set_rng_state(state.cpu())
+        if device.type != "cpu":
+            module: Any = torch.get_device_module(device)
+            state = module.get_rng_state(device).to(device)
+            dist.broadcast(state, src=first, group=self.group)
+            module.set_rng_state(state.cpu(), device)
+
+
+def tensor_group_of(model: nn.Module) -> TensorGroup | None:
+    """Returns the tensor group of a model, `None` where its layers are not divided."""
+    return getattr(model, _GROUP, None)
+
+
+def _different(first: int, rank: int, size: int) -> str:
+    return (
+        f"Ranks {first} and {rank} are in one group of tensor parallelism and read different "
+        "batches. They would add up parts of different samples. Give all "
+        f"{size} ranks of a group the same data: "
+        f"`dist.get_sampler(dataset, num_replicas=dist.get_world_size() // {size}, "
+        f"rank=dist.get_global_rank() // {size})`, or `replication: {size}` of a streaming dataset."
+    )
+
+
+def _digest(inputs: Any) -> str:
+    found = hashlib.sha256()
+    for leaf in _leaves(inputs):
+        if isinstance(leaf, torch.Tensor):
+            data = leaf.detach().cpu().contiguous()
+            found.update(f"{tuple(data.shape)} {data.dtype}".encode())
+            if data.numel():
+                found.update(data.flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, int | float | str | bool):
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def _leaves(inputs: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(inputs):
+        # Batches of transformers are mappings that torch does not look into.
+        if isinstance(leaf, Mapping) and leaf:
+            yield from _leaves(dict(leaf))
+        else:
+            yield leaf

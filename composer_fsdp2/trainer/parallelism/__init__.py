@@ -1,0 +1,1 @@
+"""Tensor parallelism in Composer's Trainer."""

@@ -1,0 +1,133 @@
+"""Refuses by name, before a run starts, parts of it not tried with tensor parallelism."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.optim.elementwise import is_known
+from composer_fsdp2.trainer.parallelism.tensor_groups import degree_of
+
+__all__ = ["check_items", "check_known", "check_scale", "refuse_later_optimizers", "tried"]
+
+_COMPOSERS = ("composer.", "llmfoundry.")
+_TRIED = frozenset(
+    {
+        "CheckpointSaver",
+        "EarlyStopper",
+        "EnvironmentLoggingCallback",
+        "FreeOutputs",
+        "GradientClipping",
+        "LRMonitor",
+        "MemoryMonitor",
+        "MemorySnapshot",
+        "NaNMonitor",
+        "OOMObserver",
+        "RunTimeoutCallback",
+        "RuntimeEstimator",
+        "ScheduledGarbageCollector",
+        "SpeedMonitor",
+        "SystemMetricsMonitor",
+        "ThresholdStopper",
+    }
+)
+"""Callbacks and algorithms of Composer and LLM Foundry that read no weights, or only add up what
+`optim.norms` knows to be divided."""
+
+
+def tried() -> list[str]:
+    """Returns the names of callbacks and algorithms that go with tensor parallelism."""
+    return sorted(_TRIED)
+
+
+def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: Any) -> None:
+    """Refuses callbacks, algorithms and microbatches. Collective: no.
+
+    Raises:
+        ConfigError: naming the first one that has not been tried.
+    """
+    if degree_of(settings) == 1:
+        return
+    for item in items:
+        kind = type(item)
+        foreign = isinstance(item, torch.optim.Optimizer) or not kind.__module__.startswith(
+            _COMPOSERS
+        )
+        adaptive = getattr(item, "clipping_type", "norm") == "adaptive"
+        if not foreign and (kind.__name__ not in _TRIED or adaptive):
+            raise ConfigError(
+                f"{kind.__name__} and tensor parallelism are both asked for. It reads or changes "
+                "weights, of which a rank has a part in an order of its own. Leave it out, or take "
+                f"'tp' out of parallelism_config. These go with it: {', '.join(tried())}."
+            )
+    if microbatch_size == "auto":
+        raise ConfigError(
+            "device_train_microbatch_size is auto, and tensor parallelism is asked for. A rank "
+            "that runs out of memory inside a divided layer would leave its group waiting. Write "
+            "a number of samples."
+        )
+
+
+def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) -> None:
+    """Refuses optimizers that look across elements. Collective: no.
+
+    Raises:
+        PlanError: for such an optimizer.
+    """
+    if degree_of(settings) > 1 and optimizer is not None and not is_known(optimizer):
+        raise PlanError(
+            f"{type(optimizer).__name__} and tensor parallelism are both asked for. It is not "
+            "known to compute each element by itself, and a rank has a part of a matrix, in an "
+            "order of its own. Use AdamW, Lion, SGD or another optimizer that steps element by "
+            "element."
+        )
+
+
+def check_scale(settings: FSDP2Config, compute: torch.dtype) -> torch.dtype:
+    """Refuses scaled gradients; returns the dtype of another run. Collective: no.
+
+    Raises:
+        ConfigError: for amp_fp16.
+    """
+    if degree_of(settings) > 1 and compute == torch.float16:
+        raise ConfigError(
+            "The precision is amp_fp16, and tensor parallelism is asked for. The ranks of a group "
+            "would have to agree on the scale of gradients, which has not been tried. Write "
+            "amp_bf16."
+        )
+    return compute
+
+
+def refuse_later_optimizers(
+    model: nn.Module, settings: FSDP2Config, optimizer: torch.optim.Optimizer | None
+) -> None:
+    """Refuses the step of an optimizer that `prepare_fully_shard` was not given. Collective: no.
+
+    Its checkpoints would hold fused projections in the order of the ranks.
+    """
+    if degree_of(settings) == 1:
+        return
+    known = weakref.WeakSet(() if optimizer is None else (optimizer,))
+    held = weakref.ref(model)
+
+    def check(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        if stepped in known or (sharded := held()) is None:
+            return
+        ours = {id(param) for param in sharded.parameters()}
+        if any(id(param) in ours for group in stepped.param_groups for param in group["params"]):
+            raise PlanError(
+                f"{type(stepped).__name__} was built after the model was prepared with tensor "
+                "parallelism. Its checkpoints would hold fused weights in another order. Give it "
+                "to prepare_fully_shard, or to the Trainer."
+            )
+        known.add(stepped)
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(model, handle.remove)

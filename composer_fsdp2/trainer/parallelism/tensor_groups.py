@@ -1,0 +1,193 @@
+"""Tensor parallelism in Composer's Trainer: its mesh, its data, and what it counts.
+
+[Note: same data] Ranks of a tensor group compute one batch together. Composer takes every rank for
+one with data of its own: its mesh has no place for them, `dist.get_sampler` deals samples to all
+ranks, and samples and tokens are summed over all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from composer.core import DataSpec, Evaluator
+from composer.core.state import State
+from composer.utils import ParallelismType, dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
+
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.parallel.tensor_group import tensor_group_of
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
+from composer_fsdp2.plan.module_tree import attribute_of
+from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
+
+__all__ = [
+    "begin_fit",
+    "check_evaluation",
+    "count_flops_once",
+    "counted_once",
+    "create_mesh",
+    "deal_to_groups",
+    "degree_of",
+    "root_mesh_of",
+]
+
+_ROOT = "_fsdp2_root_mesh"
+"""attribute of a config, for `root_mesh_of`"""
+
+
+def degree_of(config: Any) -> int:
+    """Returns how many ranks divide a layer, 1 where none do."""
+    settings = config.settings if isinstance(config, TrainerFSDP2Config) else config
+    spec = settings.tensor_parallel if isinstance(settings, FSDP2Config) else None
+    return 1 if spec is None else spec.degree
+
+
+def root_mesh_of(config: Any) -> DeviceMesh | None:
+    """Returns the mesh of a run with tensor parallelism, `None` for another run."""
+    return getattr(config, _ROOT, None)
+
+
+def create_mesh(
+    original: Callable[..., Any], device: Any, fsdp_config: Any, tp_config: Any
+) -> DeviceMesh | None:
+    """Replaces Composer's `_create_device_mesh`. Collective: yes."""
+    if degree_of(fsdp_config) == 1:
+        return original(device, fsdp_config, tp_config)
+    shape = MeshShape.resolve(fsdp_config.settings, dist.get_world_size())
+    device_type = "cuda" if device.name == "gpu" else device.name
+    names = (ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS)
+    root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
+    setattr(fsdp_config, _ROOT, root)
+    return root
+
+
+def count_flops_once(model: nn.Module) -> None:
+    """Has a model count the operations of a batch once for each group. Collective: no.
+
+    SpeedMonitor adds up what every rank counts for its batch, and divides by the ranks.
+    """
+    group, counted = tensor_group_of(model), attribute_of(model, "flops_per_batch")
+    if group is not None and callable(counted):
+        setattr(model, "flops_per_batch", functools.partial(_share, counted, group.size))  # noqa: B010
+
+
+def _share(counted: Callable[..., Any], size: int, batch: Any) -> float:
+    return counted(batch) / size
+
+
+# --- Data ---
+
+
+def deal_to_groups(arguments: Mapping[str, Any]) -> None:
+    """Has the samplers that Composer made for single ranks deal to tensor groups instead.
+
+    Collective: no. Samplers of another kind stay; what ranks read is compared in the first step.
+
+    Args:
+        arguments: of a Trainer, as they are given.
+    """
+    config = arguments.get("parallelism_config")
+    if not _mentions_groups(config):
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the Trainer parses it again, and warns then
+        parsed = parse_parallelism_config(config)
+    degree = 1 if parsed is None else degree_of(parsed.fsdp2)
+    if degree == 1:
+        return
+    for key in ("train_dataloader", "eval_dataloader"):
+        given = arguments.get(key)
+        for loader in given if isinstance(given, list | tuple) else (given,):
+            sampler = _sampler_of(loader)
+            if sampler is not None:
+                _deal(sampler, degree)
+
+
+def _mentions_groups(config: Any) -> bool:
+    """Whether a run may have tensor parallelism."""
+    if not isinstance(config, Mapping):
+        config = {"fsdp2": config.fsdp2, "tp": config.tp}
+    settings = config.get("fsdp2", config.get("fsdp"))
+    inside = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
+    return bool(config.get("tp") or inside.get("tensor_parallel"))
+
+
+def check_evaluation(model: nn.Module, evaluator: Evaluator) -> None:
+    """Refuses data that a sampler repeats to deal it evenly, and `auto`. Collective: no.
+
+    Composer takes what was repeated off the last ranks of all, in their last batch, so that ranks
+    of a group would evaluate different ones.
+
+    Raises:
+        ConfigError: the same on every rank.
+    """
+    group, loader = tensor_group_of(model), _loader_of(evaluator)
+    sampler = None if loader is None else loader.sampler
+    if group is not None and evaluator.auto_microbatching:
+        raise ConfigError(
+            f"device_eval_microbatch_size of '{evaluator.label}' is auto, and tensor parallelism "
+            "is asked for. A rank that runs out of memory inside a divided layer would leave its "
+            "group waiting. Write a number of samples."
+        )
+    if group is None or loader is None or loader.drop_last:
+        return
+    if not isinstance(sampler, DistributedSampler):
+        return
+    data: Any = sampler.dataset
+    if sampler.total_size > len(data):
+        raise ConfigError(
+            f"'{evaluator.label}' evaluates {len(data)} samples, which "
+            f"{sampler.num_replicas} groups of tensor parallelism cannot share evenly. Composer "
+            "would take the repeated ones off single ranks of a group, whose batches would differ. "
+            f"Give a multiple of {sampler.num_replicas} samples, or drop_last=True to the "
+            "DataLoader and the sampler."
+        )
+
+
+def _loader_of(loader: Any) -> DataLoader[Any] | None:
+    while isinstance(loader, Evaluator | DataSpec):
+        loader = loader.dataloader
+    return loader if isinstance(loader, DataLoader) else None
+
+
+def _sampler_of(given: Any) -> DistributedSampler[Any] | None:
+    loader = _loader_of(given)
+    sampler = None if loader is None else loader.sampler
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    dealt = (sampler.num_replicas, sampler.rank)
+    return sampler if dealt == (dist.get_world_size(), dist.get_global_rank()) else None
+
+
+def _deal(sampler: DistributedSampler[Any], degree: int) -> None:
+    other = DistributedSampler(
+        sampler.dataset,
+        num_replicas=dist.get_world_size() // degree,
+        rank=dist.get_global_rank() // degree,
+        drop_last=sampler.drop_last,
+    )
+    for name in ("num_replicas", "rank", "num_samples", "total_size"):
+        setattr(sampler, name, getattr(other, name))
+
+
+def begin_fit(state: State) -> None:
+    """Has groups compare their batches and share their random states again. Collective: no."""
+    group = tensor_group_of(state.model)
+    if group is not None:
+        group.begin()
+
+
+def counted_once(
+    original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
+    """Replaces `Trainer._accumulate_time_across_ranks`. Collective: yes."""
+    samples, tokens, *others = original(trainer, *args, **kwargs)
+    group = tensor_group_of(trainer.state.model)
+    size = 1 if group is None else group.size
+    return (samples // size, tokens // size, *others)

@@ -1,0 +1,115 @@
+"""A checkpoint of tensor parallelism resumes in any layout, and those of others in it."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from composer_fsdp2 import install
+from tests.dist.test_tensor_trainer import SIZE, STEPS, adamw, built, samples
+from tests.support.parity import full
+from tests.support.training import trainer_for
+
+LAYOUTS: dict[str, tuple[int, int]] = {
+    "TP 2 x FSDP 2": (4, 2),
+    "FSDP 4": (4, 1),
+    "TP 4": (4, 4),
+    "FSDP 2": (2, 1),
+    "TP 2": (2, 2),
+    "FSDP 3": (3, 1),
+    "one process": (1, 1),
+}
+"""world size and degree"""
+FIRST, LAST = "TP 2 x FSDP 2", STEPS
+ORDERED = [(FIRST, other) for other in LAYOUTS] + [(other, FIRST) for other in LAYOUTS]
+ORDERED += [("TP 4", "FSDP 3"), ("FSDP 3", "TP 4"), ("TP 4", "TP 2"), ("one process", "TP 4")]
+
+
+def run(layout: str, kind: str, state: str, until: int, folder: Path, load: Path | None) -> None:
+    """Trains in a layout from a checkpoint, and keeps what it has at the end."""
+    world_size, degree = LAYOUTS[layout]
+    install()
+    model = built(kind)
+    fsdp2 = {"state_dict_type": state, "sharded_ckpt_prefix_dir": "last"}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r".* is not in the state_dict")
+        warnings.filterwarnings("ignore", message="The current world size")  # of random states
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        trainer = trainer_for(
+            model,
+            adamw(model),
+            samples(),
+            batch=max(SIZE * degree // world_size, 1),
+            parallelism_config={"fsdp2": fsdp2, "tp": {"degree": degree} if degree > 1 else None},
+            max_duration=f"{until}ba",
+            save_folder=None if load else str(folder / "saved"),
+            save_filename="last.pt",
+            save_interval="100ba",
+            load_path=str(load) if load else None,
+        )
+        if not load:
+            trainer.fit()
+            trainer.save_checkpoint(str(folder / "saved" / "whole.pt"))
+        found = kept(trainer)
+        trainer.close()
+    if dist.get_rank() == 0:
+        torch.save(found, folder / "kept.pt")
+
+
+def kept(trainer: Any) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state as whole tensors, by name. Collective: yes."""
+    model, optimizer = trainer.state.model, trainer.state.optimizers[0]
+    found = {name: full(value).clone() for name, value in model.state_dict().items()}
+    names = {id(param): name for name, param in model.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, state in optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                found[f"{names[id(params[number])]} {key}"] = full(value).clone()
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes the checkpoint of a layout, once."""
+    from tests.conftest import POOLS
+
+    pools, done = request.config.stash[POOLS], dict[tuple[str, str, str], Path]()
+
+    def save(layout: str, kind: str, state: str) -> Path:
+        key = (layout, kind, state)
+        if key not in done:
+            done[key] = tmp_path_factory.mktemp("layout")
+            pools.get(LAYOUTS[layout][0]).run(partial(run, *key, 2, done[key], None))
+        return done[key]
+
+    return save
+
+
+@pytest.mark.parametrize("state", ["sharded", "full"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("before", "after"), ORDERED, ids=[f"{a} to {b}" for a, b in ORDERED])
+def test_resumes_without_a_difference(
+    before: str,
+    after: str,
+    kind: str,
+    state: str,
+    saved: Any,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+):
+    from tests.conftest import POOLS
+
+    folder = saved(before, kind, state)
+    path = next((folder / "saved").glob("*"))
+    pool = request.config.stash[POOLS].get(LAYOUTS[after][0])
+    pool.run(partial(run, after, kind, state, 2, tmp_path, path))
+    expected, got = (torch.load(where / "kept.pt") for where in (folder, tmp_path))
+    assert expected.keys() == got.keys()
+    assert {n: d for n, v in expected.items() if (d := (v - got[n]).abs().max().item())} == {}
