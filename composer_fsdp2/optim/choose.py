@@ -15,11 +15,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composer_fsdp2.optim.elementwise import (
     check_local_step,
     is_known,
+    methods_for,
     packing_for,
-    steps_alike,
 )
 from composer_fsdp2.optim.local_step import LocalStep
 from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.trial import try_local_step
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.agreement import agreement_of
 
 __all__ = ["apply_local_step"]
@@ -41,9 +43,12 @@ def apply_local_step(
     later is looked at in its first step, and tried there is none: what is not known steps DTensors.
 
     Raises:
-        PlanError: `local_step: true` and an optimizer that looks across elements.
+        PlanError: `local_step: true` and an optimizer that looks across elements; or one that can
+            step neither DTensors nor local shards, which a trial shows.
     """
     if setting is False:
+        if optimizer is not None and not isinstance(optimizer, Muon) and not is_known(optimizer):
+            _tried_on_all_ranks(optimizer, device)  # on DTensors it may fail, too
         return
     if optimizer is not None:
         _apply(optimizer, setting, lambda: _tried_on_all_ranks(optimizer, device))
@@ -53,7 +58,12 @@ def apply_local_step(
 
 
 def _tried_on_all_ranks(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    return not agreement_of(device).any_rank(not steps_alike(optimizer))
+    """Whether local shards will do. Collective: yes. Raises what no rank can step."""
+    trial = try_local_step(optimizer)
+    if not agreement_of(device).any_rank(not trial.alike):
+        return True
+    raise_on_all_ranks({}, trial.refusal)
+    return False
 
 
 def _apply(
@@ -69,7 +79,7 @@ def _apply(
             type(optimizer).__name__,
         )
         return None
-    return LocalStep(optimizer, packing_for(optimizer))
+    return LocalStep(optimizer, packing_for(optimizer), methods_for(optimizer))
 
 
 class _Later:

@@ -384,6 +384,49 @@ def test_a_frozen_parameter_that_is_thawed_is_stepped():
     assert_same(*pairs)
 
 
+CHANGED: dict[str, Make] = {
+    **OPTIMIZERS,
+    "sgd without": lambda p: optim.SGD(p, lr=1e-2, momentum=0.0, foreach=False),
+    "decoupled adamw plain": lambda p: DecoupledAdamW(p, lr=1e-2),
+}
+
+
+def _turn_on(optimizer: optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.update({"momentum": 0.9} if "momentum" in group else {"amsgrad": True})
+        for param in group["params"] if "amsgrad" in group else ():
+            if param in optimizer.state:
+                optimizer.state[param]["max_exp_avg_sq"] = torch.ones_like(param)
+
+
+def _exchange_state(optimizer: optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                state[key] = value.detach().clone() * 2
+
+
+def _freeze(optimizer: optim.Optimizer) -> None:
+    param = optimizer.param_groups[0]["params"][4]
+    param.requires_grad_(False)
+    param.grad = None
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("change", [_turn_on, _exchange_state, _freeze])
+@pytest.mark.parametrize(
+    "name", ["sgd without", "adamw fused", "adamw foreach", "decoupled adamw plain"]
+)
+def test_changes_between_steps_are_seen(name: str, change: Callable[[Any], None]):
+    """Of settings, state and what is trained, after steps in which nothing had changed."""
+    pairs = [prepared(CHANGED[name], local_step=how) for how in ("auto", False)]
+    for model, optimizer in pairs:
+        train(model, optimizer, [3, 6, 9, 12])
+        change(optimizer)
+        train(model, optimizer, [15, 18, 21])
+    assert_same(*pairs)
+
+
 def muon(params: Any) -> optim.Optimizer:
     return Muon(params, adamw="*")
 
