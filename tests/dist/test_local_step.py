@@ -217,6 +217,78 @@ def test_one_that_looks_across_elements_is_refused_if_asked_for():
         prepared(Lamb, local_step=True)
 
 
+class Mixes(OwnSign):
+    """Element by element, with a plain tensor of its own, which torch refuses beside DTensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.addcmul_(param.grad, torch.full([1], -group["lr"]))
+
+
+class WhitensRows(OwnSign):
+    """As Shampoo does: a product of the matrix with itself, in a plain tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    flat = param.grad.reshape(len(param), -1)
+                    left = flat @ flat.T + torch.eye(len(flat))
+                    param.sub_(torch.linalg.solve(left, flat).view_as(param), alpha=group["lr"])
+
+
+def adafactor(params: Any) -> optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params)  # without a rate, which it finds itself
+
+
+REFUSED: dict[str, Make] = {
+    "whitens": WhitensRows,
+    "adafactor": adafactor,
+    "adafactor with rate": lambda p: type(adafactor([nn.Parameter(torch.ones(1))]))(
+        p, lr=0.1, relative_step=False, beta1=0.9
+    ),
+}
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("how", ["auto", False])
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_that_can_step_neither_is_refused_on_every_rank(name: str, how: Any):
+    with pytest.raises(PlanError, match=r"cannot step sharded parameters.* AdamW") as caught:
+        prepared(REFUSED[name], local_step=how)
+    said = [""] * 3
+    torch.distributed.all_gather_object(said, str(caught.value))
+    assert len(set(said)) == 1
+
+
+@pytest.mark.world_size(2)
+def test_one_that_fails_on_dtensors_steps_local_shards_if_it_may():
+    sharded = prepared(Mixes)
+    whole = make_model()
+    plain = whole, Mixes([p for p in whole.parameters() if p.requires_grad])
+    for pair in (sharded, plain):
+        train(*pair, range(3))
+    for p, q in zip(sharded[0].parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+@pytest.mark.world_size(2)
+def test_one_that_takes_norms_has_them_of_the_whole():
+    sharded = prepared(Lamb)
+    whole = make_model()
+    plain = whole, Lamb([p for p in whole.parameters() if p.requires_grad])
+    for pair in (sharded, plain):
+        train(*pair, range(3))
+    for p, q in zip(sharded[0].parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
 @pytest.mark.world_size(2)
 def test_hooks_schedulers_and_state_see_dtensors():
     model = make_model()
