@@ -12,8 +12,9 @@ raises leaves nothing half exchanged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -136,12 +137,19 @@ class LocalStep:
 
     def _has_same_state(self, state: Mapping[Any, Any]) -> bool:
         """Whether the state holds the objects of the last time. See [Note: read at once]."""
+        dicts, (before, values) = list(state.values()), self._held_state
         try:
-            now = list(state.values()), list(chain.from_iterable(map(dict.values, state.values())))
+            same = are_same(dicts, before) and sum(map(len, dicts)) == len(values)
+            if same and all(map(is_, _values(dicts), values)):
+                return True
+            self._held_state = dicts, list(_values(dicts))
         except TypeError:  # facts of all parameters under a word
-            return False
-        before, self._held_state = self._held_state, now
-        return are_same(now[0], before[0]) and are_same(now[1], before[1])
+            self._held_state = [], []
+        return False
+
+
+def _values(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
 
 
 class _Contents:

@@ -7,6 +7,7 @@ import datetime
 import functools
 import importlib
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
@@ -269,7 +270,8 @@ def compile_within(budget: float, backend: str, mode: str | None, graph: Any, in
 
 def is_compiled(model: object) -> bool:
     """Whether it is what `torch.compile` returned for a module."""
-    return isinstance(model, importlib.import_module("torch._dynamo").OptimizedModule)
+    compiler = sys.modules.get("torch._dynamo")  # nothing is compiled before it is imported
+    return compiler is not None and isinstance(model, compiler.OptimizedModule)
 
 
 def compiled_call(module: nn.Module) -> object:
