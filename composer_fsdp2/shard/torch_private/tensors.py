@@ -126,10 +126,10 @@ def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         target.copy_(source)
 
 
-def norms_of(tensors: Sequence[torch.Tensor], order: float) -> Sequence[torch.Tensor] | None:
+def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor] | None:
     """Returns the norm of each tensor, at once; nothing where torch cannot."""
     together = getattr(torch, "_foreach_norm", None)
-    return None if together is None else together(list(tensors), order)
+    return None if together is None else list(together(list(tensors), order))
 
 
 def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
