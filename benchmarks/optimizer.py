@@ -245,20 +245,13 @@ class Gradients:
 
     def give(self, params: Params) -> None:
         for param, value in zip(params, self.values, strict=True):
-            param.grad = self._like(param, value.clone())
+            new = value.clone()
+            param.grad = _like(param, new) if isinstance(param, DTensor) else new
 
-    @staticmethod
-    def _like(param: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        if not isinstance(param, DTensor):
-            return value
-        return DTensor.from_local(
-            value,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+
+def _like(param: DTensor, value: torch.Tensor) -> torch.Tensor:
+    """A gradient as FSDP2 makes it: with the layout of its parameter, and not one that is equal."""
+    return DTensor(value, param._spec, requires_grad=False)
 
 
 # --- measuring ---

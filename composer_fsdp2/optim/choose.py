@@ -18,14 +18,16 @@ from composer_fsdp2.optim.elementwise import (
     check_local_step,
     class_step,
     is_known,
+    methods_for,
     packing_for,
-    steps_alike,
 )
 from composer_fsdp2.optim.local_step import LocalStep
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.state_check import check_optimizer_state, refuse_unknown, warn_if_idle
 from composer_fsdp2.optim.state_kept import Policy
 from composer_fsdp2.optim.state_step import KeptSteps
+from composer_fsdp2.optim.trial import try_local_step
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.agreement import agreement_of
 
 __all__ = ["apply_local_step"]
@@ -63,24 +65,35 @@ def apply_local_step(
     With `state`, it keeps its state in that form.
 
     Raises:
-        PlanError: `local_step: true` and an optimizer that looks across elements; `state` and one
-            that is not known to step parameters one by one, or has no state.
+        PlanError: `local_step: true` and an optimizer that looks across elements; one that can
+            step neither DTensors nor local shards, which a trial shows; `state` and one that is
+            not known to step parameters one by one, or has no state.
     """
     if setting is False:
+        if optimizer is not None and not isinstance(optimizer, Muon) and not is_known(optimizer):
+            _tried_on_all_ranks(optimizer, device)  # on DTensors it may fail, too
         return
     wanted = Wanted(setting, state or OptimizerState())
     if optimizer is not None:
-        _apply(optimizer, wanted, lambda parts: _tried_on_all_ranks(optimizer, device, parts))
+        _apply(
+            optimizer,
+            wanted,
+            lambda parts: _tried_on_all_ranks(optimizer, device, one_by_one=parts),
+        )
     watched = _Later(model, wanted, optimizer)
     handle = register_optimizer_step_pre_hook(watched)
     weakref.finalize(model, handle.remove)
 
 
 def _tried_on_all_ranks(
-    optimizer: torch.optim.Optimizer, device: torch.device, one_by_one: bool
+    optimizer: torch.optim.Optimizer, device: torch.device, *, one_by_one: bool = False
 ) -> bool:
-    alike = steps_alike(optimizer, one_by_one=one_by_one)
-    return not agreement_of(device).any_rank(not alike)
+    """Whether local shards will do. Collective: yes. Raises what no rank can step."""
+    trial = try_local_step(optimizer, one_by_one=one_by_one)
+    if not agreement_of(device).any_rank(not trial.alike):
+        return True
+    raise_on_all_ranks({}, trial.refusal)
+    return False
 
 
 def _apply(
@@ -104,7 +117,7 @@ def _apply(
     if policy.changes:
         warn_if_idle(optimizer, policy)
         kept = KeptSteps(optimizer, policy, class_step(optimizer))
-    return LocalStep(optimizer, packing_for(optimizer), kept)
+    return LocalStep(optimizer, packing_for(optimizer), methods_for(optimizer), kept)
 
 
 class _Later:

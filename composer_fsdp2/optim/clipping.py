@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from composer_fsdp2.optim.norms import Shards, norm_of
+from composer_fsdp2.shard.torch_private.tensors import scale_all
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
@@ -66,7 +67,11 @@ def clip_grad_norm_(
             "clipping would make every gradient 0 or NaN. Look for the step whose loss is not "
             "finite, or pass error_if_nonfinite=False to scale by it all the same."
         )
-    torch.nn.utils.clip_grads_with_norm_(_holders(shards.grads), max_norm, total, foreach)
+    if foreach is None and shards.is_uniform:
+        factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+        scale_all(shards.grads, factor.to(shards.device))
+    else:
+        torch.nn.utils.clip_grads_with_norm_(_holders(shards.grads), max_norm, total, foreach)
     return total
 
 

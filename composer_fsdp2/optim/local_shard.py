@@ -1,4 +1,4 @@
-"""One parameter's shard as a plain tensor, with its gradient and its state."""
+"""One parameter's shard as a plain tensor, with its state."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.written_through import MISSING, Mutable
+from composer_fsdp2.shard.sharded_tensor import sharded_like
 from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
-__all__ = ["LocalShard"]
+__all__ = ["LocalShard", "local_gradient"]
 
 
 class LocalShard:
     """This rank's part of a parameter; a parameter that is not sharded is its own.
 
-    Read anew before each step: gradients come and go, and a checkpoint may have put other state in
-    place. `changed` says that something else than a step has exchanged a tensor since.
+    `changed` says that something else than a step has exchanged a tensor since: FSDP2's first
+    forward, or a checkpoint that has put other state in place.
     """
 
-    __slots__ = ("_seen", "_source", "changed", "grad", "held", "local", "param", "state")
+    __slots__ = ("_seen", "_source", "changed", "held", "local", "param", "state")
 
     def __init__(self, param: Any) -> None:
         self.param = param
         self._source: torch.Tensor | None = None
         self.local: Any = param
-        self.grad: torch.Tensor | None = None
         self.held: dict[Any, Any] | None = None
         self.state = _LocalState(self)
         self._seen: dict[Any, Any] = {}
@@ -43,11 +43,10 @@ class LocalShard:
         """The state as the step is to see it."""
         return self.state if self.is_sharded else self.held
 
-    def read(self, held: dict[Any, Any] | None) -> None:
-        """Takes the tensors of this moment; `held` is the optimizer's state, if it has any."""
+    def read_param(self) -> None:
+        """Takes the tensor that the parameter has at this moment."""
         param = self.param
         if not isinstance(param, DTensor):
-            self.held, self.grad = held, param.grad
             return
         source = local_tensor(param)
         if source is not self._source:
@@ -61,17 +60,14 @@ class LocalShard:
             self.changed = True
         if self.local.requires_grad is not param.requires_grad:
             self.local.requires_grad_(param.requires_grad)
-        self.grad = _local_gradient(param)
-        if held is not None or self._seen:
-            self.read_state({} if held is None else held)
-        self.held = held
+            self.changed = True
 
-    def read_state(self, held: dict[Any, Any]) -> None:
-        """Takes what has changed in the optimizer's state since the last step."""
+    def read_state(self, held: dict[Any, Any] | None) -> None:
+        """Takes what has changed in the optimizer's state since the last step, if it has any."""
         self.held = held
-        if not self.is_sharded:
+        if not self.is_sharded or (held is None and not self._seen):
             return
-        seen = self._seen
+        seen, held = self._seen, held or {}
         for key, value in held.items():
             if seen.get(key, MISSING) is not value:
                 seen[key] = value
@@ -82,17 +78,6 @@ class LocalShard:
             for key in seen.keys() - held.keys():
                 del seen[key]
                 dict.__delitem__(self.state, key)
-
-    def give_gradient(self) -> None:
-        """Puts the gradient where a step looks for it."""
-        if self.is_sharded:
-            self.local.grad = self.grad
-
-    def release(self) -> None:
-        """Lets go of the gradient."""
-        if self.grad is not None and self.is_sharded:
-            self.local.grad = None
-        self.grad = None
 
     def note(self, key: Any, value: Any) -> None:
         """A step has set a value of the state: the optimizer gets it in its own form."""
@@ -115,28 +100,17 @@ class LocalShard:
     def _to_whole(self, value: Any) -> Any:
         if type(value) is not torch.Tensor or value.ndim == 0:
             return value
-        if value.shape != self.local.shape:
-            return value
-        param = self.param
-        # Without a shape torch takes every shard for as large as this one; its check may send.
-        return DTensor.from_local(
-            value,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        return sharded_like(value, self.param) if value.shape == self.local.shape else value
 
 
-def _local_gradient(param: Any) -> torch.Tensor | None:
+def local_gradient(param: Any) -> torch.Tensor | None:
+    """Returns this rank's part of a gradient, divided as the parameter is."""
     grad = param.grad
     if not isinstance(grad, DTensor):
         return grad
     # FSDP2's have the parameter's own; a gradient set by hand may lie in another way.
-    placements, own = grad.placements, param.placements
-    if placements is not own and (placements != own or grad.device_mesh is not param.device_mesh):
-        grad = grad.redistribute(param.device_mesh, own)
+    if grad.placements != param.placements or grad.device_mesh is not param.device_mesh:
+        grad = grad.redistribute(param.device_mesh, param.placements)
     return local_tensor(grad)
 
 
@@ -150,8 +124,10 @@ class _LocalState(Mutable):
         self._shard = shard
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        dict.__setitem__(self, key, value)
-        self._shard.note(key, value)
+        # SGD sets its momentum anew in each step, which is the tensor that is there already.
+        if dict.get(self, key, MISSING) is not value:
+            dict.__setitem__(self, key, value)
+            self._shard.note(key, value)
 
     def __delitem__(self, key: Any) -> None:
         dict.__delitem__(self, key)

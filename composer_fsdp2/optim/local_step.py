@@ -12,18 +12,22 @@ raises leaves nothing half exchanged.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from composer_fsdp2.optim.group_shards import GroupShards, are_same
 from composer_fsdp2.optim.local_shard import LocalShard
 from composer_fsdp2.optim.packing import Packing
+from composer_fsdp2.optim.recalled import LocalGroup
 from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.optim.twin import Twins
-from composer_fsdp2.optim.written_through import Mutable, WrittenThrough
+from composer_fsdp2.optim.written_through import Mutable
 
 __all__ = ["LocalStep"]
 
@@ -38,13 +42,17 @@ class LocalStep:
         self,
         optimizer: torch.optim.Optimizer,
         packing: Packing | None = None,
+        methods: Mapping[str, Callable[..., Any]] | None = None,
         kept: KeptSteps | None = None,
     ) -> None:
         """Takes what steps small parameters together, and what keeps state in another form."""
         self._optimizer = weakref.ref(optimizer)
-        self._twins = Twins(type(optimizer))
+        self._twins = Twins(type(optimizer), methods or {})
         self._packing, self._kept = packing, kept
-        self._shards: dict[int, list[LocalShard]] = {}
+        self._groups: dict[int, GroupShards] = {}
+        self._states = States(self._optimizer)
+        self._stepped: list[tuple[Any, ...]] = []
+        self._held_state: tuple[list[Any], list[Any]] | None = None
         self._handles = (
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self._after),
@@ -65,7 +73,8 @@ class LocalStep:
         if optimizer is not self._optimizer():
             return None  # a step within the step, which has the twin already
         # Torch calls no post-hooks after a step that raised.
-        self.release()
+        if self.release():
+            self._held_state = None
         contents = _Contents(optimizer, self)
         rest, kwargs = list(args[1:]), dict(kwargs)
         # Gradients are there when the closure has run.
@@ -77,19 +86,32 @@ class LocalStep:
         return (self._twins.make(optimizer, contents), *rest), kwargs
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is self._optimizer():
-            self.release()
+        if optimizer is not self._optimizer():
+            return
+        self.release()
+        if self._held_state is not None:
+            # State that the step has made is not what was read, and may be taken back.
+            try:
+                made = sum(map(len, optimizer.state.values()))
+            except TypeError:  # facts of all parameters under a word
+                made = -1
+            self._held_state = self._held_state if made == len(self._held_state[1]) else None
 
-    def release(self) -> None:
-        """Lets go of gradients, which would outlive `zero_grad`."""
-        self._twins.forget()
+    def release(self) -> bool:
+        """Lets go of gradients, which would outlive `zero_grad`; returns if a step had them."""
+        if not self._twins.forget():
+            return False
         self.drop_gradients()
+        return True
+
+    def ask_again(self) -> None:
+        """The step gets groups and state anew."""
+        self._twins.ask_again()
 
     def drop_gradients(self) -> None:
         """Takes the gradients from the plain parameters."""
-        for shards in self._shards.values():
-            for shard in shards:
-                shard.release()
+        for held in self._groups.values():
+            held.release()
 
     def read(self, optimizer: torch.optim.Optimizer, *, pack: bool) -> tuple[list[Any], States]:
         """The groups and the state of this moment, in plain tensors.
@@ -97,37 +119,60 @@ class LocalStep:
         With `pack`, small parameters have made their step when this returns, and are left out. So
         have those whose state is kept in another form.
         """
-        states = States(optimizer)
+        same_state = self._has_same_state(optimizer.state)
         groups: list[Any] = []
+        stepped: list[tuple[Any, ...]] = []
         for number, group in enumerate(optimizer.param_groups):
-            local_group = WrittenThrough(group, {"params": []})
-            left = shards = self._read_shards(number, optimizer, group["params"])
+            params = group["params"]
+            if self._kept is not None:
+                params = self._kept.leave(number, params)
+                if pack:
+                    self._kept.step(optimizer, self._twins, number, group)
+            held = self._held(number, params)
+            local_group = LocalGroup(group, held)
+            held.read(optimizer.state, same_state=same_state)
             # torch counts no change of a local tensor for the DTensor around it, which others ask.
             # Before the step, because one that breaks off has changed some already.
-            increment_version([shard.param for shard in shards if shard.grad is not None])
-            if self._kept is not None and pack:
-                left = self._kept.step(optimizer, self._twins, number, local_group, left)
+            increment_version(held.with_gradient)
+            left: list[int] | None = None
             if self._packing is not None and pack:
-                left = self._packing.step(optimizer, self._twins, number, local_group, left)
-            for shard in left:
-                shard.give_gradient()
-                states.add(shard)
-                local_group["params"].append(shard.local)
+                left = self._packing.step(optimizer, self._twins, number, local_group, held)
+            local_group.places = left
+            local_group["params"].extend(held.choose(left))
+            if held.recalled is None:
+                held.give_gradients()
+            stepped.append((held, held.version, left))
             groups.append(local_group)
-        return groups, states
+        if not same_state or stepped != self._stepped:
+            self._stepped = stepped
+            self._states = States(self._optimizer)
+            for held, _, left in stepped:
+                for at in range(len(held.shards)) if left is None else left:
+                    self._states.add(held.shards[at])
+        return groups, self._states
 
-    def _read_shards(
-        self, number: int, optimizer: torch.optim.Optimizer, params: list[Any]
-    ) -> list[LocalShard]:
-        held = self._shards.get(number, [])
-        same = len(held) == len(params)
-        if not same or any(s.param is not p for s, p in zip(held, params, strict=True)):
-            held = self._shards[number] = [LocalShard(param) for param in params]
-        state, kept = optimizer.state, self._kept
-        for shard in held:
-            is_kept = kept is not None and kept.takes(shard.param)
-            shard.read(None if is_kept else state.get(shard.param))
+    def _held(self, number: int, params: list[Any]) -> GroupShards:
+        held = self._groups.get(number)
+        if held is None or not are_same(held.params, params):
+            held = self._groups[number] = GroupShards(params)
         return held
+
+    def _has_same_state(self, state: Mapping[Any, Any]) -> bool:
+        """Whether the state holds the objects of the last time. See [Note: read at once]."""
+        dicts, (before, values) = list(state.values()), self._held_state or (None, [])
+        try:
+            if before is not None and are_same(dicts, before):
+                same = sum(map(len, dicts)) == len(values)
+                if same and all(map(is_, _values(dicts), values)):
+                    return True
+            self._held_state = dicts, list(_values(dicts))
+        except TypeError:  # facts of all parameters under a word
+            self._held_state = None
+        return False
+
+
+def _values(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
+    return chain.from_iterable(map(dict.values, dicts))
 
 
 class _Contents:
@@ -150,6 +195,7 @@ class _Contents:
             if self._held is not None:
                 # The step may hold the groups it asked for: their parameters stay the same.
                 self._local_step.drop_gradients()
+                self._local_step.ask_again()
                 self._held = None
                 self()
             return found
@@ -168,10 +214,16 @@ class States(Mutable):
 
     __slots__ = ("_optimizer", "_shards")
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: Callable[[], torch.optim.Optimizer | None]) -> None:
         super().__init__()
         self._optimizer = optimizer
         self._shards: dict[nn.Parameter, LocalShard] = {}
+
+    @property
+    def _whole(self) -> Any:
+        """The optimizer's own state."""
+        optimizer = self._optimizer()
+        return {} if optimizer is None else optimizer.state
 
     def add(self, shard: LocalShard) -> None:
         """Takes up a parameter, with the state it has."""
@@ -182,8 +234,8 @@ class States(Mutable):
     def __missing__(self, local: nn.Parameter) -> Any:
         shard = self._shards.get(local)
         if shard is None:  # no parameter: some optimizers keep facts of all under a word
-            return self._optimizer.state[local]
-        shard.read_state(self._optimizer.state[shard.param])
+            return self._whole[local]
+        shard.read_state(self._whole[shard.param])
         dict.__setitem__(self, local, shard.local_state)
         return shard.local_state
 
@@ -195,4 +247,4 @@ class States(Mutable):
     def __delitem__(self, local: nn.Parameter) -> None:
         dict.__delitem__(self, local)
         shard = self._shards.get(local)
-        self._optimizer.state.pop(local if shard is None else shard.param, None)
+        self._whole.pop(local if shard is None else shard.param, None)

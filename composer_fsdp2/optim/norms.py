@@ -9,8 +9,10 @@ goes over the shard axis alone, and a plain tensor needs none.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -19,6 +21,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
+
+from composer_fsdp2.shard.torch_private.tensors import (
+    TORCH_FUNCTION_OFF,
+    layouts_of,
+    local_tensor,
+    norms_of,
+)
 
 __all__ = [
     "Groups",
@@ -99,24 +108,44 @@ class Shards:
         """the same, to take norms of; with nothing in it, where other ranks may have a gradient"""
         self.dtypes: set[torch.dtype] = set()
         self.device = torch.device("cpu")
-        last: Any = self  # no place
+        held = list(params)
+        with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
+            grads = list(map(attrgetter("grad"), held))
+            found = [p if grad is None else grad for p, grad in zip(held, grads, strict=True)]
+            self.dtypes.update(map(attrgetter("dtype"), found))
+        last: Any = self  # no layout
         terms, is_sum = list[torch.Tensor](), False
-        grads, dtypes = self.grads, self.dtypes
-        for param in params:
-            grad = param.grad
-            tensor = param if grad is None else grad
-            sharded = isinstance(tensor, DTensor)
-            place = (tensor.device_mesh, tensor.placements) if sharded else None
-            if place != last:
-                last, groups = place, groups_of(tensor)
-                self.device = self.device if self.terms else tensor.device
-                terms = self.terms.setdefault(groups, [])
-                is_sum = sharded and any(map(Placement.is_partial, tensor.placements))
-            dtypes.add(tensor.dtype)
+        layouts = layouts_of(found)
+        for tensor, grad, layout in zip(found, grads, layouts, strict=True):
+            if layout is not last:
+                if last is self or not _are_alike(layout, last):
+                    self.device = self.device if self.terms else tensor.device
+                    terms = self.terms.setdefault(groups_of(tensor), [])
+                    is_sum = _is_sum(layout)
+                last = layout
             if grad is not None:
-                local = tensor.to_local() if sharded else tensor
-                grads.append(local)
-                terms.append(_summed_up(tensor).to_local() if sharded and is_sum else local)
+                local = grad if layout is None else local_tensor(grad)
+                self.grads.append(local)
+                terms.append(local_tensor(_summed_up(grad)) if is_sum else local)
+
+    @functools.cached_property
+    def is_uniform(self) -> bool:
+        """Whether all are plain tensors of one dtype and device, which torch need not sort."""
+        kinds = set(map(type, self.grads)), self.dtypes, set(map(attrgetter("device"), self.grads))
+        return kinds[0] == {torch.Tensor} and all(len(kind) == 1 for kind in kinds)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether tensors with these layouts are divided between the same ranks in the same way."""
+    if one is None or other is None:
+        return one is other
+    # torch hands out layouts of equal meshes again, whose objects differ.
+    same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
+    return same_mesh and one.placements == other.placements
+
+
+def _is_sum(layout: Any) -> bool:
+    return layout is not None and any(map(Placement.is_partial, layout.placements))
 
 
 def _summed_up(grad: DTensor) -> DTensor:
@@ -174,6 +203,7 @@ class _Order:
     ) -> None:
         self.p = p
         self.device, self.foreach, self.dtype = shards.device, foreach, dtype
+        self.is_uniform = shards.is_uniform
         self.few_bits = any(dtype.itemsize < 4 for dtype in shards.dtypes)
         self.operation: Any = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
 
@@ -211,7 +241,13 @@ class _Order:
     def _local(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """The norm over one rank's tensors."""
         if self.p != 0 and self.dtype is None and not self.few_bits:
-            norm = torch.nn.utils.get_total_norm(tensors, self.p, foreach=self.foreach)
+            norms = None
+            if self.foreach is None and self.is_uniform:
+                norms = norms_of(tensors, self.p)
+            if norms is None:
+                norm = torch.nn.utils.get_total_norm(tensors, self.p, foreach=self.foreach)
+            else:
+                norm = torch.linalg.vector_norm(torch.stack(norms), self.p)
             return norm.to(self.device, torch.float64)
         # torch would round the norm of each tensor to the tensor's few bits.
         norms = torch.stack([self._precise(tensor) for tensor in tensors])

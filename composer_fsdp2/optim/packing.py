@@ -11,12 +11,13 @@ compute the last elements of a bfloat16 tensor, those that fill no vector, with 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from composer_fsdp2.optim.group_shards import GroupShards
 from composer_fsdp2.optim.local_shard import LocalShard
 from composer_fsdp2.optim.twin import Twins
 from composer_fsdp2.optim.written_through import WrittenThrough
@@ -24,7 +25,7 @@ from composer_fsdp2.shard.torch_private.tensors import copy_into, join_flat
 
 __all__ = ["Packing"]
 
-SMALL = 8_192
+SMALL = 2_048
 """elements up to which a parameter's cost is that of Python, not of memory"""
 AT_ONCE = 262_144
 """elements of a pack: joined copies of its weights and gradients are held while it is stepped"""
@@ -38,9 +39,12 @@ Step = Callable[[torch.optim.Optimizer], Any]
 class Packing:
     """Steps the small parameters of one optimizer, group by group."""
 
-    def __init__(self, step: Step, loops: Callable[[Any, Any], bool]) -> None:
-        """Takes the step of the optimizer's class without hooks, and which groups it loops over."""
-        self._step, self._loops = step, loops
+    def __init__(self, step: Step, loops: Callable[[Any, Any], bool], small: int = SMALL) -> None:
+        """Takes the step of the optimizer's class without hooks, and which groups it loops over.
+
+        `small` is the number of elements up to which joining a parameter costs less than it saves.
+        """
+        self._step, self._loops, self._small = step, loops, small
         self._packed: dict[int, _Packed] = {}
 
     def step(
@@ -49,16 +53,16 @@ class Packing:
         twins: Twins,
         number: int,
         group: WrittenThrough,
-        shards: list[LocalShard],
-    ) -> list[LocalShard]:
-        """Steps what can be packed of group `number`, and returns what is left to be stepped."""
-        if len(shards) < FEW or not self._loops(group, shards[0].local):
-            return shards
+        held: GroupShards,
+    ) -> list[int] | None:
+        """Steps what can be packed of a group; returns places of what is left, `None` for all."""
+        if len(held.shards) < FEW or not self._loops(group, held.shards[0].local):
+            return None
         packed = self._packed.get(number)
-        if packed is None or not packed.is_current(shards):
-            packed = self._packed[number] = _Packed(shards)
+        if packed is None or not packed.is_current(held):
+            packed = self._packed[number] = _Packed(held, self._small)
         for pack in packed.packs:
-            joined = pack.join()
+            joined = pack.join(held.grads)
             one = WrittenThrough(group, {"params": [joined]})
             contents = ([one], defaultdict(dict, {joined: pack.state}))
             self._step(twins.make(optimizer, lambda contents=contents: contents))
@@ -69,28 +73,26 @@ class Packing:
 class _Packed:
     """How the shards of one group are divided into packs and those that are stepped alone."""
 
-    def __init__(self, shards: list[LocalShard]) -> None:
-        self._shards = shards
+    def __init__(self, held: GroupShards, small: int) -> None:
+        self._held, self._version, self._has_gradient = held, held.version, held.has_gradient
         self.packs: list[_Pack] = []
-        self.left: list[LocalShard] = []
-        alike: dict[tuple[Any, ...], list[LocalShard]] = defaultdict(list)
-        for shard in shards:
-            key = _key(shard)
-            (self.left if key is None else alike[key]).append(shard)
+        alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for place, shard in enumerate(held.shards):
+            key = _key(shard, held.grads[place], small)
+            if key is not None:
+                alike[key].append(place)
+        alone = set(range(len(held.shards)))
         for together in alike.values():
-            for few in _cut(together):
-                if len(few) < FEW:
-                    self.left += few
-                else:
-                    self.packs.append(_Pack(few))
-        for shard in shards:
-            shard.changed = False
+            for few in _cut(held.shards, together):
+                if len(few) >= FEW:
+                    self.packs.append(_Pack(held.shards, few))
+                    alone -= set(few)
+        self.left = sorted(alone)
 
-    def is_current(self, shards: list[LocalShard]) -> bool:
-        """Whether nothing was exchanged since, and every packed parameter has a gradient."""
-        if shards is not self._shards or any(shard.changed for shard in shards):
-            return False
-        return all(shard.grad is not None for pack in self.packs for shard in pack.shards)
+    def is_current(self, held: GroupShards) -> bool:
+        """Whether nothing was exchanged since, and the same parameters have a gradient."""
+        known = held is self._held and held.version == self._version
+        return known and held.has_gradient is self._has_gradient
 
 
 class _Pack:
@@ -100,8 +102,9 @@ class _Pack:
     the copies, but torch copies a DTensor wrongly whose local tensor begins inside its memory.
     """
 
-    def __init__(self, shards: list[LocalShard]) -> None:
-        self.shards = shards
+    def __init__(self, held: Sequence[LocalShard], places: list[int]) -> None:
+        self._places = places
+        self.shards = shards = [held[place] for place in places]
         self._sizes = [shard.local.numel() for shard in shards]
         self._weights = _flat(shard.local.detach() for shard in shards)
         first = shards[0]
@@ -112,10 +115,11 @@ class _Pack:
         }
         self.state: dict[Any, Any] = {}
 
-    def join(self) -> nn.Parameter:
+    def join(self, grads: Sequence[torch.Tensor | None]) -> nn.Parameter:
         """The weights and gradients end to end, as one parameter; `state` is its state."""
         joined = nn.Parameter(torch.cat(self._weights))
-        joined.grad = join_flat([shard.grad for shard in self.shards if shard.grad is not None])
+        own = [grads[place] for place in self._places]
+        joined.grad = join_flat([grad for grad in own if grad is not None])
         self.state = {key: self._joined(key, v) for key, v in self.shards[0].state.items()}
         return joined
 
@@ -155,12 +159,12 @@ def _flat(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor.view(-1) for tensor in tensors]
 
 
-def _key(shard: LocalShard) -> tuple[Any, ...] | None:
+def _key(shard: LocalShard, grad: torch.Tensor | None, small: int) -> tuple[Any, ...] | None:
     """Shards with equal keys may be joined; `None` for one that is stepped alone."""
-    local, grad = shard.local, shard.grad
+    local = shard.local
     if not shard.is_sharded or grad is None or not local.requires_grad:
         return None
-    if local.numel() > SMALL or local.dtype not in DTYPES or not _is_plain(local):
+    if local.numel() > small or local.dtype not in DTYPES or not _is_plain(local):
         return None
     parts: list[Any] = [local.dtype, local.device]
     for name, value in shard.state.items():
@@ -186,15 +190,15 @@ def _is_elements(value: Any, param: torch.Tensor) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim > 0 and value.shape == param.shape
 
 
-def _cut(shards: Iterable[LocalShard]) -> Iterator[list[LocalShard]]:
-    pack: list[LocalShard] = []
+def _cut(shards: Sequence[LocalShard], places: Iterable[int]) -> Iterator[list[int]]:
+    pack: list[int] = []
     elements = 0
-    for shard in shards:
-        size = shard.local.numel()
+    for place in places:
+        size = shards[place].local.numel()
         if pack and elements + size > AT_ONCE:
             yield pack
             pack, elements = [], 0
-        pack.append(shard)
+        pack.append(place)
         elements += size
     if pack:
         yield pack

@@ -15,11 +15,11 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.elementwise import (
     class_step,
     is_known,
-    is_plain_data,
     sums_norms,
 )
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.state_kept import SMALL, WEIGHTS, Policy
+from composer_fsdp2.optim.trial import is_plain_data
 
 __all__ = ["check_optimizer_state", "refuse_unknown", "warn_if_idle"]
 

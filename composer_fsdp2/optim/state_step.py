@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.optim.group_shards import GroupShards, are_same
 from composer_fsdp2.optim.local_shard import LocalShard
 from composer_fsdp2.optim.state_form import Stored
 from composer_fsdp2.optim.state_kept import KeptState, Policy, is_moment
@@ -31,6 +33,16 @@ AT_ONCE = 2**24
 """elements of a bucket; one parameter may have more"""
 
 Step = Callable[[torch.optim.Optimizer], Any]
+Bucket = list[tuple[LocalShard, Tensor]]
+"""shards and their gradients"""
+
+
+class _Split(NamedTuple):
+    """The parameters of a group: those whose state is kept in another form, and those left."""
+
+    params: list[Any]
+    ours: GroupShards
+    left: list[Any]
 
 
 class KeptSteps:
@@ -49,7 +61,7 @@ class KeptSteps:
     ) -> None:
         """Takes the step of the optimizer's class without hooks, and the elements of a bucket."""
         self._policy, self._step, self._at_once = policy, step, at_once or AT_ONCE
-        self._split: dict[int, tuple[list[LocalShard], list[LocalShard], list[LocalShard]]] = {}
+        self._split: dict[int, _Split] = {}
         self._traffic: Traffic | None = None
         self._loading: dict[Any, dict[Any, Any]] = {}
         self._handles = (
@@ -76,61 +88,68 @@ class KeptSteps:
 
     # --- The step. ---
 
+    def leave(self, number: int, params: list[Any]) -> list[Any]:
+        """Returns the parameters of group `number` that are not kept here."""
+        known = self._split.get(number)
+        if known is None or not are_same(known.params, params):
+            ours = GroupShards(param for param in params if self.takes(param))
+            left = [param for param in params if not self.takes(param)]
+            known = self._split[number] = _Split(list(params), ours, left)
+        return known.left
+
     def step(
         self,
         optimizer: torch.optim.Optimizer,
         twins: Twins,
         number: int,
-        group: WrittenThrough,
-        shards: list[LocalShard],
-    ) -> list[LocalShard]:
-        """Steps what is kept here of group `number`, and returns what is left to be stepped."""
-        known = self._split.get(number)
-        if known is None or known[0] is not shards:
-            ours = [shard for shard in shards if self.takes(shard.param)]
-            left = [shard for shard in shards if not self.takes(shard.param)]
-            known = self._split[number] = (shards, ours, left)
-        _, ours, left = known
-        buckets = list(_cut([shard for shard in ours if shard.grad is not None], self._at_once))
-        traffic = self._traffic_of(ours)
+        group: dict[Any, Any],
+    ) -> None:
+        """Steps what is kept here of group `number`, as `leave` has divided it."""
+        ours = self._split[number].ours
+        ours.read({}, same_state=True)  # their state is read bucket by bucket
+        increment_version(ours.with_gradient)
+        pairs = list(zip(ours.shards, ours.grads, strict=True))
+        ours.release()
+        given = [(shard, grad) for shard, grad in pairs if grad is not None]
+        buckets = list(_cut(given, self._at_once))
+        traffic = self._traffic_of(ours.shards)
         for bucket, states in traffic.fetched(buckets, lambda b: self._read(optimizer, b)):
             made = self._step_bucket(optimizer, twins, group, bucket, states)
             with traffic.sending(made):
-                for shard, state in zip(bucket, made, strict=True):
+                for (shard, _), state in zip(bucket, made, strict=True):
                     if state is not None:
                         self._keep(optimizer, shard.param, state)
         traffic.finish()
-        return left
 
     def _step_bucket(
         self,
         optimizer: torch.optim.Optimizer,
         twins: Twins,
-        group: WrittenThrough,
-        bucket: list[LocalShard],
+        group: dict[Any, Any],
+        bucket: Bucket,
         states: list[dict[Any, Any] | None],
     ) -> list[dict[Any, Any] | None]:
         """Steps these parameters alone, and returns the state that they have then."""
         held: dict[Any, dict[Any, Any]] = defaultdict(dict)
-        for shard, state in zip(bucket, states, strict=True):
-            shard.give_gradient()
+        for (shard, grad), state in zip(bucket, states, strict=True):
+            shard.local.grad = grad
             if state is not None:
                 held[shard.local] = state
-        contents = ([WrittenThrough(group, {"params": [s.local for s in bucket]})], held)
+        contents = ([WrittenThrough(group, {"params": [s.local for s, _ in bucket]})], held)
         try:
             self._step(twins.make(optimizer, lambda: contents))
         finally:
-            for shard in bucket:
+            for shard, _ in bucket:
                 shard.local.grad = None
-        made = [held.get(shard.local) for shard in bucket]
+        made = [held.get(shard.local) for shard, _ in bucket]
         # The twin is held until the end of the step, and with it what it has.
         held.clear()
         return made
 
     def _read(
-        self, optimizer: torch.optim.Optimizer, bucket: list[LocalShard]
+        self, optimizer: torch.optim.Optimizer, bucket: Bucket
     ) -> list[dict[Any, Any] | None]:
-        return [_local(optimizer.state.get(shard.param), shard) for shard in bucket]
+        return [_local(optimizer.state.get(shard.param), shard) for shard, _ in bucket]
 
     def _keep(self, optimizer: torch.optim.Optimizer, param: Any, state: Mapping[Any, Any]) -> None:
         kept = optimizer.state.get(param)
@@ -206,15 +225,15 @@ def _local(state: Mapping[Any, Any] | None, shard: LocalShard) -> dict[Any, Any]
     return found
 
 
-def _cut(shards: Iterable[LocalShard], at_once: int) -> Iterator[list[LocalShard]]:
-    bucket: list[LocalShard] = []
+def _cut(given: Iterable[tuple[LocalShard, Tensor]], at_once: int) -> Iterator[Bucket]:
+    bucket: Bucket = []
     elements = 0
-    for shard in shards:
+    for shard, grad in given:
         size = shard.local.numel()
         if bucket and elements + size > at_once:
             yield bucket
             bucket, elements = [], 0
-        bucket.append(shard)
+        bucket.append((shard, grad))
         elements += size
     if bucket:
         yield bucket

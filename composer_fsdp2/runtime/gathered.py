@@ -3,8 +3,8 @@
 [Note: gathered parameters] Modules compute with a whole copy of a parameter. It is made anew for
 every use, and its memory is freed after it. So a write to it is lost, a tensor put in its place is
 pushed aside, and whoever keeps it reads freed memory later. Versions and places are compared at
-every gather, which costs less than a microsecond a parameter; contents only in the first forward of
-training and of evaluation, because a write through `.data` leaves no other trace.
+every gather, which costs less than a microsecond a parameter; contents only in the first step of
+training and the first forward of evaluation, because a write through `.data` leaves no other trace.
 
 Source: torch frees the memory and puts shards into the modules,
 https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L549
@@ -46,6 +46,7 @@ from composer_fsdp2.shard.torch_private.gathered import (
 )
 from composer_fsdp2.shard.torch_private.tensors import storage_id, tree_leaves
 from composer_fsdp2.shard.torch_private.units import (
+    backward_number,
     device_of,
     frees_after_forward,
     has_run,
@@ -226,9 +227,12 @@ class _Watch:
         for attributes, refusal in self._refusals[group]:
             if attributes.get("forward") is refusal:
                 del attributes["forward"]
-        contents = self._forwards[torch.is_grad_enabled()] == 0
+        trains = torch.is_grad_enabled()
+        # A backward has no grad mode either, and is no evaluation.
+        in_backward = backward_number() != -1
+        is_first = self._forwards[True] <= 1 if in_backward else self._forwards[trains] == 0
         for param in self._groups[group]:
-            param.note(contents)
+            param.note(is_first)
 
     def _before_free(self, group: Any) -> bool:
         if not self._second.frees(group):

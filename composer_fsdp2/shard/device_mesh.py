@@ -40,9 +40,8 @@ def data_axes(root: DeviceMesh) -> DeviceMesh:
 
     Collective: no.
     """
-    assert root.mesh_dim_names is not None
-    names = root.mesh_dim_names
-    mesh = root[names[:-1]] if len(names) > 2 else root[names[0]]
+    names: list[str] = list(root.mesh_dim_names or ())
+    mesh = root[tuple(names[:-1])] if len(names) > 2 else root[names[0]]
     note_tensor_axis(mesh, root[names[-1]])
     return mesh
 

@@ -17,6 +17,7 @@ from composer_fsdp2.parallel.row_order import order_of, part_of
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
 from composer_fsdp2.shard.optimizer_kinds import check_optimizer_kind
+from composer_fsdp2.shard.torch_private.units import is_gathered, param_groups
 
 __all__ = [
     "DetachedOptimizer",
@@ -196,11 +197,12 @@ def reshard_before_steps(optimizer: torch.optim.Optimizer, units: Iterable[FSDPM
     Collective: no. A unit that stays gathered after a forward (an evaluation, metrics of training)
     would compute the next loss with the weights from before the step.
     """
-    held = tuple(units)
+    held = [(unit, group) for unit in units for group in param_groups(unit)]
 
     def reshard(*_: Any) -> None:
-        for unit in held:
-            unit.reshard()
+        for unit, group in held:
+            if is_gathered(group):
+                unit.reshard()
 
     optimizer.register_step_pre_hook(reshard)
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
+from composer_fsdp2.shard.sharded_tensor import sharded_like
 
 __all__ = ["SourcedWeights", "WeightSource"]
 
@@ -135,15 +136,7 @@ class SourcedWeights:
         (chunk,) = param.__create_chunk_list__()
         local = torch.empty(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
         self._fill(name, local, chunk.offsets)
-        # Without a shape torch takes every shard for as large as this one; its check may send.
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        return sharded_like(local, param)
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
         """Reads, unless something has gone wrong already."""

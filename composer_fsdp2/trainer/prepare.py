@@ -61,6 +61,7 @@ from composer_fsdp2.shard.device_mesh import build_mesh, data_axes, with_cpu_bac
 from composer_fsdp2.shard.fp8_gather import gather_in_float8
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (
+    DetachedOptimizer,
     detach_optimizer,
     reattach_optimizer,
     reshard_before_steps,
@@ -244,18 +245,7 @@ def apply_to_model(
     _cast_buffers(tree, plan)
     tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), plan.settings.communication)
-    if detached is not None:
-        reattach_optimizer(detached)
-        show_usual_state(detached.optimizer)
-        reshard_before_steps(detached.optimizer, units.values())
-    apply_local_step(
-        model,
-        plan.optimizer,
-        plan.settings.local_step,
-        torch.device(plan.device_type),
-        plan.settings.optimizer_state,
-    )
-    refuse_later_optimizers(model, plan.settings, plan.optimizer)
+    _connect_optimizer(model, plan, detached, units)
     order, unused = install_step_hooks(tree, plan, units)
     note_sharding(
         model,
@@ -270,6 +260,27 @@ def apply_to_model(
         ),
     )
     return units
+
+
+def _connect_optimizer(
+    model: nn.Module,
+    plan: PreparePlan,
+    detached: DetachedOptimizer | None,
+    units: dict[str, FSDPModule],
+) -> None:
+    """Gives the optimizer the sharded parameters, and its step. Collective: yes."""
+    if detached is not None:
+        reattach_optimizer(detached)
+        show_usual_state(detached.optimizer)
+        reshard_before_steps(detached.optimizer, units.values())
+    apply_local_step(
+        model,
+        plan.optimizer,
+        plan.settings.local_step,
+        torch.device(plan.device_type),
+        plan.settings.optimizer_state,
+    )
+    refuse_later_optimizers(model, plan.settings, plan.optimizer)
 
 
 def _with_unused(plan: WrapPlan, settings: FSDP2Config, conditional: list[str]) -> list[str]:

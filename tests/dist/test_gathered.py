@@ -12,6 +12,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import PlanError, installed, prepare_fully_shard, summon_full_params
 from tests.support.models import Block, TinyComposer, TinyLM, batches, lm_loss
@@ -374,3 +375,31 @@ def test_a_unit_that_returns_its_parameter_is_refused():
     prepare_fully_shard(model, None, {"wrap_policy": {"names": names}})
     with refused(r"unit 'blocks\.1' returns its parameter 'blocks\.1\.up\.weight'"):
         step(model)
+
+
+class ContentsRead(TorchDispatchMode):
+    """Counts the parameters whose bits are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.view.dtype
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.world_size(2)
+def test_contents_are_read_in_the_first_step_alone():
+    """In a backward grad mode is off, as in an evaluation."""
+    model = model_with(Block())
+    read = []
+    for _ in range(3):
+        with ContentsRead() as seen:
+            step(model)
+        read.append(seen.count)
+    assert read[0] > 0
+    assert read[1:] == [0, 0]
+    with ContentsRead() as seen, torch.no_grad():
+        model(batches(1, 4)[0][0])
+    assert seen.count > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -217,6 +218,78 @@ def test_one_that_looks_across_elements_is_refused_if_asked_for():
         prepared(Lamb, local_step=True)
 
 
+class Mixes(OwnSign):
+    """Element by element, with a plain tensor of its own, which torch refuses beside DTensors."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.addcmul_(param.grad, torch.full([1], -group["lr"]))
+
+
+class WhitensRows(OwnSign):
+    """As Shampoo does: a product of the matrix with itself, in a plain tensor."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    flat = param.grad.reshape(len(param), -1)
+                    left = flat @ flat.T + torch.eye(len(flat))
+                    param.sub_(torch.linalg.solve(left, flat).view_as(param), alpha=group["lr"])
+
+
+def adafactor(params: Any) -> optim.Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(params)  # without a rate, which it finds itself
+
+
+REFUSED: dict[str, Make] = {
+    "whitens": WhitensRows,
+    "adafactor": adafactor,
+    "adafactor with rate": lambda p: type(adafactor([nn.Parameter(torch.ones(1))]))(
+        p, lr=0.1, relative_step=False, beta1=0.9
+    ),
+}
+
+
+@pytest.mark.world_size(3)
+@pytest.mark.parametrize("how", ["auto", False])
+@pytest.mark.parametrize("name", REFUSED)
+def test_one_that_can_step_neither_is_refused_on_every_rank(name: str, how: Any):
+    with pytest.raises(PlanError, match=r"cannot step sharded parameters.* AdamW") as caught:
+        prepared(REFUSED[name], local_step=how)
+    said = [""] * 3
+    torch.distributed.all_gather_object(said, str(caught.value))
+    assert len(set(said)) == 1
+
+
+@pytest.mark.world_size(2)
+def test_one_that_fails_on_dtensors_steps_local_shards_if_it_may():
+    sharded = prepared(Mixes)
+    whole = make_model()
+    plain = whole, Mixes([p for p in whole.parameters() if p.requires_grad])
+    for pair in (sharded, plain):
+        train(*pair, range(3))
+    for p, q in zip(sharded[0].parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
+@pytest.mark.world_size(2)
+def test_one_that_takes_norms_has_them_of_the_whole():
+    sharded = prepared(Lamb)
+    whole = make_model()
+    plain = whole, Lamb([p for p in whole.parameters() if p.requires_grad])
+    for pair in (sharded, plain):
+        train(*pair, range(3))
+    for p, q in zip(sharded[0].parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q)
+
+
 @pytest.mark.world_size(2)
 def test_hooks_schedulers_and_state_see_dtensors():
     model = make_model()
@@ -381,6 +454,85 @@ def test_a_frozen_parameter_that_is_thawed_is_stepped():
             param.requires_grad_(True)
         train(model, optimizer, range(2, 5))
         pairs.append((model, optimizer))
+    assert_same(*pairs)
+
+
+CHANGED: dict[str, Make] = {
+    **OPTIMIZERS,
+    "sgd without": lambda p: optim.SGD(p, lr=1e-2, momentum=0.0, foreach=False),
+    "decoupled adamw plain": lambda p: DecoupledAdamW(p, lr=1e-2),
+}
+
+
+def _turn_on(optimizer: optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group.update({"momentum": 0.9} if "momentum" in group else {"amsgrad": True})
+        for param in group["params"] if "amsgrad" in group else ():
+            if param in optimizer.state:
+                optimizer.state[param]["max_exp_avg_sq"] = torch.ones_like(param)
+
+
+def _exchange_state(optimizer: optim.Optimizer) -> None:
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, DTensor):
+                state[key] = value.detach().clone() * 2
+
+
+def _freeze(optimizer: optim.Optimizer) -> None:
+    param = optimizer.param_groups[0]["params"][4]
+    param.requires_grad_(False)
+    param.grad = None
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("change", [_turn_on, _exchange_state, _freeze])
+@pytest.mark.parametrize(
+    "name", ["sgd without", "adamw fused", "adamw foreach", "decoupled adamw plain"]
+)
+def test_changes_between_steps_are_seen(name: str, change: Callable[[Any], None]):
+    """Of settings, state and what is trained, after steps in which nothing had changed."""
+    pairs = [prepared(CHANGED[name], local_step=how) for how in ("auto", False)]
+    for model, optimizer in pairs:
+        train(model, optimizer, [3, 6, 9, 12])
+        change(optimizer)
+        train(model, optimizer, [15, 18, 21])
+    assert_same(*pairs)
+
+
+def _kept(state: dict[Any, Any]) -> dict[Any, Any]:
+    return {
+        key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for key, value in state.items()
+    }
+
+
+def _stop(*_: Any) -> None:
+    raise MemoryError
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("raises", [False, True], ids=["finished", "raised"])
+@pytest.mark.parametrize("before", [[], [0, 3]], ids=["without state", "with the state of some"])
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_step_that_is_taken_back_leaves_nothing(name: str, before: list[int], raises: bool):
+    """As another attempt at a batch does: the state is that of before, also where it was none."""
+    pairs = [prepared(CHANGED[name], local_step=how) for how in ("auto", False)]
+    for model, optimizer in pairs:
+        train(model, optimizer, before)
+        state = {param: _kept(held) for param, held in optimizer.state.items()}
+        weights = [param.detach().clone() for param in model.parameters()]
+        hooks = [optimizer.register_step_post_hook(_stop)] if raises else []
+        with contextlib.suppress(MemoryError):
+            train(model, optimizer, [4])
+        for hook in hooks:
+            hook.remove()
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        with torch.no_grad():
+            for param, weight in zip(model.parameters(), weights, strict=True):
+                param.copy_(weight)
+        train(model, optimizer, [4, 5])
     assert_same(*pairs)
 
 

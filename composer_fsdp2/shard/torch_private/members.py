@@ -79,7 +79,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
             _MODULE: "_forward_pre_hooks",
             "torch.ops.aten": "_unsafe_view _local_scalar_dense",
-            "torch.distributed.tensor:DTensor": "_op_dispatcher _local_tensor",
+            "torch.distributed.tensor:DTensor": "_op_dispatcher _local_tensor _spec",
             "torch.distributed.tensor._dispatch:OpDispatcher": "_custom_op_handlers",
             "torch:UntypedStorage": "_cdata",
             "torch.distributed:ProcessGroup": "_get_backend",
@@ -98,7 +98,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         EVERY_RUN,
         "read",
         {
-            _GROUP: "is_unsharded _training_state reshard",
+            _GROUP: "is_sharded is_unsharded _training_state reshard",
             _PARAM: "_module_info _unsharded_param all_gather_outputs",
             "torch._C": "_functorch _storage_Use_Count DisableTorchFunctionSubclass",
         },

@@ -6,8 +6,10 @@ import contextlib
 import datetime
 import functools
 import importlib
+import operator
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
@@ -48,10 +51,16 @@ __all__ = [
     "is_view",
     "is_whole_graph",
     "join_flat",
+    "layouts_of",
+    "list_makers",
+    "local_gradients",
     "local_tensor",
+    "local_tensors",
     "make_wrapper_subclass",
     "non_persistent_buffers",
+    "norms_of",
     "post_accumulate_hooks",
+    "scale_all",
     "storage_id",
     "storage_info",
     "tensor_hooks",
@@ -117,6 +126,22 @@ def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         target.copy_(source)
 
 
+def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor] | None:
+    """Returns the norm of each tensor, at once; nothing where torch cannot."""
+    together = getattr(torch, "_foreach_norm", None)
+    return None if together is None else list(together(list(tensors), order))
+
+
+def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies each tensor in place, at once where torch can."""
+    together = getattr(torch, "_foreach_mul_", None)
+    if together is not None:
+        together(list(tensors), factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
 def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the elements of all tensors end to end, in new memory."""
     together = getattr(_utils, "_flatten_dense_tensors", None)
@@ -125,9 +150,43 @@ def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
+def list_makers(kind: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
+    """Returns the method that lists a group's parameters, gradients and state, if there is one."""
+    method = getattr(kind, "_init_group", None)
+    return {} if method is None else {"_init_group": method}
+
+
 def local_tensor(tensor: Any) -> torch.Tensor:
     """Returns the tensor a DTensor holds, the same object each time, as `to_local` does not."""
     return tensor._local_tensor
+
+
+def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
+    """Returns the tensors that DTensors hold."""
+    return list(map(operator.attrgetter("_local_tensor"), tensors))
+
+
+def layouts_of(tensors: Iterable[Any]) -> list[Any]:
+    """Returns what says how DTensors are divided; `None` for other tensors."""
+    return [getattr(tensor, "_spec", None) for tensor in tensors]
+
+
+def local_gradients(
+    params: Sequence[Any], grads: Sequence[Any], otherwise: Callable[[Any], torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Returns the tensor that each gradient holds, where it is divided as its parameter is.
+
+    For every other parameter with a gradient it is what `otherwise` returns.
+    """
+    found: list[Any] = []
+    for param, grad in zip(params, grads, strict=True):
+        if type(grad) is DTensor:
+            lies, own = grad._spec, param._spec
+            if lies.placements is own.placements and lies.mesh is own.mesh:
+                found.append(grad._local_tensor)
+                continue
+        found.append(None if grad is None else otherwise(param))
+    return found
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -211,7 +270,8 @@ def compile_within(budget: float, backend: str, mode: str | None, graph: Any, in
 
 def is_compiled(model: object) -> bool:
     """Whether it is what `torch.compile` returned for a module."""
-    return isinstance(model, importlib.import_module("torch._dynamo").OptimizedModule)
+    compiler = sys.modules.get("torch._dynamo")  # nothing is compiled before it is imported
+    return compiler is not None and isinstance(model, compiler.OptimizedModule)
 
 
 def compiled_call(module: nn.Module) -> object:

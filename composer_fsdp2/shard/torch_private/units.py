@@ -28,6 +28,7 @@ __all__ = [
     "has_run",
     "init_all_gather_extensions",
     "is_busy",
+    "is_gathered",
     "is_inside_unit",
     "is_root",
     "label_hook",
@@ -69,6 +70,11 @@ def param_groups(unit: FSDPModule) -> list[Any]:
     state = _state(unit)
     groups = getattr(state, "_fsdp_param_groups", None)
     return [group for group in groups or [state._fsdp_param_group] if group is not None]
+
+
+def is_gathered(group: Any) -> bool:
+    """Whether a group's parameters are in memory beyond this rank's shards."""
+    return not group.is_sharded
 
 
 def params_of(group: Any) -> list[Any]:
