@@ -47,6 +47,13 @@ _PICKLED = (
     "composer_fsdp2.summon_full_params(model):`; `tensor.to_local()` is this rank's part."
 )
 
+_WRITTEN = (
+    "Elements of a sharded tensor were to be written by their index (`param[0] = value`). This "
+    "rank holds a part of the rows, so the value would go to a copy, or to other rows. Write "
+    "inside `with composer_fsdp2.summon_full_params(model):`, or to the whole tensor at once "
+    "(`param.mul_(mask)`)."
+)
+
 
 class _Guard:
     """The function that torch calls to read a number out of a DTensor, with the guarded meshes."""
@@ -101,6 +108,32 @@ def _guard_methods(guard: _Guard) -> None:
     messages["__dlpack__"] = _VALUES.format(name="__dlpack__").replace(".__dlpack__()", "")
     for name, message in messages.items():
         setattr(DTensor, name, _guarded(guard, name, message))
+    original = DTensor.__setitem__
+
+    def write(self: DTensor, index: Any, value: Any) -> None:
+        if guard.is_part(self) and not _leaves_rows_whole(self, index):
+            raise ShardReadError(_WRITTEN)
+        original(self, index, value)
+
+    DTensor.__setitem__ = write  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _leaves_rows_whole(tensor: DTensor, index: Any) -> bool:
+    """Whether an index takes all of each dimension that is divided between ranks.
+
+    Torch makes what an index takes of a divided dimension whole on each rank, a copy.
+    """
+    given = list(index) if isinstance(index, tuple) else [index]
+    if not all(one is None or one is ... or type(one) in (int, slice) for one in given):
+        return False
+    taken = [one for one in given if one is not None]
+    if ... in taken:
+        at = taken.index(...)
+        taken[at : at + 1] = [slice(None)] * (tensor.ndim - len(taken) + 1)
+    divided = [place for place in tensor.placements if not place.is_replicate()]
+    dims = {getattr(place, "dim", None) for place in divided}
+    whole = {at for at in range(tensor.ndim) if at >= len(taken) or taken[at] == slice(None)}
+    return dims <= whole
 
 
 def _guarded(guard: _Guard, name: str, message: str) -> Callable[..., Any]:
