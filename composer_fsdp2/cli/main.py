@@ -272,11 +272,12 @@ def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import train_from_yaml
 
-    from composer_fsdp2.foundry.registered import register, register_console
+    from composer_fsdp2.foundry.registered import register, register_console, register_names
 
     register()
     if os.environ.get(_CONSOLE) != Console.full.value:
         register_console()
+    register_names()
     train_from_yaml(str(run), overrides)
 
 

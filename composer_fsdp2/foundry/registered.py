@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["register", "register_console"]
+__all__ = ["register", "register_console", "register_names"]
 
 
 def register() -> None:
@@ -28,3 +28,15 @@ def register_console() -> None:
 
     registry.config_transforms.register(console.NAME, func=console.one_line_console)
     registry.loggers.register(console.NAME, func=console.LineConsole)
+
+
+def register_names() -> None:
+    """Has every run that this process starts refuse unknown names before it builds anything.
+
+    Call it last: what is registered later may change names.
+    """
+    from llmfoundry.registry import config_transforms
+
+    from composer_fsdp2.foundry.registry_names import NAME, checking_names
+
+    config_transforms.register(NAME, func=checking_names(config_transforms.get_all()))

@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from composer_fsdp2.config.messages import ascii_repr, nearest, shortened
+from composer_fsdp2.config.messages import nearest, shortened
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+from composer_fsdp2.foundry.registry_names import unknown_name
 
 __all__ = ["Cluster", "Mistake", "Notes", "is_network_error"]
 
 _OWN = (CheckpointError, ConfigError, PatchError, PlanError)
 _CORRECT = "Correct it there; the run would stop at this place."
 _NETWORK = ("couldn't connect", "max retries exceeded", "connection error", "resolve host")
-_SHOWN_NAMES = 40
 _GIVEN = ("self", "params")
 """arguments that no configuration writes"""
 _UNEXPECTED = re.compile(
@@ -86,16 +86,10 @@ class Notes:
 
     def known(self, where: str, name: Any, names: Iterable[str], place: str) -> bool:
         """Whether a name is one of those in a registry; notes it where it is not."""
-        names = sorted(names)
-        if isinstance(name, str) and name in names:
-            return True
-        hint = nearest(name, names) if isinstance(name, str) else ""
-        shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
-        self.add(
-            f"{where}: {ascii_repr(name)} is in no registry of {place}.{hint}",
-            f"Write one of {shown}; or register yours in a file of code_paths.",
-        )
-        return False
+        found = unknown_name(where, name, names, place)
+        if found is not None:
+            self.add(*found)
+        return found is None
 
 
 class _Step:

@@ -1,0 +1,62 @@
+"""A name that no registry has is refused before anything is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from composer_fsdp2 import ConfigError
+from tests.support.foundry import FSDP2, run_of, write_assets
+
+pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("assets")
+    write_assets(folder)
+    return run_of(folder, FSDP2, {"callbacks": {"lr_monitor": {}}, "loggers": None})
+
+
+def check(cfg: dict[str, Any]) -> dict[str, Any]:
+    from llmfoundry.registry import config_transforms
+
+    from composer_fsdp2.foundry.registered import register
+    from composer_fsdp2.foundry.registry_names import checking_names
+
+    register()
+    return checking_names(config_transforms.get_all())(cfg)
+
+
+def test_known_names_pass(good: dict[str, Any]):
+    assert check(good) == good
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model": {"name": "mpt_causal_lmm"}}, "model.name: 'mpt_causal_lmm'.*'mpt_causal_lm'"),
+        ({"optimizer": {"name": "muonn"}}, "optimizer.name: 'muonn'.*Did you mean 'muon'"),
+        ({"scheduler": {"name": None}}, "scheduler.name: null is in no registry of schedulers"),
+        ({"train_loader": {"name": "texts"}}, "train_loader.name: 'texts'.*'text'"),
+        ({"callbacks": {"lr_monitr": {}}}, "callbacks: 'lr_monitr'.*'lr_monitor'"),
+        ({"loggers": {"wandbb": {}}}, "loggers: 'wandbb'.*'wandb'"),
+    ],
+)
+def test_an_unknown_name_is_refused(good: dict[str, Any], changes: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        check({**good, **changes})
+
+
+def test_all_are_named_at_once(good: dict[str, Any]):
+    wrong = {**good, "optimizer": {"name": "a"}, "model": {"name": "b"}}
+    with pytest.raises(ConfigError, match=r"model.name: 'b'(.|\n)*optimizer.name: 'a'"):
+        check(wrong)
+
+
+def test_another_transform_may_still_change_names(good: dict[str, Any]):
+    from composer_fsdp2.foundry.registry_names import checking_names
+
+    wrong = {**good, "model": {"name": "b"}}
+    assert checking_names([])(wrong) == wrong
