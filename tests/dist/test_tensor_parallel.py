@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -370,17 +371,16 @@ def test_an_optimizer_that_is_not_known_is_refused():
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["Phi-3", "Llama, tied"])
-def test_save_pretrained_writes_the_order_of_the_model(family: str, tmp_path_factory: Any):
+def test_save_pretrained_writes_the_order_of_the_model(family: str, tmp_path: Path):
     install()
     torch.manual_seed(0)
     model = FAMILIES[family]()
     before = copy.deepcopy(model.state_dict())
     kind = type(model)
     prepared(model, None)
-    folder = [str(tmp_path_factory.mktemp("saved"))]
-    dist.broadcast_object_list(folder)
-    model.save_pretrained(folder[0])
-    loaded = kind.from_pretrained(folder[0]).state_dict()
+    model.save_pretrained(str(tmp_path))
+    dist.barrier()
+    loaded = kind.from_pretrained(str(tmp_path)).state_dict()
     assert before.keys() == loaded.keys()
     assert all(torch.equal(before[name], loaded[name]) for name in before)
 
