@@ -81,8 +81,8 @@ def apply_local_step(
             lambda parts: _tried_on_all_ranks(optimizer, device, one_by_one=parts),
         )
     watched = _Later(model, wanted, optimizer)
-    handle = register_optimizer_step_pre_hook(watched)
-    weakref.finalize(model, handle.remove)
+    # It is never removed: the model may be collected while torch goes through its hooks.
+    register_optimizer_step_pre_hook(watched)
 
 
 def _tried_on_all_ranks(
@@ -137,14 +137,14 @@ class _Later:
     def __call__(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if optimizer in self._seen or args[:1] != (optimizer,):
+        model = self._model()
+        if model is None or optimizer in self._seen or args[:1] != (optimizer,):
             return None
         around = any(value is seen for value in vars(optimizer).values() for seen in self._seen)
         self._seen.add(optimizer)
         if around:
             return None  # SAM's, which has the other one step
-        model = self._model()
-        ours = () if model is None else [p for p in model.parameters() if isinstance(p, DTensor)]
+        ours = [param for param in model.parameters() if isinstance(param, DTensor)]
         held = {id(param) for group in optimizer.param_groups for param in group["params"]}
         if any(id(param) in held for param in ours):
             # torch runs the hooks of all optimizers before its own: those registered now are next.

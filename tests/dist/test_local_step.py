@@ -15,6 +15,7 @@ from composer.optim import DecoupledAdamW, DecoupledSGDW
 from torch import nn, optim
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2 import Muon, PlanError, prepare_fully_shard
 
@@ -550,3 +551,22 @@ def test_parameters_count_that_they_were_changed(make: Make):
     stepped = [param.grad is not None for param in model.parameters()]
     after = [param._version for param in model.parameters()]
     assert [now > then for now, then in zip(after, before, strict=True)] == stepped
+
+
+@pytest.mark.world_size(2)
+def test_a_model_may_be_collected_while_another_one_is_stepped():
+    """Torch goes through the hooks of all optimizers then, which must stay as they are."""
+    held = [prepared(OPTIMIZERS["adamw"])]
+    first = weakref.ref(held[0][0])
+
+    def collect(*_: Any) -> None:
+        held.clear()
+        gc.collect()
+
+    handle = register_optimizer_step_pre_hook(collect)
+    model, optimizer = prepared(OPTIMIZERS["adamw"])  # whose hook comes after
+    try:
+        train(model, optimizer, [1, 2])
+    finally:
+        handle.remove()
+    assert first() is None

@@ -129,5 +129,5 @@ def refuse_later_optimizers(
             )
         known.add(stepped)
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(model, handle.remove)
+    # It is never removed: the model may be collected while torch goes through its hooks.
+    register_optimizer_step_pre_hook(check)
