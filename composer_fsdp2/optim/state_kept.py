@@ -14,6 +14,7 @@ from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.optim import state_form
 from composer_fsdp2.optim.state_form import Form, Place, Stored
 from composer_fsdp2.optim.written_through import Mutable
+from composer_fsdp2.shard.sharded_tensor import sharded_like
 from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
 __all__ = ["SMALL", "WEIGHTS", "KeptState", "Policy", "is_moment"]
@@ -237,15 +238,7 @@ class KeptState(Mutable):
         return step if isinstance(step, (Tensor, int)) else int(step)
 
     def _whole(self, local: Tensor) -> DTensor:
-        param = self._param
-        return DTensor.from_local(
-            local,
-            param.device_mesh,
-            param.placements,
-            run_check=False,
-            shape=param.shape,
-            stride=param.stride(),
-        )
+        return sharded_like(local, self._param)
 
 
 def _fits(held: Stored, form: Form, value: Tensor) -> bool:

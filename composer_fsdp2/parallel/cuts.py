@@ -43,7 +43,5 @@ def is_linear(module: nn.Module) -> bool:
 
 def rows_and_columns(module: nn.Module) -> tuple[int, int]:
     """Sizes of the input and the output of a linear layer."""
-    weight = module._parameters["weight"]
-    assert weight is not None
-    first, second = weight.shape
+    first, second = module.get_parameter("weight").shape
     return (first, second) if is_conv1d(module) else (second, first)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,7 @@ _FUSED: Mapping[str, _Fused] = {
         counts=("config.num_attention_heads", "num_key_value_heads"),
     ),
 }
+_HEAD_SIZE = "head_dim"
 _SEPARATE = (("q_proj", "k_proj", "v_proj", "o_proj"), ("Wq", "Wk", "Wv", "out_proj"))
 _MLPS = (
     ("gate_proj", "up_proj", "down_proj"),
@@ -129,23 +130,16 @@ def _fused_attention(name: str, module: nn.Module, fused: _Fused) -> KnownBlock:
         raise PlanError(_unusual(name, "it uses keys and values of another layer"))
     if attribute_of(module, "qk_ln") is True:
         raise PlanError(_unusual(name, "its qk_ln computes with all heads at once"))
-    heads, kv_heads = (_read(module, key) for key in (fused.heads, fused.kv_heads))
-    size = module.head_dim
-    assert isinstance(size, int)
+    numbers = _numbers(name, module, (fused.heads, fused.kv_heads, _HEAD_SIZE, *fused.counts))
+    heads, kv_heads, size = (numbers[key] for key in (fused.heads, fused.kv_heads, _HEAD_SIZE))
+    blocks = (heads * size, kv_heads * size, kv_heads * size)
     block = KnownBlock(
-        cuts={
-            fused.projection: Cut(
-                kind="columns", blocks=(heads * size, kv_heads * size, kv_heads * size)
-            ),
-            fused.output: _ROWS,
-        },
+        cuts={fused.projection: Cut(kind="columns", blocks=blocks), fused.output: _ROWS},
         heads={"query heads": heads, "key and value heads": kv_heads},
         head_size=size,
-        counts={key: _read(module, key) for key in fused.counts},
+        counts={key: numbers[key] for key in fused.counts},
     )
-    projection = layers[fused.projection]
-    assert projection is not None
-    width, blocks = rows_and_columns(projection)[1], block.cuts[fused.projection].blocks
+    width = rows_and_columns(module.get_submodule(fused.projection))[1]
     if width != sum(blocks):
         raise PlanError(_unusual(name, f"its {fused.projection} is {width} wide, not {blocks}"))
     return block
@@ -182,10 +176,17 @@ def _fused_mlp(module: nn.Module, names: tuple[str, str]) -> KnownBlock:
     return KnownBlock(cuts={fused: Cut(kind="columns", blocks=(half, half)), output: _ROWS})
 
 
-def _read(module: Any, path: str) -> int:
-    for part in path.split("."):
-        module = getattr(module, part)
-    return int(module)
+def _numbers(name: str, module: nn.Module, paths: Iterable[str]) -> dict[str, int]:
+    """Attributes that say how the heads lie. Another class may have the name and not them."""
+    found: dict[str, int] = {}
+    for path in paths:
+        value: Any = module
+        for part in path.split("."):
+            value = getattr(value, part, None)
+        if type(value) is not int:
+            raise PlanError(_unusual(name, f"its '{path}' is {value!r}, not a number"))
+        found[path] = value
+    return found
 
 
 def _unusual(name: str, why: str) -> str:

@@ -1,0 +1,37 @@
+"""Attention is known by its class and its sizes, not by the name of its class alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import nn
+
+from composer_fsdp2 import PlanError
+from composer_fsdp2.parallel.known import known_block
+
+
+class MultiheadAttention(nn.Module):
+    """Has the name and the layers of MPT's attention."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.Wqkv, self.out_proj = nn.Linear(8, 24), nn.Linear(8, 8)
+        vars(self).update(sizes)
+
+
+SIZES: dict[str, Any] = {"d_model": 8, "n_heads": 2, "kv_n_heads": 2, "head_dim": 4}
+
+
+def test_one_with_all_sizes_is_divided_by_heads():
+    block = known_block("attn", MultiheadAttention(**SIZES))
+    assert block is not None
+    assert block.cuts["Wqkv"].blocks == (8, 8, 8)
+    assert block.heads == {"query heads": 2, "key and value heads": 2}
+
+
+@pytest.mark.parametrize("missing", SIZES)
+@pytest.mark.parametrize("value", [None, 2.0, "2"])
+def test_another_one_of_this_name_is_refused(missing: str, value: Any):
+    with pytest.raises(PlanError, match=f"'attn' cannot be divided .*'{missing}' is {value!r}"):
+        known_block("attn", MultiheadAttention(**{**SIZES, missing: value}))
