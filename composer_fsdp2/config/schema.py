@@ -37,6 +37,11 @@ from composer_fsdp2.config.run_values import (
     check_degrees,
     check_monolith,
 )
+from composer_fsdp2.config.sequence import (
+    SEQUENCE_PARALLEL,
+    SequenceSpec,
+    check_sequence_parallel_together,
+)
 from composer_fsdp2.config.setting import Setting, setting, settings_of
 from composer_fsdp2.config.state import OPTIMIZER_STATE, OptimizerState, check_state_together
 from composer_fsdp2.config.value_types import (
@@ -240,6 +245,16 @@ class FSDP2Config:
         since="0.2.0",
         saves="Degree 2: half of each gathered unit and of what a layer keeps.",
         costs="Two exchanges of activations a block in forward, and in backward.",
+    )
+    sequence_parallel: SequenceSpec | None = setting(
+        None,
+        SEQUENCE_PARALLEL,
+        "Divides each sequence between ranks, which exchange in attention. All read one batch.",
+        check_together=check_sequence_parallel_together,
+        see="recipes/long-sequences.md",
+        since="0.2.0",
+        saves="Degree 4: three quarters of the activations of a sequence.",
+        costs="Two exchanges an attention layer in forward, and in backward.",
     )
     activation_checkpointing: bool | ActivationSpec = setting(
         False,

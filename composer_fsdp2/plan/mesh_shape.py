@@ -41,6 +41,9 @@ class MeshShape:
         tensor = 1 if config.tensor_parallel is None else config.tensor_parallel.degree
         if world_size % tensor:
             raise ConfigError(_tensor_error(tensor, world_size))
+        sequence = 1 if config.sequence_parallel is None else config.sequence_parallel.degree
+        if world_size % sequence:
+            raise ConfigError(_sequence_error(sequence, world_size))
         world_size //= tensor
         if shard == -1:
             shard = world_size // (replicate or 1)
@@ -95,6 +98,15 @@ def _tensor_error(tensor: int, world_size: int) -> str:
         f"tensor_parallel.degree is {tensor}, which does not divide the world size {world_size}. "
         "Each layer is divided between that many ranks, and no rank may be left over. Use one of "
         f"{divisors}."
+    )
+
+
+def _sequence_error(sequence: int, world_size: int) -> str:
+    divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+    return (
+        f"sequence_parallel.degree is {sequence}, which does not divide the world size "
+        f"{world_size}. Each sequence is divided between that many ranks, and no rank may be left "
+        f"over. Use one of {divisors}."
     )
 
 

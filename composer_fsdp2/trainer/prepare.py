@@ -36,6 +36,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.row_order import show_usual_state
+from composer_fsdp2.parallel.sequence.plan import SequenceParallel
 from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -79,6 +80,7 @@ __all__ = ["TRANSFORMATIONS", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     TensorParallel(),
+    SequenceParallel(),
     TiledMLP(),
     ChunkedLoss(),
     Float8Linear(),

@@ -1,0 +1,54 @@
+"""Settings of sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer_fsdp2.config.setting import setting
+from composer_fsdp2.config.value_types import choice, count, mapping
+
+__all__ = ["SEQUENCE_PARALLEL", "SequenceSpec", "check_sequence_parallel_together"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """How many ranks divide each sequence, and what they exchange in attention."""
+
+    degree: int = setting(1, count("ranks"), "ranks that divide each sequence; 1 is none")
+    method: str = setting(
+        "auto",
+        choice("auto", "ulysses", "gather_kv"),
+        "`ulysses` exchanges the sequence for heads, `gather_kv` gathers keys and values; `auto` "
+        "takes what sends fewer bytes and the number of heads allows",
+    )
+
+
+def _number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:
+    is_number = isinstance(raw, int) and not isinstance(raw, bool)
+    return {"degree": raw} if is_number else raw
+
+
+SEQUENCE_PARALLEL = mapping(
+    SequenceSpec,
+    expected="null, a number or a mapping",
+    others=lambda value: value is None,
+    parse=_number_is_degree,
+    example="sequence_parallel: {degree: 4}",
+)
+
+_UNTRIED = ("tensor_parallel", "compile", "fp8")
+
+
+def check_sequence_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses settings that have not been tried with it."""
+    spec = values["sequence_parallel"]
+    if spec is None or spec.degree == 1:
+        return
+    errors.extend(
+        f"'{name}' is set beside 'sequence_parallel', which has not been tried. The run might "
+        "train another model. Leave one of them out."
+        for name in _UNTRIED
+        if values[name]
+    )

@@ -1,0 +1,1 @@
+"""Sequence parallelism: each sequence is divided between ranks, which exchange in attention."""
