@@ -8,10 +8,11 @@ the copies run on streams of their own, so that neither direction stops the comp
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
     checkpoint,
     create_selective_checkpoint_contexts,
+    noop_context_fn,
 )
 
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
@@ -49,6 +51,7 @@ __all__ = [
     "ActivationSpec",
     "apply_activation",
     "plan_activation",
+    "recall_in_recomputation",
 ]
 
 log = logging.getLogger(__name__)
@@ -268,14 +271,53 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
     wrappers: dict[int, nn.Module] = {}
     for name, module in tree.modules():
         if name in wanted and name not in wrapped:
-            wrappers[id(module)] = _wrap(module, plan)
+            wrappers[id(module)] = _wrap(module, plan, getattr(tree.root, _RECALLED, ()))
     for _, parent in tree.modules():
         for name, child in parent._modules.items():
             if child is not None and id(child) in wrappers:
                 parent._modules[name] = wrappers[id(child)]
 
 
-def _wrap(module: nn.Module, plan: ActivationPlan) -> nn.Module:
+Recall = Callable[[], contextlib.AbstractContextManager[None]]
+
+_RECALLED = "_fsdp2_recalled"
+"""attribute of a model, for `recall_in_recomputation`"""
+
+
+def recall_in_recomputation(model: nn.Module, recall: Recall) -> None:
+    """Has blocks that run again in backward do so in a context of their own forward.
+
+    Collective: no.
+
+    Args:
+        model: before its blocks are wrapped.
+        recall: is called in each forward of a block, and gives what is entered when it runs again.
+    """
+    setattr(model, _RECALLED, (*getattr(model, _RECALLED, ()), recall))
+
+
+def _contexts(base: Callable[[], tuple[Any, Any]], recalls: Sequence[Recall]) -> tuple[Any, Any]:
+    """The contexts of a block's forward, and of the time when it runs again."""
+    forward, again = base()
+    stack = contextlib.ExitStack()
+    return forward, _Entered(stack, (again, *(recall() for recall in recalls)))
+
+
+class _Entered:
+    """Several contexts as one, entered when it is."""
+
+    def __init__(self, stack: contextlib.ExitStack, inside: Sequence[Any]) -> None:
+        self._stack, self._inside = stack, inside
+
+    def __enter__(self) -> None:
+        for one in self._inside:
+            self._stack.enter_context(one)
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+
+def _wrap(module: nn.Module, plan: ActivationPlan, recalls: Sequence[Recall] = ()) -> nn.Module:
     if plan.recompute:
         kwargs: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
         if plan.selective:
@@ -287,6 +329,9 @@ def _wrap(module: nn.Module, plan: ActivationPlan) -> nn.Module:
             )
             if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
                 kwargs["respect_saved_tensors_hooks"] = plan.offload
+        if recalls:
+            base = kwargs.get("context_fn", noop_context_fn)
+            kwargs["context_fn"] = functools.partial(_contexts, base, recalls)
         # Non-reentrant, which is the default of torch's wrapper.
         module = checkpoint_wrapper(module, **kwargs)
     return _Offload(module) if plan.offload else module

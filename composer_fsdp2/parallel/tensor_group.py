@@ -8,22 +8,22 @@ checkpoint by rank, so this happens again in each `fit`.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2.errors import PlanError
-from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
-from composer_fsdp2.shard.torch_private.tensors import tree_leaves
+from composer_fsdp2.parallel.same_batch import check_same_batch
+from composer_fsdp2.ranks import is_fake
 
 __all__ = ["TensorGroup", "tensor_group_of"]
 
 _GROUP = "_fsdp2_tensor_group"
 """attribute of a model, for `tensor_group_of`"""
+
+_WHY = "in one group of tensor parallelism", "add up parts of different samples"
 
 
 class TensorGroup:
@@ -55,13 +55,7 @@ class TensorGroup:
             return
         self._checked.add(module.training)
         first = dist.get_global_rank(self.group, 0)
-        facts = {"~group": first, "~batch": _digest((args, kwargs))}
-        everyone = raise_on_all_ranks(facts)
-        of_group: dict[int, str] = {}
-        for rank, fact in enumerate(everyone):
-            known = of_group.setdefault(fact["~group"], fact["~batch"])
-            if known != fact["~batch"]:
-                raise PlanError(_different(fact["~group"], rank, self.size))
+        check_same_batch(self.group, (args, kwargs), _WHY)
         if module.training:
             self._share_random_state(first)
 
@@ -80,35 +74,3 @@ class TensorGroup:
 def tensor_group_of(model: nn.Module) -> TensorGroup | None:
     """Returns the tensor group of a model, `None` where its layers are not divided."""
     return getattr(model, _GROUP, None)
-
-
-def _different(first: int, rank: int, size: int) -> str:
-    return (
-        f"Ranks {first} and {rank} are in one group of tensor parallelism and read different "
-        "batches. They would add up parts of different samples. Give all "
-        f"{size} ranks of a group the same data: "
-        f"`dist.get_sampler(dataset, num_replicas=dist.get_world_size() // {size}, "
-        f"rank=dist.get_global_rank() // {size})`, or `replication: {size}` of a streaming dataset."
-    )
-
-
-def _digest(inputs: Any) -> str:
-    found = hashlib.sha256()
-    for leaf in _leaves(inputs):
-        if isinstance(leaf, torch.Tensor):
-            data = leaf.detach().cpu().contiguous()
-            found.update(f"{tuple(data.shape)} {data.dtype}".encode())
-            if data.numel():
-                found.update(data.flatten().view(torch.uint8).numpy().tobytes())
-        elif isinstance(leaf, int | float | str | bool):
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
-
-
-def _leaves(inputs: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(inputs):
-        # Batches of transformers are mappings that torch does not look into.
-        if isinstance(leaf, Mapping) and leaf:
-            yield from _leaves(dict(leaf))
-        else:
-            yield leaf

@@ -36,6 +36,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.row_order import show_usual_state
+from composer_fsdp2.parallel.sequence.group import sequence_group_of
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel
 from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
@@ -242,6 +243,8 @@ def apply_to_model(
         offload=(CPUOffload() if offload is True else offload) or None,
         tree=tree,
     )
+    if (group := sequence_group_of(model)) is not None:
+        group.watch()
     if (fp8 := plan.plan_of(Float8Linear)) is not None:
         gather_in_float8(model, units.values(), fp8)
     _cast_buffers(tree, plan)

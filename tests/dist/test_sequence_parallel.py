@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.errors import ConfigError, PlanError
 from tests.support.parity import OPTIMIZERS, TOLERANCE, assert_close, assert_same_values, full
 
 VOCAB, STEPS, SIZE, LENGTH = 32, 10, 4, 22
@@ -49,10 +50,33 @@ def mixtral() -> nn.Module:
 
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=4, n_positions=LENGTH,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        vocab_size=VOCAB,
+        n_embd=16,
+        n_layer=2,
+        n_head=4,
+        n_positions=LENGTH,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
     )
     return transformers.GPT2LMHeadModel(config)
+
+
+def mpt(**attention: Any) -> nn.Module:
+    pytest.importorskip("llmfoundry")
+    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    config = MPTConfig(
+        d_model=32,
+        n_heads=8,
+        n_layers=2,
+        expansion_ratio=2,
+        max_seq_len=64,
+        vocab_size=VOCAB,
+        attn_config={"attn_impl": "torch", **attention},
+        learned_pos_emb="rope" not in attention,
+    )
+    return MPTForCausalLM(config)
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -65,7 +89,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "Phi-3": phi3,
     "Mixtral": mixtral,
     "GPT-2": gpt2,
+    "MPT": mpt,
+    "MPT, grouped": lambda: mpt(
+        attn_type="grouped_query_attention",
+        kv_n_heads=2,
+        rope=True,
+        rope_impl="hf",
+        sliding_window_size=5,
+    ),
 }
+
+
+def twice(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """Two models of equal weights, in double where rounding grows with every step."""
+    pair = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model = make()
+        pair.append(model.double() if "Gemma" in type(model).__name__ else model)
+    return pair[0], pair[1]
 
 
 def batches(kind: str, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
@@ -88,15 +130,27 @@ def batches(kind: str, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def for_one_process(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the mask of documents that a model of one process needs to be given."""
+def whole_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The loss of one process, of each document by itself where rows are packed."""
+    total, count = torch.zeros(()), 0
+    for ids, labels, mask in documents(batch):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        targets = labels[:, 1:].flatten()
+        total = total + nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), targets, reduction="sum"
+        )
+        count += int((targets != -100).sum())
+    return total / count
+
+
+def documents(batch: dict[str, torch.Tensor]) -> Iterator[tuple[Any, Any, Any]]:
     if (positions := batch.get("position_ids")) is None:
-        return batch
-    documents = (positions == 0).cumsum(1)
-    same = documents[:, :, None] == documents[:, None, :]
-    seen = same & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    return {**batch, "attention_mask": added[:, None]}
+        yield batch["input_ids"], batch["labels"], batch.get("attention_mask")
+        return
+    for row, ids, labels in zip(positions, batch["input_ids"], batch["labels"], strict=True):
+        begins = [*torch.nonzero(row == 0).flatten().tolist(), LENGTH]
+        for begin, end in itertools.pairwise(begins):
+            yield ids[None, begin:end], labels[None, begin:end], None
 
 
 def part(batch: dict[str, torch.Tensor], degree: int) -> dict[str, torch.Tensor]:
@@ -111,17 +165,15 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
+@pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
 @pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_like_one_process(family: str, method: str, kind: str, degree: int):
-    torch.manual_seed(0)
-    model = FAMILIES[family]()
-    if "Gemma" in family:
-        model = model.double()
-    oracle = copy.deepcopy(model)
+    oracle, model = twice(FAMILIES[family])
     pair = [OPTIMIZERS["sgd"](m.parameters()) for m in (oracle, model)]
     settings = {
         "sequence_parallel": {"degree": degree, "method": method},
@@ -129,17 +181,14 @@ def test_trains_like_one_process(family: str, method: str, kind: str, degree: in
     }
     prepare_fully_shard(model, pair[1], settings)
     for step, batch in enumerate(batches(kind)):
-        whole = for_one_process(batch)
         # Every group's sequences weigh the same, as under FSDP2 alone.
-        parts = [
-            {k: v.chunk(4 // degree)[n] for k, v in whole.items()} for n in range(4 // degree)
-        ]
-        losses = [oracle(**p, use_cache=False).loss for p in parts]
-        expected = torch.stack(losses).mean()
+        groups = 4 // degree
+        parts = [{k: v.chunk(groups)[n] for k, v in batch.items()} for n in range(groups)]
+        expected = torch.stack([whole_loss(oracle, p) for p in parts]).mean()
         got = model(**part(batch, degree), use_cache=False).loss
         expected.backward()
         got.backward()
-        assert_close(f"loss of step {step}", expected.detach(), mean(got))
+        assert_close(f"loss of step {step}", expected.detach().to(got.dtype), mean(got))
         if step == 0:
             for (name, alone), sharded in zip(
                 oracle.named_parameters(), model.parameters(), strict=True
@@ -151,3 +200,175 @@ def test_trains_like_one_process(family: str, method: str, kind: str, degree: in
             one.zero_grad()
     assert TOLERANCE == 1e-6
     assert_same_values(oracle, model)
+
+
+def prepared(model: nn.Module, **settings: Any) -> nn.Module:
+    prepare_fully_shard(model, None, {"mixed_precision": "FULL", **settings})
+    return model
+
+
+WITH: dict[str, dict[str, Any]] = {
+    "recompute": {"activation_checkpointing": True},
+    "selective": {"activation_checkpointing": {"mode": "selective"}},
+    "chunks and tiles": {"chunked_loss": {"chunks": 2}, "tiled_mlp": {"shards": 2}},
+    "copies": {"data_parallel_replicate_degree": 2},
+    "kept": {"reshard_after_forward": False, "forward_prefetch": 2, "order_check": "always"},
+    "freed": {"reshard_after_forward": True, "unused_parameters": True},
+}
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("settings", WITH)
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_two_forwards_before_a_backward(method: str, settings: str):
+    """As of preferences: a block that runs again sees the sequence of its own forward."""
+    oracle, model = twice(llama)
+    prepared(model, sequence_parallel={"degree": 4, "method": method}, **WITH[settings])
+    (first,), (second,) = batches("padded", 1), batches("packed", 1)
+    (whole_loss(oracle, first) + 2 * whole_loss(oracle, second)).backward()
+    loss = model(**first, use_cache=False).loss
+    (loss + 2 * model(**second, use_cache=False).loss).backward()
+    for (name, alone), sharded in zip(oracle.named_parameters(), model.parameters(), strict=True):
+        assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("family", ["Llama", "MPT"])
+def test_evaluation_and_generation_get_whole_sequences(family: str):
+    oracle, model = twice(FAMILIES[family])
+    prepared(model, sequence_parallel=2)
+    (batch,) = batches("padded", 1)
+    own = part(batch, 2)
+    for one in (oracle, model):
+        one.eval()
+    with torch.no_grad():
+        expected, got = oracle(**own, use_cache=False), model(**own, use_cache=False)
+        real = own["attention_mask"].bool()
+        assert_close("logits", expected.logits[real], got.logits[real])
+        assert_close("loss", whole_loss(oracle, own), got.loss)
+        prompt = own["input_ids"][:, :5]
+        kwargs = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        assert torch.equal(oracle.generate(prompt, **kwargs), model.generate(prompt, **kwargs))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_masks_of_the_user(method: str, kind: torch.dtype):
+    """A prefix that all tokens see."""
+    oracle, model = twice(llama)
+    prepared(model, sequence_parallel={"degree": 2, "method": method})
+    (batch,) = batches("plain", 1)
+    seen = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    seen[:, :5] = True
+    added = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
+    expected = oracle(**batch, attention_mask=added[None, None], use_cache=False).loss
+    mask = (seen if kind == torch.bool else added)[None, None]
+    assert_close("loss", expected, model(**batch, attention_mask=mask, use_cache=False).loss)
+
+
+class Backwards(transformers.LlamaForCausalLM):
+    """Its tokens see the ones before them in pairs, which no argument of attention says."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model._update_causal_mask = self._pairs
+
+    def _pairs(self, _mask: Any, embedded: torch.Tensor, *_: Any) -> torch.Tensor:
+        length = embedded.shape[1]
+        at = torch.arange(length) // 2
+        seen = at[None, :] <= at[:, None]
+        return torch.zeros(length, length).masked_fill(~seen, -1e9)[None, None]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_attention_that_is_not_known_is_an_error_in_the_first_step(method: str):
+    model = prepared(
+        Backwards(transformers.LlamaConfig(**SIZES)),
+        sequence_parallel={"degree": 2, "method": method},
+    )
+    (batch,) = batches("plain", 1)
+    with pytest.raises(PlanError, match=r"attention 'model.layers.0.self_attn'.*% off"):
+        model(**batch, use_cache=False)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+def test_different_batches_in_a_group_are_an_error_on_every_rank():
+    model = prepared(llama(), sequence_parallel=2)
+    (batch,) = batches("plain", 1)
+    if dist.get_rank() == 3:
+        batch["input_ids"][0, 0] = 1
+    with pytest.raises(
+        PlanError, match=r"Ranks 2 and 3 .* sequence parallelism .*different batches"
+    ):
+        model(**batch, use_cache=False)
+
+
+class TinyLM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+
+def mamba() -> nn.Module:
+    config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1)
+    return transformers.MambaForCausalLM(config)
+
+
+def bert() -> nn.Module:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=VOCAB, intermediate_size=16, **sizes)
+    return transformers.BertForMaskedLM(config)
+
+
+def routed() -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, output_router_logits=True)
+    return transformers.MixtralForCausalLM(config)
+
+
+def alibi() -> nn.Module:
+    return mpt(alibi=True)
+
+
+def bloom() -> nn.Module:
+    config = transformers.BloomConfig(vocab_size=VOCAB, hidden_size=16, n_layer=1, n_head=2)
+    return transformers.BloomForCausalLM(config)
+
+
+def flexible() -> nn.Module:
+    return llama(attn_implementation="flex_attention")
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "no model of transformers": (TinyLM, 2, "none of transformers"),
+    "state space": (mamba, 2, "no module calls the attention interface"),
+    "sees later tokens": (bert, 2, "no module calls|sees later tokens"),
+    "balance of experts": (routed, 2, "output_router_logits"),
+    "alibi": (alibi, 2, "ALiBi"),
+    "own attention": (bloom, 2, "no module calls the attention interface"),
+    "flexible attention": (flexible, 2, "attn_implementation: sdpa"),
+    "ranks": (llama, 3, "does not divide the world size 2"),
+    "heads": (
+        lambda: llama(num_attention_heads=5, num_key_value_heads=1),
+        {"degree": 2, "method": "ulysses"},
+        "5 heads, which 2 ranks cannot share",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_divided_is_refused_before_the_model_is_changed(case: str):
+    make, setting, message = REFUSED[case]
+    model = make()
+    before = [type(param) for param in model.parameters()]
+    with pytest.raises((ConfigError, PlanError), match=message):
+        prepared(model, sequence_parallel=setting)
+    assert [type(param) for param in model.parameters()] == before

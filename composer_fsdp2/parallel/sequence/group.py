@@ -3,82 +3,123 @@
 [Note: one batch, many ranks] The ranks of a group are given the same batch. Each computes its
 positions of every sequence, padded to equal parts. Labels are shifted before they are cut, and the
 loss is the sum over the group's real tokens, divided by their number: that of one process.
-
-[Note: recomputation] A block that runs again in backward must see the sequence of its own forward,
-and another forward may lie between. Position ids go through the whole model, so they tell which.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.sequence.attention import (
-    IMPLEMENTATION,
-    SharedSequence,
-    attend,
-)
+from composer_fsdp2.parallel.same_batch import check_same_batch
+from composer_fsdp2.parallel.sequence.attention import AttentionCall, SharedSequence, attend
 from composer_fsdp2.parallel.sequence.exchange import gather_sequence, whole_loss
+from composer_fsdp2.parallel.sequence.hugging_face import calls_loss_function
 from composer_fsdp2.parallel.sequence.positions import Division
+from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
 
 __all__ = ["SequenceGroup", "sequence_group_of"]
 
 _GROUP = "_fsdp2_sequence_group"
-"""attribute of a model and of its attention modules, for `sequence_group_of`"""
+"""attribute of a model, for `sequence_group_of`"""
 
 _IGNORED = -100
 """label of a token that has no part in the loss, as transformers has it"""
 
-_CUT = ("input_ids", "inputs_embeds", "token_type_ids")
+_CUT: Mapping[str, float] = {
+    "input_ids": 0,
+    "inputs_embeds": 0,
+    "token_type_ids": 0,
+    "sequence_id": -1,
+}
+"""what a model is given for each position, and what padding is"""
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""of an attention in parallel, by its norm; of narrower dtypes 0.1"""
+
+_WHY = "in one group of sequence parallelism", "see tokens of different samples"
+
 _REBUILT = ("attention_mask", "position_ids", "labels")
 
 
 class SequenceGroup:
-    """Divides what a model is given, and what its attention sees; see [Note: one batch, many ranks]."""
+    """Divides what a model is given, and what its attention sees.
+
+    See [Note: one batch, many ranks]. Collective: yes, over the group, in each forward and
+    backward.
+    """
 
     def __init__(
         self,
         model: nn.Module,
-        attention: Mapping[str, tuple[nn.Module, Callable[..., Any], bool]],
+        attention: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
         method: str,
     ) -> None:
-        """Connects a model that is prepared. Collective: no.
+        """Connects a model of transformers' kind. Collective: no.
 
         Args:
-            model: of transformers, with a head.
-            attention: name -> module, its own function, and whether that adds masks to scores.
+            model: is given batches by names.
+            attention: its attention modules, by name.
             group: ranks that share each sequence.
             method: `ulysses` or `gather_kv`.
         """
         self.group, self.method = group, method
         self.rank = dist.get_rank(group)
-        self._functions = {id(m): (f, adds) for m, f, adds in attention.values()}
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         self._current: SharedSequence | None = None
-        self._of_positions: Any = WeakIdKeyDictionary()
         self._labels: torch.Tensor | None = None
-        self._is_idle = False
-        for module, _, _ in attention.values():
-            module.register_forward_pre_hook(self._enter_attention, with_kwargs=True)
-            setattr(module, _GROUP, self)
-        self._loss: Any = model.loss_function
-        model.loss_function = self._loss_of  # type: ignore[assignment]
-        model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        model.register_forward_hook(self._leave)
+        self._loss: Any = None
+        if calls_loss_function(model):
+            self._loss = model.loss_function
+            model.loss_function = self._loss_of  # type: ignore[assignment]
+        self._model, self._attention = model, attention
+        self._is_checked = self._is_idle = False
         setattr(model, _GROUP, self)
+
+    def watch(self) -> None:
+        """Divides what the model is given from here on. Collective: no.
+
+        To be called when the model is sharded: the first batch runs through it before FSDP2 begins
+        with that batch.
+        """
+        self._model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        self._model.register_forward_hook(self._leave)
+
+    def begin(self) -> None:
+        """Has the next batch of training checked: data may be others. Collective: no."""
+        self._is_checked = False
 
     @property
     def size(self) -> int:
         """Ranks that share each sequence."""
         return self.group.size()
+
+    def attend(
+        self, _module: nn.Module, call: AttentionCall, query: Any, key: Any, value: Any
+    ) -> torch.Tensor | None:
+        """Computes an attention of the model, `None` where the sequence is not divided."""
+        if self._current is None:
+            return None
+        return attend(self._current, self.method, call, query, key, value)
+
+    def recalling(self) -> contextlib.AbstractContextManager[None]:
+        """Returns what gives a block that runs again in backward the sequence of now."""
+        return self._with(self._current)
+
+    @contextlib.contextmanager
+    def _with(self, shared: SharedSequence | None) -> Generator[None]:
+        before, self._current = self._current, shared
+        try:
+            yield
+        finally:
+            self._current = before
 
     # --- Into the model ---
 
@@ -86,16 +127,18 @@ class SequenceGroup:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        self._current = None
-        if self._is_idle or given.get("past_key_values") is not None or self._generates(module, given):
+        self._current = self._labels = None
+        generates = not module.training and given.get("use_cache")
+        if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
-        return (), self.divide(given)
+        if module.training and not self._is_checked and not is_fake():
+            self._is_checked = True
+            check_same_batch(self.group, given, _WHY)
+            self._compare(given)
+        return (), self._divided(given)
 
-    def _generates(self, module: nn.Module, given: Mapping[str, Any]) -> bool:
-        return not module.training and bool(given.get("use_cache"))
-
-    def divide(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Returns what this rank computes, and remembers what its attention must know."""
+    def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
+        """What this rank computes; notes what its attention must know."""
         ids = given.get("input_ids")
         inputs = given.get("inputs_embeds") if ids is None else ids
         if not isinstance(inputs, torch.Tensor):
@@ -103,98 +146,160 @@ class SequenceGroup:
                 "The model was called without input_ids and inputs_embeds. Sequence parallelism "
                 "would have nothing to divide. Give it one of them by name."
             )
-        self._refuse_unknown(given, inputs.shape[1])
-        division = Division(
-            length=inputs.shape[1], degree=self.size, is_balanced=self.method == "gather_kv"
-        )
+        length = inputs.shape[1]
+        self._refuse_unknown(given, length)
+        division = self._division_of(length)
         cut = dict(given)
-        for name in _CUT:
+        for name, filler in _CUT.items():
             if isinstance(given.get(name), torch.Tensor):
-                cut[name] = self._own(given[name], division, 0)
+                cut[name] = self._own(given[name], division, filler)
         positions = given.get("position_ids")
-        documents = None if positions is None else _documents(positions)
         if positions is None:
-            positions = torch.arange(inputs.shape[1], device=inputs.device)[None]
+            positions = torch.arange(length, device=inputs.device)[None]
         cut["position_ids"] = self._own(positions, division, 0)
         mask = cut.pop("attention_mask", None)
         self._current = SharedSequence(
             division=division,
             rank=self.rank,
             group=self.group,
-            documents=None if documents is None else _padded(documents, division, -1),
+            documents=_documents(given, division),
             is_real=_padded(mask != 0, division, False) if _has_padding(mask) else None,
             mask=_padded_mask(mask, division) if mask is not None and mask.ndim == 4 else None,
         )
-        self._of_positions[cut["position_ids"]] = self._current
         if given.get("labels") is not None:
-            shifted = nn.functional.pad(given["labels"], (0, 1), value=_IGNORED)[:, 1:]
-            self._labels = shifted
-            cut["labels"] = self._own(shifted, division, _IGNORED)
-        cut["use_cache"] = False
+            cut["labels"] = self.own_labels(shifted(given["labels"]))
+            self._labels = given["labels"]
+            if self._loss is None:
+                del cut["labels"]
+        if "use_cache" in self._names:
+            cut["use_cache"] = False
         return cut
+
+    def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of labels that are shifted. Collective: no."""
+        return self._own(labels, self._division_of(labels.shape[1]), _IGNORED)
 
     def _own(self, whole: torch.Tensor, division: Division, filler: float) -> torch.Tensor:
         return division.cut(_padded(whole, division, filler), self.rank).contiguous()
 
     def _refuse_unknown(self, given: Mapping[str, Any], length: int) -> None:
         for name, value in given.items():
-            if name in (*_CUT, *_REBUILT) or not isinstance(value, torch.Tensor) or value.ndim < 2:
+            if name in (*_CUT, *_REBUILT) or not isinstance(value, torch.Tensor):
                 continue
             if length in value.shape[1:]:
                 raise PlanError(
                     f"The model was given '{name}' of shape {tuple(value.shape)}, and sequences of "
                     f"{length} tokens are divided between {self.size} ranks. It is not known how "
-                    f"it is divided. Leave it out, or take sequence_parallel out."
+                    "it is divided. Leave it out, or take sequence_parallel out."
                 )
 
-    # --- Inside ---
+    # --- The first batch ---
 
-    def _enter_attention(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """See [Note: recomputation]."""
-        positions = kwargs.get("position_ids")
-        if isinstance(positions, torch.Tensor) and positions in self._of_positions:
-            self._current = self._of_positions[positions]
+    @torch.no_grad()
+    def _compare(self, given: Mapping[str, Any]) -> None:
+        """Compares each attention with that of one process, on the first tokens of one sequence.
 
-    def attend(self, module: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
-        """Computes the attention of one module, for transformers' interface."""
-        function, adds_masks = self._functions[id(module)]
-        if self._current is None:
-            return function(module, *tensors, **kwargs)
-        query, key, value = tensors[:3]
-        return attend(
-            self._current,
-            self.method,
-            function,
-            module,
-            query,
-            key,
-            value,
-            adds_masks=adds_masks,
-            **kwargs,
-        )
+        Collective: yes, over the default group. As many tokens as a rank computes in a step.
+
+        Raises:
+            PlanError: the same on every rank, if any of them differs.
+        """
+        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        division = self._division_of(given[name].shape[1])
+        inputs = given[name][:1, : max(division.local, self.size)]
+        modes = [(module, module.training) for module in self._model.modules()]
+        self._model.eval()
+        try:
+            self._is_idle = True
+            whole = self._outputs({name: inputs})
+            self._is_idle = False
+            divided = self._outputs({name: inputs})
+        finally:
+            self._is_idle = False
+            for module, mode in modes:
+                module.training = mode
+        division = self._division_of(inputs.shape[1])
+        error = None
+        for path, expected in whole.items():
+            expected = self._own(expected, division, 0)
+            got = divided[path]
+            real = division.positions_of(self.rank, got.device) < division.length
+            off = (got - expected)[:, real].norm() / expected[:, real].norm().clamp(min=1e-30)
+            if not off <= _TOLERANCE.get(got.dtype, 0.1):
+                error = error or PlanError(_attends_otherwise(path, float(off), inputs.shape[1]))
+        raise_on_all_ranks({}, error)
+
+    def _outputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What each attention gives in a forward."""
+        found: dict[str, torch.Tensor] = {}
+
+        def keep(path: str, output: Any) -> None:
+            found[path] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+
+        handles = [
+            module.register_forward_hook(lambda _m, _a, output, path=path: keep(path, output))
+            for path, module in self._attention.items()
+        ]
+        try:
+            self._model(**inputs, **({"use_cache": False} if "use_cache" in self._names else {}))
+        finally:
+            for handle in handles:
+                handle.remove()
+        return found
+
+    def _division_of(self, length: int) -> Division:
+        return Division(length=length, degree=self.size, is_balanced=self.method == "gather_kv")
 
     # --- Out of the model ---
 
     def _loss_of(self, logits: Any, labels: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Replaces the model's `loss_function`, whose labels are shifted already."""
         if self._current is None or self._labels is None:
             return self._loss(logits, labels, *args, **kwargs)
         if kwargs.get("num_items_in_batch") is None:
-            kwargs["num_items_in_batch"] = (self._labels != _IGNORED).sum()
-        # Labels are shifted already.
+            kwargs["num_items_in_batch"] = (shifted(self._labels) != _IGNORED).sum()
         term = self._loss(logits, None, *args, **{**kwargs, "shift_labels": labels})
         return whole_loss(term, self.group)
 
+    def loss_of_mean(
+        self, mean: Callable[[torch.Tensor], torch.Tensor], labels: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the loss of the group from a function that averages over this rank's tokens.
+
+        Collective: yes, over the group.
+
+        Args:
+            mean: of this rank's shifted labels; zero where none counts.
+            labels: of whole sequences, not shifted.
+        """
+        whole = shifted(labels)
+        own = self.own_labels(whole)
+        count, own_count = (whole != _IGNORED).sum(), (own != _IGNORED).sum()
+        return whole_loss(mean(own) * (own_count / count.clamp(min=1)), self.group)
+
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         """Gives evaluation the whole logits. In training a rank keeps its own."""
-        shared, self._labels = self._current, None
-        logits = getattr(output, "logits", None)
-        if shared is None or module.training or not isinstance(logits, torch.Tensor):
+        shared, logits = self._current, getattr(output, "logits", None)
+        if shared is None or not isinstance(logits, torch.Tensor):
             return
-        whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
-        whole = shared.division.put_together(whole, 1)[:, : shared.division.length]
-        output["logits"] = whole
+        if self._loss is None and self._labels is not None:
+            own = logits.flatten(0, 1)
+            output["loss"] = self.loss_of_mean(
+                lambda labels: _mean_of_counted(own, labels.flatten()), self._labels
+            )
+        if not module.training:
+            whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
+            whole = shared.division.put_together(whole, 1)
+            output["logits"] = whole[:, : shared.division.length]
+
+
+def _attends_otherwise(path: str, off: float, length: int) -> str:
+    return (
+        f"The attention '{path}' of the first {length} tokens, divided between ranks, is "
+        f"{100 * off:.2g} % off what it is in one process. It sees tokens in a way that is not "
+        "known here, and the run would train another model. Leave sequence_parallel out for this "
+        "model."
+    )
 
 
 def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
@@ -203,16 +308,14 @@ def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
     return next((group for group in found if group is not None), None)
 
 
-def interface(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Computes attention for transformers' interface, under the name `IMPLEMENTATION`."""
-    return getattr(module, _GROUP).attend(module, *args, **kwargs)
+def shifted(labels: torch.Tensor) -> torch.Tensor:
+    """Returns the label of each position: the next token, and none for the last one."""
+    return nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
 
 
-def register_interface() -> None:
-    """Makes `IMPLEMENTATION` known to transformers. Collective: no."""
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(IMPLEMENTATION, interface)
+def _mean_of_counted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    total = nn.functional.cross_entropy(logits, labels, reduction="sum")
+    return total / (labels != _IGNORED).sum().clamp(min=1)
 
 
 # --- Padding and documents ---
@@ -246,9 +349,15 @@ def _has_padding(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask != 0).all())
 
 
-def _documents(positions: torch.Tensor) -> torch.Tensor | None:
-    """Numbers of the documents in each row, which begin where positions do not go on by one."""
+def _documents(given: Mapping[str, Any], division: Division) -> torch.Tensor | None:
+    """Numbers of the documents in each row: a model's own, or runs of positions."""
+    if isinstance(own := given.get("sequence_id"), torch.Tensor):
+        return _padded(own, division, -1)
+    positions = given.get("position_ids")
+    if positions is None:
+        return None
     begins = positions[:, 1:] != positions[:, :-1] + 1
     if not bool(begins.any()):
         return None
-    return nn.functional.pad(begins.long().cumsum(1), (1, 0))
+    documents = nn.functional.pad(begins.long().cumsum(1), (1, 0))
+    return _padded(documents, division, -1)

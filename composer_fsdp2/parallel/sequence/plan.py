@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,19 +11,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from composer_fsdp2.blocks.activation import recall_in_recomputation
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.sequence.attention import (
-    IMPLEMENTATION,
-    original_function,
-    uses_interface,
-)
-from composer_fsdp2.parallel.sequence.group import SequenceGroup, register_interface
+from composer_fsdp2.parallel.sequence import hugging_face, mpt
+from composer_fsdp2.parallel.sequence.group import SequenceGroup
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 
 __all__ = ["SequenceParallel", "SequencePlan"]
-
-_TRIED = ("sdpa", "eager")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +48,8 @@ class SequenceParallel(Transformation[SequencePlan]):
             return None
         modules = dict(facts.tree.modules())
         name = _model_in(modules, spec.degree)
-        attention = tuple(n for n, m in modules.items() if uses_interface(m))
-        for refuse in (_no_attention, _other_attention, _mixing, _loss, _router):
+        attention = tuple(n for n, m in modules.items() if _kind_of(m) is not None)
+        for refuse in (_attention, _mixing, _positions, _loss, _router):
             if (why := refuse(modules, name, attention)) is not None:
                 raise PlanError(
                     f"sequence_parallel has degree {spec.degree}, and {why}. Ranks would compute "
@@ -74,54 +69,54 @@ class SequenceParallel(Transformation[SequencePlan]):
         axes = init_device_mesh(
             mesh.device_type, (groups, plan.degree), mesh_dim_names=("data", "sp")
         )
-        register_interface()
-        found = {}
-        for name in plan.attention:
-            module: Any = modules[name]
-            implementation = module.config._attn_implementation
-            function = original_function(module, implementation)
-            found[name] = (module, function, implementation == "eager")
-            # The model's own configuration stays: its masks and its checkpoints depend on it.
-            module.config = copy.copy(module.config)
-            module.config._attn_implementation = IMPLEMENTATION
-        SequenceGroup(modules[plan.model], found, axes["sp"].get_group(), plan.method)
+        found = {name: modules[name] for name in plan.attention}
+        group = SequenceGroup(modules[plan.model], found, axes["sp"].get_group(), plan.method)
+        for module in found.values():
+            _kind_of(module).connect(module, group.attend)
+        recall_in_recomputation(tree.root, group.recalling)
+
+
+def _kind_of(module: nn.Module) -> Any:
+    """The file that knows this kind of attention, `None` where none does."""
+    if hugging_face.uses_interface(module):
+        return hugging_face
+    return mpt if mpt.is_attention(module) else None
 
 
 def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
-    """The outermost model of transformers."""
+    """The outermost model that takes positions, which wrappers of adapters hand on."""
+    models = [
+        name
+        for name, module in modules.items()
+        if attribute_of(module, "base_model_prefix") and attribute_of(module, "config")
+    ]
+    if not models:
+        raise PlanError(
+            f"sequence_parallel has degree {degree}, and the model is none of transformers. It is "
+            "not known where its attention is. Leave sequence_parallel out for this model."
+        )
+    return next((name for name in models if _takes_positions(modules[name])), models[0])
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def _attention(modules: dict[str, nn.Module], _name: str, found: tuple[str, ...]) -> str | None:
+    if not found:
+        return "no module calls the attention interface of transformers, nor is one of MPT"
+    for name in found:
+        if (why := _kind_of(modules[name]).why_not(name, modules[name])) is not None:
+            return why
+    kinds = {type(modules[name]) for name in found}
     for name, module in modules.items():
-        if attribute_of(module, "base_model_prefix") and attribute_of(module, "config"):
-            return name
-    raise PlanError(
-        f"sequence_parallel has degree {degree}, and the model is none of transformers. It is not "
-        "known where its attention is. Leave sequence_parallel out for this model."
-    )
-
-
-def _no_attention(_modules: Any, _name: str, attention: tuple[str, ...]) -> str | None:
-    return None if attention else "no module calls the attention interface of transformers"
-
-
-def _other_attention(
-    modules: dict[str, nn.Module], _name: str, attention: tuple[str, ...]
-) -> str | None:
-    for name in attention:
-        module: Any = modules[name]
-        implementation = module.config._attn_implementation
-        if implementation not in _TRIED:
-            return (
-                f"'{name}' computes with {implementation}, which has not been tried (write "
-                f"attn_implementation: {' or '.join(_TRIED)})"
-            )
-        if attribute_of(module, "is_causal") is False or attribute_of(module, "is_cross_attention"):
-            return f"'{name}' sees later tokens, or another sequence"
-    kinds = {type(modules[name]) for name in attention}
-    for name, module in modules.items():
-        looks = {"q_proj", "query_key_value", "c_attn", "Wqkv", "qkv_proj", "q_a_proj"}
-        if type(module) not in kinds and looks & set(module._modules):
+        if type(module) not in kinds and _PROJECTIONS & set(module._modules):
             return f"'{name}' ({type(module).__name__}) is an attention of another kind"
     return None
 
+
+_PROJECTIONS = {"q_proj", "query_key_value", "c_attn", "Wqkv", "Wq", "qkv_proj", "q_a_proj"}
+"""names of layers in an attention"""
 
 _MIXING = (nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.BatchNorm1d)
 _MIXING_NAMES = ("mamba", "conv1d", "ssm", "rwkv", "retention", "recurrent", "lightningattention")
@@ -137,10 +132,22 @@ def _mixing(modules: dict[str, nn.Module], _name: str, _attention: Any) -> str |
     return None
 
 
-def _loss(modules: dict[str, nn.Module], name: str, _attention: Any) -> str | None:
-    loss: Any = attribute_of(modules[name], "loss_function")
-    if loss is None:
+def _positions(modules: dict[str, nn.Module], name: str, _attention: Any) -> str | None:
+    for module in modules.values():
+        if (why := mpt.why_not_model(module)) is not None:
+            return why
+    if not _takes_positions(modules[name]):
+        kind = type(modules[name]).__name__
+        return f"{kind} takes no position_ids, so it would count from each rank's first"
+    return None
+
+
+def _loss(modules: dict[str, nn.Module], name: str, attention: tuple[str, ...]) -> str | None:
+    if mpt.is_attention(modules[attention[0]]):
+        return None
+    if not hugging_face.calls_loss_function(modules[name]):
         return f"{type(modules[name]).__name__} computes its loss by itself"
+    loss: Any = attribute_of(modules[name], "loss_function")
     code = getattr(loss, "__code__", None)
     if code is None or "shift_labels" not in code.co_varnames:
         return f"the loss of {type(modules[name]).__name__} is not that of a causal language model"
@@ -160,8 +167,7 @@ def _method(spec: Any, modules: list[Any], names: tuple[str, ...]) -> str:
         return spec.method
     methods = set[str]()
     for name, module in zip(names, modules, strict=True):
-        heads = module.config.num_attention_heads
-        kv_heads = getattr(module.config, "num_key_value_heads", None) or heads
+        heads, kv_heads = _kind_of(module).heads_of(module)
         if heads % spec.degree:
             if spec.method == "ulysses":
                 divisors = ", ".join(str(n) for n in _divisors(heads))

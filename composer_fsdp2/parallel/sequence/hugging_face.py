@@ -1,0 +1,137 @@
+"""Attention of models that call the attention interface of transformers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.parallel.sequence.attention import AttentionCall, fused_attention
+from composer_fsdp2.plan.module_tree import attribute_of
+
+__all__ = ["FUSED", "calls_loss_function", "connect", "heads_of", "uses_interface", "why_not"]
+
+FUSED = ("sdpa", "flash_attention_2")
+"""implementations that torch's own attention takes the place of"""
+
+_NAME = "fsdp2_sequence"
+"""of the implementation that divides sequences"""
+
+_ATTEND = "_fsdp2_attend"
+"""attribute of an attention module: what computes it"""
+
+Attend = Callable[[nn.Module, AttentionCall, Any, Any, Any], torch.Tensor | None]
+"""computes a call over the whole sequence; `None` where the sequence is not divided"""
+
+
+def uses_interface(module: nn.Module) -> bool:
+    """Whether a module is an attention that calls what transformers' interface names."""
+    code = getattr(_plain_forward(module), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether a model computes its loss by its attribute `loss_function`."""
+    code = getattr(_plain_forward(model), "__code__", None)
+    return code is not None and "loss_function" in code.co_names
+
+
+def heads_of(module: Any) -> tuple[int, int]:
+    """Returns the heads of queries, and of keys and values."""
+    heads = module.config.num_attention_heads
+    return heads, getattr(module.config, "num_key_value_heads", None) or heads
+
+
+def why_not(name: str, module: Any) -> str | None:
+    """Returns why an attention cannot see a divided sequence, `None` where it can."""
+    implementation = module.config._attn_implementation
+    if implementation not in (*FUSED, "eager"):
+        return f"'{name}' computes with {implementation} (write attn_implementation: sdpa)"
+    if attribute_of(module, "is_causal") is False or attribute_of(module, "is_cross_attention"):
+        return f"'{name}' sees later tokens, or another sequence"
+    return None
+
+
+def connect(module: Any, attend: Attend) -> None:
+    """Has a module compute its attention over the whole sequence. Collective: no."""
+    implementation = module.config._attn_implementation
+    namespace = vars(sys.modules[_plain_forward(module).__module__])
+    known = namespace["ALL_ATTENTION_FUNCTIONS"]
+    known.register(_NAME, _interface)
+    capped = implementation != "sdpa" and getattr(module.config, "attn_logit_softcapping", None)
+    if implementation == "eager" or capped:
+        function, is_fused = namespace["eager_attention_forward"], False
+    else:
+        function, is_fused = known[implementation], True
+    setattr(module, _ATTEND, functools.partial(_compute, attend, function, is_fused))
+    # The model's own configuration stays: its masks and its checkpoints depend on it.
+    module.config = copy.copy(module.config)
+    module.config._attn_implementation = _NAME
+
+
+def _plain_forward(module: nn.Module) -> Any:
+    forward: Any = type(module).forward
+    while hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+def _interface(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(module, _ATTEND)(module, *args, **kwargs)
+
+
+def _compute(
+    attend: Attend,
+    function: Callable[..., Any],
+    is_fused: bool,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    if is_fused:
+        compute = functools.partial(
+            fused_attention, dropout=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling")
+        )
+    else:
+        compute = functools.partial(_eager, function, module, kwargs)
+    call = AttentionCall(
+        compute=compute, window=kwargs.get("sliding_window"), adds_masks=not is_fused
+    )
+    out = attend(module, call, query, key, value)
+    if out is None:
+        return function(module, query, key, value, attention_mask, **kwargs)
+    return out, None
+
+
+def _eager(
+    function: Callable[..., Any],
+    module: Any,
+    kwargs: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+) -> torch.Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if getattr(module, "num_key_value_groups", groups) != groups:
+        module = _WithGroups(module, groups)
+    return function(module, query, key, value, mask, **kwargs)[0]
+
+
+class _WithGroups:
+    """A module as its function would see one that repeats heads less often."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
