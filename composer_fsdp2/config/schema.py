@@ -7,22 +7,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from composer_fsdp2.config import parallel
-from composer_fsdp2.config.blocks import (
-    ACTIVATION,
-    CHUNKING,
-    COMPILE,
-    FLOAT8,
-    TILING,
-    ActivationSpec,
-    ChunkingSpec,
-    CompileSpec,
-    Float8Spec,
-    TilingSpec,
-    check_activation_together,
-    check_fp8_together,
-    check_tiling_together,
-)
+from composer_fsdp2.config import blocks, parallel, sequence
 from composer_fsdp2.config.fsdp1 import FSDP1_ONLY, fsdp1_answer
 from composer_fsdp2.config.messages import ascii_repr, raise_errors, unknown_keys
 from composer_fsdp2.config.placement import COMMUNICATION, CPU_OFFLOAD, Communication, CPUOffload
@@ -36,11 +21,6 @@ from composer_fsdp2.config.run_values import (
     UNUSED,
     check_degrees,
     check_monolith,
-)
-from composer_fsdp2.config.sequence import (
-    SEQUENCE_PARALLEL,
-    SequenceSpec,
-    check_sequence_parallel_together,
 )
 from composer_fsdp2.config.setting import Setting, setting, settings_of
 from composer_fsdp2.config.state import OPTIMIZER_STATE, OptimizerState, check_state_together
@@ -246,22 +226,22 @@ class FSDP2Config:
         saves="Degree 2: half of each gathered unit and of what a layer keeps.",
         costs="Two exchanges of activations a block in forward, and in backward.",
     )
-    sequence_parallel: SequenceSpec | None = setting(
+    sequence_parallel: sequence.SequenceSpec | None = setting(
         None,
-        SEQUENCE_PARALLEL,
+        sequence.SEQUENCE_PARALLEL,
         "Divides each sequence between ranks, which exchange in attention. All read one batch.",
-        check_together=check_sequence_parallel_together,
+        check_together=sequence.check_sequence_parallel_together,
         see="recipes/long-sequences.md",
         since="0.2.0",
         saves="Degree 4: three quarters of the activations of a sequence.",
         costs="Two exchanges an attention layer in forward, and in backward.",
     )
-    activation_checkpointing: bool | ActivationSpec = setting(
+    activation_checkpointing: bool | blocks.ActivationSpec = setting(
         False,
-        ACTIVATION,
+        blocks.ACTIVATION,
         "Modules that are computed again in backward. `true` takes them from "
         "`activation_checkpointing_fn` of the model, else every FSDP block. Never reentrant.",
-        check_together=check_activation_together,
+        check_together=blocks.check_activation_together,
         see="memory-and-speed.md",
         saves="78 % of the activations of four blocks; `mode: selective` 33 %.",
         costs="Chosen modules run twice.",
@@ -276,39 +256,39 @@ class FSDP2Config:
         saves="The device's copies of these activations.",
         costs="One copy to the CPU and one back.",
     )
-    compile: bool | CompileSpec = setting(
+    compile: bool | blocks.CompileSpec = setting(
         False,
-        COMPILE,
+        blocks.COMPILE,
         "Compiles every FSDP block with `torch.compile`.",
         see="memory-and-speed.md",
         since="0.2.0",
         saves="Time, where the compiler finds some. Not measured on GPUs.",
         costs="Compilation of one graph for all blocks of a class, and one more for evaluation.",
     )
-    tiled_mlp: TilingSpec | None = setting(
+    tiled_mlp: blocks.TilingSpec | None = setting(
         None,
-        TILING,
+        blocks.TILING,
         "Runs MLPs on one part of the sequence after the other.",
-        check_together=check_tiling_together,
+        check_together=blocks.check_tiling_together,
         see="recipes/long-sequences.md",
         since="0.2.0",
         saves="8 tiles: 88 % of what an MLP keeps.",
         costs="The MLP runs twice.",
     )
-    chunked_loss: ChunkingSpec | None = setting(
+    chunked_loss: blocks.ChunkingSpec | None = setting(
         None,
-        CHUNKING,
+        blocks.CHUNKING,
         "Runs output head and loss on one part of the tokens after the other.",
         see="recipes/long-sequences.md",
         since="0.2.0",
         saves="16 chunks: nine tenths of the peak of logits and loss.",
         costs="The head runs twice, and its unit stays gathered from forward to backward.",
     )
-    fp8: bool | Float8Spec = setting(
+    fp8: bool | blocks.Float8Spec = setting(
         False,
-        FLOAT8,
+        blocks.FLOAT8,
         "Multiplies in fp8 in linear layers of blocks. Needs torchao and a GPU of capability 8.9.",
-        check_together=check_fp8_together,
+        check_together=blocks.check_fp8_together,
         see="memory-and-speed.md",
         since="0.2.0",
         saves="Time; with `all_gather: true` half the bytes of gathers. Not measured on GPUs.",

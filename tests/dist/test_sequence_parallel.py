@@ -110,20 +110,27 @@ def twice(make: Callable[[], Any]) -> tuple[Any, Any]:
     return pair[0], pair[1]
 
 
-def batches(kind: str, steps: int = STEPS) -> list[dict[str, torch.Tensor]]:
+def batches(
+    kind: str,
+    steps: int = STEPS,
+    *,
+    length: int = LENGTH,
+    rows: int = SIZE,
+    cut: tuple[int, int] = (4, 8),
+) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(5)
     found = []
     for _ in range(steps):
-        ids = torch.randint(2, VOCAB - 1, (SIZE, LENGTH), generator=generator)
+        ids = torch.randint(2, VOCAB - 1, (rows, length), generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         if kind == "padded":
             batch["attention_mask"] = torch.ones_like(ids)
-            for row in range(SIZE):
-                batch["attention_mask"][row, LENGTH - 3 * row - 1 :] = 0
+            for row in range(rows):
+                batch["attention_mask"][row, length - 3 * row - 1 :] = 0
             batch["labels"][batch["attention_mask"] == 0] = -100
         if kind == "packed":
-            cuts = torch.randint(4, 8, (SIZE, 1), generator=generator)
-            at = torch.arange(LENGTH)[None]
+            cuts = torch.randint(*cut, (rows, 1), generator=generator)
+            at = torch.arange(length)[None]
             batch["position_ids"] = torch.where(at < cuts, at, at - cuts)
             batch["labels"] = torch.where(at == cuts, -100, ids)
         found.append(batch)
@@ -148,7 +155,7 @@ def documents(batch: dict[str, torch.Tensor]) -> Iterator[tuple[Any, Any, Any]]:
         yield batch["input_ids"], batch["labels"], batch.get("attention_mask")
         return
     for row, ids, labels in zip(positions, batch["input_ids"], batch["labels"], strict=True):
-        begins = [*torch.nonzero(row == 0).flatten().tolist(), LENGTH]
+        begins = [*torch.nonzero(row == 0).flatten().tolist(), len(ids)]
         for begin, end in itertools.pairwise(begins):
             yield ids[None, begin:end], labels[None, begin:end], None
 
@@ -234,6 +241,7 @@ def test_two_forwards_before_a_backward(method: str, settings: str):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["Llama", "MPT"])
 def test_evaluation_and_generation_get_whole_sequences(family: str):
@@ -315,6 +323,9 @@ class TinyLM(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 4)
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
 
 def mamba() -> nn.Module:
     config = transformers.MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1)
@@ -372,3 +383,29 @@ def test_what_cannot_be_divided_is_refused_before_the_model_is_changed(case: str
     with pytest.raises((ConfigError, PlanError), match=message):
         prepared(model, sequence_parallel=setting)
     assert [type(param) for param in model.parameters()] == before
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_blocks_of_queries(method: str, window: int | None, kind: str):
+    """Of sequences that are longer than the queries that are computed together."""
+    length = 1201
+    sizes = {**SIZES, "num_hidden_layers": 1, "max_position_embeddings": length}
+
+    def make() -> nn.Module:
+        config = transformers.MistralConfig(**sizes, sliding_window=window)
+        return transformers.MistralForCausalLM(config)
+
+    oracle, model = twice(make)
+    prepared(model, sequence_parallel={"degree": 2, "method": method})
+    (batch,) = batches(kind, 1, length=length, rows=2, cut=(400, 900))
+    expected = whole_loss(oracle, batch)
+    got = model(**batch, use_cache=False).loss
+    expected.backward()
+    got.backward()
+    assert_close("loss", expected.detach(), got.detach())
+    for (name, alone), sharded in zip(oracle.named_parameters(), model.parameters(), strict=True):
+        assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))

@@ -2,7 +2,8 @@
 
 [Note: masks] A model builds its mask for the positions it sees, which are those of one rank. So the
 mask is built here, from what is known about the whole sequence: order, sliding window, documents
-and padding. A mask of four dimensions that the user gives is cut instead.
+and padding. A mask of four dimensions that the user gives is cut instead. Queries are computed in
+blocks then, so that no mask of a whole sequence by itself is needed for the order and a window.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.attention.bias import CausalBias, causal_lower_right
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2.parallel.sequence.exchange import (
     gather_sequence,
@@ -21,6 +23,9 @@ from composer_fsdp2.parallel.sequence.exchange import (
     sequence_to_heads,
 )
 from composer_fsdp2.parallel.sequence.positions import Division
+
+_BLOCK = 512
+"""queries that are computed together where a mask is needed"""
 
 __all__ = ["AttentionCall", "SharedSequence", "attend", "fused_attention"]
 
@@ -52,8 +57,8 @@ class AttentionCall:
     heads, size)"""
     window: int | None = None
     """keys that a query sees, itself among them; `None` is all"""
-    adds_masks: bool = False
-    """whether it needs a mask, of numbers that it adds to scores"""
+    needs_mask: bool = False
+    """whether it knows no order without a mask, and takes all queries at once"""
 
 
 def attend(
@@ -63,6 +68,8 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    *,
+    frees: bool,
 ) -> torch.Tensor:
     """Attends over the whole sequence; see [Note: masks]. Collective: yes, over the group.
 
@@ -73,12 +80,17 @@ def attend(
         query: (batch, heads, local positions, size).
         key: (batch, key and value heads, local positions, size).
         value: likewise.
+        frees: gathers keys and values again in backward, where nothing else runs the module again:
+            each layer would keep those of the whole sequence.
 
     Returns:
         (batch, local positions, heads, size).
     """
-    way = _ulysses if method == "ulysses" else _gather_kv
-    return way(shared, call, query, key, value)
+    if method == "ulysses":
+        return _ulysses(shared, call, query, key, value)
+    if not frees:
+        return _gather_kv(shared, call, query, key, value)
+    return checkpoint(_gather_kv, shared, call, query, key, value, use_reentrant=False)
 
 
 def fused_attention(
@@ -91,19 +103,21 @@ def fused_attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     """Computes torch's attention, as `AttentionCall.compute`; without a mask in causal order."""
-    times = query.shape[1] // key.shape[1]
-    if times > 1:
+    batch, heads, _, _ = query.shape
+    times, shares = heads // key.shape[1], getattr(mask, "shape", (1,))[0] == 1
+    if times > 1 and shares:
+        # Heads that share keys become a batch of their own, and nothing is copied for them.
+        query = query.reshape(-1, times, *query.shape[2:])
+        key, value = (
+            tensor.reshape(-1, 1, *tensor.shape[2:]).expand(-1, times, -1, -1)
+            for tensor in (key, value)
+        )
+    elif times > 1:
         key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
     out = torch.nn.functional.scaled_dot_product_attention(
-        query.contiguous(),
-        key.contiguous(),
-        value.contiguous(),
-        attn_mask=mask,
-        dropout_p=dropout,
-        scale=scale,
-        is_causal=mask is None,
+        query, key, value, attn_mask=mask, dropout_p=dropout, scale=scale, is_causal=mask is None
     )
-    return out.transpose(1, 2)
+    return out.reshape(batch, heads, *out.shape[2:]).transpose(1, 2)
 
 
 def _ulysses(
@@ -120,8 +134,7 @@ def _ulysses(
     parts = [t.unflatten(1, (ranks, -1)) for t in (query, key, value)]
     got = sequence_to_heads(torch.cat(parts, 2).flatten(1, 2), shared.group)
     query, key, value = got.split([heads // ranks, kv_heads, kv_heads], 1)
-    mask = _mask(shared, call, (0, shared.division.padded), query)
-    out = call.compute(query, key, value, mask)
+    out = _attend_span(shared, call, (0, shared.division.padded), query, key, value)
     return heads_to_sequence(out.transpose(1, 2), shared.group).transpose(1, 2)
 
 
@@ -147,40 +160,83 @@ def _gather_kv(
     for begin, end in shared.division.spans_of(shared.rank):
         own = query.narrow(2, at, end - begin)
         at += end - begin
-        # Later keys are seen by no query of this part, nor are those before its window.
-        first = 0 if call.window is None else max(0, begin - call.window + 1)
-        keys, values = key[:, :, first:end], value[:, :, first:end]
-        mask = _mask(shared, call, (begin, end), query, first)
-        found.append(call.compute(own, keys, values, mask))
+        # Later keys are seen by no query of this part.
+        keys, values = key[:, :, :end], value[:, :, :end]
+        found.append(_attend_span(shared, call, (begin, end), own, keys, values))
     return torch.cat(found, 1)
+
+
+def _attend_span(
+    shared: SharedSequence,
+    call: AttentionCall,
+    span: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attends with the queries of a span and all keys up to its end; see [Note: masks]."""
+    begin, end = span
+    if call.needs_mask:
+        return call.compute(query, key, value, _mask(shared, call, span, 0, query))
+    has_order_alone = (shared.documents, shared.is_real, shared.mask) == (None, None, None)
+    if has_order_alone and (call.window is None or call.window >= end):
+        if begin == 0:
+            return call.compute(query, key, value, None)
+        # Kernels of GPUs know this order; others need a mask.
+        if query.device.type == "cuda":
+            return call.compute(query, key, value, causal_lower_right(end - begin, end))
+    found = []
+    for at in range(begin, end, _BLOCK):
+        stop = min(at + _BLOCK, end)
+        first = 0 if call.window is None else max(0, at - call.window + 1)
+        if has_order_alone:
+            mask = _order(shared, call.window, end, query)[:, :, at - stop :, first - stop :]
+        else:
+            mask = _mask(shared, call, (at, stop), first, query)
+        own = query[:, :, at - begin : stop - begin]
+        found.append(call.compute(own, key[:, :, first:stop], value[:, :, first:stop], mask))
+    return torch.cat(found, 1)
+
+
+def _order(
+    shared: SharedSequence, window: int | None, end: int, like: torch.Tensor
+) -> torch.Tensor:
+    """What a block of queries sees of the keys up to its own, the last ones in the last column."""
+    wanted = ("order", window, like.dtype)
+    width = max(_BLOCK, end if window is None else min(end, _BLOCK + window - 1))
+    known = shared.masks.get(wanted)
+    if known is None or known.shape[-1] < width:
+        q = torch.arange(width - _BLOCK, width, device=like.device).unsqueeze(1)
+        k = torch.arange(width, device=like.device).unsqueeze(0)
+        seen = k <= q if window is None else (k <= q) & (k > q - window)
+        known = _added(seen[None, None], like)
+        shared.masks[wanted] = known
+    return known
+
+
+def _added(seen: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A mask as what is added to scores: kernels would make that of each mask, for each layer."""
+    added = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+    return added.masked_fill_(~seen, torch.finfo(like.dtype).min)
 
 
 def _mask(
     shared: SharedSequence,
     call: AttentionCall,
     span: tuple[int, int],
+    first: int,
     like: torch.Tensor,
-    first: int = 0,
-) -> Any:
+) -> torch.Tensor:
     """Which keys, from the first to the end of a span, its queries see: (batch or 1, 1, ...).
 
-    `None` is the order alone. Layers share their masks.
+    Layers share their masks.
     """
-    wanted = (span, first, call.window, call.adds_masks, like.dtype)
+    wanted = (span, first, call.window, like.dtype)
     if wanted not in shared.masks:
         mask = _seen(shared, call, span, first, like.device)
-        is_order = mask is None or isinstance(mask, CausalBias)
-        shared.masks[wanted] = mask if is_order else _as_added(mask, call, like)
+        is_added = mask.dtype != torch.bool
+        shared.masks[wanted] = mask.to(like.dtype) if is_added else _added(mask, like)
     return shared.masks[wanted]
-
-
-def _as_added(mask: torch.Tensor, call: AttentionCall, like: torch.Tensor) -> torch.Tensor:
-    if mask.dtype != torch.bool:
-        return mask.to(like.dtype)
-    if not call.adds_masks:
-        return mask
-    added = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
-    return added.masked_fill_(~mask, torch.finfo(like.dtype).min)
 
 
 def _seen(
@@ -189,13 +245,10 @@ def _seen(
     span: tuple[int, int],
     first: int,
     device: torch.device,
-) -> Any:
+) -> torch.Tensor:
     begin, end = span
     if shared.mask is not None:
         return shared.mask[:, :, begin:end, first:end]
-    is_plain = shared.documents is None and shared.is_real is None and not call.adds_masks
-    if is_plain and (call.window is None or call.window >= end):
-        return None if begin == 0 else causal_lower_right(end - begin, end)
     q = torch.arange(begin, end, device=device).unsqueeze(1)
     k = torch.arange(first, end, device=device).unsqueeze(0)
     seen = k <= q

@@ -61,6 +61,8 @@ class SequenceGroup:
         attention: Mapping[str, nn.Module],
         group: dist.ProcessGroup,
         method: str,
+        *,
+        frees: bool,
     ) -> None:
         """Connects a model of transformers' kind. Collective: no.
 
@@ -69,8 +71,9 @@ class SequenceGroup:
             attention: its attention modules, by name.
             group: ranks that share each sequence.
             method: `ulysses` or `gather_kv`.
+            frees: as of `attend`.
         """
-        self.group, self.method = group, method
+        self.group, self.method, self._frees = group, method, frees
         self.rank = dist.get_rank(group)
         self._names = list(inspect.signature(type(model).forward).parameters)[1:]
         self._current: SharedSequence | None = None
@@ -107,7 +110,8 @@ class SequenceGroup:
         """Computes an attention of the model, `None` where the sequence is not divided."""
         if self._current is None:
             return None
-        return attend(self._current, self.method, call, query, key, value)
+        frees = self._frees and torch.is_grad_enabled()
+        return attend(self._current, self.method, call, query, key, value, frees=frees)
 
     def recalling(self) -> contextlib.AbstractContextManager[None]:
         """Returns what gives a block that runs again in backward the sequence of now."""

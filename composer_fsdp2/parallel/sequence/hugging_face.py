@@ -72,6 +72,7 @@ def connect(module: Any, attend: Attend) -> None:
     # The model's own configuration stays: its masks and its checkpoints depend on it.
     module.config = copy.copy(module.config)
     module.config._attn_implementation = _NAME
+    module.config.use_cache = False
 
 
 def _plain_forward(module: nn.Module) -> Any:
@@ -103,7 +104,7 @@ def _compute(
     else:
         compute = functools.partial(_eager, function, module, kwargs)
     call = AttentionCall(
-        compute=compute, window=kwargs.get("sliding_window"), adds_masks=not is_fused
+        compute=compute, window=kwargs.get("sliding_window"), needs_mask=not is_fused
     )
     out = attend(module, call, query, key, value)
     if out is None:

@@ -30,6 +30,8 @@ class SequencePlan:
     attention: tuple[str, ...]
     degree: int
     method: str
+    frees: bool
+    """whether gathered keys and values are freed until backward"""
 
     def __str__(self) -> str:
         return (
@@ -56,7 +58,13 @@ class SequenceParallel(Transformation[SequencePlan]):
                     "another model than one process. Leave sequence_parallel out for this model."
                 )
         method = _method(spec, [modules[n] for n in attention], attention)
-        return SequencePlan(model=name, attention=attention, degree=spec.degree, method=method)
+        return SequencePlan(
+            model=name,
+            attention=attention,
+            degree=spec.degree,
+            method=method,
+            frees=not facts.settings.activation_checkpointing,
+        )
 
     def apply(self, tree: ModuleTree, plan: SequencePlan) -> None:
         """Refused: it needs the mesh of the run."""
@@ -70,7 +78,9 @@ class SequenceParallel(Transformation[SequencePlan]):
             mesh.device_type, (groups, plan.degree), mesh_dim_names=("data", "sp")
         )
         found = {name: modules[name] for name in plan.attention}
-        group = SequenceGroup(modules[plan.model], found, axes["sp"].get_group(), plan.method)
+        group = SequenceGroup(
+            modules[plan.model], found, axes["sp"].get_group(), plan.method, frees=plan.frees
+        )
         for module in found.values():
             _kind_of(module).connect(module, group.attend)
         recall_in_recomputation(tree.root, group.recalling)

@@ -24,6 +24,7 @@ from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.config.placement import Communication, CPUOffload
 from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, parse_config
+from composer_fsdp2.config.sequence import SequenceSpec
 from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.config.value_types import plain
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy, parse_unit_settings
@@ -57,6 +58,7 @@ GOOD = {
     "activation_cpu_offload": [True, False],
     "compile": [True, False, CompileSpec(), CompileSpec(backend="eager", dynamic=True)],
     "tensor_parallel": [None, TensorSpec(), TensorSpec(layer_plan=(("*.up", "colwise"),))],
+    "sequence_parallel": [None, SequenceSpec(), SequenceSpec(degree=4, method="ulysses")],
     "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
     "chunked_loss": [None, ChunkingSpec(chunks=2), ChunkingSpec(chunks=8, names=("head",))],
     "fp8": [
@@ -142,6 +144,12 @@ BAD = {
         *(TensorSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
         TensorSpec(layer_plan=(("*.up", "across"),)),
         TensorSpec(layer_plan=((1, "colwise"),)),
+    ],
+    "sequence_parallel": [
+        "2",
+        True,
+        *(SequenceSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
+        SequenceSpec(method="ring"),
     ],
     "tiled_mlp": [
         2,
