@@ -148,7 +148,7 @@ def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks)
 
 
 def _turns_of(name: str, blocks: Mapping[str, Any]) -> tuple[int, Sequence[int]]:
-    turns, outputs = blocks.get("turns"), blocks.get("outputs")
+    turns, outputs = blocks.get("turns"), blocks.get("outputs", ())
     listed = isinstance(outputs, Sequence) and not isinstance(outputs, str)
     if not (set(blocks) == {"turns", "outputs"} and type(turns) is int and turns > 0 and listed):
         raise PlanError(
