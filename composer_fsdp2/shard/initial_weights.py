@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -313,13 +314,17 @@ def _own_tensors(module: nn.Module) -> Tensors:
     return tensors
 
 
+_COMMON = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple})
+"""kinds of nearly all attributes; to look here is quicker than to ask each if it is a tensor"""
+
+
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Buffers and plain tensor attributes."""
     found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
     found += [
         (name, value)
         for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and _is_plain(value)
+        if type(value) not in _COMMON and _is_plain(value)
     ]
     return found
 

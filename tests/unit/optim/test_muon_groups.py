@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -12,11 +13,11 @@ from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
+    AutoModel,
     AutoModelForCausalLM,
     BloomConfig,
     CodeGenConfig,
     DebertaConfig,
-    DebertaModel,
     FalconConfig,
     GPT2Config,
     GPTBigCodeConfig,
@@ -155,7 +156,9 @@ BY_TURNS: dict[str, tuple[PretrainedConfig, str, tuple[int, ...], int]] = {
 def test_query_key_and_value_head_by_head(name: str):
     """Of one token attention is 1, so that gradients show which rows are the value's."""
     config, layer, sizes, turns = BY_TURNS[name]
-    model = DebertaModel(config) if name == "deberta" else hf(config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
+        model = AutoModel.from_config(config) if name == "deberta" else hf(config)
     found = choose(ModuleTree.read(model), Overrides())
     (weight,) = (p for n, p in model.named_parameters() if n.endswith(f"{layer}.weight"))
     layout = found[id(weight)].layout
