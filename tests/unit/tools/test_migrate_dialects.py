@@ -532,6 +532,8 @@ def reports_of(dialect: Dialect) -> list[Report]:
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        # On eight ranks the others would have to hold copies, and nothing says so.
+        reports.append(migrate("fsdp: full_shard auto_wrap\ndp_shard_size: 1\n"))
         return reports
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
