@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.foundry.rehearsal import data, model, trainer
 from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED, environment_of
+from composer_fsdp2.foundry.rehearsal.first_batch import check_first_batch
 from composer_fsdp2.foundry.rehearsal.notes import Cluster, Mistake, Notes
 from composer_fsdp2.foundry.run_keys import OUR_KEY, describe_unknown
 from composer_fsdp2.plan.frozen import frozen_elements
@@ -259,6 +260,7 @@ class _Run:
         trainer.check_arguments(notes, config)
         built = model.build(notes, config, tokenizer)
         parts.optimizer = model.build_optimizer(notes, config, built)
+        check_first_batch(notes, config, parts, built.model, self.name)
         units, frozen = None, {}
         if built.model is not None:
             trainer.start(notes, config, parts, built.model, loader, self.name)

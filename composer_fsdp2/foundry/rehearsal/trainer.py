@@ -146,6 +146,8 @@ def check_arguments(notes: Notes, config: Any) -> None:
     if config.log_to_console:
         with notes.step("console_log_interval", time):
             ConsoleLogger(log_interval=config.console_log_interval)
+            if ensure_time(config.console_log_interval, TimeUnit.EPOCH).value <= 0:
+                raise ValueError(f"nothing happens every {config.console_log_interval}")
     if notes.cluster.on_gpus:
         known = [precision.value for precision in Precision]
         notes.known("precision", config.precision, known, "precisions of Composer")

@@ -30,10 +30,13 @@ __all__ = [
     "find_ranks",
     "finish_fsdp",
     "fsdp_block",
+    "is_launchers",
     "is_names",
     "is_nothing",
     "is_number",
+    "is_size",
     "min_num_params",
+    "parallel_rows",
     "per_node",
     "precision_row",
     "under",
@@ -55,6 +58,7 @@ _LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks
 _COUNTS = "the launcher says how many ranks start; the degrees were worked out for this many"
 _UNREAD_HERE = "`distributed_type` says what is run, and that does not read it"
 _SIZE = "parallelism_config_dp"
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def wrap_classes(value: Any) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def is_names(value: Any) -> bool:
     return isinstance(value, str | list) and bool(value)
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
     """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
@@ -285,8 +289,8 @@ TOP_ROWS = (
 )
 _DEGREES = (
     Row(f"{_SIZE}_replicate_size", _NOT, "one copy is the default", (1, None)),
-    Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", _is_size, {_REPLICATE: SAME}),
-    Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", _is_size, {_SHARD: SAME}),
+    Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
+    Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
     Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
     *(
         row
@@ -297,7 +301,7 @@ _DEGREES = (
                 f"parallelism_config_{name}_size",
                 _UN,
                 f"{reason} does not go with FSDP2 yet",
-                _is_size,
+                is_size,
                 options=(f"parallelism_config_{name}_size=1",),
             ),
         )
@@ -305,6 +309,23 @@ _DEGREES = (
     Row("parallelism_config_cp_comm_strategy", _NOT, "only for context parallelism"),
 )
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
+
+
+def _is_nothing_parallel(value: Any) -> bool:
+    """A block without a size above 1."""
+    if not isinstance(value, Mapping):
+        return value in (None, False, 0, 1)
+    sizes = (item for key, item in value.items() if "size" in str(key) or "stages" in str(key))
+    inner = (item for item in value.values() if isinstance(item, Mapping))
+    return all(map(_is_nothing_parallel, (*sizes, *inner)))
+
+
+def parallel_rows(key: str, what: str) -> tuple[Row, ...]:
+    """Rows of a kind of parallelism that FSDP2 runs have not."""
+    return (
+        Row(key, _NOT, f"no {what} is asked for", _is_nothing_parallel),
+        Row(key, _UN, f"{what} does not go with FSDP2 yet", options=(f"{key}=null",)),
+    )
 
 
 def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -336,10 +357,21 @@ def distributed_type(data: Mapping[str, Any]) -> str:
     return "NO" if kind is False else "" if kind is None else str(kind).upper()
 
 
+def is_launchers(data: Mapping[str, Any]) -> bool:
+    """Whether a file without `distributed_type` has what only Accelerate's launcher writes."""
+    word = data.get("mixed_precision", "")
+    block = data.get("deepspeed_config")
+    zero = isinstance(block, Mapping) and "zero_stage" in block and not data.get(BLOCK)
+    named = word is False or (isinstance(word, str) and word.lower() in _PRECISIONS)
+    foreign = zero or fsdp_block(data) is not None
+    arguments = any(key in data for key in ("fsdp", "bf16", "fp16"))
+    return "compute_environment" in data or zero or (named and foreign and not arguments)
+
+
 def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
     known = {row.key for row in TOP_ROWS}
     kind, block = distributed_type(data), data.get(BLOCK)
-    if kind or "compute_environment" in data:
+    if kind or is_launchers(data):
         if kind != "FSDP" and (kind or not block):
             return []
         keys = {key: key for key in data if key in known}

@@ -193,9 +193,11 @@ _OUTSIDE = (
         "composer_fsdp2.Muon, exact on any number of ranks",
         ("dion", "dist_muon", "distributed_muon", "muon_adamw", "normuon", "torch_muon"),
     ),
-    Row("*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, {})),
+    Row(
+        "*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, False, {})
+    ),
     Row("*.tp_config", _UN, _TP, options=("remove it",)),
-    Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, {})),
+    Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, False, {})),
     Row("*.parallelism_config.tp", _UN, _TP, options=("remove it",)),
 )
 """LLM Foundry's own keys around the block; they stay where they are."""

@@ -121,6 +121,7 @@ DEGREES = [
 LAUNCHING = [
     row.key for row in ACCELERATE.rows if "launcher" in row.reason and row.key != "distributed_type"
 ]
+KINDS = ("tensor", "context", "expert", "pipeline")
 ARGUMENTS = [
     ("fsdp", "", NOT, {}),
     ("fsdp", "full_shard auto_wrap", C, AUTO),
@@ -145,6 +146,15 @@ ARGUMENTS = [
     ("fp16", False, NOT, {}),
     ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
+    *((f"{kind}_parallel_size", 1, NOT, {}) for kind in KINDS),
+    *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS),
+    ("sequence_parallel_degree", 1, NOT, {}),
+    ("sequence_parallel_degree", 2, UN, {}),
+    ("dp_replicate_size", 1, NOT, {}),
+    ("dp_replicate_size", 2, R, {REPLICATE: 2}),
+    ("dp_shard_size", None, NOT, {}),
+    ("dp_shard_size", 8, R, {SHARD: 8}),
+    ("dp_shard_size", 1, DEC, {}),
 ]
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
@@ -522,6 +532,8 @@ def reports_of(dialect: Dialect) -> list[Report]:
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        # On eight ranks the others would have to hold copies, and nothing says so.
+        reports.append(migrate("fsdp: full_shard auto_wrap\ndp_shard_size: 1\n"))
         return reports
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
