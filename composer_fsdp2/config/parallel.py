@@ -87,7 +87,6 @@ _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "communication": (lambda given: given != Communication(), "buffers are those of whole layers"),
     "compile": (bool, "a graph would have to exchange parts of layers"),
     "cpu_offload": (bool, "divided layers exchange on the device"),
-    "data_parallel_replicate_degree": (bool, "copies would need a third axis"),
     "fp8": (bool, "its scales would be those of one rank's part"),
     "ignored_params": (bool, "nobody would average their gradients"),
     "keep_fp32": (bool, "divided layers around it compute in another precision"),

@@ -61,8 +61,11 @@ def create_mesh(
         return original(device, fsdp_config, tp_config)
     shape = MeshShape.resolve(fsdp_config.settings, dist.get_world_size())
     device_type = "cuda" if device.name == "gpu" else device.name
-    names = (ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS)
-    root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
+    names = [ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS]
+    if shape.replicate is not None:
+        names.insert(0, ParallelismType.DATA_PARALLEL_REPLICATE.value)
+    sizes = (*shape.degrees, shape.tensor)
+    root = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
     setattr(fsdp_config, _ROOT, root)
     return root
 
