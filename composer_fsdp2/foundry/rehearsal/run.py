@@ -23,10 +23,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.config.messages import ascii_repr
+from composer_fsdp2.config.tensor_degree import written_degree
 from composer_fsdp2.foundry.rehearsal import data, model, trainer
 from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED, environment_of
 from composer_fsdp2.foundry.rehearsal.notes import Cluster, Mistake, Notes
 from composer_fsdp2.foundry.run_keys import OUR_KEY, describe_unknown
+from composer_fsdp2.foundry.transform import parse_run_config
 from composer_fsdp2.plan.frozen import frozen_elements
 
 if TYPE_CHECKING:
@@ -221,9 +223,17 @@ def _missing(cfg: Mapping[str, Any]) -> list[str]:
 def _divisible(cfg: dict[str, Any], ranks: int) -> dict[str, Any]:
     """`doctor` says itself that a batch cannot be divided, and goes on."""
     batch = cfg.get("global_train_batch_size")
-    if isinstance(batch, int) and batch % ranks:
+    if isinstance(batch, int) and batch % max(ranks // _degree(cfg), 1):
         return {**cfg, "global_train_batch_size": -(-batch // ranks) * ranks}
     return cfg
+
+
+def _degree(cfg: dict[str, Any]) -> int:
+    """Ranks that divide each layer; 1 where that cannot be read, which the run says better."""
+    quiet, block = Notes(Cluster(ranks=1, ranks_per_node=1, on_gpus=False, is_here=False)), {}
+    with quiet.step(OUR_KEY):
+        block = parse_run_config(copy.deepcopy(cfg)).get("fsdp_config")
+    return written_degree(block) if not quiet.mistakes else 1
 
 
 # --- The run. ---

@@ -78,9 +78,7 @@ def _shown(count: int) -> list[int | None]:
 
 
 def _degrees(shape: MeshShape) -> str:
-    pairs = shape.axes.items()
-    axes = " x ".join(f"{name} {degree}" for name, degree in pairs)
-    return f"{axes}: {math.prod(shape.axes.values())} ranks"
+    return f"{shape.describe()}: {math.prod(shape.axes.values())} ranks"
 
 
 def _draw_cell(sheet: Sheet, place: tuple[float, float], width: float, rank: int | None) -> None:

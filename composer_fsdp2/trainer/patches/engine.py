@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import operator
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
@@ -371,7 +372,7 @@ def _read(row: PatchPoint) -> Any:
         return inspect.getattr_static(owner, name)
     module, _, name = row.source.partition(":")
     found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    return operator.attrgetter(name)(found) if name else found
 
 
 # --- The table in words. ---
