@@ -16,6 +16,7 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
     Status,
 )
+from composer_fsdp2.tools.migrate.tensor import degree_rows
 
 __all__ = [
     "ACCELERATE",
@@ -288,19 +289,14 @@ _DEGREES = (
     Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", _is_size, {_REPLICATE: SAME}),
     Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", _is_size, {_SHARD: SAME}),
     Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
-    *(
-        row
-        for name, reason in (("tp", "tensor parallelism"), ("cp", "context parallelism"))
-        for row in (
-            Row(f"parallelism_config_{name}_size", _NOT, f"1: no {reason}", (1, None)),
-            Row(
-                f"parallelism_config_{name}_size",
-                _UN,
-                f"{reason} does not go with FSDP2 yet",
-                _is_size,
-                options=(f"parallelism_config_{name}_size=1",),
-            ),
-        )
+    *degree_rows("parallelism_config_tp_size", (1, None)),
+    Row("parallelism_config_cp_size", _NOT, "1: no context parallelism", (1, None)),
+    Row(
+        "parallelism_config_cp_size",
+        _UN,
+        "context parallelism does not go with FSDP2 yet",
+        _is_size,
+        options=("parallelism_config_cp_size=1",),
     ),
     Row("parallelism_config_cp_comm_strategy", _NOT, "only for context parallelism"),
 )

@@ -8,6 +8,7 @@ from typing import Any
 from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision
 from composer_fsdp2.tools.migrate.dialects.deepspeed_names import INTERNAL, TUNING
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, block_rows
 
 __all__ = ["DEEPSPEED", "PRECISION_SWITCHES", "fill_in", "finish_deepspeed"]
 
@@ -119,19 +120,10 @@ def _gathered(name: str) -> tuple[Row, ...]:
     )
 
 
-def _is_nothing_parallel(value: Any) -> bool:
-    """A block without a size above 1."""
-    if not isinstance(value, Mapping):
-        return value in (None, False, 0, 1)
-    sizes = (item for key, item in value.items() if "size" in str(key) or "stages" in str(key))
-    inner = (item for item in value.values() if isinstance(item, Mapping))
-    return all(map(_is_nothing_parallel, (*sizes, *inner)))
-
-
 def _parallel(key: str, what: str) -> tuple[Row, ...]:
     """Rows of a kind of parallelism that FSDP2 runs have not."""
     return (
-        Row(key, _NOT, f"no {what} is asked for", _is_nothing_parallel),
+        Row(key, _NOT, f"no {what} is asked for", asks_for_nothing),
         Row(key, _UN, f"{what} does not go with FSDP2 yet", options=(f"{key}=null",)),
     )
 
@@ -281,9 +273,7 @@ _ROWS = (
         options=("amp.enabled=false", "bf16.enabled=true"),
     ),
     Row("amp.opt_level", _NOT, "only for apex"),
-    *_parallel("tensor_parallel", "tensor parallelism"),
-    *_parallel("autotp_size", "tensor parallelism"),
-    *_parallel("tp_size", "tensor parallelism"),
+    *(row for key in ("tensor_parallel", "autotp_size", "tp_size") for row in block_rows(key)),
     *_parallel("sequence_parallel", "sequence parallelism"),
     *_parallel("sequence_parallel_size", "sequence parallelism"),
     *_parallel("context_parallel_size", "context parallelism"),

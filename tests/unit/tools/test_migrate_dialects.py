@@ -113,7 +113,7 @@ DEGREES = [
     ("dp_shard_size", 4, R, {SHARD: 4}),
     ("dp_shard_size", 1, C, {SHARD: 1}),
     ("tp_size", 1, NOT, {}),
-    ("tp_size", 2, UN, {}),
+    ("tp_size", 2, C, {"tensor_parallel": 2}),
     ("cp_size", 1, NOT, {}),
     ("cp_size", 2, UN, {}),
     ("cp_comm_strategy", "allgather", NOT, {}),
@@ -209,7 +209,7 @@ FEATURES = [
     "zenflow",
 ]
 PARALLEL = [
-    *("tensor_parallel", "autotp_size", "tp_size", "sequence_parallel", "sequence_parallel_size"),
+    *("sequence_parallel", "sequence_parallel_size"),
     *("context_parallel_size", "expert_parallel_size", "pipeline", "pipeline_parallel_size"),
 ]
 MASTERS = [
@@ -223,8 +223,11 @@ DEEP = [
     *((key, 1, NOT, {}) for key in PARALLEL),
     *((key, 2, UN, {}) for key in PARALLEL),
     ("tensor_parallel", {"autotp_size": 1, "tp_overlap_comm": True}, NOT, {}),
-    ("tensor_parallel", {"autotp_size": "auto"}, UN, {}),
-    ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, UN, {}),
+    ("tensor_parallel", {"autotp_size": "auto"}, DEC, {}),
+    ("tensor_parallel", {"autotp_size": 4}, C, {"tensor_parallel": 4}),
+    ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, C, {"tensor_parallel": 4}),
+    *((key, 1, NOT, {}) for key in ("tensor_parallel", "autotp_size", "tp_size")),
+    *((key, 2, C, {"tensor_parallel": 2}) for key in ("tensor_parallel", "autotp_size", "tp_size")),
     *((key, False, NOT, {}) for key in MASTERS),
     *((key, True, UN, {}) for key in MASTERS),
     ("fp16.loss_scale", 0, NOT, {}),

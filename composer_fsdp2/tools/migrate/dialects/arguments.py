@@ -22,6 +22,7 @@ from composer_fsdp2.tools.migrate.accelerate import (
     wrap_classes,
 )
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+from composer_fsdp2.tools.migrate.tensor import degree_rows
 
 __all__ = ["CHECKPOINTING_ROWS", "PRECISION_ROWS", "TRAINING_ARGUMENTS", "add_trainer_precision"]
 
@@ -129,6 +130,7 @@ _ARGUMENTS = (
     Row("fsdp_min_num_params", _NOT, "0 sets no size", is_nothing),
     Row("fsdp_min_num_params", _R, "`wrap_policy.min_num_params`", is_number, min_num_params),
     Row("fsdp_version", _NOT, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2", None)),
+    *degree_rows("tensor_parallel_size", (1, None)),  # axolotl's
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
 )
