@@ -34,6 +34,7 @@ from composer_fsdp2.plan.frozen import frozen_elements
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from composer_fsdp2.parallel.group_sizes import GroupSizes
     from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 __all__ = ["Rehearsal", "rehearse"]
@@ -50,6 +51,8 @@ class Rehearsal:
     mistakes: tuple[Mistake, ...]
     units: WrapPlan | None = None
     """of a run with FSDP2 whose model could be built"""
+    sizes: GroupSizes | None = None
+    """of a run whose layers are divided"""
     frozen: Mapping[str, int] = field(default_factory=dict[str, int])
     """elements that are not trained, by the first module of their unit"""
     builds_on_meta: bool | None = None
@@ -269,16 +272,17 @@ class _Run:
         trainer.check_arguments(notes, config)
         built = model.build(notes, config, tokenizer)
         parts.optimizer = model.build_optimizer(notes, config, built)
-        units, frozen = None, {}
+        units, sizes, frozen = None, None, {}
         if built.model is not None:
             trainer.start(notes, config, parts, built.model, loader, self.name)
             if self.fsdp2:
-                units = trainer.plan(notes, config, parts, built.model)
+                units, sizes = trainer.plan(notes, config, parts, built.model)
         if units is not None and built.model is not None:
             frozen = frozen_elements(built.model, units)
         return Rehearsal(
             mistakes=tuple(notes.mistakes),
             units=units,
+            sizes=sizes,
             frozen=frozen,
             builds_on_meta=built.on_meta,
         )

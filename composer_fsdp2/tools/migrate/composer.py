@@ -175,7 +175,7 @@ _ROWS = (
 )
 """All keys of Composer's `FSDPConfig`, relative to the block."""
 
-_TP = "tp_config"
+_TP = "*.tp_config"
 """in tables: LLM Foundry's block of this name, or Composer's `tp`"""
 
 

@@ -375,7 +375,9 @@ def test_what_version_2_ignored_stays_out(key):
 def version2_reports() -> list[Report]:
     """One migration of every row of the block."""
     cases = [(key, value) for key, value, *_ in VERSION2] + [(key, 1) for key in IGNORED]
-    return [migrate_version2(key, value) for key, value in cases]
+    block = {"fsdp_config": {"reshard_after_forward": True}}
+    beside = [migrate(dump({**block, "tp_config": value})) for value, *_ in TENSOR]
+    return [migrate_version2(key, value) for key, value in cases] + beside
 
 
 def test_every_row_of_version_2_has_a_case():

@@ -145,6 +145,8 @@ ARGUMENTS = [
     ("fp16", False, NOT, {}),
     ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
+    ("tensor_parallel_size", 1, NOT, {}),
+    ("tensor_parallel_size", 4, C, {"tensor_parallel": 4}),
 ]
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
@@ -212,6 +214,7 @@ PARALLEL = [
     *("sequence_parallel", "sequence_parallel_size"),
     *("context_parallel_size", "expert_parallel_size", "pipeline", "pipeline_parallel_size"),
 ]
+TENSOR = ("tensor_parallel", "autotp_size", "tp_size")
 MASTERS = [
     *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
     "fp16.fp16_master_weights_and_grads",
@@ -223,11 +226,11 @@ DEEP = [
     *((key, 1, NOT, {}) for key in PARALLEL),
     *((key, 2, UN, {}) for key in PARALLEL),
     ("tensor_parallel", {"autotp_size": 1, "tp_overlap_comm": True}, NOT, {}),
-    ("tensor_parallel", {"autotp_size": "auto"}, DEC, {}),
+    *((key, {"autotp_size": "auto"}, DEC, {}) for key in TENSOR),
     ("tensor_parallel", {"autotp_size": 4}, C, {"tensor_parallel": 4}),
     ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, C, {"tensor_parallel": 4}),
-    *((key, 1, NOT, {}) for key in ("tensor_parallel", "autotp_size", "tp_size")),
-    *((key, 2, C, {"tensor_parallel": 2}) for key in ("tensor_parallel", "autotp_size", "tp_size")),
+    *((key, 1, NOT, {}) for key in TENSOR),
+    *((key, 2, C, {"tensor_parallel": 2}) for key in TENSOR),
     *((key, False, NOT, {}) for key in MASTERS),
     *((key, True, UN, {}) for key in MASTERS),
     ("fp16.loss_scale", 0, NOT, {}),
