@@ -14,10 +14,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from composer_fsdp2.errors import ConfigError
-from tests.dist.test_foundry import icl, same, same_weights, tell_in
+from tests.dist.test_foundry import (
+    evaluated,
+    evaluation,
+    icl,
+    same,
+    same_weights,
+    tell_in,
+)
 from tests.dist.test_tensor_parallel import global_batches, loss_of, mpt
 from tests.support.foundry import (
     PRELOAD,
+    llama,
     loader_of,
     run_of,
     tell,
@@ -27,7 +35,7 @@ from tests.support.foundry import (
 from tests.support.parity import full
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
-__all__ = ["PRELOAD"]
+__all__ = ["PRELOAD", "evaluation"]
 
 TOLERANCE = 1e-6
 # The bias of keys has a gradient that is zero but for rounding, which Adam would make steps of.
@@ -56,8 +64,10 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_trains_as_without_sharding(form: str, ranks: Any, assets: Path):
     """The MDS loader, whose `replication` is set; a batch that four ranks could not share."""
-    batch = {"global_train_batch_size": 6 if form == "tp" else 8}
-    (alone,) = ranks(1, tell, run_of(assets, STEADY, batch))
+    batch: dict[str, Any] = {"global_train_batch_size": 6 if form == "tp" else 8}
+    if form == "in fsdp2":
+        batch["model.init_device"] = "mixed"
+    (alone,) = ranks(1, tell, run_of(assets, STEADY, batch, {"model.init_device": "cpu"}))
     for found in ranks(4, tell, run_of(assets, STEADY, FORMS[form], batch)):
         assert found.sharded
         same(found, alone)
@@ -130,6 +140,16 @@ def test_evaluation_is_that_of_the_unsharded_run(
         assert any(name in key for key in alone.metrics), alone.metrics
     for found in ranks(4, tell_in, tmp_path, run_of(assets, STEADY, TP, both)):
         same(found, alone)
+
+
+def test_the_evaluation_script(ranks: Any, assets: Path, tmp_path: Path, evaluation: Any):
+    """Its loaders come to the Trainer when it evaluates; rank 0 alone reads the weights."""
+    alone = {k: v for k, v in evaluation.items() if k not in ("parallelism_config", "code_paths")}
+    ((_, expected),) = ranks(1, evaluated, alone | llama(assets, "llama-tied"), tmp_path)
+    divided = {**evaluation, **TP, **llama(assets, "llama-tied", init_device="mixed")}
+    for sharded, metrics in ranks(4, evaluated, divided, tmp_path):
+        assert sharded
+        assert metrics == pytest.approx(expected, rel=TOLERANCE)
 
 
 # --- Checkpoints. ---

@@ -387,9 +387,9 @@ def test_every_row_of_version_2_has_a_case():
 
 
 VALUES = st.one_of(st.booleans(), st.none(), st.integers(-1, 9), st.sampled_from(["full", "node"]))
-BLOCKS = st.dictionaries(
-    st.sampled_from(sorted({row.key for row in FSDP1.rows} | {"unknown", "fsdp_size"})), VALUES
-)
+# A key with a star is of the file around the block.
+KEYS = {row.key for row in FSDP1.rows if "*" not in row.key} | {"unknown", "fsdp_size"}
+BLOCKS = st.dictionaries(st.sampled_from(sorted(KEYS)), VALUES)
 
 
 @settings(max_examples=150, deadline=None)
