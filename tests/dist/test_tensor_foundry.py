@@ -146,7 +146,10 @@ def test_the_evaluation_script(ranks: Any, assets: Path, tmp_path: Path, evaluat
     """Its loaders come to the Trainer when it evaluates; rank 0 alone reads the weights."""
     alone = {k: v for k, v in evaluation.items() if k not in ("parallelism_config", "code_paths")}
     ((_, expected),) = ranks(1, evaluated, alone | llama(assets, "llama-tied"), tmp_path)
-    divided = {**evaluation, **TP, **llama(assets, "llama-tied", init_device="mixed")}
+    # Its attention has one head of keys and values.
+    plan = {"degree": 2, "layer_plan": {"*.self_attn.*": "whole"}}
+    both = {"parallelism_config": {"fsdp2": {}, "tp": plan}}
+    divided = {**evaluation, **both, **llama(assets, "llama-tied", init_device="mixed")}
     for sharded, metrics in ranks(4, evaluated, divided, tmp_path):
         assert sharded
         assert metrics == pytest.approx(expected, rel=TOLERANCE)

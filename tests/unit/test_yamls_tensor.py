@@ -73,11 +73,13 @@ def test_every_attention_and_mlp_is_divided_and_each_rank_holds_a_64th(path: Pat
 @every_run
 def test_what_its_comment_says_is_computed(path: Path):
     sizes, comment = planned(path)[2], comment_of(path).replace("\n", " ")
-    held, block = re.findall(r"(\d+\.\d) of weights.* block is (\d+\.\d) in bf16", comment)[0]
+    pattern = r"(\d+\.\d) of weights.* block is (\d+\.\d) in bf16.* divided, (\d+\.\d)\."
+    held, block, embedding = re.findall(pattern, comment)[0]
     assert held == f"{sizes.held_bytes / 1e9:.1f}"
-    blocks = {u.modules[0]: u.numel for u in planned(path)[0].units.units if not u.top_level}
-    largest = max(blocks.values()) / DEGREE * torch.bfloat16.itemsize / 1e9
-    assert block == f"{largest:.1f}"
+    units = planned(path)[0].units.units
+    largest = max(u.numel for u in units if not u.top_level and u.role is None) / DEGREE
+    assert block == f"{largest * torch.bfloat16.itemsize / 1e9:.1f}"
+    assert embedding == f"{sizes.gathered * torch.bfloat16.itemsize / 1e9:.1f}"
     ((*start, last),) = commands_of(path)[:1]
     assert gpus_of([*start, last]) == RANKS
     assert last == f"yamls/tensor/{path.name}"
