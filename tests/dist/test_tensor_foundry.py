@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from composer.utils.parallelism import TPConfig
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.dist.test_foundry import (
     evaluated,
     evaluation,
@@ -231,6 +233,17 @@ def test_what_does_not_fit_is_refused_on_every_rank(case: str, ranks: Any, asset
     world_size, change, expected = REFUSED[case]
     for found in ranks(world_size, refusal, run_of(assets, change)):
         assert re.search(expected, found), found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.world_size(2)
+def test_a_plan_that_a_strategy_made_is_refused():
+    """As LLM Foundry hands it over: styles of torch that take parts of the batch."""
+    from llmfoundry.tp.ffn_tp_strategy import ffn_tp_strategy
+
+    made = TPConfig(tensor_parallel_degree=2, layer_plan=ffn_tp_strategy(mpt()))
+    with pytest.raises(ConfigError, match=r"ffn': PrepareModuleInput is invalid. Expected colwise"):
+        parse_parallelism_config({"tp": made, "fsdp2": {}})
 
 
 @pytest.mark.filterwarnings("ignore")
