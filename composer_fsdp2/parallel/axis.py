@@ -36,7 +36,8 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """Returns the ranks that divide each layer, `None` where none do. Collective: no."""
     root = root_of(mesh)
-    return None if root is mesh else root[(root.mesh_dim_names or ())[-1]]
+    names: list[str] = list(root.mesh_dim_names or ())
+    return None if root is mesh else root[names[-1]]
 
 
 def is_divided(module: nn.Module) -> bool:
