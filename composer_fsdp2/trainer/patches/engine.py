@@ -15,7 +15,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
-import operator
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
@@ -372,7 +371,7 @@ def _read(row: PatchPoint) -> Any:
         return inspect.getattr_static(owner, name)
     module, _, name = row.source.partition(":")
     found = importlib.import_module(module)
-    return operator.attrgetter(name)(found) if name else found
+    return getattr(found, name) if name else found
 
 
 # --- The table in words. ---

@@ -117,7 +117,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         imported("composer_fsdp2.trainer.parallelism.group_views", "CountsGroups"),
         "849b7f116139d881",
         "is asked for the number of ranks, to divide the batch that ranks of a group read together",
-        "utils/config_utils.py#L425",
+        "utils/config_utils.py#L1",
         source="utils.config_utils",
     ),
     PatchPoint(

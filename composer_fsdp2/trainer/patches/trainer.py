@@ -295,9 +295,9 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         replacement=imported("composer_fsdp2.trainer.parallelism.group_views", "DealsToGroups"),
         feature=_TENSOR,
         why="takes samples that a sampler repeated off single ranks of a tensor group",
-        upstream=f"{_UPSTREAM}/trainer/trainer.py#L3420",
-        fingerprints=frozenset({"cb94cd3e3b98ca9d"}),
-        source=f"{_TRAINER}:Trainer._eval_loop",
+        upstream=f"{_UPSTREAM}/trainer/trainer.py#L1",
+        fingerprints=frozenset({"960e706755b76e86"}),
+        source=_TRAINER,
         versions=_VERSIONS,
     ),
     PatchPoint(
