@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard, summon_full_params
-from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import order_of
 from composer_fsdp2.trainer.sharding import sharding_of
 from tests.support.parity import (
@@ -334,12 +334,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         {"tensor_parallel": 2},
         PlanError,
         "experts, or a tower",
-    ),
-    "copies": (
-        llama,
-        {"tensor_parallel": 2, "data_parallel_replicate_degree": 2},
-        ConfigError,
-        "'data_parallel_replicate_degree' is set beside 'tensor_parallel'",
     ),
     "groups of ranks": (
         llama,

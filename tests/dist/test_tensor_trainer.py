@@ -228,8 +228,10 @@ def test_evaluation_and_data_that_ends_unevenly():
     assert trainer.state.timestamp.sample.value == STEPS * SIZE - 2
     assert trainer.state.eval_timestamp.sample.value == SIZE - 2
     odd = Evaluator(label="odd", dataloader=groups_loader(samples(5)))
-    with pytest.raises(ConfigError, match="'odd' evaluates 5 samples, which 2 groups"):
-        trainer.eval(eval_dataloader=odd)
+    # The second one deals to ranks, and comes to the Trainer when it evaluates.
+    for given in (odd, Evaluator(label="late", dataloader=loader_of(samples(5), SIZE // 2))):
+        trainer.eval(eval_dataloader=given)
+        assert trainer.state.eval_timestamp.sample.value == 5
     odd.auto_microbatching = True  # which Composer takes on a GPU alone
     with pytest.raises(ConfigError, match="device_eval_microbatch_size of 'odd' is auto"):
         check_evaluation(trainer.state.model, odd)

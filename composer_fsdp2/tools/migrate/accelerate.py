@@ -16,6 +16,7 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
     Status,
 )
+from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, degree_rows
 
 __all__ = [
     "ACCELERATE",
@@ -292,38 +293,24 @@ _DEGREES = (
     Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
     Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
     Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
-    *(
-        row
-        for name, reason in (("tp", "tensor parallelism"), ("cp", "context parallelism"))
-        for row in (
-            Row(f"parallelism_config_{name}_size", _NOT, f"1: no {reason}", (1, None)),
-            Row(
-                f"parallelism_config_{name}_size",
-                _UN,
-                f"{reason} does not go with FSDP2 yet",
-                is_size,
-                options=(f"parallelism_config_{name}_size=1",),
-            ),
-        )
+    *degree_rows("parallelism_config_tp_size", (1, None)),
+    Row("parallelism_config_cp_size", _NOT, "1: no context parallelism", (1, None)),
+    Row(
+        "parallelism_config_cp_size",
+        _UN,
+        "context parallelism does not go with FSDP2 yet",
+        is_size,
+        options=("parallelism_config_cp_size=1",),
     ),
     Row("parallelism_config_cp_comm_strategy", _NOT, "only for context parallelism"),
 )
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
 
 
-def _is_nothing_parallel(value: Any) -> bool:
-    """A block without a size above 1."""
-    if not isinstance(value, Mapping):
-        return value in (None, False, 0, 1)
-    sizes = (item for key, item in value.items() if "size" in str(key) or "stages" in str(key))
-    inner = (item for item in value.values() if isinstance(item, Mapping))
-    return all(map(_is_nothing_parallel, (*sizes, *inner)))
-
-
 def parallel_rows(key: str, what: str) -> tuple[Row, ...]:
     """Rows of a kind of parallelism that FSDP2 runs have not."""
     return (
-        Row(key, _NOT, f"no {what} is asked for", _is_nothing_parallel),
+        Row(key, _NOT, f"no {what} is asked for", asks_for_nothing),
         Row(key, _UN, f"{what} does not go with FSDP2 yet", options=(f"{key}=null",)),
     )
 

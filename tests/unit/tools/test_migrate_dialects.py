@@ -113,7 +113,7 @@ DEGREES = [
     ("dp_shard_size", 4, R, {SHARD: 4}),
     ("dp_shard_size", 1, C, {SHARD: 1}),
     ("tp_size", 1, NOT, {}),
-    ("tp_size", 2, UN, {}),
+    ("tp_size", 2, C, {"tensor_parallel": 2}),
     ("cp_size", 1, NOT, {}),
     ("cp_size", 2, UN, {}),
     ("cp_comm_strategy", "allgather", NOT, {}),
@@ -147,7 +147,7 @@ ARGUMENTS = [
     ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
     *((f"{kind}_parallel_size", 1, NOT, {}) for kind in KINDS),
-    *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS),
+    *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS if kind != "tensor"),
     ("sequence_parallel_degree", 1, NOT, {}),
     ("sequence_parallel_degree", 2, UN, {}),
     ("dp_replicate_size", 1, NOT, {}),
@@ -155,6 +155,7 @@ ARGUMENTS = [
     ("dp_shard_size", None, NOT, {}),
     ("dp_shard_size", 8, R, {SHARD: 8}),
     ("dp_shard_size", 1, DEC, {}),
+    ("tensor_parallel_size", 4, C, {"tensor_parallel": 4}),
 ]
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
@@ -219,9 +220,10 @@ FEATURES = [
     "zenflow",
 ]
 PARALLEL = [
-    *("tensor_parallel", "autotp_size", "tp_size", "sequence_parallel", "sequence_parallel_size"),
+    *("sequence_parallel", "sequence_parallel_size"),
     *("context_parallel_size", "expert_parallel_size", "pipeline", "pipeline_parallel_size"),
 ]
+TENSOR = ("tensor_parallel", "autotp_size", "tp_size")
 MASTERS = [
     *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
     "fp16.fp16_master_weights_and_grads",
@@ -233,8 +235,11 @@ DEEP = [
     *((key, 1, NOT, {}) for key in PARALLEL),
     *((key, 2, UN, {}) for key in PARALLEL),
     ("tensor_parallel", {"autotp_size": 1, "tp_overlap_comm": True}, NOT, {}),
-    ("tensor_parallel", {"autotp_size": "auto"}, UN, {}),
-    ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, UN, {}),
+    *((key, {"autotp_size": "auto"}, DEC, {}) for key in TENSOR),
+    ("tensor_parallel", {"autotp_size": 4}, C, {"tensor_parallel": 4}),
+    ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, C, {"tensor_parallel": 4}),
+    *((key, 1, NOT, {}) for key in TENSOR),
+    *((key, 2, C, {"tensor_parallel": 2}) for key in TENSOR),
     *((key, False, NOT, {}) for key in MASTERS),
     *((key, True, UN, {}) for key in MASTERS),
     ("fp16.loss_scale", 0, NOT, {}),

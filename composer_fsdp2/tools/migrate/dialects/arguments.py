@@ -24,6 +24,7 @@ from composer_fsdp2.tools.migrate.accelerate import (
     wrap_classes,
 )
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+from composer_fsdp2.tools.migrate.tensor import degree_rows
 
 __all__ = [
     "CHECKPOINTING_ROWS",
@@ -113,16 +114,18 @@ PRECISION_ROWS = (
     _auto("fp16"),
 )
 """of `TrainingArguments`, whatever shards"""
-PARALLEL_ROWS = tuple(
-    row
-    for name, kind in (
-        ("tensor_parallel_size", "tensor"),
-        ("context_parallel_size", "context"),
-        ("sequence_parallel_degree", "sequence"),
-        ("expert_parallel_size", "expert"),
-        ("pipeline_parallel_size", "pipeline"),
-    )
-    for row in parallel_rows(name, f"{kind} parallelism")
+PARALLEL_ROWS = (
+    *degree_rows("tensor_parallel_size", (1, None)),
+    *(
+        row
+        for name, kind in (
+            ("context_parallel_size", "context"),
+            ("sequence_parallel_degree", "sequence"),
+            ("expert_parallel_size", "expert"),
+            ("pipeline_parallel_size", "pipeline"),
+        )
+        for row in parallel_rows(name, f"{kind} parallelism")
+    ),
 )
 """of axolotl, whatever shards"""
 
