@@ -98,7 +98,6 @@ _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda given: given != OptimizerState(),
         "blocks of 8 bits would end where layers are divided",
     ),
-    "pretrained_weights": (bool, "they are read as shards over one axis"),
     "save_planner": (bool, "it may not know parts of parts"),
     "tiled_mlp": (bool, "each tile would exchange its parts"),
     "unused_parameters": (lambda given: given not in ("auto", False), "it fills in whole zeros"),

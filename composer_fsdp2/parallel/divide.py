@@ -33,7 +33,8 @@ __all__ = ["divide_layers"]
 def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     """Divides the layers of a plan, with rank 0's weights; see [Note: what adds up].
 
-    Collective: yes, over the default group. Ties stay: a tied parameter is divided once.
+    Collective: yes, over the default group. Ties stay: a tied parameter is divided once. One that
+    is on meta on rank 0 stays there, as a part; see [Note: initial weights].
 
     Args:
         tree: the model. Its references to parameters are those of after.
@@ -45,6 +46,7 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     places: dict[int, list[ParamRef]] = {}
     for ref in tree.params:
         places.setdefault(same[id(ref.param)], []).append(ref)
+    unknown = _unknown_values(tree)
     done: set[int] = set()
     for name, cut in plan.cuts.items():
         module = modules[name]
@@ -52,15 +54,17 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
         for attribute, param in list(module._parameters.items()):
             if param is None or id(param) in done:
                 continue
-            order = _order(cut, param, module, plan.degree)
-            new = _divided(param, _placement(cut, attribute, module), mesh, order)
+            placement = _placement(cut, attribute, module)
+            order = _order(cut, placement, param, plan.degree, plan.padding.get(name, 0))
+            on_meta = places[same[id(param)]][0].name in unknown
+            new = _divided(param, placement, mesh, order, keep_on_meta=on_meta)
             if order is not None:
                 orders[attribute] = order
             _exchange(tree, places[same[id(param)]], new)
             done.add(id(new))
         if orders:
             show_usual_order(module, orders)
-        _install(module, cut, mesh)
+        _install(module, cut, mesh, plan.padding.get(name, 0))
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     for group in places.values():
@@ -77,16 +81,35 @@ def _placement(cut: Cut, attribute: str, module: nn.Module) -> Placement:
     return Shard(output if cut.kind == "columns" else inside)
 
 
-def _order(cut: Cut, param: nn.Parameter, module: nn.Module, degree: int) -> RowOrder | None:
-    if len(cut.blocks) < 2:
+def _order(
+    cut: Cut, placement: Placement, param: nn.Parameter, degree: int, padding: int
+) -> RowOrder | None:
+    if (len(cut.blocks) < 2 and not padding) or not isinstance(placement, Shard):
         return None
-    dim = 1 if is_conv1d(module) and param.ndim > 1 else 0
-    return RowOrder(cut.blocks, degree, dim)
+    return RowOrder(cut.blocks or (param.shape[placement.dim],), degree, placement.dim, padding)
+
+
+def _unknown_values(tree: ModuleTree) -> frozenset[str]:
+    """Names of parameters that rank 0 has on meta: they get their values when they are sharded.
+
+    Collective: yes.
+    """
+    names = [ref.name for ref in tree.params if ref.param.is_meta]
+    if not is_fake() and dist.get_world_size() > 1:
+        holder = [names]
+        dist.broadcast_object_list(holder, src=0)
+        (names,) = holder
+    return frozenset(names)
 
 
 @torch.no_grad()
 def _divided(
-    param: nn.Parameter, placement: Placement, mesh: DeviceMesh, order: RowOrder | None
+    param: nn.Parameter,
+    placement: Placement,
+    mesh: DeviceMesh,
+    order: RowOrder | None,
+    *,
+    keep_on_meta: bool,
 ) -> nn.Parameter:
     """This rank's part of a parameter as rank 0 has it."""
     device = torch.device(mesh.device_type)
@@ -95,9 +118,9 @@ def _divided(
             mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
         )
     pretends = is_fake()
-    where = param.device if pretends else device
+    where = torch.device("meta") if keep_on_meta else param.device if pretends else device
     whole = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)
-    if not pretends:
+    if not pretends and not keep_on_meta:
         broadcast_from_rank0(whole, device)
     whole = whole if order is None else order.to_ranks(whole)
     part = part_of(whole, mesh, [placement])
@@ -130,7 +153,7 @@ def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
 # --- What goes in and comes out ---
 
 
-def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
+def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int) -> None:
     enters = {
         "columns": Replicate(),
         "rows": Shard(-1),
@@ -144,7 +167,7 @@ def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
             return args
-        first = args[0]
+        first = _with_padding(args[0], cut, module, mesh.size(), padding)
         placement = Shard(first.ndim - 1) if enters == Shard(-1) else enters
         return (DTensor.from_local(first, mesh, [placement], run_check=False), *args[1:])
 
@@ -154,10 +177,28 @@ def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
         placement = Shard(output.ndim - 1) if leaves == Shard(-1) else leaves
         if output.placements != (placement,):
             output = output.redistribute(placements=[placement])
-        return output.to_local()
+        local = output.to_local()
+        if not padding or cut.kind != "columns":
+            return local
+        parts = local.unflatten(-1, (mesh.size() if whole else 1, -1))
+        return parts[..., :-padding].flatten(-2)
 
+    if padding and cut.kind == "columns" and is_conv1d(module):
+        module.nf = module.nf + padding * mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
+
+
+def _with_padding(
+    first: torch.Tensor, cut: Cut, module: nn.Module, degree: int, padding: int
+) -> torch.Tensor:
+    """The input of a layer whose weight has padding where it meets the input."""
+    if not padding or cut.kind == "columns":
+        return first
+    if cut.kind == "rows":
+        return nn.functional.pad(first, (0, padding))
+    rows = module.get_parameter("weight").shape[0] // degree - padding
+    return first + first // rows * padding
 
 
 def _averaging(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
@@ -16,7 +15,6 @@ from composer_fsdp2.parallel.layers import LayerPlan, plan_layers
 from composer_fsdp2.parallel.tensor_group import TensorGroup
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
-from composer_fsdp2.ranks import is_fake
 
 __all__ = ["TensorParallel"]
 
@@ -49,14 +47,6 @@ class TensorParallel(Transformation[LayerPlan]):
         TensorGroup(tree.root, axis.get_group())
 
 
-def _meta(facts: ModelFacts) -> str | None:
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    on_meta = [ref.name for ref in facts.tree.params if ref.param.is_meta]
-    if not is_first or not on_meta or (dist.is_initialized() and is_fake()):
-        return None
-    return f"'{on_meta[0]}' is on meta on rank 0, so a part of it could not be initialised"
-
-
 def _experts(facts: ModelFacts) -> str | None:
     found = conditional_modules(facts.tree)
     return f"'{found[0]}' may be left out by a rank (experts, or a tower)" if found else None
@@ -86,7 +76,6 @@ def _groups_of_ranks(facts: ModelFacts) -> str | None:
 
 
 _REFUSALS: tuple[Callable[[ModelFacts], str | None], ...] = (
-    _meta,
     _experts,
     _adapters,
     _alibi,
