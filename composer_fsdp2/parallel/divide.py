@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.parallel.cuts import Cut, is_conv1d
 from composer_fsdp2.parallel.layers import LayerPlan
-from composer_fsdp2.parallel.row_order import RowOrder, part_of, show_usual_order
+from composer_fsdp2.parallel.row_order import RowOrder, order_of, part_of, show_usual_order
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0, is_fake
 from composer_fsdp2.shard.torch_private.tensors import copy_hooks
@@ -52,7 +52,11 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
         module = modules[name]
         orders: dict[str, RowOrder] = {}
         for attribute, param in list(module._parameters.items()):
-            if param is None or id(param) in done:
+            if param is None:
+                continue
+            if id(param) in done:
+                if (order := order_of(param)) is not None:
+                    orders[attribute] = order
                 continue
             placement = _placement(cut, attribute, module)
             order = _order(cut, placement, param, plan.degree, plan.padding.get(name, 0))
