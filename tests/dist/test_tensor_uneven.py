@@ -22,9 +22,9 @@ VOCAB, STEPS, SIZE, LENGTH = 26, 4, 12, 7
 ODD = {"vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 26, "head_dim": 2}
 
 
-def odd_llama() -> nn.Module:
-    biases = {"attention_bias": True, "mlp_bias": True}
-    return llama(**ODD, **biases, num_key_value_heads=2, tie_word_embeddings=True)
+def odd_llama(**changes: Any) -> nn.Module:
+    biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+    return llama(**(ODD | biases | changes))
 
 
 def odd_phi3() -> nn.Module:
@@ -33,11 +33,11 @@ def odd_phi3() -> nn.Module:
     return transformers.Phi3ForCausalLM(config)
 
 
-def odd_gpt2() -> nn.Module:
+def odd_gpt2(**changes: Any) -> nn.Module:
     sizes = {"vocab_size": VOCAB, "n_embd": 18, "n_layer": 2, "n_head": 2, "n_inner": 26}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**sizes, **quiet, n_positions=LENGTH)
+        transformers.GPT2Config(**(sizes | quiet | changes), n_positions=LENGTH)
     )
 
 
