@@ -159,6 +159,8 @@ def _on_ranks(value: Any, order: RowOrder, like: torch.Tensor | None) -> Any:
     """A tensor of the model as the ranks have it. Collective: yes, for a DTensor."""
     if not isinstance(value, DTensor):
         return order.to_ranks(value)
+    if order.padding and like is not None and value.shape == like.shape:
+        return value  # divided already
     whole = order.to_ranks(value.full_tensor())
     same = like if isinstance(like, DTensor) else value
     return part_of(whole, same.device_mesh, same.placements).to(value.device)
