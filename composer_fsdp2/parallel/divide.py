@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.parallel.cuts import Cut, is_conv1d
 from composer_fsdp2.parallel.layers import LayerPlan
+from composer_fsdp2.parallel.random_numbers import draw_apart, draws
 from composer_fsdp2.parallel.row_order import RowOrder, order_of, part_of, show_usual_order
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0, is_fake
@@ -69,11 +70,23 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
         if orders:
             show_usual_order(module, orders)
         _install(module, cut, mesh, plan.padding.get(name, 0))
+    _draw_apart(modules, plan, mesh)
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     for group in places.values():
         if id(group[0].param) not in done and group[0].param.requires_grad:
             group[0].param.register_post_accumulate_grad_hook(_averaging(mesh.get_group()))
+
+
+def _draw_apart(modules: Mapping[str, nn.Module], plan: LayerPlan, mesh: DeviceMesh) -> None:
+    between: dict[str, dict[str, list[nn.Module]]] = {}
+    for name, cut in plan.cuts.items():
+        if cut.kind in ("columns", "rows") and not cut.gathers:
+            kinds = between.setdefault(name.rpartition(".")[0], {"columns": [], "rows": []})
+            kinds[cut.kind].append(modules[name])
+    for parent, kinds in between.items():
+        if draws(modules[parent]):
+            draw_apart(modules[parent], kinds["columns"], kinds["rows"], mesh)
 
 
 def _placement(cut: Cut, attribute: str, module: nn.Module) -> Placement:

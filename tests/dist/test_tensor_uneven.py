@@ -110,5 +110,3 @@ def test_state_dicts_of_uneven_rows_are_loaded_again():
     for number, values in kept[1]["state"].items():
         for key, value in optimizer.state_dict()["state"][number].items():
             assert torch.equal(full(values[key]), full(value))
-
-
