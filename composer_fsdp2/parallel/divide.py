@@ -51,31 +51,34 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     done: set[int] = set()
     for name, cut in plan.cuts.items():
         module = modules[name]
-        orders: dict[str, RowOrder] = {}
+        padding = plan.padding.get(name, 0)
         for attribute, param in list(module._parameters.items()):
-            if param is None:
-                continue
-            if id(param) in done:
-                if (order := order_of(param)) is not None:
-                    orders[attribute] = order
+            if param is None or id(param) in done:
                 continue
             placement = _placement(cut, attribute, module)
-            order = _order(cut, placement, param, plan.degree, plan.padding.get(name, 0))
-            on_meta = places[same[id(param)]][0].name in unknown
+            order = _order(cut, placement, param, plan.degree, padding)
+            refs = places[same[id(param)]]
+            on_meta = refs[0].name in unknown
             new = _divided(param, placement, mesh, order, keep_on_meta=on_meta)
-            if order is not None:
-                orders[attribute] = order
-            _exchange(tree, places[same[id(param)]], new)
+            _exchange(tree, refs, new)
             done.add(id(new))
-        if orders:
-            show_usual_order(module, orders)
-        _install(module, cut, mesh, plan.padding.get(name, 0))
+        _install(module, cut, mesh, padding)
+    _show_usual_orders(modules, plan)
     _draw_apart(modules, plan, mesh)
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     for group in places.values():
         if id(group[0].param) not in done and group[0].param.requires_grad:
             group[0].param.register_post_accumulate_grad_hook(_averaging(mesh.get_group()))
+
+
+def _show_usual_orders(modules: Mapping[str, nn.Module], plan: LayerPlan) -> None:
+    """In every place of a tied parameter."""
+    for name in plan.cuts:
+        params = modules[name]._parameters.items()
+        orders = {key: order for key, param in params if (order := order_of(param)) is not None}
+        if orders:
+            show_usual_order(modules[name], orders)
 
 
 def _draw_apart(modules: Mapping[str, nn.Module], plan: LayerPlan, mesh: DeviceMesh) -> None:

@@ -275,6 +275,12 @@ class InitialWeights:
             self._places[id(blank[name])] = self._places[id(param)]
             if isinstance(param, DTensor):
                 self._divided[id(blank[name])] = param
+        blank.update(self._materialise_buffers(path, module))
+        blank.update(self._materialise_attributes(module))
+        return blank
+
+    def _materialise_buffers(self, path: str, module: nn.Module) -> Tensors:
+        blank: Tensors = {}
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
@@ -286,7 +292,6 @@ class InitialWeights:
                 module._buffers[name] = blank[name]
             elif buffer.device != self.device:
                 module._buffers[name] = buffer.to(self.device)
-        blank.update(self._materialise_attributes(module))
         return blank
 
     def _whole_like(self, param: nn.Parameter) -> torch.Tensor:

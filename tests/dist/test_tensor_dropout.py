@@ -78,7 +78,7 @@ def test_heads_of_a_group_drop_other_weights_and_the_rest_the_same():
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_recomputation_drops_the_same(mode: str):
     ids = global_batches(2)[1]
-    gradients: list[dict[str, torch.Tensor]] = []
+    gradients: list[list[torch.Tensor]] = []
     for settings in ({}, {"activation_checkpointing": {"mode": mode}}):
         torch.manual_seed(0)
         model = prepared(dropping(), **settings)
