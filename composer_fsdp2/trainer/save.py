@@ -35,6 +35,7 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
+from composer_fsdp2.trainer.parallelism.saved_mesh import note_mesh
 from composer_fsdp2.trainer.save_pretrained import own_class
 
 __all__ = [
@@ -153,6 +154,7 @@ def _snapshot(
     else:
         values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
     _name_own_class(values["state"], state.model)
+    note_mesh(values["state"], state.model)
     sharded = state.fsdp_sharded_state_dict_enabled
     if "algorithms" in values["state"]:
         keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
