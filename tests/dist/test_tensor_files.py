@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
 )
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.utils.data import DataLoader
 from typer.testing import CliRunner
 
@@ -30,9 +31,17 @@ from composer_fsdp2.cli.main import app
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, largest_difference, resume
 from tests.dist.test_tensor_layouts import Odd, kept, optimizer_of
 from tests.dist.test_tensor_parallel import SIZES, grouped
-from tests.dist.test_tensor_trainer import SIZE, samples
+from tests.dist.test_tensor_trainer import (
+    SIZE,
+    adamw,
+    built,
+    groups_loader,
+    samples,
+    trained_alone,
+)
 from tests.support.fsdp1_fixtures import NAMES, expected, fsdp1_on_cpu, tiny_model
 from tests.support.training import Tokens, trainer_for
+from tests.support.training import largest_difference as most_different
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
@@ -106,6 +115,61 @@ def shared(folder: Path) -> Path:
     holder = [folder]
     dist.broadcast_object_list(holder)
     return holder[0]
+
+
+# --- Composer's own tensor parallelism, beside FSDP1. ---
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("state", ["sharded", "full"])
+def test_a_checkpoint_of_composers_tensor_parallelism_goes_on(state: str, tmp_path: Path):
+    install()
+    folder = shared(tmp_path)
+    data = samples(2 * SIZE)
+    expected_model, _ = trained_alone("llama", data)
+    model: Any = built("llama")
+    model.fsdp_wrap_fn = lambda module: type(module).__name__ == "LlamaDecoderLayer"
+    plan: dict[str, Any] = {}
+    for layer in range(2):
+        inside = f"net.model.layers.{layer}"
+        into = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        into += ("mlp.gate_proj", "mlp.up_proj")
+        plan |= {f"{inside}.{name}": ColwiseParallel() for name in into}
+        out = ("self_attn.o_proj", "mlp.down_proj")
+        plan |= {f"{inside}.{name}": RowwiseParallel() for name in out}
+    with fsdp1_on_cpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = trainer_for(
+            model,
+            adamw(model),
+            data,
+            train_dataloader=groups_loader(data),
+            parallelism_config={
+                "tp": {"tensor_parallel_degree": 2, "layer_plan": plan},
+                "fsdp": {"state_dict_type": state, "sharded_ckpt_prefix_dir": "last"},
+            },
+        )
+        before.fit()
+        before.save_checkpoint(str(folder / "saved" / "last.pt"))
+        want = whole_state(before)
+        before.close()
+    path = next((folder / "saved").glob("*"))
+    again = built("llama")
+    with torch.no_grad():
+        for param in again.parameters():
+            param.zero_()
+    after = trainer_for(
+        again,
+        adamw(again),
+        data,
+        batch=SIZE // 2,
+        parallelism_config=TP,
+        load_path=str(path),
+    )
+    got = whole_state(after)
+    assert want.keys() == got.keys()
+    assert [name for name in want if not torch.equal(want[name], got[name])] == []
+    assert most_different(after.state.model, expected_model) <= 1e-6
 
 
 # --- Settings of checkpoints. ---
