@@ -197,16 +197,28 @@ def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int) -> Non
         placement = Shard(output.ndim - 1) if leaves == Shard(-1) else leaves
         if output.placements != (placement,):
             output = output.redistribute(placements=[placement])
-        local = output.to_local()
-        if not padding or cut.kind != "columns":
-            return local
-        parts = local.unflatten(-1, (mesh.size() if whole else 1, -1))
-        return parts[..., :-padding].flatten(-2)
+        return output.to_local()
 
-    if padding and cut.kind == "columns" and is_conv1d(module):
-        module.nf = module.nf + padding * mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+    if padding and cut.kind == "columns":
+        _cut_off_padding(module, mesh, padding)
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
+
+
+def _cut_off_padding(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
+    """Has a layer return what it would without rows of padding, to whoever calls its forward."""
+    usual = module.forward
+    if is_conv1d(module):
+        module.nf = module.nf + padding * mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+
+    def forward(*args: Any) -> Any:
+        output = usual(*args)
+        if not isinstance(output, DTensor):
+            return output
+        part = output.to_local()[..., :-padding].contiguous()
+        return DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False)
+
+    module.forward = forward
 
 
 def _with_padding(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
@@ -17,6 +19,8 @@ from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 
 __all__ = ["TensorParallel"]
+
+log = logging.getLogger(__name__)
 
 
 class TensorParallel(Transformation[LayerPlan]):
@@ -43,6 +47,13 @@ class TensorParallel(Transformation[LayerPlan]):
         """Divides the layers of the plan. Collective: yes, over the default group."""
         axis = tensor_axis(mesh)
         assert axis is not None
+        if plan.whole and dist.get_rank() == 0:
+            log.warning(
+                "tensor_parallel leaves %s whole on each rank of a group, because the degree %d "
+                "does not divide its vocabulary or it is not a plain layer.",
+                ", ".join(plan.whole),
+                plan.degree,
+            )
         divide_layers(tree, plan, axis)
         TensorGroup(tree.root, axis.get_group())
 

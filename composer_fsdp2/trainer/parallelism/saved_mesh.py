@@ -1,15 +1,35 @@
-"""The mesh of the run that saved a checkpoint, for those who look at it later."""
+"""What checkpoints have to do with the mesh: who writes them, and what they say of it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.checkpoint.describe import MESH
 from composer_fsdp2.trainer.sharding import sharding_of
 
-__all__ = ["note_mesh"]
+__all__ = ["first_copy", "note_mesh"]
+
+_FIRST = "_fsdp2_first_copy"
+"""attribute of a mesh, for `first_copy`"""
+
+
+def first_copy(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Returns the ranks that hold the first copy of a model between them.
+
+    Collective: yes, over the default group, the first time.
+
+    Args:
+        mesh: the whole one of a run, copies outermost.
+    """
+    group = getattr(mesh, _FIRST, None)
+    if group is None:
+        group = dist.new_group(mesh.mesh[0].flatten().tolist())
+        setattr(mesh, _FIRST, group)
+    return group
 
 
 def note_mesh(state: dict[str, Any], model: nn.Module) -> None:
