@@ -66,9 +66,7 @@ def test_a_model_on_meta_starts_from_the_weights_of_a_run_without(family: str):
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("start", ["meta", "mixed", "real"])
 @pytest.mark.parametrize("family", EVERY)
-def test_a_folder_is_read_into_two_dimensions(
-    family: str, start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_is_read_into_two_dimensions(family: str, start: str, tmp_path: Path):
     torch.manual_seed(0)
     expected = MAKE[family]()
     with torch.no_grad():
@@ -88,8 +86,9 @@ def test_a_folder_is_read_into_two_dimensions(
         read.append(target.numel())
         usual(source, target, name, offsets)
 
-    monkeypatch.setattr(PretrainedWeights, "read_into", counting)
-    prepare_fully_shard(model, None, settings, precision="fp32")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PretrainedWeights, "read_into", counting)
+        prepare_fully_shard(model, None, settings, precision="fp32")
     held = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
     # No rank reads more than it holds, of which some is padding; GPT-2's masks are no weights.
     assert sum(read) == held if "odd" not in family else sum(read) <= held
