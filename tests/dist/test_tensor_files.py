@@ -278,6 +278,8 @@ def composers(family: str) -> HuggingFaceModel:
 
 
 def train_and_export(family: str, state: str, degree: int, folder: Path) -> None:
+    from llmfoundry.callbacks import HuggingFaceCheckpointer
+
     install()
     torch.manual_seed(0)
     model = composers(family)
@@ -291,6 +293,7 @@ def train_and_export(family: str, state: str, degree: int, folder: Path) -> None
             {"state_dict_type": state, "tensor_parallel": degree, "sharded_ckpt_prefix_dir": "x"},
             batch=4 * degree // max(dist.get_world_size(), degree),
             max_duration="1ba",
+            callbacks=[HuggingFaceCheckpointer(str(folder / "callback"), "1dur")],
         )
         trainer.fit()
         trainer.save_checkpoint(str(folder / "saved" / "whole.pt"))
@@ -326,7 +329,7 @@ def test_files_need_no_layout(family: str, state: str, ranks: Any, tmp_path: Pat
     alone.load_state_dict(weights)
     alone.model.save_pretrained(tmp_path / "alone")
     want = load_file(tmp_path / "alone" / "model.safetensors")
-    for folder in ("live", "hf"):
+    for folder in ("live", "hf", "callback/huggingface/ba1"):
         got = load_file(tmp_path / folder / "model.safetensors")
         assert want.keys() == got.keys()
         assert [name for name in want if not torch.equal(want[name], got[name])] == []
