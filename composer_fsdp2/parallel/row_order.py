@@ -91,7 +91,9 @@ class RowOrder:
         """Placements of what everybody else is shown: torch knows no uneven strided ones."""
         if not self.padding:
             return tuple(placements)
-        return tuple(Shard(place.dim) if _is_strided(place) else place for place in placements)
+        return tuple(
+            Shard(getattr(place, "dim", 0)) if _is_strided(place) else place for place in placements
+        )
 
     def note(self, param: nn.Parameter) -> None:
         """Remembers it on a parameter; sharding carries attributes over."""

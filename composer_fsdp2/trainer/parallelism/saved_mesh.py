@@ -25,11 +25,9 @@ def first_copy(mesh: DeviceMesh) -> dist.ProcessGroup:
     Args:
         mesh: the whole one of a run, copies outermost.
     """
-    group = getattr(mesh, _FIRST, None)
-    if group is None:
-        group = dist.new_group(mesh.mesh[0].flatten().tolist())
-        setattr(mesh, _FIRST, group)
-    return group
+    if not hasattr(mesh, _FIRST):
+        setattr(mesh, _FIRST, dist.new_group(mesh.mesh[0].flatten().tolist()))
+    return getattr(mesh, _FIRST)
 
 
 def note_mesh(state: dict[str, Any], model: nn.Module) -> None:
