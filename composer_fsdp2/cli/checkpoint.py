@@ -291,7 +291,7 @@ def _describe(found: Description) -> Iterator[str]:
 
 
 def _pieces(found: Mapping[str, int]) -> str:
-    """What says that more than rows were divided."""
+    """Says along which dimensions tensors lie in pieces, where that is not rows alone."""
     if not any(what.startswith("dim") and what != "dim 0" for what in found):
         return ""
     return ", ".join(f"{what} ({_count(n, 'tensor')})" for what, n in found.items())

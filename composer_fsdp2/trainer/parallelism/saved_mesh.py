@@ -1,4 +1,4 @@
-"""What checkpoints have to do with the mesh: who writes them, and what they say of it."""
+"""The mesh of a run and its checkpoints: who writes them, and what they say of it."""
 
 from __future__ import annotations
 
