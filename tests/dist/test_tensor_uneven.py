@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +34,7 @@ def odd_phi3() -> nn.Module:
     return transformers.Phi3ForCausalLM(config)
 
 
-def odd_gpt2(**changes: Any) -> nn.Module:
+def odd_gpt2(**changes: Any) -> Any:
     sizes = {"vocab_size": VOCAB, "n_embd": 18, "n_layer": 2, "n_head": 2, "n_inner": 26}
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(
@@ -110,3 +111,30 @@ def test_state_dicts_of_uneven_rows_are_loaded_again():
     for number, values in kept[1]["state"].items():
         for key, value in optimizer.state_dict()["state"][number].items():
             assert torch.equal(full(values[key]), full(value))
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("vocabulary", [26, 27])
+def test_a_vocabulary_that_the_degree_does_not_divide_stays_whole(vocabulary: int):
+    heard, log = Heard(), logging.getLogger("composer_fsdp2.parallel.tensor")
+    log.addHandler(heard)
+    model = odd_gpt2(vocab_size=vocabulary)
+    prepare_fully_shard(model, None, {"tensor_parallel": 2}, precision="fp32")
+    log.removeHandler(heard)
+    is_whole = len(model.lm_head.weight.placements) == 1
+    assert is_whole == (vocabulary % 2 == 1)
+    told = is_whole and dist.get_rank() == 0
+    assert [("lm_head" in line, "the degree 2" in line) for line in heard.lines] == [
+        (True, True)
+    ] * told
