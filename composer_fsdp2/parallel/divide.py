@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.parallel.cuts import Cut, is_conv1d
@@ -174,10 +174,12 @@ def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
 
 
 def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int) -> None:
+    if cut.kind == "embedding":
+        _look_up_own_rows(module, mesh, padding)
     enters = {
         "columns": Replicate(),
         "rows": Shard(-1),
-        "embedding": Replicate(),
+        "embedding": None,
         # Which dimension does not matter: a norm treats all but the last one alike.
         "norm": Shard(0),
     }[cut.kind]
@@ -185,9 +187,11 @@ def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int) -> Non
     leaves = Replicate() if whole else Shard(0) if cut.kind == "norm" else Shard(-1)
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
+        if enters is None or not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
             return args
-        first = _with_padding(args[0], cut, module, mesh.size(), padding)
+        first = args[0]
+        if padding and cut.kind == "rows":
+            first = nn.functional.pad(first, (0, padding))
         placement = Shard(first.ndim - 1) if enters == Shard(-1) else enters
         return (DTensor.from_local(first, mesh, [placement], run_check=False), *args[1:])
 
@@ -221,16 +225,33 @@ def _cut_off_padding(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
     module.forward = forward
 
 
-def _with_padding(
-    first: torch.Tensor, cut: Cut, module: nn.Module, degree: int, padding: int
-) -> torch.Tensor:
-    """The input of a layer whose weight has padding where it meets the input."""
-    if not padding or cut.kind == "columns":
-        return first
-    if cut.kind == "rows":
-        return nn.functional.pad(first, (0, padding))
-    rows = module.get_parameter("weight").shape[0] // degree - padding
-    return first + first // rows * padding
+def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
+    """Has an embedding look up the words of this rank, which are zero on the other ranks.
+
+    Torch's own for a DTensor takes what is no word for one of another rank, and remembers the
+    number of words of the first model of a process, whatever another one has.
+
+    Source: `embedding_dense_backward` is cached without it,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/_ops/_embedding_ops.py#L246
+    """
+    usual = module.forward
+
+    def forward(words: torch.Tensor) -> Any:
+        weight = module._parameters["weight"]
+        if not isinstance(weight, DTensor):
+            return usual(words)
+        own = weight.to_local()
+        rows = len(own) - padding
+        local = words - mesh.get_local_rank() * rows
+        wrong = (words < 0) | (words >= rows * mesh.size())
+        elsewhere = ((local < 0) | (local >= rows)) & ~wrong
+        # No row of any rank, so that all of them raise.
+        local = local.masked_fill(elsewhere, 0).masked_fill(wrong, len(own))
+        found = nn.functional.embedding(local, own)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return DTensor.from_local(found, mesh, [Partial()], run_check=False)
+
+    module.forward = forward
 
 
 def _averaging(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:

@@ -259,7 +259,9 @@ def _leave_heads_whole(search: _Search) -> None:
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None
+    if type(module) is not nn.Embedding or module.scale_grad_by_freq or module.sparse:
+        return False
+    return module.padding_idx is None and module.max_norm is None
 
 
 def _is_cut(search: _Search, name: str, block: KnownBlock) -> bool:

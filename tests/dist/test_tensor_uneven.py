@@ -23,7 +23,7 @@ VOCAB, STEPS, SIZE, LENGTH = 26, 4, 12, 7
 ODD = {"vocab_size": VOCAB, "hidden_size": 12, "intermediate_size": 26, "head_dim": 2}
 
 
-def odd_llama(**changes: Any) -> nn.Module:
+def odd_llama(**changes: Any) -> Any:
     biases = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     return llama(**(ODD | biases | changes))
 
@@ -138,3 +138,21 @@ def test_a_vocabulary_that_the_degree_does_not_divide_stays_whole(vocabulary: in
     assert [("lm_head" in line, "the degree 2" in line) for line in heard.lines] == [
         (True, True)
     ] * told
+
+
+@pytest.mark.world_size(4)
+def test_another_vocabulary_in_one_process_and_what_is_no_word():
+    for vocabulary in (34, 26, 28):  # torch remembers shapes of the first one
+        torch.manual_seed(0)
+        oracle = odd_llama(vocab_size=vocabulary)
+        model = copy.deepcopy(oracle)
+        prepare_fully_shard(model, None, {"tensor_parallel": 2}, precision="fp32")
+        ids = odd_batches(1)[0]
+        loss_of(oracle, ids).backward()
+        loss_of(model, ids).backward()
+        weight = model.lm_head.weight
+        order, found = order_of(weight), full(weight.grad)
+        found = found if order is None else order.to_model(found)
+        assert_close("gradient", oracle.lm_head.weight.grad, found)
+    with pytest.raises(IndexError, match="index out of range"):
+        model(torch.full((1, 3), vocabulary))
