@@ -232,7 +232,7 @@ def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, padding: int) -> None
     number of words of the first model of a process, whatever another one has.
 
     Source: `embedding_dense_backward` is cached without it,
-    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/_ops/_embedding_ops.py#L246
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/_ops/_embedding_ops.py#L237
     """
     usual = module.forward
 
