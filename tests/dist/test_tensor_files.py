@@ -332,7 +332,7 @@ def test_files_need_no_layout(family: str, state: str, ranks: Any, tmp_path: Pat
     for folder in ("live", "hf", "callback/huggingface/ba1"):
         got = load_file(tmp_path / folder / "model.safetensors")
         if family == "llama" and folder.startswith("callback"):
-            # It makes two tensors of a tied weight, with tensor parallelism or without.
+            # It makes two tensors of a tied weight.
             assert torch.equal(got.pop("lm_head.weight"), want["model.embed_tokens.weight"])
         assert want.keys() == got.keys()
         assert [name for name in want if not torch.equal(want[name], got[name])] == []
