@@ -89,7 +89,6 @@ TENSOR_PARALLEL = mapping(
 
 _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "activation_cpu_offload": (bool, "what is offloaded belongs to divided layers"),
-    "async_save": (bool, "parts are copied while layers go on"),
     "chunked_loss": (bool, "its head may be divided"),
     "communication": (lambda given: given != Communication(), "buffers are those of whole layers"),
     "compile": (bool, "a graph would have to exchange parts of layers"),
@@ -97,15 +96,11 @@ _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "fp8": (bool, "its scales would be those of one rank's part"),
     "ignored_params": (bool, "nobody would average their gradients"),
     "keep_fp32": (bool, "divided layers around it compute in another precision"),
-    "load_monolith_rank0_only": (bool, "rank 0 has parts of the weights alone"),
-    "load_planner": (bool, "it may not know parts of parts"),
     "local_step": (lambda given: given is False, "torch steps no parameters of several meshes"),
     "optimizer_state": (
         lambda given: given != OptimizerState(),
         "blocks of 8 bits would end where layers are divided",
     ),
-    "pretrained_weights": (bool, "they are read as shards over one axis"),
-    "save_planner": (bool, "it may not know parts of parts"),
     "tiled_mlp": (bool, "each tile would exchange its parts"),
     "unused_parameters": (lambda given: given not in ("auto", False), "it fills in whole zeros"),
 }

@@ -107,10 +107,11 @@ def _whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """
     whole: dict[str, torch.Tensor] = {}
     tied: dict[int, torch.Tensor] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
     for name, value in model.state_dict(keep_vars=False).items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
-            whole[name] = tied.setdefault(id(value), full.cpu())
+            whole[name] = tied.setdefault(id(params.get(name, value)), full.cpu())
     return whole
 
 

@@ -322,10 +322,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         "nothing in the model is known to be divisible",
     ),
     "rows": (
-        lambda: llama(intermediate_size=26),
+        lambda: llama(intermediate_size=27),
         {"tensor_parallel": 2},
         PlanError,
-        "its size 26 is not divisible by 4",
+        "its size 27 is not divisible by the degree 2",
     ),
     "experts": (
         lambda: transformers.MixtralForCausalLM(

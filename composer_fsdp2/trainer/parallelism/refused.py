@@ -25,6 +25,7 @@ _TRIED = frozenset(
         "EnvironmentLoggingCallback",
         "FreeOutputs",
         "GradientClipping",
+        "HuggingFaceCheckpointer",
         "LRMonitor",
         "MemoryMonitor",
         "MemorySnapshot",
@@ -38,8 +39,8 @@ _TRIED = frozenset(
         "ThresholdStopper",
     }
 )
-"""Callbacks and algorithms of Composer and LLM Foundry that read no weights, or only add up what
-`optim.norms` knows to be divided."""
+"""Callbacks and algorithms of Composer and LLM Foundry that read no weights but those of state
+dicts, or only add up what `optim.norms` knows to be divided."""
 
 
 def tried() -> list[str]:
