@@ -83,7 +83,6 @@ TENSOR_PARALLEL = mapping(
 _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "activation_cpu_offload": (bool, "what is offloaded belongs to divided layers"),
     "async_save": (bool, "parts are copied while layers go on"),
-    "chunked_loss": (bool, "its head may be divided"),
     "communication": (lambda given: given != Communication(), "buffers are those of whole layers"),
     "compile": (bool, "a graph would have to exchange parts of layers"),
     "cpu_offload": (bool, "divided layers exchange on the device"),

@@ -32,7 +32,7 @@ WRITTEN = (
     "tensor_parallel: {degree: 2, layer_plan: {model.norm: sequence_parallel}}",
     "tensor_parallel: 2, compile: true",
     "tiled_mlp: {shards: 1}",
-    "chunked_loss: {chunks: 1}",
+    "chunked_loss: {chunks: 0}",
     "compile: inductor",
     "compile: {blocks: false}",
     "compile: true, tiled_mlp: {shards: 4}",
