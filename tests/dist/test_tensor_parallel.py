@@ -327,14 +327,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         PlanError,
         "its size 26 is not divisible by 4",
     ),
-    "experts": (
-        lambda: transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**SIZES, num_local_experts=2)
-        ),
-        {"tensor_parallel": 2},
-        PlanError,
-        "experts, or a tower",
-    ),
     "copies": (
         llama,
         {"tensor_parallel": 2, "data_parallel_replicate_degree": 2},

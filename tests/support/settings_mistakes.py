@@ -30,7 +30,7 @@ WRITTEN = (
     "wrap_policy: {max_unit_bytes: 1GB}",
     "cpu_offload: {pin_memory: 1}",
     "tensor_parallel: {degree: 2, layer_plan: {model.norm: sequence_parallel}}",
-    "tensor_parallel: 2, compile: true",
+    "tensor_parallel: 2, cpu_offload: true",
     "tiled_mlp: {shards: 1}",
     "chunked_loss: {chunks: 0}",
     "compile: inductor",
