@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of
-from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.config.value_types import count, is_string, mapping
 from composer_fsdp2.errors import ConfigError
 
@@ -88,21 +87,20 @@ TENSOR_PARALLEL = mapping(
 )
 
 _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "activation_cpu_offload": (bool, "what is offloaded belongs to divided layers"),
-    "chunked_loss": (bool, "its head may be divided"),
-    "communication": (lambda given: given != Communication(), "buffers are those of whole layers"),
-    "compile": (bool, "a graph would have to exchange parts of layers"),
-    "cpu_offload": (bool, "divided layers exchange on the device"),
-    "fp8": (bool, "its scales would be those of one rank's part"),
+    "communication": (
+        lambda given: given.allocate_from_process_group or given.symmetric_memory,
+        "NCCL's own memory is that of one group of ranks",
+    ),
+    "cpu_offload": (bool, "no run on several GPUs has shown it"),
+    "fp8": (
+        lambda given: isinstance(given, Float8Spec) and given.all_gather,
+        "scales would be those of one rank's part",
+    ),
     "ignored_params": (bool, "nobody would average their gradients"),
-    "keep_fp32": (bool, "divided layers around it compute in another precision"),
-    "local_step": (lambda given: given is False, "torch steps no parameters of several meshes"),
     "optimizer_state": (
-        lambda given: given != OptimizerState(),
+        lambda given: given.bits is not None,
         "blocks of 8 bits would end where layers are divided",
     ),
-    "tiled_mlp": (bool, "each tile would exchange its parts"),
-    "unused_parameters": (lambda given: given not in ("auto", False), "it fills in whole zeros"),
 }
 """Settings that have not been tried with tensor parallelism: which values, and what may go wrong"""
 

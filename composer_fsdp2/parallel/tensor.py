@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
@@ -58,9 +59,15 @@ class TensorParallel(Transformation[LayerPlan]):
         TensorGroup(tree.root, axis.get_group())
 
 
-def _experts(facts: ModelFacts) -> str | None:
-    found = conditional_modules(facts.tree)
-    return f"'{found[0]}' may be left out by a rank (experts, or a tower)" if found else None
+def _towers(facts: ModelFacts) -> str | None:
+    """Experts are lists, and each of them is divided: ranks of a group leave out the same ones."""
+    modules = dict(facts.tree.modules())
+    names = conditional_modules(facts.tree)
+    found = [name for name in names if not isinstance(modules[name], _LISTS)]
+    return f"'{found[0]}' may be left out by a rank (a tower)" if found else None
+
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _adapters(facts: ModelFacts) -> str | None:
@@ -87,7 +94,7 @@ def _groups_of_ranks(facts: ModelFacts) -> str | None:
 
 
 _REFUSALS: tuple[Callable[[ModelFacts], str | None], ...] = (
-    _experts,
+    _towers,
     _adapters,
     _alibi,
     _already_divided,

@@ -327,14 +327,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         PlanError,
         "its size 27 is not divisible by the degree 2",
     ),
-    "experts": (
-        lambda: transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**SIZES, num_local_experts=2)
-        ),
-        {"tensor_parallel": 2},
-        PlanError,
-        "experts, or a tower",
-    ),
     "groups of ranks": (
         llama,
         {"tensor_parallel": 2, "reshard_after_forward": 2},

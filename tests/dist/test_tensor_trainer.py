@@ -143,8 +143,8 @@ def test_different_batches_in_a_group_are_an_error_on_every_rank():
         ({"tp": {"degree": 3}, "fsdp2": {}}, "does not divide the world size 4"),
         ({"tp": {"strategy": "ffn"}, "fsdp2": {}}, "strategy 'ffn'.*different data"),
         (
-            {"tp": {"degree": 2}, "fsdp2": {"compile": True}},
-            "'compile' is set beside 'tensor_parallel'",
+            {"tp": {"degree": 2}, "fsdp2": {"cpu_offload": True}},
+            "'cpu_offload' is set beside 'tensor_parallel'",
         ),
         ({"tp": {"degree": 2}, "fsdp2": {"tensor_parallel": 2}}, "Both 'tp' and"),
     ],
