@@ -30,6 +30,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GOAL = 1.005
@@ -75,6 +81,8 @@ class CountTraffic(TorchDispatchMode):
         self.traffic = Traffic()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls again, with what it sends
+            return NotImplemented
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count(func.overloadpacket.__name__, args, result)
@@ -107,8 +115,12 @@ def minimum(
     replicate: int = 1,
     microbatches: int = 1,
     sync: str = "every",
+    tensor: int = 1,
 ) -> Traffic:
-    """The least traffic of one step for these units; call it before the model is sharded."""
+    """The least traffic of one step for these units; call it before the model is sharded.
+
+    With `tensor`, of what each rank of a tensor group holds of them.
+    """
     scatters = 1 if sync == "last" else microbatches
     averages = microbatches if sync == "every" else 1
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
@@ -118,7 +130,7 @@ def minimum(
     least = Traffic()
     for unit in units:
         own = {name: params[name] for name in unit.params if name in params}
-        nbytes = sum(map(_nbytes, own.values()))
+        nbytes = sum(_held_bytes(name, param, tensor) for name, param in own.items())
         kept = unit.reshard_after_forward is False
         for _ in range(1 if kept and sync == "last" else microbatches):
             least.gather(nbytes, shard)
@@ -127,12 +139,44 @@ def minimum(
             again = unit.reshard_after_forward
             for _ in range(microbatches):
                 least.gather(nbytes, shard if again is True else again)
-        if trainable := sum(_nbytes(param) for param in own.values() if param.requires_grad):
+        trained = [(name, param) for name, param in own.items() if param.requires_grad]
+        if trainable := sum(_held_bytes(name, param, tensor) for name, param in trained):
             for _ in range(scatters):
                 least.scatter(trainable, shard)
             for _ in range(averages if replicate > 1 else 0):
                 least.average(trainable // shard, replicate)
     return least
+
+
+def _held_bytes(name: str, param: torch.Tensor, tensor: int) -> int:
+    """Bytes of a parameter that a rank of a tensor group has, all of its shards together."""
+    return _nbytes(param) // (tensor if _is_divided(name) else 1)
+
+
+def _is_divided(name: str) -> bool:
+    return any(f".{layer}." in f".{name}" for layer in (*COLUMNS, *ROWS, "head"))
+
+
+COLUMNS, ROWS = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"), ("attn.o", "mlp.down")
+
+
+def add_exchanges(
+    least: Traffic, model: nn.Module, tokens: int, shard: int, tensor: int, *, whole_logits: bool
+) -> None:
+    """Adds the least that the ranks of a tensor group send each other in one step, fp32.
+
+    The outputs of each attention and MLP are added up in forward, the gradients of their inputs and
+    of the head's in backward. Logits are put together, or four numbers a token are. What is whole
+    on each rank has its gradient averaged.
+    """
+    head: Any = model.get_submodule("head")
+    activations = tokens * head.in_features * 4
+    for _ in range(4 * len(model.get_submodule("blocks")._modules) + 1):
+        least.average(activations, tensor)
+    least.gather(tokens * 4 * (head.out_features if whole_logits else 4 * tensor), tensor)
+    for name, param in model.named_parameters():
+        if not _is_divided(name):
+            least.average(_nbytes(param) // shard, tensor)
 
 
 def _only_embeddings(model: nn.Module, names: Sequence[str] | dict[str, Any]) -> bool:
@@ -166,6 +210,8 @@ class Case:
     gloo_ranks: int = 2
     microbatches: int = 1
     sync: str = "every"
+    tensor: int = 1
+    """ranks that divide a layer"""
 
     @property
     def config(self) -> dict[str, Any]:
@@ -176,11 +222,23 @@ class Case:
             "gradient_sync": self.sync,
             **self.extra,
             **degrees,
+            **({} if self.tensor == 1 else {"tensor_parallel": _tensor_setting(self.tensor)}),
         }
 
     extra: dict[str, Any] = field(default_factory=dict)
 
 
+def _tensor_setting(degree: int) -> dict[str, Any]:
+    plan = {f"*.{name}": "colwise" for name in COLUMNS} | {f"*.{name}": "rowwise" for name in ROWS}
+    return {"degree": degree, "layer_plan": plan | {"head": "colwise_rep"}}
+
+
+def _with_heads_of(degree: int) -> Callable[[], nn.Module]:
+    """Its forward splits by the heads of one rank."""
+    return lambda: shapes.LlamaLike(heads=4 // degree)
+
+
+_ONE_CHUNK = {"chunked_loss": {"chunks": 1}}
 CASES = {
     "plain": Case(),
     "kept": Case(reshard=False),
@@ -202,6 +260,10 @@ CASES = {
     "hsdp_reduce_scatter_only": Case(
         microbatches=4, sync="reduce_scatter_only", replicate=2, gloo_ranks=4
     ),
+    "tensor_2": Case(_with_heads_of(2), tensor=2, gloo_ranks=4),
+    "tensor_4": Case(_with_heads_of(4), tensor=4, gloo_ranks=4),
+    "tensor_2_loss": Case(_with_heads_of(2), tensor=2, gloo_ranks=4, extra=_ONE_CHUNK),
+    "tensor_4_loss": Case(_with_heads_of(4), tensor=4, gloo_ranks=4, extra=_ONE_CHUNK),
 }
 
 
@@ -224,8 +286,22 @@ def _units_by_hand(
 def _shard_hand(model: nn.Module, case: Case, world: int) -> Sequence[Any]:
     reshard = True if case.reshard == "auto" else case.reshard
     units = _units_by_hand(model, case.classes, reshard)
+    if case.tensor > 1:
+        divide_by_hand(model, case.tensor)
+        return units
     shapes.shard_by_hand(model, case.classes, _mesh_by_hand(case, world), reshard)
     return units
+
+
+def divide_by_hand(model: nn.Module, degree: int) -> nn.Module:
+    """What a careful user of torch writes: `parallelize_module`, then `fully_shard`."""
+    shape = (dist.get_world_size() // degree, degree)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
+    plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in COLUMNS}
+    plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ROWS}
+    plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], plan)
+    return shapes.shard_by_hand(model, ("Block",), mesh["shard"])
 
 
 def _mesh_by_hand(case: Case, world: int) -> DeviceMesh:
@@ -285,8 +361,12 @@ def _counted(case: Case, peer: str) -> tuple[Traffic, Traffic]:
     twin = case.build()
     units = PEERS[peer](model, case, world)
     copies = case.replicate or 1
-    least = minimum(twin, units, world // copies, copies, case.microbatches, case.sync)
-    tokens = torch.randint(0, 2048, (2, 17))
+    shard = world // copies // case.tensor
+    least = minimum(twin, units, shard, copies, case.microbatches, case.sync, case.tensor)
+    tokens = torch.randint(0, 2048, (2, 17), generator=torch.Generator().manual_seed(0))
+    if case.tensor > 1:
+        whole = peer == "hand" or "chunked_loss" not in case.extra
+        add_exchanges(least, twin, 32, shard, case.tensor, whole_logits=whole)
     steps = 3 if case.extra else 2  # prefetching starts in the second
     for _ in range(steps):
         with CountTraffic() as counter:

@@ -66,12 +66,12 @@ class Attention(nn.Module):
         self.o = nn.Linear(d_model, d_model, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, seq, d_model = x.shape
+        batch, seq, _ = x.shape
         q, k, v = (
             p(x).view(batch, seq, self.heads, -1).transpose(1, 2) for p in (self.q, self.k, self.v)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o(y.transpose(1, 2).reshape(batch, seq, d_model))
+        return self.o(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class MLP(nn.Module):

@@ -10,8 +10,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2.blocks.vocabulary_loss import (
+    Statistics,
+    VocabularyPart,
+    parallel_cross_entropy,
+)
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.torch_private.tensors import (
     TENSOR_FACTS,
@@ -45,8 +52,12 @@ class ChunkedHead:
         if not args or args[0] is not hidden:
             raise PlanError(_called_otherwise(self.name))
         self.called = True
+        mesh = None
+        if isinstance(hidden, DTensor):
+            # As the hook of a divided layer leaves it: whole, on each rank of the tensor group.
+            mesh, hidden = hidden.device_mesh, hidden.to_local(grad_placements=[Replicate()])
         # In one piece, so that rows are found again by where they are.
-        return ChunkedLogits(HeadCall.of(self, hidden, args[1:], kwargs), hidden.contiguous())
+        return ChunkedLogits(HeadCall.of(self, hidden, args[1:], kwargs, mesh), hidden.contiguous())
 
 
 def _called_otherwise(head: str) -> str:
@@ -82,7 +93,12 @@ class HeadCall:
 
     @classmethod
     def of(
-        cls, head: ChunkedHead, hidden: Tensor, args: Sequence[Any], kwargs: dict[str, Any]
+        cls,
+        head: ChunkedHead,
+        hidden: Tensor,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        mesh: DeviceMesh | None,
     ) -> HeadCall:
         kind = hidden.device.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
@@ -91,6 +107,8 @@ class HeadCall:
             # The loss may be computed outside of the autocast in which the head was called. Weights
             # cast for the first chunk and kept would be missed when it is computed again.
             with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+                if mesh is not None:
+                    part = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
                 return head.whole(part, *args, **kwargs)
 
         with torch.no_grad():
@@ -119,27 +137,57 @@ class HeadCall:
             )
         parts: list[Tensor] = []
         predicted: list[Tensor] = []
-
-        def loss(part: Tensor, target: Tensor) -> Tensor:
-            logits = self.run(part)
-            for change in changes:
-                logits = change(logits)
-            losses = F.cross_entropy(logits, target, ignore_index=ignored, reduction="none")
-            # The last thing, which backward has no need to do again.
-            predicted.append(logits.detach().argmax(-1))
-            return losses
-
         chunks = max(1, min(self.chunks, len(rows)))  # an empty one costs a whole head
         for part, target in zip(
             rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True
         ):
-            computed = checkpoint(loss, part, target, use_reentrant=False)
-            assert isinstance(computed, Tensor)
+            computed = self._computed(part, changes, target, ignored, predicted)
             parts.append(computed)
         losses = torch.cat(parts)
         self.rows, self.targets, self.losses = rows.detach(), targets, losses.detach()
         self.predicted = torch.cat(predicted[:chunks])
         return PrependZeroGrad.apply(self.token, losses)  # pyright: ignore[reportReturnType]
+
+    def _computed(
+        self,
+        rows: Tensor,
+        changes: Sequence[Change],
+        targets: Tensor,
+        ignored: int,
+        predicted: list[Tensor],
+    ) -> Tensor:
+        """The losses of one chunk, whose head is computed again in backward."""
+        known: list[Statistics] = []
+
+        def loss(part: Tensor) -> Tensor:
+            logits, own = self._logits(part, changes)
+            if own is not None:
+                if not known:  # ranks do not ask each other again in backward
+                    known.append(Statistics.of(logits, targets, ignored, own))
+                    predicted.append(known[0].predicted)
+                return parallel_cross_entropy(logits, targets, ignored, own, known[0])
+            losses = F.cross_entropy(logits, targets, ignore_index=ignored, reduction="none")
+            # The last thing, which backward has no need to do again.
+            predicted.append(logits.detach().argmax(-1))
+            return losses
+
+        if self.chunks == 1:
+            return loss(rows)
+        computed = checkpoint(loss, rows, use_reentrant=False)
+        assert isinstance(computed, Tensor)
+        return computed
+
+    def _logits(
+        self, rows: Tensor, changes: Sequence[Change]
+    ) -> tuple[Tensor, VocabularyPart | None]:
+        """Logits of some rows, or this rank's part of them."""
+        logits, own = self.run(rows), None
+        if isinstance(logits, DTensor):
+            own = VocabularyPart.of(logits)
+            logits = logits.to_local() if own is not None else logits.full_tensor()
+        for change in changes:
+            logits = change(logits)
+        return logits, own
 
     def _knows(self, rows: Tensor) -> bool:
         return (

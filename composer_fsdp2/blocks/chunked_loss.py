@@ -6,6 +6,9 @@ done to its result up to `cross_entropy`, which then runs head and loss together
 each computed again in backward, so that one chunk's logits exist at a time. The unit that owns the
 head keeps its weights from the head to the loss; they are gathered once, and autograd adds the
 gradients of the chunks before FSDP sees them. A gradient is a sum of sums, which rounds otherwise.
+A head that tensor parallelism divides by the vocabulary computes its part of a chunk's logits, and
+the ranks tell each other what the loss needs: see [Note: divided vocabulary] in
+`blocks.vocabulary_loss`. One chunk is then computed once.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.blocks.chunked_logits import ChunkedHead
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ChunkingSpec
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
@@ -97,7 +101,12 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
 
     def plan(self, facts: ModelFacts) -> ChunkingPlan | None:
         """Returns the heads that leave their logits to the loss."""
-        spec = facts.settings.chunked_loss
+        spec, tensor = facts.settings.chunked_loss, facts.settings.tensor_parallel
+        if spec is not None and spec.chunks == 1 and (tensor is None or tensor.degree == 1):
+            raise ConfigError(
+                "chunked_loss.chunks is 1. One part is the whole, unless tensor_parallel divides "
+                "it by the vocabulary. Write a number of parts >= 2, or leave chunked_loss out."
+            )
         return None if spec is None else plan_chunking(facts.tree, spec)
 
     def adjust_units(self, plan: ChunkingPlan, units: WrapPlan) -> WrapPlan:
@@ -106,6 +115,14 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
 
     def apply(self, tree: ModuleTree, plan: ChunkingPlan) -> None:
         """Lets the heads of the plan leave their logits to the loss."""
+        heads = [tree.root.get_submodule(name) for name in plan.heads]
+        divided = (isinstance(p, DTensor) for head in heads for p in head.parameters())
+        if plan.chunks == 1 and not any(divided):
+            warnings.warn(
+                f"chunked_loss: {{chunks: 1}} has no effect: {', '.join(plan.heads)} is whole on "
+                "each rank of a tensor group, and so are the logits. Write more chunks.",
+                stacklevel=2,
+            )
         apply_chunking(tree.root, plan)
 
 

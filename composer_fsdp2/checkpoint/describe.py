@@ -19,15 +19,18 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = ["Description", "ParamGroup", "describe_checkpoint", "find_ties"]
+__all__ = ["MESH", "Description", "ParamGroup", "describe_checkpoint", "find_ties"]
 
 MODEL = ("state", "model")
 OPTIMIZERS = ("state", "optimizers")
+MESH = "fsdp2_mesh"
+"""name of the run's axes in `state.metadata`"""
 _SCALARS = {
     "world_size": ("state", "metadata", "world_size"),
     "torch_version": ("state", "metadata", "torch_version"),
     "composer_version": ("state", "metadata", "composer_env_info", "composer_version"),
     "run_name": ("state", "run_name"),
+    "mesh": ("state", "metadata", MESH),
 }
 _TIMES = ("iteration", "epoch", "batch", "sample", "token")
 
@@ -48,6 +51,10 @@ class Description:
     path: str
     kind: str | None = None
     world_size: int | None = None
+    mesh: str | None = None
+    """axes of the run and their sizes, outermost first; files of others do not say"""
+    pieces: dict[str, int] = field(default_factory=dict)
+    """along which dimensions tensors lie in pieces, of a folder -> number of tensors"""
     run_name: str | None = None
     torch_version: str | None = None
     composer_version: str | None = None
@@ -93,6 +100,7 @@ def describe_checkpoint(path: Path) -> Description:
     small = _Small(source, found.problems)
     _describe_state(small, found)
     _describe_model(source, found)
+    _describe_pieces(source, found)
     found.optimizers = _describe_optimizers(small)
     return found
 
@@ -158,6 +166,17 @@ def _describe_model(source: Checkpoint, found: Description) -> None:
         name = str(entry.dtype).removeprefix("torch.")
         found.dtypes[name] = found.dtypes.get(name, 0) + elements
         found.parameters += 0 if key in again else elements
+
+
+def _describe_pieces(source: Checkpoint, found: Description) -> None:
+    if not isinstance(source, FolderCheckpoint):
+        return
+    for key, entry in source.tensors.items():
+        if entry.shape:
+            starts = [index.offset or () for index in source.indices(key)]
+            dims = [n for n, at in enumerate(zip(*starts, strict=False)) if len({*at}) > 1]
+            what = f"dim {' and '.join(map(str, dims))}" if dims else "whole"
+            found.pieces[what] = found.pieces.get(what, 0) + 1
 
 
 def _describe_optimizers(small: _Small) -> dict[str, list[ParamGroup]]:

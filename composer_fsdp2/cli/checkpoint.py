@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -269,12 +269,14 @@ def _describe(found: Description) -> Iterator[str]:
     yield from _lines(
         ("run", found.run_name),
         ("world size", found.world_size),
+        ("mesh", found.mesh),
         ("saved at", ", ".join(f"{unit} {n}" for unit, n in found.progress.items())),
         ("torch", found.torch_version),
         ("composer", found.composer_version),
         ("parameters", f"{found.parameters:,}" if found.parameters else None),
         ("dtypes", ", ".join(f"{name} ({n:,})" for name, n in found.dtypes.items())),
         ("values", f"{found.tensors} tensors, {found.objects} objects" if found.tensors else None),
+        ("in pieces", _pieces(found.pieces)),
         ("size", f"{_size(found.size_bytes)} in {_count(len(found.files), 'file')}"),
     )
     for optimizer, groups in found.optimizers.items():
@@ -286,6 +288,13 @@ def _describe(found: Description) -> Iterator[str]:
         yield f"  {'tied':12}{' = '.join(tie)}"
     for problem in found.problems:
         yield f"  {'problem':12}{problem}"
+
+
+def _pieces(found: Mapping[str, int]) -> str:
+    """Says along which dimensions tensors lie in pieces, where that is not rows alone."""
+    if not any(what.startswith("dim") and what != "dim 0" for what in found):
+        return ""
+    return ", ".join(f"{what} ({_count(n, 'tensor')})" for what, n in found.items())
 
 
 def _lines(*items: tuple[str, object]) -> Iterator[str]:

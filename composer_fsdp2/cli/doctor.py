@@ -265,7 +265,6 @@ def _read_run(
         path=str(path),
         asks="FSDP2" if fsdp2 else "FSDP1" if parsed.get("fsdp_config") is not None else "neither",
         settings=fsdp2_settings(parsed) if fsdp2 else None,
-        tensor_parallel=bool(parsed.get("tp_config")),
         ranks=number,
         ranks_per_node=per_node,
         # GPUs that are named are there, though perhaps not here.

@@ -203,8 +203,10 @@ def _start_or_join(
         cfg = load_run(run, overrides)
         note = check_keys(read, command)
         if not under_launcher():
-            ranks = ranks or default_ranks()
+            given, ranks = ranks is not None, ranks or default_ranks()
             check_ranks(cfg, ranks)
+            if given:
+                _check_room(ranks)
             if note is not None:
                 say(f"[yellow]{escape(note)}[/]")
             _launch([command, str(run), *overrides], ranks, log_dir)
@@ -216,6 +218,14 @@ def _start_or_join(
             )
         work = _train_from_yaml if command == "train" else _evaluate_from_yaml
         _run_here(work, run, overrides, cfg)
+
+
+def _check_room(ranks: int) -> None:
+    import torch
+
+    from composer_fsdp2.tools.parity.jobs import check_room
+
+    check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
 
 
 def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:

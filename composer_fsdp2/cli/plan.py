@@ -6,7 +6,7 @@ import dataclasses
 import json
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -58,14 +58,22 @@ def plan(
                 say(f"[red]{mistake.level}: {escape(mistake.what)}[/] {escape(mistake.advice)}")
             say("[red]The model cannot be planned.[/]")
             raise typer.Exit(1)
-        document = {**dataclasses.asdict(found.units), "frozen": dict(found.frozen)}
-        typer.echo(json.dumps(document, indent=2, default=str) if as_json else str(found.units))
+        text = str(found.units) if found.sizes is None else f"{found.units}\n{found.sizes}"
+        typer.echo(_as_json(found) if as_json else text)
         if found.mistakes:
             count = "A problem was" if len(found.mistakes) == 1 else "Problems were"
             command = f"composer-fsdp2 doctor {run}"
             say(f"[yellow]{count} found on the way; '{escape(command)}' shows more.[/]")
         if plot is not None:
             _draw(found, plot, f"Units of {run.name}")
+
+
+def _as_json(found: Rehearsal) -> str:
+    assert found.units is not None
+    document: dict[str, Any] = {**dataclasses.asdict(found.units), "frozen": dict(found.frozen)}
+    if found.sizes is not None:
+        document["tensor_parallel"] = dataclasses.asdict(found.sizes)
+    return json.dumps(document, indent=2, default=str)
 
 
 def _rehearse(

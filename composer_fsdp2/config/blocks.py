@@ -236,7 +236,9 @@ def check_tiling_together(values: Mapping[str, Any], errors: list[str]) -> None:
 class ChunkingSpec:
     """A head and its loss on one part of the tokens after the other."""
 
-    chunks: int = field(metadata=option(count("parts", 2), "number of parts"))
+    chunks: int = field(
+        metadata=option(count("parts"), "number of parts; 1 with `tensor_parallel` alone")
+    )
     names: tuple[str, ...] = setting(
         (),
         _PATTERNS,

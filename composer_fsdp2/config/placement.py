@@ -8,14 +8,7 @@ from typing import Any
 from composer_fsdp2.config.setting import setting
 from composer_fsdp2.config.value_types import BOOLEAN, count, mapping, null_or
 
-__all__ = ["COMMUNICATION", "CPU_OFFLOAD", "TP_BESIDE_FSDP2", "CPUOffload", "Communication"]
-
-TP_BESIDE_FSDP2 = (
-    "Tensor parallelism ('tp' of parallelism_config, 'tp_config' in a file) and FSDP2 are both "
-    "asked for in a run of LLM Foundry. It gives every rank data of its own and divides the batch "
-    "by the number of ranks, and ranks of a tensor group need the same data. Take the tensor "
-    "parallelism out, or build Composer's Trainer yourself, which has both."
-)
+__all__ = ["COMMUNICATION", "CPU_OFFLOAD", "CPUOffload", "Communication"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

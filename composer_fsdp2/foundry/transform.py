@@ -15,6 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.tensor_groups import (
+    check_groups,
+    move_tensor_parallel,
+    same_data,
+)
 
 if TYPE_CHECKING:
     from composer_fsdp2.config.schema import FSDP2Config
@@ -67,8 +72,22 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         install()
         if os.environ.get("WORLD_SIZE", "1") == "1":
             check_one_rank()
-        parsed = read_in_slices(parsed)
+        parsed = _with_groups(read_in_slices(parsed))
     return parsed
+
+
+def _with_groups(parsed: dict[str, Any]) -> dict[str, Any]:
+    """Has the ranks of a tensor group read the same, where there are any."""
+    from composer_fsdp2.config.tensor_degree import written_degree
+
+    degree = written_degree(parsed["fsdp_config"])
+    if degree == 1:
+        return parsed
+    from composer_fsdp2.trainer.patches import check_groups_in_runs
+
+    check_groups_in_runs()
+    check_groups(parsed, fsdp2_settings(parsed))
+    return same_data(parsed, degree)
 
 
 def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,15 +97,11 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: an unknown key, two places for one thing, or wrong FSDP2 settings.
     """
     parsed = _spread(cfg)
+    if requests_fsdp2(parsed):
+        parsed = move_tensor_parallel(parsed)
     block = parsed.get("fsdp_config")
     if isinstance(block, Mapping) and _MARKER in block:
         parsed["fsdp_config"] = _parse_versioned(block)
-    if requests_fsdp2(parsed) and (
-        parsed.get("tp_config") or parsed["fsdp_config"].get("tensor_parallel")
-    ):
-        from composer_fsdp2.config.placement import TP_BESIDE_FSDP2
-
-        raise ConfigError(TP_BESIDE_FSDP2)
     return parsed
 
 
@@ -187,8 +202,10 @@ def _parse_fsdp2(settings: dict[str, Any]) -> dict[str, Any]:
     config = parse_config(settings)
     # It takes a missing state_dict_type for `full` when it names the latest checkpoint.
     explicit: dict[str, Any] = {"state_dict_type": config.state_dict_type}
-    if config.state_dict_type == "sharded":
-        # For `init_device: mixed` it would make this true, which only a full checkpoint can follow.
+    divides = config.tensor_parallel is not None and config.tensor_parallel.degree > 1
+    if config.state_dict_type == "sharded" or divides:
+        # For `init_device: mixed` it would make this true, which only a full checkpoint can follow,
+        # and a model that is whole on rank 0.
         explicit["load_monolith_rank0_only"] = config.load_monolith_rank0_only
     return {**settings, **explicit, _MARKER: 2}
 
@@ -203,7 +220,7 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
     if _PRETRAINED in block or not isinstance(model, Mapping):
         return dict(parsed)
     folder = _sliceable_folder(model)
-    if folder is None:
+    if folder is None or not _goes_with(block, folder):
         return dict(parsed)
     if os.environ.get("RANK", "0") == "0":
         print(
@@ -218,6 +235,15 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
         "model": {**model, "pretrained": False, "init_device": "meta"},
         "fsdp_config": {**block, _PRETRAINED: str(folder)},
     }
+
+
+def _goes_with(block: Mapping[str, Any], folder: Path) -> bool:
+    """Whether the other settings allow it: not all have been tried with tensor parallelism."""
+    try:
+        fsdp2_settings({"fsdp_config": {**block, _PRETRAINED: str(folder)}})
+    except ConfigError:
+        return False
+    return True
 
 
 def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:

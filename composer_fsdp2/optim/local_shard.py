@@ -8,11 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.written_through import MISSING, Mutable
 from composer_fsdp2.shard.sharded_tensor import sharded_like
 from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
-__all__ = ["LocalShard", "local_gradient"]
+__all__ = ["DataReplaced", "LocalShard", "local_gradient"]
+
+
+class DataReplaced(PlanError):
+    """An optimizer has given a parameter other memory."""
 
 
 class LocalShard:
@@ -61,6 +66,21 @@ class LocalShard:
         if self.local.requires_grad is not param.requires_grad:
             self.local.requires_grad_(param.requires_grad)
             self.changed = True
+
+    def check_memory(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer whose step has put other memory into the parameter.
+
+        Raises:
+            DataReplaced: with what to write.
+        """
+        source = self._source
+        if source is not None and self.local.data_ptr() != source.data_ptr():
+            raise DataReplaced(
+                f"The step of {type(optimizer).__name__} assigns to `param.data`. FSDP2 gathers "
+                "the memory that it has made for the shard, so the assignment would be lost and "
+                "the model would not train. Change the parameter in place in the optimizer: "
+                "`param.data.copy_(value)` or `param.add_(update)`."
+            )
 
     def read_state(self, held: dict[Any, Any] | None) -> None:
         """Takes what has changed in the optimizer's state since the last step, if it has any."""

@@ -53,6 +53,7 @@ class LocalStep:
         self._states = States(self._optimizer)
         self._stepped: list[tuple[Any, ...]] = []
         self._held_state: tuple[list[Any], list[Any]] | None = None
+        self._is_checked = False
         self._handles = (
             optimizer.register_step_pre_hook(self.before),
             optimizer.register_step_post_hook(self._after),
@@ -89,6 +90,10 @@ class LocalStep:
         if optimizer is not self._optimizer():
             return
         self.release()
+        if not self._is_checked:  # a step does what its first does
+            self._is_checked = True
+            for shard in chain.from_iterable(held.shards for held in self._groups.values()):
+                shard.check_memory(optimizer)
         if self._held_state is not None:
             # State that the step has made is not what was read, and may be taken back.
             try:

@@ -21,8 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.optim.local_shard import local_gradient
 from composer_fsdp2.optim.muon_exchange import Exchange, Parameter, RankGrid
 from composer_fsdp2.optim.muon_groups import (
+    Blocks,
     Choice,
     Overrides,
     choose,
@@ -38,8 +40,10 @@ from composer_fsdp2.optim.muon_settings import (
     check_values,
     divide_group,
     dtype_name,
+    follow_parameters,
     globs,
     group_entries,
+    make_state,
     mark_of,
     overwrite,
 )
@@ -78,8 +82,9 @@ class Muon(torch.optim.Optimizer):
         muon: globs of parameters that get Muon whatever they are.
         adamw: globs of parameters that get AdamW whatever they are.
         blocks: matrices that are joined in one parameter, by glob: their number, or the outputs of
-            each; `null` for one matrix. Those of `Wqkv`, `qkv_proj`, `c_attn`, `gate_up_proj` and
-            their like are known.
+            each; `null` for one matrix; `{turns: 8, outputs: [4, 2, 2]}` for eight times four
+            outputs of the first, two of the second and two of the third. Those of `Wqkv`,
+            `qkv_proj`, `query_key_value`, `gate_up_proj` and their like are known.
         bucket_bytes: what a rank holds of whole matrices at a time; one matrix at least.
 
     Raises:
@@ -117,7 +122,7 @@ class Muon(torch.optim.Optimizer):
         adamw_eps: float = 1e-8,
         muon: str | Sequence[str] = (),
         adamw: str | Sequence[str] = (),
-        blocks: Mapping[str, int | Sequence[int] | None] | None = None,
+        blocks: Mapping[str, Blocks] | None = None,
         bucket_bytes: int = 2**27,
     ) -> None:
         defaults = {
@@ -139,6 +144,8 @@ class Muon(torch.optim.Optimizer):
         self._bucket_bytes = bucket_bytes
         self._layouts: list[list[Layout]] = []
         """of the parameters of each group, in their order"""
+        self._stepped: list[list[Tensor]] = []
+        """the parameters of each group in the last step"""
         self._exchanges: dict[Any, _Held] = {}
         model = params if isinstance(params, nn.Module) else None
         given: Any = params if model is None else model.parameters()
@@ -214,7 +221,7 @@ class Muon(torch.optim.Optimizer):
         Args:
             planned: by `plan_groups`, with the parameters that it holds now.
         """
-        self._layouts = planned.layouts
+        self._layouts, self._stepped = planned.layouts, []
         self.param_groups[:] = planned.groups
 
     def _plan(self, choices: Mapping[int, Choice], names: Mapping[int, str]) -> PlannedGroups:
@@ -280,11 +287,12 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._decide()
+        follow_parameters(self.param_groups, self._stepped, self._layouts)
         # torch counts no change of a local tensor for the DTensor around it.
         increment_version([p for g in self.param_groups for p in g["params"] if p.grad is not None])
         matrices: list[_Matrix] = []
         for group, layouts in zip(self.param_groups, self._layouts, strict=True):
-            self._make_state(group)
+            make_state(group, self.state)
             if group["algorithm"] == "adamw":
                 self._step_adamw(group)
             else:
@@ -292,36 +300,23 @@ class Muon(torch.optim.Optimizer):
         self._step_matrices(matrices)
         return loss
 
-    def _make_state(self, group: Mapping[str, Any]) -> None:
-        """Of all at once: a checkpoint asks every rank for the same keys."""
-        for param in group["params"]:
-            if self.state.get(param) or not (param.requires_grad or param.grad is not None):
-                continue
-            if group["algorithm"] == "muon":
-                self.state[param] = {"momentum_buffer": torch.zeros_like(param)}
-                continue
-            self.state[param] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(param),
-                "exp_avg_sq": torch.zeros_like(param),
-            }
-
     def _step_adamw(self, group: Mapping[str, Any]) -> None:
-        stepped = [(p, self.state[p]) for p in group["params"] if p.grad is not None]
-        held = [(param, state) for param, state in stepped if local_part(param).numel()]
-        for param, state in stepped:
-            if not local_part(param).numel():
+        given = [(param, local_gradient(param)) for param in group["params"]]
+        stepped = [(p, grad, self.state[p]) for p, grad in given if grad is not None]
+        held = [one for one in stepped if one[1].numel()]
+        for _, grad, state in stepped:
+            if not grad.numel():
                 state["step"] += 1
         if not held:
             return
         beta1, beta2 = group["adamw_betas"]
         adamw(
-            [local_part(param) for param, _ in held],
-            [local_part(param.grad) for param, _ in held],
-            [local_part(state["exp_avg"]) for _, state in held],
-            [local_part(state["exp_avg_sq"]) for _, state in held],
+            [local_part(param) for param, _, _ in held],
+            [grad for _, grad, _ in held],
+            [local_part(state["exp_avg"]) for _, _, state in held],
+            [local_part(state["exp_avg_sq"]) for _, _, state in held],
             [],
-            [state["step"] for _, state in held],
+            [state["step"] for _, _, state in held],
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -333,11 +328,6 @@ class Muon(torch.optim.Optimizer):
 
     def _momentum(self, group: Mapping[str, Any], layouts: Sequence[Layout]) -> list[_Matrix]:
         """Takes gradients into the momentum and returns what is to be orthogonalised."""
-        if len(layouts) != len(group["params"]):
-            raise PlanError(
-                "Two parameters of a group of Muon share memory and became one. Their blocks are "
-                "not known any more. Tie them by assignment (`b.weight = a.weight`)."
-            )
         how = Iteration(
             group["ns_coefficients"],
             group["ns_steps"],
@@ -346,10 +336,11 @@ class Muon(torch.optim.Optimizer):
         )
         found: list[_Matrix] = []
         for param, layout in zip(group["params"], layouts, strict=True):
-            if param.grad is None:
+            grad = local_gradient(param)
+            if grad is None:
                 continue
             local, average = local_part(param), local_part(self.state[param]["momentum_buffer"])
-            grad = local_part(param.grad).to(average.dtype)
+            grad = grad.to(average.dtype)
             average.lerp_(grad, 1 - group["momentum"])
             update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
             local.mul_(1 - float(group["lr"]) * group["weight_decay"])
@@ -387,7 +378,12 @@ class Muon(torch.optim.Optimizer):
             [matrix.update.to(device) for matrix in members],
             lambda item, whole: iterate(whole, item.layout, members[item.param].how),
             lambda item, row, part: members[item.param].apply(
-                item.layout, row, item.shape, part, dims[item.param]
+                item.layout,
+                row,
+                item.shape,
+                part,
+                dims[item.param],
+                row + held.exchange.first_row(item) - item.start,
             ),
         )
 
@@ -412,7 +408,7 @@ class Muon(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._exchanges = {}
+        self._stepped, self._exchanges = [], {}
 
 
 @dataclass(slots=True, eq=False)
@@ -441,8 +437,12 @@ class _Matrix:
         shape: Sequence[int],
         result: Tensor,
         dim: int = 0,
+        first: int = 0,
     ) -> None:
-        """Adds rows of a result, whose item has this shape, to the shard."""
+        """Adds rows of a result, whose item has this shape, to the shard.
+
+        `row` is the first of them in the shard, `first` in the item; both along `dim`.
+        """
         lr, adjust = float(self.group["lr"]), self.group["adjust_lr_fn"]
         inputs = shape[-2] if layout.transposed else shape[-1]
         target = self.local.narrow(dim, row, result.shape[dim])
@@ -451,11 +451,14 @@ class _Matrix:
         if len(set(ratios)) == 1:
             target.add_(result.to(target.device), alpha=-lr * ratios[0])
             return
-        start = 0
-        for size, ratio in zip(sizes, ratios, strict=True):
-            part = result.narrow(layout.axis, start, size).to(target.device)
-            target.narrow(layout.axis, start, size).add_(part, alpha=-lr * ratio)
-            start += size
+        axis = layout.axis % result.ndim
+        end, start = result.shape[axis], -first if axis == dim else 0
+        for number, size in layout.parts(shape):
+            begin, after = max(start, 0), start + size
+            if (held := min(after, end) - begin) > 0:
+                part = result.narrow(axis, begin, held).to(target.device)
+                target.narrow(axis, begin, held).add_(part, alpha=-lr * ratios[number])
+            start = after
 
 
 @dataclass(slots=True, eq=False)

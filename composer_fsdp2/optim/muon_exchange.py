@@ -125,7 +125,7 @@ def divide(number: int, param: Parameter, grid: RankGrid) -> list[Item]:
     shape, dim, layout = param.shape, param.dim, param.layout
     if len(shape) > 2 and dim == 0:
         return list(_divide_list(number, param, grid))
-    joined = dim == 0 and not layout.transposed
+    joined = dim == 0 and not layout.transposed and layout.turns == 1
     sizes = layout.sizes(shape) if joined else (shape[dim],)
     ends = list(itertools.accumulate(sizes))
     return [
@@ -271,7 +271,7 @@ class Exchange:
             apply: takes rows of a result.
         """
         for item in self.local:
-            start = item.start - self._first_row(item)
+            start = item.start - self.first_row(item)
             part = parts[item.param].narrow(0, start, item.stop - item.start)
             apply(item, start, iterate(item, part))
         coming = self._send(0, parts)
@@ -295,7 +295,8 @@ class Exchange:
             return None
         return self.buckets[number].there.start(parts, self._dims, parts[0])
 
-    def _first_row(self, item: Item, shard: int | None = None) -> int:
+    def first_row(self, item: Item, shard: int | None = None) -> int:
+        """Returns where a shard of an item's parameter begins; by default that of this rank."""
         param = self._params[item.param]
         shard = self._grid.shard if shard is None else shard
         return self._grid.rows(param.shape[param.dim], shard)[0]
@@ -360,7 +361,7 @@ class Exchange:
             for item in items_of[grid.replica * grid.shards + shard]:
                 first, rows = self._overlap(item, grid.shard)
                 if rows:
-                    way.send.append((item.param, first - self._first_row(item), rows))
+                    way.send.append((item.param, first - self.first_row(item), rows))
             way.send_sizes.append(self._numel(way.send[before:]))
         pieces: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in mine]
         # Parts are joined in the order of rows, wherever they are in the buffer.
@@ -413,7 +414,7 @@ class Exchange:
                 first, rows = self._overlap(item, grid.shard)
                 if rows:
                     shape = self._shape(item, rows)
-                    results.append((item, position, first - self._first_row(item), shape))
+                    results.append((item, position, first - self.first_row(item), shape))
                     position += math.prod(shape)
             way.receive_sizes.append(position - begin)
         way.starts = grid.shards * grid.replicas > 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -22,13 +22,14 @@ from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_para
 from composer_fsdp2.plan.patterns import matcher
 from composer_fsdp2.plan.rules import output_heads
 
-__all__ = ["ALGORITHMS", "Algorithm", "Choice", "Overrides", "choose", "choose_by_names"]
+__all__ = ["ALGORITHMS", "Algorithm", "Blocks", "Choice", "Overrides", "choose", "choose_by_names"]
 
 Algorithm = Literal["muon", "adamw"]
 ALGORITHMS: tuple[Algorithm, ...] = ("muon", "adamw")
 
-Blocks = int | Sequence[int] | None
-"""matrices joined in a parameter: their number, where they are alike, or the outputs of each"""
+Blocks = int | Sequence[int] | Mapping[str, Any] | None
+"""matrices joined in a parameter: their number, where they are alike, the outputs of each, or how
+many turns they take and the outputs of each in one turn"""
 
 _TABLES = ("embed", "embedding", "embeddings", "wte", "wpe", "emb", "pos_emb", "tok_embeddings")
 _HEADS = ("lm_head", "head", "score", "classifier", "qa_outputs", "cls", "output_projection")
@@ -39,8 +40,20 @@ _QKV = ("Wqkv", "qkv_proj", "qkv", "c_attn", "in_proj_weight")
 _AFTER_ATTENTION = ("out_proj", "o_proj", "c_proj", "dense", "Wo", "wo", "proj")
 _GATE_UP = ("gate_up_proj", "gate_up", "gate_and_up_proj", "w12", "Wi")
 _DOWN = ("down_proj", "Wo", "w3", "down")
-_INTERLEAVED = "GptOss"
-"""its columns belong to gate and up by turns, so that no cut divides them"""
+_COLUMN_BY_COLUMN = "gptoss"
+"""in its experts, columns belong to gate and up by turns"""
+_BY_TURNS: Mapping[str, tuple[str, str | int]] = {
+    "BloomAttention": ("query_key_value", "num_heads"),
+    "CodeGenAttention": ("qkv_proj", 4),
+    "DisentangledSelfAttention": ("in_proj", "num_attention_heads"),
+    "FalconAttention": ("query_key_value", "num_kv_heads"),
+    "GPTBigCodeAttention": ("c_attn", "kv_heads"),
+    "GPTNeoXAttention": ("query_key_value", "head_size"),
+    "GPTNeoXJapaneseAttention": ("query_key_value", "head_size"),
+    "PersimmonAttention": ("query_key_value", "num_heads"),
+}
+"""attention of Hugging Face that has query, key and value by turns, one turn for each head of keys:
+the joined layer, and the number of turns or who has it"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +130,33 @@ def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks)
     """
     if blocks is None:
         return Layout(None, layout.transposed)
-    outputs = shape[layout.axis]
-    if isinstance(blocks, int):
-        blocks = (outputs // blocks,) * blocks if blocks > 0 else ()
-    sizes = tuple(blocks)
+    outputs, turns = shape[layout.axis], 1
+    if isinstance(blocks, Mapping):
+        turns, given = _turns_of(name, blocks)
+    elif isinstance(blocks, int):
+        given = (outputs // blocks,) * blocks if blocks > 0 else ()
+    else:
+        given = blocks
+    sizes = tuple(size * turns for size in given)
     if sum(sizes) != outputs or min(sizes, default=0) < 1:
         raise PlanError(
             f"The blocks {list(sizes)} of '{name}' add up to {sum(sizes)}, but it has {outputs} "
             f"outputs (shape {tuple(shape)}). Each block is a matrix of its own for Muon. Write "
             "the outputs of every block, or the number of blocks if they are alike."
         )
-    return Layout(sizes, layout.transposed)
+    return Layout(sizes, layout.transposed, turns)
+
+
+def _turns_of(name: str, blocks: Mapping[str, Any]) -> tuple[int, Sequence[int]]:
+    turns, outputs = blocks.get("turns"), blocks.get("outputs", ())
+    listed = isinstance(outputs, Sequence) and not isinstance(outputs, str)
+    if not (set(blocks) == {"turns", "outputs"} and type(turns) is int and turns > 0 and listed):
+        raise PlanError(
+            f"The blocks of '{name}' are {dict(blocks)}. Blocks that take turns need the number of "
+            "turns and the outputs of each block in one turn. Write, for 12 heads of 64 outputs, "
+            "{turns: 12, outputs: [64, 64, 64]}."
+        )
+    return turns, [int(size) for size in outputs]
 
 
 def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
@@ -310,14 +339,28 @@ def _layout(name: str, param: Tensor, module: nn.Module, around: nn.Module | Non
     raw = leaf in (*_QKV, *_GATE_UP)
     layer = leaf if raw or not parts else parts[-1]
     beside = module if raw else around
-    sizes = None
-    if layer in _QKV:
+    sizes, turns = None, _turns(layer, outputs, beside)
+    if layer in _QKV or turns:
         sizes = _attention(outputs, beside)
     elif layer in _GATE_UP and outputs % 2 == 0:
         # `Wi` is joined or not, which the layer after it tells.
         joined = layer != "Wi" or _inputs(beside, _DOWN) == outputs // 2
         sizes = (outputs // 2, outputs // 2) if joined else None
-    return Layout(sizes, transposed)
+    in_turns = turns and sizes and not any(size % turns for size in sizes)
+    return Layout(sizes, transposed, turns if in_turns else 1)
+
+
+def _turns(layer: str, outputs: int, beside: Any) -> int:
+    """How many turns query, key and value take in a joined layer; 0 if that is not known."""
+    kinds = [cls.__name__ for cls in type(beside).__mro__ if cls.__name__ in _BY_TURNS]
+    joined, of = _BY_TURNS[kinds[0]] if kinds else ("", 1)
+    if layer != joined or beside is None:
+        return 0
+    if of == "head_size":
+        return outputs // (3 * beside.head_size)
+    if of == "num_kv_heads" and not (beside.new_decoder_architecture or beside.multi_query):
+        of = "num_heads"
+    return of if isinstance(of, int) else int(getattr(beside, of, 1))
 
 
 def _attention(outputs: int, beside: nn.Module | None) -> tuple[int, ...] | None:
@@ -347,7 +390,8 @@ def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> Layout:
     if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.ndim != 3:
         return Layout()
     transposed = up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2]
-    if leaf != "gate_up_proj" or _INTERLEAVED.lower() in _classes(module):
+    if leaf != "gate_up_proj":
         return Layout(None, transposed)
     half = param.shape[2 if transposed else 1] // 2
-    return Layout((half, half), transposed)
+    by_turns = _COLUMN_BY_COLUMN in _classes(module)
+    return Layout((half, half), transposed, half if by_turns else 1)

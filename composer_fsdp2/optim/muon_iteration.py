@@ -9,7 +9,7 @@ Training, arXiv 2502.16982, and of Jeremy Bernstein, Deriving Muon. The names ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class Layout:
     """sizes along the outputs of matrices that are joined there, such as query, key and value"""
     transposed: bool = False
     """whether it is stored `(in, out)`"""
+    turns: int = 1
+    """how many turns the blocks take there, with a part of each in every turn, such as a head"""
 
     @property
     def axis(self) -> int:
@@ -38,6 +40,28 @@ class Layout:
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the outputs of each matrix in a parameter of this shape."""
         return self.blocks or (shape[self.axis],)
+
+    def parts(self, shape: Sequence[int]) -> list[tuple[int, int]]:
+        """Returns the outputs one after the other: number of the matrix, and how many are of it."""
+        sizes = self.sizes(shape)
+        return [(n, size // self.turns) for _ in range(self.turns) for n, size in enumerate(sizes)]
+
+    def divide(self, whole: Tensor) -> Sequence[Tensor]:
+        """Returns the matrices that are joined in a parameter of two dimensions."""
+        dim, sizes = self.axis % 2, self.sizes(whole.shape)
+        if self.turns == 1:
+            return whole.split(sizes, dim=dim)
+        in_turns = whole.unflatten(dim, (self.turns, -1))
+        cut = in_turns.split([size // self.turns for size in sizes], dim=dim + 1)
+        return [part.flatten(dim, dim + 1) for part in cut]
+
+    def join(self, matrices: Iterable[Tensor]) -> Tensor:
+        """Returns the parameter that `divide` has divided."""
+        dim = self.axis % 2
+        if self.turns == 1:
+            return torch.cat(list(matrices), dim=dim)
+        in_turns = [matrix.unflatten(dim, (self.turns, -1)) for matrix in matrices]
+        return torch.cat(in_turns, dim=dim + 1).flatten(dim, dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +84,7 @@ def iterate(whole: Tensor, layout: Layout, how: Iteration) -> Tensor:
         return torch.stack([iterate(matrix, layout, how) for matrix in whole.unbind()])
     if layout.blocks is None:
         return _orthogonalise(whole, how)
-    parts = whole.split(layout.blocks, dim=layout.axis)
-    return torch.cat([_orthogonalise(part, how) for part in parts], dim=layout.axis)
+    return layout.join(_orthogonalise(matrix, how) for matrix in layout.divide(whole))
 
 
 def _orthogonalise(matrix: Tensor, how: Iteration) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.optim.group_shards import are_same
 from composer_fsdp2.optim.muon_groups import ALGORITHMS, Choice
 from composer_fsdp2.optim.muon_iteration import ADJUSTMENTS, Layout
 
@@ -28,8 +29,10 @@ __all__ = [
     "check_values",
     "divide_group",
     "dtype_name",
+    "follow_parameters",
     "globs",
     "group_entries",
+    "make_state",
     "mark_of",
     "overwrite",
 ]
@@ -64,6 +67,7 @@ class PlannedGroups:
             )
             for param, layout in zip(group["params"], layouts, strict=True):
                 joined = f" in blocks {layout.blocks}" if layout.blocks else ""
+                joined += f" by {layout.turns} turns" if layout.turns > 1 else ""
                 lines.append(f"  {names.get(id(param), tuple(param.shape))}{joined}")
         return "\n".join(lines)
 
@@ -198,3 +202,52 @@ def _part(group: Mapping[str, Any], entries: Sequence[tuple[Tensor, str]]) -> di
 
 def _algorithm(param: Tensor, choices: Mapping[int, Choice]) -> str:
     return choices[id(param)].algorithm if id(param) in choices else "adamw"
+
+
+def follow_parameters(
+    groups: Sequence[Mapping[str, Any]],
+    stepped: list[list[Tensor]],
+    layouts: list[list[Layout]],
+) -> None:
+    """Keeps blocks with their parameters when some have left a group, as `LayerFreezing` has it.
+
+    `stepped` holds the parameters of each group in the last step; both lists are brought up to
+    date.
+
+    Raises:
+        PlanError: a group that lost parameters before the first step, or got some.
+    """
+    held = [group["params"] for group in groups]
+    if len(held) == len(stepped) and all(map(are_same, held, stepped)):
+        return
+    known = {
+        id(param): layout
+        for params, given in zip(stepped, layouts, strict=False)
+        for param, layout in zip(params, given, strict=True)
+    }
+    for number, params in enumerate(held):
+        if known and all(id(param) in known for param in params):
+            layouts[number] = [known[id(param)] for param in params]
+        elif len(layouts[number]) != len(params):
+            raise PlanError(
+                f"Group {number} of Muon has {len(params)} parameters and was given "
+                f"{len(layouts[number])}. Two share memory and became one, or the group was "
+                "changed, and their blocks are not known any more. Tie parameters by assignment "
+                "(`b.weight = a.weight`), and give new ones to `add_param_group`."
+            )
+    stepped[:] = [list(params) for params in held]
+
+
+def make_state(group: Mapping[str, Any], state: Any) -> None:
+    """Makes the state of all at once: a checkpoint asks every rank for the same keys."""
+    for param in group["params"]:
+        if state.get(param) or not (param.requires_grad or param.grad is not None):
+            continue
+        if group["algorithm"] == "muon":
+            state[param] = {"momentum_buffer": torch.zeros_like(param)}
+            continue
+        state[param] = {
+            "step": torch.zeros((), dtype=torch.float32),
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+        }

@@ -141,6 +141,8 @@ class KeptSteps:
         finally:
             for shard, _ in bucket:
                 shard.local.grad = None
+        for shard, _ in bucket:
+            shard.check_memory(optimizer)
         made = [held.get(shard.local) for shard, _ in bucket]
         # The twin is held until the end of the step, and with it what it has.
         held.clear()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.elementwise import class_step
+from composer_fsdp2.optim.local_shard import DataReplaced
 from composer_fsdp2.optim.local_step import LocalStep
 from composer_fsdp2.optim.state_kept import Policy
 from composer_fsdp2.optim.state_step import KeptSteps
@@ -65,6 +66,8 @@ def try_local_step(optimizer: torch.optim.Optimizer, *, one_by_one: bool = False
         local_step = LocalStep(local, kept=_one_by_one(local) if one_by_one else None)
         failed, local_failed = _failure(sharded), _failure(local)
         local_step.remove()
+        if isinstance(local_failed, DataReplaced):  # on DTensors it does nothing at all
+            return Trial(alike=False, refusal=local_failed)
         if failed is None:
             return Trial(alike=local_failed is None and _same_bits(sharded, local))
         if _failure(whole) is not None:

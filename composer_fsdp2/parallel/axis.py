@@ -8,23 +8,36 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 
-__all__ = ["is_divided", "note_tensor_axis", "tensor_axis"]
+__all__ = ["data_axes", "is_divided", "root_of", "tensor_axis"]
 
-_AXIS = "_fsdp2_tensor_axis"
-"""attribute of the mesh of the other axes, for `tensor_axis`"""
+_ROOT = "_fsdp2_root_mesh"
+"""attribute of the mesh of the other axes, for `root_of`"""
 
 
-def note_tensor_axis(mesh: DeviceMesh, axis: DeviceMesh) -> None:
-    """Remembers on the mesh that FSDP2 shards over which ranks divide each layer.
+def data_axes(root: DeviceMesh) -> DeviceMesh:
+    """Returns the axes of a mesh that FSDP2 shards over; they know the tensor axis, the last one.
 
     Collective: no. Both are parts of one mesh, which torch insists on.
     """
-    setattr(mesh, _AXIS, axis)
+    names: list[str] = list(root.mesh_dim_names or ())
+    mesh = root[tuple(names[:-1])] if len(names) > 2 else root[names[0]]
+    setattr(mesh, _ROOT, root)
+    return mesh
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the mesh with all axes of a run. Collective: no.
+
+    Torch 2.7 cuts an axis out of that one alone.
+    """
+    return getattr(mesh, _ROOT, mesh)
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     """Returns the ranks that divide each layer, `None` where none do. Collective: no."""
-    return getattr(mesh, _AXIS, None)
+    root = root_of(mesh)
+    names: list[str] = list(root.mesh_dim_names or ())
+    return None if root is mesh else root[names[-1]]
 
 
 def is_divided(module: nn.Module) -> bool:

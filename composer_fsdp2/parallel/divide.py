@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composer_fsdp2.parallel.cuts import Cut, is_conv1d
 from composer_fsdp2.parallel.layers import LayerPlan
-from composer_fsdp2.parallel.row_order import RowOrder, part_of, show_usual_order
+from composer_fsdp2.parallel.random_numbers import draw_apart, draws
+from composer_fsdp2.parallel.row_order import RowOrder, order_of, part_of, show_usual_order
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0, is_fake
 from composer_fsdp2.shard.torch_private.tensors import copy_hooks
@@ -33,7 +34,8 @@ __all__ = ["divide_layers"]
 def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     """Divides the layers of a plan, with rank 0's weights; see [Note: what adds up].
 
-    Collective: yes, over the default group. Ties stay: a tied parameter is divided once.
+    Collective: yes, over the default group. Ties stay: a tied parameter is divided once. One that
+    is on meta on rank 0 stays there, as a part; see [Note: initial weights].
 
     Args:
         tree: the model. Its references to parameters are those of after.
@@ -45,27 +47,49 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     places: dict[int, list[ParamRef]] = {}
     for ref in tree.params:
         places.setdefault(same[id(ref.param)], []).append(ref)
+    unknown = _unknown_values(tree)
     done: set[int] = set()
     for name, cut in plan.cuts.items():
         module = modules[name]
-        orders: dict[str, RowOrder] = {}
+        padding = plan.padding.get(name, 0)
         for attribute, param in list(module._parameters.items()):
             if param is None or id(param) in done:
                 continue
-            order = _order(cut, param, module, plan.degree)
-            new = _divided(param, _placement(cut, attribute, module), mesh, order)
-            if order is not None:
-                orders[attribute] = order
-            _exchange(tree, places[same[id(param)]], new)
+            placement = _placement(cut, attribute, module)
+            order = _order(cut, placement, param, plan.degree, padding)
+            refs = places[same[id(param)]]
+            on_meta = refs[0].name in unknown
+            new = _divided(param, placement, mesh, order, keep_on_meta=on_meta)
+            _exchange(tree, refs, new)
             done.add(id(new))
-        if orders:
-            show_usual_order(module, orders)
-        _install(module, cut, mesh)
+        _install(module, cut, mesh, padding)
+    _show_usual_orders(modules, plan)
+    _draw_apart(modules, plan, mesh)
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     for group in places.values():
         if id(group[0].param) not in done and group[0].param.requires_grad:
             group[0].param.register_post_accumulate_grad_hook(_averaging(mesh.get_group()))
+
+
+def _show_usual_orders(modules: Mapping[str, nn.Module], plan: LayerPlan) -> None:
+    """In every place of a tied parameter."""
+    for name in plan.cuts:
+        params = modules[name]._parameters.items()
+        orders = {key: order for key, param in params if (order := order_of(param)) is not None}
+        if orders:
+            show_usual_order(modules[name], orders)
+
+
+def _draw_apart(modules: Mapping[str, nn.Module], plan: LayerPlan, mesh: DeviceMesh) -> None:
+    between: dict[str, dict[str, list[nn.Module]]] = {}
+    for name, cut in plan.cuts.items():
+        if cut.kind in ("columns", "rows") and not cut.gathers:
+            kinds = between.setdefault(name.rpartition(".")[0], {"columns": [], "rows": []})
+            kinds[cut.kind].append(modules[name])
+    for parent, kinds in between.items():
+        if draws(modules[parent]):
+            draw_apart(modules[parent], kinds["columns"], kinds["rows"], mesh)
 
 
 def _placement(cut: Cut, attribute: str, module: nn.Module) -> Placement:
@@ -77,16 +101,35 @@ def _placement(cut: Cut, attribute: str, module: nn.Module) -> Placement:
     return Shard(output if cut.kind == "columns" else inside)
 
 
-def _order(cut: Cut, param: nn.Parameter, module: nn.Module, degree: int) -> RowOrder | None:
-    if len(cut.blocks) < 2:
+def _order(
+    cut: Cut, placement: Placement, param: nn.Parameter, degree: int, padding: int
+) -> RowOrder | None:
+    if (len(cut.blocks) < 2 and not padding) or not isinstance(placement, Shard):
         return None
-    dim = 1 if is_conv1d(module) and param.ndim > 1 else 0
-    return RowOrder(cut.blocks, degree, dim)
+    return RowOrder(cut.blocks or (param.shape[placement.dim],), degree, placement.dim, padding)
+
+
+def _unknown_values(tree: ModuleTree) -> frozenset[str]:
+    """Names of parameters that rank 0 has on meta: they get their values when they are sharded.
+
+    Collective: yes.
+    """
+    names = [ref.name for ref in tree.params if ref.param.is_meta]
+    if not is_fake() and dist.get_world_size() > 1:
+        holder = [names]
+        dist.broadcast_object_list(holder, src=0)
+        (names,) = holder
+    return frozenset(names)
 
 
 @torch.no_grad()
 def _divided(
-    param: nn.Parameter, placement: Placement, mesh: DeviceMesh, order: RowOrder | None
+    param: nn.Parameter,
+    placement: Placement,
+    mesh: DeviceMesh,
+    order: RowOrder | None,
+    *,
+    keep_on_meta: bool,
 ) -> nn.Parameter:
     """This rank's part of a parameter as rank 0 has it."""
     device = torch.device(mesh.device_type)
@@ -95,9 +138,9 @@ def _divided(
             mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
         )
     pretends = is_fake()
-    where = param.device if pretends else device
+    where = torch.device("meta") if keep_on_meta else param.device if pretends else device
     whole = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)
-    if not pretends:
+    if not pretends and not keep_on_meta:
         broadcast_from_rank0(whole, device)
     whole = whole if order is None else order.to_ranks(whole)
     part = part_of(whole, mesh, [placement])
@@ -130,11 +173,13 @@ def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
 # --- What goes in and comes out ---
 
 
-def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
+def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int) -> None:
+    if cut.kind == "embedding":
+        _look_up_own_rows(module, mesh, padding)
     enters = {
         "columns": Replicate(),
         "rows": Shard(-1),
-        "embedding": Replicate(),
+        "embedding": None,
         # Which dimension does not matter: a norm treats all but the last one alike.
         "norm": Shard(0),
     }[cut.kind]
@@ -142,9 +187,11 @@ def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
     leaves = Replicate() if whole else Shard(0) if cut.kind == "norm" else Shard(-1)
 
     def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
+        if enters is None or not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
             return args
         first = args[0]
+        if padding and cut.kind == "rows":
+            first = nn.functional.pad(first, (0, padding))
         placement = Shard(first.ndim - 1) if enters == Shard(-1) else enters
         return (DTensor.from_local(first, mesh, [placement], run_check=False), *args[1:])
 
@@ -156,8 +203,55 @@ def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh) -> None:
             output = output.redistribute(placements=[placement])
         return output.to_local()
 
+    if padding and cut.kind == "columns":
+        _cut_off_padding(module, mesh, padding)
     module.register_forward_pre_hook(enter)
     module.register_forward_hook(leave)
+
+
+def _cut_off_padding(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
+    """Has a layer return what it would without rows of padding, to whoever calls its forward."""
+    usual = module.forward
+    if is_conv1d(module):
+        module.nf = module.nf + padding * mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+
+    def forward(*args: Any) -> Any:
+        output = usual(*args)
+        if not isinstance(output, DTensor):
+            return output
+        part = output.to_local()[..., :-padding].contiguous()
+        return DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False)
+
+    module.forward = forward
+
+
+def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
+    """Has an embedding look up the words of this rank, which are zero on the other ranks.
+
+    Torch's own for a DTensor takes what is no word for one of another rank, and remembers the
+    number of words of the first model of a process, whatever another one has.
+
+    Source: `embedding_dense_backward` is cached without it,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/_ops/_embedding_ops.py#L237
+    """
+    usual = module.forward
+
+    def forward(words: torch.Tensor) -> Any:
+        weight = module._parameters["weight"]
+        if not isinstance(weight, DTensor):
+            return usual(words)
+        own = weight.to_local()
+        rows = len(own) - padding
+        local = words - mesh.get_local_rank() * rows
+        wrong = (words < 0) | (words >= rows * mesh.size())
+        elsewhere = ((local < 0) | (local >= rows)) & ~wrong
+        # No row of any rank, so that all of them raise.
+        local = local.masked_fill(elsewhere, 0).masked_fill(wrong, len(own))
+        found = nn.functional.embedding(local, own)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return DTensor.from_local(found, mesh, [Partial()], run_check=False)
+
+    module.forward = forward
 
 
 def _averaging(group: dist.ProcessGroup) -> Callable[[torch.Tensor], None]:

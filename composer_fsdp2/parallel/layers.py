@@ -39,15 +39,21 @@ class LayerPlan:
     degree: int
     cuts: Mapping[str, Cut]
     """by name, in the order of the model"""
+    padding: Mapping[str, int]
+    """name of a layer -> rows that are added to each rank's part; see [Note: padding]"""
     counts: Mapping[str, Mapping[str, int]]
     """name of a module -> attributes that are divided by the degree, and what they were"""
     whole: tuple[str, ...] = ()
     """layers that would be divided, if their sizes allowed it"""
 
     def __str__(self) -> str:
-        layers = ", ".join(f"{name} ({cut})" for name, cut in self.cuts.items())
+        layers = ", ".join(f"{name} ({self._how(name)})" for name in self.cuts)
         whole = f"; whole: {', '.join(self.whole)}" if self.whole else ""
         return f"tensor parallelism of {self.degree} ranks: {layers}{whole}"
+
+    def _how(self, name: str) -> str:
+        added = self.padding.get(name, 0)
+        return f"{self.cuts[name]}{f', {added} rows of padding' if added else ''}"
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +94,11 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
     return LayerPlan(
         degree=spec.degree,
         cuts={name: search.cuts[name] for name in search.modules if name in search.cuts},
+        padding={
+            name: padding
+            for name, cut in search.cuts.items()
+            if (padding := -_shared_rows(search.modules[name], cut) // spec.degree % shard)
+        },
         counts={
             name: block.counts
             for name, block in search.known.items()
@@ -222,13 +233,13 @@ def _nothing_known(search: _Search) -> str:
 
 def _leave_heads_whole(search: _Search) -> None:
     """Divides a vocabulary only where its size allows it, and with it the embedding tied to it."""
-    share = search.spec.degree * search.shard
+    degree = search.spec.degree
     tied = {name: group for group in tied_groups(search.tree.root) for name in group}
     for name in [n for n, cut in search.cuts.items() if cut.gathers and n not in search.asked]:
         module = search.modules[name]
         partners = [n.rpartition(".")[0] for n in tied.get(f"{name}.weight", ())]
         others = [partner for partner in partners if partner != name]
-        fits = not is_conv1d(module) and rows_and_columns(module)[1] % share == 0
+        fits = not is_conv1d(module) and rows_and_columns(module)[1] % degree == 0
         if fits and all(_is_plain_embedding(search.modules[other]) for other in others):
             search.cuts.update(dict.fromkeys(others, Cut(kind="embedding")))
         else:
@@ -248,7 +259,9 @@ def _leave_heads_whole(search: _Search) -> None:
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
-    return type(module) is nn.Embedding and module.padding_idx is None and module.max_norm is None
+    if type(module) is not nn.Embedding or module.scale_grad_by_freq or module.sparse:
+        return False
+    return module.padding_idx is None and module.max_norm is None
 
 
 def _is_cut(search: _Search, name: str, block: KnownBlock) -> bool:
@@ -307,7 +320,7 @@ def _check_between(search: _Search) -> None:
 
 
 def _check_sizes(search: _Search) -> None:
-    degree, share = search.spec.degree, search.spec.degree * search.shard
+    degree = search.spec.degree
     for name, cut in search.cuts.items():
         module = search.modules[name]
         if cut.kind == "norm":
@@ -317,19 +330,16 @@ def _check_sizes(search: _Search) -> None:
         for part in cut.blocks or (size,):
             if part % degree:
                 raise PlanError(_uneven(name, cut, part, f"the degree {degree}"))
-        rows = _sharded_rows(module, cut)
-        if rows % share:
-            raise PlanError(
-                _uneven(name, cut, rows, f"{share} ({degree} of a group times {search.shard})")
-            )
 
 
-def _sharded_rows(module: nn.Module, cut: Cut) -> int:
+def _shared_rows(module: nn.Module, cut: Cut) -> int:
     """Rows that both the tensor group and FSDP2 divide, 0 where there are none.
 
     Source: torch shards them evenly alone,
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L331
     """
+    if cut.kind == "norm":
+        return 0
     if cut.kind == "embedding":
         return int(module.get_parameter("weight").shape[0])
     inside, outside = rows_and_columns(module)
@@ -342,6 +352,6 @@ def _sharded_rows(module: nn.Module, cut: Cut) -> int:
 def _uneven(name: str, cut: Cut, size: int, divisor: str) -> str:
     return (
         f"'{name}' is divided by {cut.kind}, and its size {size} is not divisible by {divisor}. "
-        "Ranks would hold parts of different sizes, which torch does not shard further. Choose "
-        "other degrees, or keep it whole in tensor_parallel.layer_plan."
+        "Ranks would compute parts of different sizes, which do not fit together. Choose "
+        "another degree, or keep it whole in tensor_parallel.layer_plan."
     )

@@ -1,10 +1,14 @@
-"""Fused projections: the order of their rows, on the ranks and in checkpoints.
+"""The order in which ranks hold rows of divided layers, and the one of checkpoints.
 
 [Note: order of rows] Query, key and value of a fused projection lie one after the other. A rank of
 a tensor group needs its heads of each, so each block is cut by itself, and what one rank holds lies
 together: the parameter has the same rows in another order. Everybody else is shown the order of the
 model. State dicts of the model and of the optimizer are put back into it, and what is loaded is
 taken from it.
+
+[Note: padding] FSDP2 shards what a rank of a tensor group holds, and torch does so evenly alone. So
+each rank's part ends in rows of zeros where its size is not a multiple of the ranks that share it.
+What is computed with them is cut off, so their gradients are zero, and no state dict shows them.
 """
 
 from __future__ import annotations
@@ -16,10 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["RowOrder", "order_of", "part_of", "show_usual_order", "show_usual_state"]
+__all__ = [
+    "RowOrder",
+    "order_of",
+    "part_of",
+    "shape_in_model",
+    "show_usual_order",
+    "show_usual_state",
+    "whole_to_part",
+]
 
 _ORDER = "_fsdp2_row_order"
 """attribute of a parameter, for `order_of`"""
@@ -30,28 +42,58 @@ class RowOrder:
     """The order in which ranks hold what lies in blocks along one dimension."""
 
     blocks: tuple[int, ...]
+    """sizes, each a multiple of the degree"""
     degree: int
     dim: int
+    padding: int = 0
+    """rows of zeros at the end of each rank's part; see [Note: padding]"""
 
-    def indices(self) -> torch.Tensor:
-        """Where each row of the ranks' order is in the model's order."""
-        starts = [sum(self.blocks[:index]) for index in range(len(self.blocks))]
-        parts = [
-            torch.arange(
-                start + rank * size // self.degree, start + (rank + 1) * size // self.degree
-            )
-            for rank in range(self.degree)
-            for start, size in zip(starts, self.blocks, strict=True)
-        ]
-        return torch.cat(parts)
+    @property
+    def rows(self) -> int:
+        """Rows of the model that each rank holds."""
+        return sum(self.blocks) // self.degree
+
+    def runs(self) -> list[tuple[int, int, int]]:
+        """Where rows lie one after the other in both orders: begin here, in the model, and count.
+
+        Rows that are in none of them are padding.
+        """
+        found: list[tuple[int, int, int]] = []
+        for rank in range(self.degree):
+            here, start = rank * (self.rows + self.padding), 0
+            for size in self.blocks:
+                share = size // self.degree
+                found.append((here, start + rank * share, share))
+                here, start = here + share, start + size
+        return found
 
     def to_ranks(self, whole: torch.Tensor) -> torch.Tensor:
-        """The whole tensor in the ranks' order."""
-        return whole.index_select(self.dim, self.indices().to(whole.device))
+        """The whole tensor in the ranks' order, with padding."""
+        shape = list(whole.shape)
+        shape[self.dim] = self.degree * (self.rows + self.padding)
+        found = whole.new_zeros(shape)
+        for here, there, count in self.runs():
+            found.narrow(self.dim, here, count).copy_(whole.narrow(self.dim, there, count))
+        return found
 
     def to_model(self, whole: torch.Tensor) -> torch.Tensor:
-        """The whole tensor in the model's order."""
-        return whole.index_select(self.dim, self.indices().argsort().to(whole.device))
+        """The whole tensor in the model's order, without padding."""
+        found = whole.new_empty(self.shape_in_model(whole.shape))
+        for here, there, count in self.runs():
+            found.narrow(self.dim, there, count).copy_(whole.narrow(self.dim, here, count))
+        return found
+
+    def shape_in_model(self, shape: torch.Size) -> torch.Size:
+        """The shape that everybody else is shown."""
+        return torch.Size((*shape[: self.dim], sum(self.blocks), *shape[self.dim + 1 :]))
+
+    def place_in_model(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+        """Placements of what everybody else is shown: torch knows no uneven strided ones."""
+        if not self.padding:
+            return tuple(placements)
+        return tuple(
+            Shard(getattr(place, "dim", 0)) if _is_strided(place) else place for place in placements
+        )
 
     def note(self, param: nn.Parameter) -> None:
         """Remembers it on a parameter; sharding carries attributes over."""
@@ -63,13 +105,18 @@ def order_of(param: object) -> RowOrder | None:
     return getattr(param, _ORDER, None)
 
 
+def _is_strided(placement: Placement) -> bool:
+    """Whether an axis divides what the axes to its right have divided before."""
+    return hasattr(placement, "split_factor")
+
+
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """This rank's part of a whole tensor, as a copy. Collective: no.
 
-    The innermost axis is cut first: FSDP2 divides what a rank of a tensor group holds.
+    FSDP2 divides what a rank of a tensor group holds, which its placement says.
     """
     part = whole.detach()
-    for axis in reversed(range(mesh.ndim)):
+    for axis in sorted(range(mesh.ndim), key=lambda axis: _is_strided(placements[axis])):
         dim: int | None = getattr(placements[axis], "dim", None)
         if dim is None:
             continue
@@ -87,15 +134,38 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     )
 
 
+def shape_in_model(param: torch.Tensor) -> torch.Size:
+    """Returns the shape of a parameter before layers were divided. Collective: no."""
+    order = order_of(param)
+    return param.shape if order is None else order.shape_in_model(param.shape)
+
+
+def whole_to_part(whole: torch.Tensor, like: DTensor) -> DTensor:
+    """This rank's part of a whole tensor of the model, divided like a parameter. Collective: no."""
+    order = order_of(like)
+    whole = whole if order is None else order.to_ranks(whole)
+    return part_of(whole, like.device_mesh, like.placements)
+
+
 @torch.no_grad()
-def _reordered(value: Any, order: RowOrder, *, to_model: bool) -> Any:
-    """The same tensor in the other order. Collective: yes, for a DTensor."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    change = order.to_model if to_model else order.to_ranks
+def _in_model(value: Any, order: RowOrder) -> Any:
+    """A tensor as the model has it. Collective: yes, for a DTensor."""
     if not isinstance(value, DTensor):
-        return change(value)
-    return part_of(change(value.full_tensor()), value.device_mesh, value.placements)
+        return order.to_model(value)
+    placements = order.place_in_model(value.placements)
+    return part_of(order.to_model(value.full_tensor()), value.device_mesh, placements)
+
+
+@torch.no_grad()
+def _on_ranks(value: Any, order: RowOrder, like: torch.Tensor | None) -> Any:
+    """A tensor of the model as the ranks have it. Collective: yes, for a DTensor."""
+    if not isinstance(value, DTensor):
+        return order.to_ranks(value)
+    if order.padding and like is not None and value.shape == like.shape:
+        return value  # divided already
+    whole = order.to_ranks(value.full_tensor())
+    same = like if isinstance(like, DTensor) else value
+    return part_of(whole, same.device_mesh, same.placements).to(value.device)
 
 
 def show_usual_order(module: nn.Module, orders: Mapping[str, RowOrder]) -> None:
@@ -111,14 +181,14 @@ def show_usual_order(module: nn.Module, orders: Mapping[str, RowOrder]) -> None:
     def after_saving(_: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
         for name, order in orders.items():
             if isinstance(value := state.get(prefix + name), torch.Tensor):
-                state[prefix + name] = _reordered(value, order, to_model=True)
+                state[prefix + name] = _in_model(value, order)
 
     def before_loading(
-        _: nn.Module, state: dict[str, Any], prefix: str, *_args: Any, **_kwargs: Any
+        held: nn.Module, state: dict[str, Any], prefix: str, *_args: Any, **_kwargs: Any
     ) -> None:
         for name, order in orders.items():
-            if prefix + name in state:
-                state[prefix + name] = _reordered(state[prefix + name], order, to_model=False)
+            if isinstance(value := state.get(prefix + name), torch.Tensor):
+                state[prefix + name] = _on_ranks(value, order, held._parameters[name])
 
     module.register_state_dict_post_hook(after_saving)
     module.register_load_state_dict_pre_hook(before_loading)
@@ -153,10 +223,13 @@ def _with_state(
         order = order_of(param)
         if order is None or number not in changed:
             continue
+        before = param.shape if to_model else order.shape_in_model(param.shape)
         changed[number] = {
-            key: _reordered(value, order, to_model=to_model)
-            if isinstance(value, torch.Tensor) and value.shape == param.shape
-            else value
+            key: value
+            if not isinstance(value, torch.Tensor) or value.shape != before
+            else _in_model(value, order)
+            if to_model
+            else _on_ranks(value, order, param)
             for key, value in changed[number].items()
         }
     return {**state, "state": changed}

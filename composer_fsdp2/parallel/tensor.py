@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
@@ -16,9 +18,10 @@ from composer_fsdp2.parallel.layers import LayerPlan, plan_layers
 from composer_fsdp2.parallel.tensor_group import TensorGroup
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
-from composer_fsdp2.ranks import is_fake
 
 __all__ = ["TensorParallel"]
+
+log = logging.getLogger(__name__)
 
 
 class TensorParallel(Transformation[LayerPlan]):
@@ -45,21 +48,26 @@ class TensorParallel(Transformation[LayerPlan]):
         """Divides the layers of the plan. Collective: yes, over the default group."""
         axis = tensor_axis(mesh)
         assert axis is not None
+        if plan.whole and dist.get_rank() == 0:
+            log.warning(
+                "tensor_parallel leaves %s whole on each rank of a group, because the degree %d "
+                "does not divide its vocabulary or it is not a plain layer.",
+                ", ".join(plan.whole),
+                plan.degree,
+            )
         divide_layers(tree, plan, axis)
         TensorGroup(tree.root, axis.get_group())
 
 
-def _meta(facts: ModelFacts) -> str | None:
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    on_meta = [ref.name for ref in facts.tree.params if ref.param.is_meta]
-    if not is_first or not on_meta or (dist.is_initialized() and is_fake()):
-        return None
-    return f"'{on_meta[0]}' is on meta on rank 0, so a part of it could not be initialised"
+def _towers(facts: ModelFacts) -> str | None:
+    """Experts are lists, and each of them is divided: ranks of a group leave out the same ones."""
+    modules = dict(facts.tree.modules())
+    names = conditional_modules(facts.tree)
+    found = [name for name in names if not isinstance(modules[name], _LISTS)]
+    return f"'{found[0]}' may be left out by a rank (a tower)" if found else None
 
 
-def _experts(facts: ModelFacts) -> str | None:
-    found = conditional_modules(facts.tree)
-    return f"'{found[0]}' may be left out by a rank (experts, or a tower)" if found else None
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _adapters(facts: ModelFacts) -> str | None:
@@ -86,8 +94,7 @@ def _groups_of_ranks(facts: ModelFacts) -> str | None:
 
 
 _REFUSALS: tuple[Callable[[ModelFacts], str | None], ...] = (
-    _meta,
-    _experts,
+    _towers,
     _adapters,
     _alibi,
     _already_divided,

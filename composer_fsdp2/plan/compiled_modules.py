@@ -38,17 +38,20 @@ def keep_graphs_whole(
 
     Collective: no. See [Note: hooks in a graph].
     """
+    graphs = {id(module): _compiled(module) for _, module in tree.modules()}
+    if not any(graphs.values()) and not any(is_compiled(module) for _, module in tree.modules()):
+        return set()
     moved = _Moved()
     for index in tree.first_path.values():
         entry = tree.paths[index]
         if entry.parent in moved.hosts:
             _move(tree, index, moved.hosts[entry.parent], chosen, moved)
-        elif (how := _compiled(entry.module)) == "in place" and entry.parent < 0:
+        elif (how := graphs[id(entry.module)]) == "in place" and entry.parent < 0:
             problems.append(_whole_model())
         elif how == "in place":
             host = tree.lowest_common_parent([entry.parent])
             _move(tree, index, host, chosen, moved)
-        elif entry.parent >= 0 and (above := _compiled(tree.paths[entry.parent].module)):
+        elif entry.parent >= 0 and (above := graphs[id(tree.paths[entry.parent].module)]):
             if above != "in place":
                 _move(tree, index, entry.parent, chosen, moved)
         elif entry.parent >= 0 and is_compiled(tree.paths[entry.parent].module):

@@ -27,9 +27,8 @@ _DEPTH = 5
 """containers and objects that are opened one inside the other"""
 
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
-_QUICK = frozenset({bool, int, float, str, bytes, type(None)})
-_EMPTIED = frozenset({dict, OrderedDict, set, list, tuple})
-"""kinds of which most modules have a dozen empty ones, for hooks"""
+_EMPTIED = frozenset({dict, OrderedDict, set, list, tuple, bool, type(None)})
+"""kinds of which most modules have a dozen that are empty, for hooks"""
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), type, types.ModuleType, torch.dtype)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 
@@ -49,10 +48,9 @@ def held_tensors(tree: ModuleTree) -> Iterator[HeldTensor]:
     for path, module in tree.modules():
         computed = _computed(module)
         for name, value in vars(module).items():
-            kind = type(value)
-            if kind in _QUICK or (kind in _EMPTIED and not value):
+            if type(value) in _EMPTIED and not value:
                 continue
-            if isinstance(value, _ATOMS) or name in _REGISTERED or name in computed:
+            if name in _REGISTERED or isinstance(value, _ATOMS) or name in computed:
                 continue
             for tensor in walk.tensors_in(value):
                 yield HeldTensor(tensor, path, name)

@@ -10,6 +10,7 @@ from composer_fsdp2.errors import ConfigError
 __all__ = [
     "REPLICATE_AXIS",
     "SHARD_AXIS",
+    "TENSOR_AXIS",
     "MeshShape",
 ]
 
@@ -75,6 +76,10 @@ class MeshShape:
         axes = dict(zip(self.axis_names, self.degrees, strict=True))
         return axes if self.tensor == 1 else {**axes, TENSOR_AXIS: self.tensor}
 
+    def describe(self) -> str:
+        """Returns the axes and their sizes, outermost first: `dp_shard 4 x tp 2`."""
+        return " x ".join(f"{name} {size}" for name, size in self.axes.items())
+
     def check_reshard(self, reshard: bool | int | str | None, where: str) -> None:
         """Checks an int `reshard_after_forward` against the shard degree.
 
@@ -120,6 +125,15 @@ def _degrees_error(config: FSDP2Config, ranks: int, tensor: int) -> str:
     written = f"data_parallel_shard_degree {shard} x data_parallel_replicate_degree {copies}"
     return (
         f"{written} does not multiply to {world}. Every rank must hold exactly "
-        f"one shard of one copy. Set degrees whose product is {ranks}, or leave one of them "
-        "at -1 to have it filled in."
+        f"one shard of one copy{_drawn(config, tensor)}. Set degrees whose product is {ranks}, or "
+        "leave one of them at -1 to have it filled in."
     )
+
+
+def _drawn(config: FSDP2Config, tensor: int) -> str:
+    """The mesh that was asked for, where it has an axis that is not among the two degrees."""
+    shard, replicate = config.data_parallel_shard_degree, config.data_parallel_replicate_degree
+    if tensor == 1 or -1 in (shard, replicate):
+        return ""
+    asked = MeshShape(shard=shard, replicate=replicate, tensor=tensor)
+    return f", and the mesh {asked.describe()} has {shard * (replicate or 1) * tensor} places"

@@ -8,7 +8,7 @@ other. FSDP2 only sees identity, so sharding would silently untie the second kin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,7 @@ class ModuleTree:
     """id(module) of every module, children before parents on every path"""
     circles: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """paths to modules that are above themselves, and the first path of each"""
+    _once: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
 
     @classmethod
     def read(cls, model: nn.Module | ModuleTree) -> ModuleTree:
@@ -121,9 +122,12 @@ class ModuleTree:
         """The whole model."""
         return self.paths[0].module
 
-    def modules(self) -> Iterable[tuple[str, nn.Module]]:
+    def modules(self) -> Sequence[tuple[str, nn.Module]]:
         """Every module once, under its first path, parents before children."""
-        return ((self.paths[i].path, self.paths[i].module) for i in self.first_path.values())
+        if len(self._once) != len(self.first_path):  # made once: a plan asks some twenty times
+            entries = (self.paths[index] for index in self.first_path.values())
+            self._once = [(entry.path, entry.module) for entry in entries]
+        return self._once
 
     def lowest_common_parent(self, paths: Iterable[int]) -> int:
         """The deepest path above all of `paths` whose module has a `forward`."""

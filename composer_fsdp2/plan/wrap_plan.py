@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -140,8 +140,9 @@ class WrapPlan:
         """The plan as a table."""
         header = ("unit", "params", "elements", "reshard", "reason")
         rows = [header, *(_row(unit) for unit in self.units)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        lines = [_line(row, widths) for row in rows]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        line = "  ".join(f"{{:{'>' if n in (1, 2) else '<'}{w}}}" for n, w in enumerate(widths))
+        lines = [line.format(*row).rstrip() for row in rows]
         lines += [f"tied: {' = '.join(names)}" for names in self.tied]
         if self.ignored:
             lines.append(f"ignored: {', '.join(self.ignored)}")
@@ -152,12 +153,3 @@ def _row(unit: ShardUnit) -> tuple[str, str, str, str, str]:
     name = ", ".join(module or "<root>" for module in unit.modules)
     reshard = str(unit.reshard_after_forward).lower()
     return name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    cells = zip(row, widths, strict=True)
-    return "  ".join(_align(cell, width, i) for i, (cell, width) in enumerate(cells)).rstrip()
-
-
-def _align(cell: str, width: int, column: int) -> str:
-    return cell.rjust(width) if column in (1, 2) else cell.ljust(width)

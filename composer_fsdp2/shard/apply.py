@@ -287,7 +287,8 @@ def apply_plan(
     weights.finish()
     _carry_over(carried)
     _check_ties(layout, plan)
-    guard_reading(model.parameters())
+    held = (param for _, module in tree.modules() for param in module._parameters.values())
+    guard_reading(param for param in held if param is not None)
     for path, method in forward_methods:
         _register_forward_method(layout, path, method, casts)
     return {name: _unit(layout.modules[name]) for unit in plan.units for name in unit.modules}

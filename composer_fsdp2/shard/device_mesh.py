@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.axis import note_tensor_axis
+from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 
-__all__ = ["build_mesh", "data_axes", "note_copies", "whole_mesh", "with_cpu_backend"]
+__all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
 
 _WHOLE = "_fsdp2_whole_mesh"
 """attribute of the mesh of one copy, for `whole_mesh`"""
@@ -33,17 +33,6 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
     names = (*shape.axis_names, TENSOR_AXIS)
     root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
     return data_axes(root)
-
-
-def data_axes(root: DeviceMesh) -> DeviceMesh:
-    """Returns the axes of a mesh that FSDP2 shards over; they know the tensor axis, the last one.
-
-    Collective: no.
-    """
-    names: list[str] = list(root.mesh_dim_names or ())
-    mesh = root[tuple(names[:-1])] if len(names) > 2 else root[names[0]]
-    note_tensor_axis(mesh, root[names[-1]])
-    return mesh
 
 
 def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:

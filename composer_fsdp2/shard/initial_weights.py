@@ -4,7 +4,8 @@
 values nobody has (everything on meta) are created by the model's own initialisers on full tensors
 with one seed and then broadcast. Full tensors because initialisers are written for them: padding
 rows, fan-in, rotary tables. The weights therefore do not depend on the number of ranks, and no rank
-ever holds more than one full unit beside its shards.
+ever holds more than one full unit beside its shards. A layer that tensor parallelism divides is
+whole for that while as well.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -22,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.row_order import shape_in_model, whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import copy_hooks
@@ -131,6 +134,8 @@ class InitialWeights:
     _rank0_has_values: bool = True
     _some_on_meta: bool = True
     _sourced: SourcedWeights | None = None
+    _divided: dict[int, nn.Parameter] = field(default_factory=dict[int, nn.Parameter])
+    """id of a whole parameter -> the part on meta that it is for"""
     _pretends: bool = False
     """meta tensors only show the structure, and nothing is filled"""
 
@@ -204,6 +209,16 @@ class InitialWeights:
                     continue
                 if learned or self._some_on_meta:
                     broadcast_from_rank0(tensor, self.device)
+            self._divide(module)
+
+    def _divide(self, module: nn.Module) -> None:
+        """Puts back parts of what was made whole, of tensor parallelism."""
+        for whole in list(module._parameters.values()):
+            like = self._divided.pop(id(whole), None)
+            if whole is not None and isinstance(like, DTensor):
+                places = self._places.pop(id(whole))
+                new = replace_parameter(places, like, whole_to_part(whole, like))
+                self._places[id(new)] = places
 
     def shown(self) -> AbstractContextManager[None]:
         """Around all reading: shows how far it is where a source has values. Collective: no."""
@@ -255,10 +270,18 @@ class InitialWeights:
                     # `fully_shard` moves it too, but only after the broadcast, which needs it here.
                     param.data = param.data.to(self.device)
                 continue
-            data = _marked(torch.empty_like(param, device=self.device))
+            data = _marked(self._whole_like(param))
             blank[name] = replace_parameter(self._places[id(param)], param, data)
             # The new parameter takes over the places: a tied one is asked for again elsewhere.
             self._places[id(blank[name])] = self._places[id(param)]
+            if isinstance(param, DTensor):
+                self._divided[id(blank[name])] = param
+        blank.update(self._materialise_buffers(path, module))
+        blank.update(self._materialise_attributes(module))
+        return blank
+
+    def _materialise_buffers(self, path: str, module: nn.Module) -> Tensors:
+        blank: Tensors = {}
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
@@ -270,8 +293,13 @@ class InitialWeights:
                 module._buffers[name] = blank[name]
             elif buffer.device != self.device:
                 module._buffers[name] = buffer.to(self.device)
-        blank.update(self._materialise_attributes(module))
         return blank
+
+    def _whole_like(self, param: nn.Parameter) -> torch.Tensor:
+        """Memory for a parameter, for all of one that tensor parallelism divides."""
+        if not isinstance(param, DTensor):
+            return torch.empty_like(param, device=self.device)
+        return torch.empty(shape_in_model(param), dtype=param.dtype, device=self.device)
 
     def _materialise_attributes(self, module: nn.Module) -> Tensors:
         """Plain tensor attributes, such as a copy of a rotary table kept beside the buffer."""
@@ -313,13 +341,17 @@ def _own_tensors(module: nn.Module) -> Tensors:
     return tensors
 
 
+_COMMON = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple})
+"""kinds of nearly all attributes; to look here is quicker than to ask each if it is a tensor"""
+
+
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Buffers and plain tensor attributes."""
     found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
     found += [
         (name, value)
         for name, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and _is_plain(value)
+        if type(value) not in _COMMON and _is_plain(value)
     ]
     return found
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.parallel.row_order import RowOrder, order_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
@@ -50,6 +51,8 @@ class SourcedWeights:
         default_factory=dict[str, list[tuple[nn.Module, str]]]
     )
     """parameter name -> every place of that parameter"""
+    _orders: dict[str, RowOrder] = field(default_factory=dict[str, RowOrder])
+    """parameter name -> the order of its rows, where tensor parallelism changed it"""
     _failure: Exception | None = None
     _total_bytes: int = 0
     """of all parameters that are read, on all ranks together"""
@@ -75,6 +78,8 @@ class SourcedWeights:
             places = by_param.setdefault(id(ref.param), [])
             places.append((tree.paths[ref.path_index].module, ref.name.rpartition(".")[2]))
             weights._places[ref.name] = places
+            if (order := order_of(ref.param)) is not None:
+                weights._orders[ref.name] = order
         for ref in tree.params:
             places = by_param.pop(id(ref.param), None)
             if places is not None:
@@ -134,9 +139,26 @@ class SourcedWeights:
             return whole
         # Torch's checkpoints ask this way where a shard begins; a DTensor has one on each rank.
         (chunk,) = param.__create_chunk_list__()
-        local = torch.empty(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
-        self._fill(name, local, chunk.offsets)
+        local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
+        if (order := self._orders.get(name)) is None:
+            self._fill(name, local, chunk.offsets)
+        else:
+            self._fill_runs(name, local, chunk.offsets, order)
         return sharded_like(local, param)
+
+    def _fill_runs(
+        self, name: str, local: torch.Tensor, offsets: Sequence[int], order: RowOrder
+    ) -> None:
+        """Reads rows that lie in another order in the source; see [Note: order of rows]."""
+        begin = offsets[order.dim]
+        end = begin + local.shape[order.dim]
+        for here, there, count in order.runs():
+            first, last = max(begin, here), min(end, here + count)
+            if first < last:
+                starts = [*offsets]
+                starts[order.dim] = there + first - here
+                part = local.narrow(order.dim, first - begin, last - first)
+                self._fill(name, part, starts)
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
         """Reads, unless something has gone wrong already."""

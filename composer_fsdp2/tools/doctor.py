@@ -72,7 +72,6 @@ class Run:
     asks: Literal["FSDP2", "FSDP1", "neither"]
     settings: FSDP2Config | None = None
     """with FSDP2 only"""
-    tensor_parallel: bool = False
     ranks: int
     ranks_per_node: int
     on_gpus: bool
@@ -293,14 +292,7 @@ def _asked(run: Run) -> Findings:
 
 def _started(machine: Machine, run: Run) -> Findings:
     """Returns findings that depend on the number and kind of the processes, not on the mesh."""
-    batch = run.value("global_train_batch_size")
-    if isinstance(batch, int) and batch % run.ranks:
-        yield Finding(
-            "problem",
-            f"global_train_batch_size {batch} cannot be divided by {run.ranks} ranks, which LLM "
-            "Foundry refuses.",
-            f"Use a multiple of {run.ranks}, for example {-(-batch // run.ranks) * run.ranks}.",
-        )
+    yield from _batch(run)
     automatic = run.value("device_train_microbatch_size") == "auto"
     if automatic and not run.shards and not run.on_gpus:
         yield Finding(
@@ -310,6 +302,24 @@ def _started(machine: Machine, run: Run) -> Findings:
         )
     if not run.on_gpus:
         yield from _on_cpu(machine, run)
+
+
+def _batch(run: Run) -> Findings:
+    """Returns what is wrong with the batch; ranks of a tensor group read the same samples."""
+    batch, spec = (
+        run.value("global_train_batch_size"),
+        run.settings and run.settings.tensor_parallel,
+    )
+    degree = spec.degree if spec else 1
+    groups = max(run.ranks // degree, 1)
+    if isinstance(batch, int) and batch % groups:
+        readers = f"{groups} ranks" if degree == 1 else f"{groups} groups of {degree} ranks"
+        yield Finding(
+            "problem",
+            f"global_train_batch_size {batch} cannot be divided by {readers}, which LLM "
+            "Foundry refuses.",
+            f"Use a multiple of {groups}, for example {-(-batch // groups) * groups}.",
+        )
 
 
 def _on_cpu(machine: Machine, run: Run) -> Findings:
@@ -358,6 +368,17 @@ def _mesh(run: Run) -> Findings:
 
 def _mesh_over_nodes(run: Run, shape: MeshShape, reshard: bool | int | str) -> Findings:
     per_node = run.ranks_per_node
+    if not _fits(shape.tensor, per_node):
+        sizes = ", ".join(str(n) for n in range(2, per_node + 1) if per_node % n == 0)
+        yield Finding(
+            "warning",
+            f"tensor_parallel.degree is {shape.tensor}, and groups of {shape.tensor} ranks do not "
+            f"fit into nodes of {per_node}: every divided layer exchanges its output over the "
+            "network between them, in forward and backward.",
+            f"Use one of {sizes}." if sizes else "Leave tensor parallelism out.",
+        )
+    if shape.tensor > 1:
+        return  # what is gathered over the network is a part already
     if not _fits(shape.shard, per_node):
         advice = (
             f"If a node holds a whole copy: {SHARD}_degree: {per_node} and {REPLICATE}_degree: -1."
@@ -456,12 +477,6 @@ def _limits(run: Run) -> Findings:
         compute_dtype(run.value("precision"))
     except ConfigError as error:
         yield from findings_of(error)
-    if run.tensor_parallel:
-        yield Finding(
-            "problem",
-            "Tensor parallelism is asked for, which LLM Foundry runs do not have with FSDP2 yet.",
-            "Take it out, or build Composer's Trainer yourself.",
-        )
 
 
 # --- The run in words. ---

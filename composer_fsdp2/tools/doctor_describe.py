@@ -62,15 +62,27 @@ def _describe_mesh(run: Run) -> list[tuple[str, str]]:
     except ConfigError:
         return [("mesh", "none fits the ranks")]
     assert shape is not None
+    if shape.tensor > 1:
+        whole = shape.shard * shape.tensor
+        groups = f"each layer on {_grouped(run.ranks, shape.tensor)}"
+        return [
+            ("mesh", shape.describe()),
+            ("", groups),
+            ("", f"each copy on {_grouped(run.ranks, whole)}"),
+        ]
     sizes = [f"{SHARD} {shape.shard}"]
     if shape.replicate is not None:
         sizes.insert(0, f"{REPLICATE} {shape.replicate}")
-    starts = range(0, run.ranks, shape.shard)
-    groups = [_span(start, shape.shard) for start in starts[:_SHOWN_GROUPS]]
+    return [("mesh", " x ".join(sizes)), ("", f"each copy on {_grouped(run.ranks, shape.shard)}")]
+
+
+def _grouped(ranks: int, size: int) -> str:
+    """Ranks next to each other that belong together."""
+    starts = range(0, ranks, size)
+    groups = [_span(start, size) for start in starts[:_SHOWN_GROUPS]]
     more = ", ..." if len(starts) > _SHOWN_GROUPS else ""
-    share = f"{shape.shard} ranks" if shape.shard > 1 else "1 rank"
-    copies = f"each copy on {share}: {', '.join(groups)}{more}"
-    return [("mesh", " x ".join(sizes)), ("", copies)]
+    share = f"{size} ranks" if size > 1 else "1 rank"
+    return f"{share}: {', '.join(groups)}{more}"
 
 
 def _span(start: int, size: int) -> str:

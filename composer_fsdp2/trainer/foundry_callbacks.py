@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Generator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.checkpoint.write import together
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
 from composer_fsdp2.trainer.load_steps import plain_name
+from composer_fsdp2.trainer.parallelism.group_views import View
 from composer_fsdp2.trainer.save import write_whole_file
 
 __all__ = [
@@ -28,18 +28,7 @@ __all__ = [
 ]
 
 
-class _View(ModuleType):
-    """Composer's `dist` as one module of LLM Foundry sees it."""
-
-    def __init__(self, dist: ModuleType) -> None:
-        super().__init__(dist.__name__, dist.__doc__)
-        self._dist = dist
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dist, name)
-
-
-class SharesAlone(_View):
+class SharesAlone(View):
     """For the training script, which drops the FSDP settings of a run on one rank."""
 
     def get_world_size(self) -> int:
@@ -49,7 +38,7 @@ class SharesAlone(_View):
         return max(2, self._dist.get_world_size()) if keeps else self._dist.get_world_size()
 
 
-class ReducedNorms(_View):
+class ReducedNorms(View):
     """For the Lion optimizers, which add up what they take for the norms of local shards."""
 
     def all_reduce(self, tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:

@@ -56,6 +56,7 @@ from composer_fsdp2.trainer.load_steps import (
     run_on_all_ranks,
     warn_on_rank_0,
 )
+from composer_fsdp2.trainer.parallelism.whole_weights import divided_weights
 from composer_fsdp2.trainer.safe_reading import vet_algorithms
 
 __all__ = [
@@ -251,6 +252,8 @@ class _Load:
         path = next((fact["~averages"] for fact in facts if fact["~averages"]), None)
         parts = None if self.weights_only else loaded["state"]
         note_loaded(self.state, path, parts)
+        if loaded["state"].get("model"):
+            loaded["state"]["model"] = divided_weights(self.state.model, loaded["state"]["model"])
         load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
         load(
             loaded["state"],

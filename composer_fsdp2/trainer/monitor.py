@@ -141,12 +141,11 @@ def describe_sharding(model: nn.Module, sharding: Sharding) -> str:
     """A line about the plan and about what this rank holds of the model."""
     units = [unit for unit in sharding.plan.units if unit.params]
     local = sum(_local_bytes(param) for param in model.parameters())
-    mesh = sharding.shape.axes.items()
     reshard = Counter(str(unit.reshard_after_forward).lower() for unit in units)
     return (
         f"FSDP2: {len(units)} units, {sum(unit.numel for unit in units):,} parameters, "
         f"{local / 2**20:,.1f} MiB of them on this rank, "
-        f"mesh {' x '.join(f'{name} {degree}' for name, degree in mesh)}, "
+        f"mesh {sharding.shape.describe()}, "
         f"reshard_after_forward {', '.join(f'{how} in {n}' for how, n in reshard.items())}"
     )
 

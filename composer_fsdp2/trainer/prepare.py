@@ -35,6 +35,7 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.parallel.row_order import show_usual_state
 from composer_fsdp2.parallel.sequence.group import sequence_group_of
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel
@@ -59,7 +60,7 @@ from composer_fsdp2.runtime.unused_parameters import (
 from composer_fsdp2.runtime.watchdog import watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
-from composer_fsdp2.shard.device_mesh import build_mesh, data_axes, with_cpu_backend
+from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
 from composer_fsdp2.shard.fp8_gather import gather_in_float8
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (

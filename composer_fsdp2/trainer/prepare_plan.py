@@ -299,9 +299,10 @@ def _eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
     an encoder, which calls the encoder.
     """
     wanted = {name for unit in plan.units for name in unit.modules}
-    units = {name: module for name, module in tree.modules() if name in wanted}
-    methods = [(n, "generate") for n, m in units.items() if attribute_of(m, "get_base_model")]
-    methods += [(name, _ENCODE) for name in units]
-    if "" in units and isinstance(tree.root, ComposerModel):
+    units = [(name, module) for name, module in tree.modules() if name in wanted]
+    adapted = [(n, m) for n, m in units if attribute_of(m, "get_base_model")]
+    methods = [(n, "generate") for n, m in adapted if attribute_of(m, "generate") is not None]
+    methods += [(n, _ENCODE) for n, m in units if attribute_of(m, _ENCODE) is not None]
+    if "" in wanted and isinstance(tree.root, ComposerModel):
         methods.append(("", "eval_forward"))
-    return [(n, method) for n, method in methods if attribute_of(units[n], method) is not None]
+    return methods

@@ -32,9 +32,11 @@ from composer_fsdp2.checkpoint.write import (
     write_sharded,
 )
 from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
+from composer_fsdp2.trainer.parallelism.saved_mesh import first_copy, note_mesh
 from composer_fsdp2.trainer.save_pretrained import own_class
 
 __all__ = [
@@ -153,6 +155,7 @@ def _snapshot(
     else:
         values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
     _name_own_class(values["state"], state.model)
+    note_mesh(values["state"], state.model)
     sharded = state.fsdp_sharded_state_dict_enabled
     if "algorithms" in values["state"]:
         keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
@@ -219,8 +222,11 @@ def _savers(state: State) -> Savers:
     if mesh is None or replicate not in names:
         return Savers(None, None, writes=True, first_on_node=first_on_node)
     writes = mesh.get_local_rank(names.index(replicate)) == 0
-    shard = names.index(ParallelismType.DATA_PARALLEL_SHARD.value)
-    group = mesh.get_group(shard) if writes else None
+    if TENSOR_AXIS in names:
+        group = first_copy(mesh)
+    else:
+        group = mesh.get_group(names.index(ParallelismType.DATA_PARALLEL_SHARD.value))
+    group = group if writes else None
     return Savers(None, group, writes=writes, first_on_node=first_on_node)
 
 

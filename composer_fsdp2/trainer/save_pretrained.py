@@ -49,7 +49,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     def save(main: bool) -> Any:
         given.arguments["is_main_process"] = main
-        with _as_its_own_class(model):
+        with _told_plainly(given.arguments["save_directory"]), _as_its_own_class(model):
             return original(*given.args, **given.kwargs)
 
     # PEFT takes it as one of the arguments it does not name.
@@ -75,14 +75,29 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
                 with _wherever_it_is(model):
                     save(is_main_process)
             except Exception as caught:  # the other ranks must hear of it
-                folder, refused = given.arguments["save_directory"], write_failure(caught)
-                reason = caught if refused is None else reason_at(Path(folder), refused)
-                error = CheckpointError(
-                    f"save_pretrained could not write '{folder}': {reason}. What is there is "
-                    "incomplete. Give a place with room that can be written to."
-                )
+                told = isinstance(caught, CheckpointError)
+                error = caught if told else _unwritten(given.arguments["save_directory"], caught)
     raise_on_all_ranks({}, error)
     return None
+
+
+@contextlib.contextmanager
+def _told_plainly(folder: Any) -> Generator[None]:
+    """What the system refused, in place of the words of the library that wrote."""
+    try:
+        yield
+    except Exception as error:
+        refused = write_failure(error)
+        if refused is None:
+            raise
+        raise _unwritten(folder, reason_at(Path(folder), refused)) from error
+
+
+def _unwritten(folder: Any, reason: object) -> CheckpointError:
+    return CheckpointError(
+        f"save_pretrained could not write '{folder}': {reason}. What is there is incomplete. Give "
+        "a place with room that can be written to."
+    )
 
 
 def _whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
@@ -92,10 +107,11 @@ def _whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
     """
     whole: dict[str, torch.Tensor] = {}
     tied: dict[int, torch.Tensor] = {}
+    params = dict(model.named_parameters(remove_duplicate=False))
     for name, value in model.state_dict(keep_vars=False).items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
         if keep:
-            whole[name] = tied.setdefault(id(value), full.cpu())
+            whole[name] = tied.setdefault(id(params.get(name, value)), full.cpu())
     return whole
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer import save_pretrained
 from tests.support.models import llama_config
 from tests.support.parity import OPTIMIZERS
+from tests.support.saved import no_space
 from tests.support.training import Tokens, built, largest_difference, loader_of, trainer_for
 
 WORDS = 31
@@ -334,6 +336,33 @@ def test_what_cannot_be_written_is_told_to_every_rank(tmp_path: Path):
     with installed(), pytest.raises(CheckpointError, match=r"could not write .*Not a directory"):
         model.model.save_pretrained(tmp_path / "file0" / "folder")
     assert type(model.model).__name__ == "FSDPLlamaForCausalLM"
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", [*WAYS, "gathered"])
+def test_a_full_disk_is_told_plainly(way: str, tmp_path: Path):
+    """Files end at 4 KB here. Whoever writes is told; where all call, everyone is."""
+    _, model = _pair()
+    rank, net, folder = dist.get_rank(), model.model, tmp_path / "sharded"
+    alone = way in ("summoned", "summoned on rank 0", "gathered")
+    told = contextlib.nullcontext()
+    if rank == 0 or not alone:
+        told = pytest.raises(CheckpointError, match=r"could not write '.*(too large|all of its)")
+    with installed(), no_space(4000):
+        if way == "gathered":
+            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            state = get_model_state_dict(net, options=options)
+            with told:
+                if rank == 0:
+                    net.save_pretrained(folder, state_dict=state)
+        elif alone:
+            with summon_full_params(model, writeback=False, rank0_only=True), told:
+                if rank == 0 or way == "summoned on rank 0":
+                    net.save_pretrained(folder)
+        else:
+            with told:
+                net.save_pretrained(folder, is_main_process=way == "every rank" or rank == 1)
+    dist.barrier()
 
 
 @pytest.mark.world_size(1)

@@ -269,6 +269,29 @@ def test_one_that_can_step_neither_is_refused_on_every_rank(name: str, how: Any)
     assert len(set(said)) == 1
 
 
+class Replaces(OwnSign):
+    """Gives parameters other memory, which FSDP2 does not gather."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+                    param.data = param.data - group["lr"] * mean.lerp_(param.grad, 0.1).data
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"local_step": False}, {"local_step": True}, {"optimizer_state": {"device": "cpu"}}],
+    ids=str,
+)
+def test_one_that_assigns_to_data_is_refused(config: dict[str, Any]):
+    with pytest.raises(PlanError, match=r"Replaces assigns to `param.data`"):
+        train(*prepared(Replaces, **config), range(1))
+
+
 @pytest.mark.world_size(2)
 def test_one_that_fails_on_dtensors_steps_local_shards_if_it_may():
     sharded = prepared(Mixes)

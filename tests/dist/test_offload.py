@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import Muon, prepare_fully_shard
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -21,6 +21,7 @@ from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.shard.apply import apply_plan
 from composer_fsdp2.shard.device_mesh import with_cpu_backend
 from composer_fsdp2.shard.optimizer import detach_optimizer, reattach_optimizer
+from tests.dist.test_muon import RATES
 from tests.support.models import Block, TinyLM
 from tests.support.parity import OPTIMIZERS, Recipe, train_together
 
@@ -66,13 +67,17 @@ def _sharded(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["none", "two modules"])
-def test_the_policy_reaches_every_unit_and_training_is_that_of_one_process(tie: str):
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_policy_reaches_every_unit_and_training_is_that_of_one_process(name: str, tie: str):
     """Clipping, norms and the optimizer's state go through the groups that were made for it."""
     torch.manual_seed(0)
     oracle = TinyLM(tie)
     torch.manual_seed(0)
     model = TinyLM(tie)
-    pair = [OPTIMIZERS["adamw"](m.parameters()) for m in (oracle, model)]
+    pair = [
+        Muon(m, **RATES) if name == "muon" else OPTIMIZERS[name](m.parameters())
+        for m in (oracle, model)
+    ]
     _sharded(model, pair[1])
     states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
     params = [param for state in states for param in state._fsdp_param_group.fsdp_params]

@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard, summon_full_params
-from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import order_of
 from composer_fsdp2.trainer.sharding import sharding_of
 from tests.support.parity import (
@@ -322,24 +322,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         "nothing in the model is known to be divisible",
     ),
     "rows": (
-        lambda: llama(intermediate_size=26),
+        lambda: llama(intermediate_size=27),
         {"tensor_parallel": 2},
         PlanError,
-        "its size 26 is not divisible by 4",
-    ),
-    "experts": (
-        lambda: transformers.MixtralForCausalLM(
-            transformers.MixtralConfig(**SIZES, num_local_experts=2)
-        ),
-        {"tensor_parallel": 2},
-        PlanError,
-        "experts, or a tower",
-    ),
-    "copies": (
-        llama,
-        {"tensor_parallel": 2, "data_parallel_replicate_degree": 2},
-        ConfigError,
-        "'data_parallel_replicate_degree' is set beside 'tensor_parallel'",
+        "its size 27 is not divisible by the degree 2",
     ),
     "groups of ranks": (
         llama,

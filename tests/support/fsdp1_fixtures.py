@@ -127,7 +127,7 @@ def fsdp1_losses(name: str, fsdp1: dict[str, Any] | None = None, **kwargs: Any) 
     model = tiny_model().build_model(9, **expected(name)["model_kwargs"])
     fsdp1 = fsdp1 or expected(name)["parallelism_config"]["fsdp"]
     losses = Recorder()
-    with _fsdp1_on_cpu(), warnings.catch_warnings():
+    with fsdp1_on_cpu(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = Trainer(
             **settings_of(
@@ -140,7 +140,7 @@ def fsdp1_losses(name: str, fsdp1: dict[str, Any] | None = None, **kwargs: Any) 
 
 
 @contextmanager
-def _fsdp1_on_cpu() -> Iterator[None]:
+def fsdp1_on_cpu() -> Iterator[None]:
     """FSDP1 was written for CUDA: it asks for the current device, and takes `.cpu()` for a copy."""
     real = composer_state.StateDictOptions
 

@@ -125,6 +125,44 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"tp_config": {"strategy": "ffn", "tensor_parallel_degree": 2}},
         ("Tensor parallelism",),
     ),
+    "model too short": ({"model.max_seq_len": 8}, ("max_seq_len is 24", "ends at 8")),
+    "kind of clipping": (
+        {"algorithms": {"gradient_clipping": {"clipping_type": "nrm", "clipping_threshold": 1}}},
+        ("algorithms.gradient_clipping", "nrm"),
+    ),
+    "threshold of clipping": (
+        {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": "x"}}},
+        ("algorithms.gradient_clipping", "'x'"),
+    ),
+    "shuffle of streaming": (
+        {"train_loader.dataset.shuffle": True, "train_loader.dataset.shuffle_algo": "py2ss"},
+        ("shuffle_algo", "'py2ss'", "'py2s'"),
+    ),
+    "partition of streaming": (
+        {"train_loader.dataset.partition_algo": "relax"},
+        ("partition_algo", "'relaxed'"),
+    ),
+    "predownload of streaming": (
+        {"train_loader.dataset.predownload": -1},
+        ("predownload: -1",),
+    ),
+    "length of a dataset": ({"train_loader.dataset.max_seq_len": "long"}, ("'long'", "tokens")),
+    "packing": ({"train_loader.dataset.packing_ratio": 0.5}, ("packing_ratio: 0.5",)),
+    "drop_last": ({"train_loader.drop_last": "no"}, ("train_loader", "drop_last=no")),
+    "prefetch_factor": ({"train_loader.prefetch_factor": 4}, ("train_loader", "prefetch_factor")),
+    "name of checkpoints": (
+        {"save_folder": "runs", "save_filename": "ep{epo}.pt"},
+        ("save_filename", "'epo'", "{epoch}"),
+    ),
+    "flash attention that is not installed": (
+        {"model.attn_config.attn_impl": "flash"},
+        ("attn_impl is flash", "not installed"),
+    ),
+    "half a sample": ({"device_train_microbatch_size": 0.5}, ("0.5 is no whole number",)),
+    "interval of the console": (
+        {"log_to_console": True, "console_log_interval": "0ba"},
+        ("console_log_interval", "every 0ba"),
+    ),
     "without FSDP2: a name": ({**WITH_FSDP1, "optimizer.name": "sdg"}, ("optimizer.name",)),
     "without FSDP: a key": ({"parallelism_config": GONE, "optimizer.lrr": 1}, ("lrr",)),
 }
@@ -158,6 +196,12 @@ TRIED = {
     "degrees": "data_parallel_shard_degree 3",
     "weights": "no/where",
     "planner": "no_planner",
+    "model too short": "seq_len<=8",
+    "kind of clipping": "nrm",
+    "shuffle of streaming": "py2ss",
+    "name of checkpoints": "epo",
+    "flash attention that is not installed": "bert_padding",
+    "half a sample": "floating point microbatch_size",
 }
 """of which it is shown that the run stops, with a word of what it says then"""
 

@@ -46,6 +46,19 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_scaling": _LLAMA_ROPE,
         "tie_word_embeddings": False,
     },
+    "meta-llama/Llama-3.3-70B-Instruct": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "rope_scaling": _LLAMA_ROPE,
+        "tie_word_embeddings": False,
+    },
     "meta-llama/Llama-3.2-1B": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -105,6 +118,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 1000000.0,
         "tie_word_embeddings": False,
     },
+    "Qwen/Qwen3-32B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 5120,
+        "intermediate_size": 25600,
+        "num_hidden_layers": 64,
+        "sliding_window": None,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
     "Qwen/Qwen3-30B-A3B": {
         "model_type": "qwen3_moe",
         "vocab_size": 151936,
@@ -155,10 +182,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 PARAMETERS = {
     "meta-llama/Llama-3.1-8B": 8.03e9,
     "meta-llama/Llama-3.2-1B": 1.24e9,
+    "meta-llama/Llama-3.3-70B-Instruct": 70.6e9,
     "microsoft/phi-4": 14.7e9,
     "google/gemma-3-4b-pt": 3.88e9,  # the text part of 4.3e9
     "Qwen/Qwen3-8B": 8.19e9,
     "Qwen/Qwen3-30B-A3B": 30.5e9,
+    "Qwen/Qwen3-32B": 32.8e9,
     "mistralai/Mixtral-8x7B-v0.1": 46.7e9,
     "allenai/OLMoE-1B-7B-0924": 6.92e9,
     "mpt-7b": 6.65e9,  # without the rows of its vocabulary that no token has

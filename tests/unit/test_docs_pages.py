@@ -19,6 +19,7 @@ from tests.support import (
     command_line_page,
     extension_table,
     odd_models_page,
+    tensor_pairs,
     upstream_page,
     versions_page,
 )
@@ -47,7 +48,7 @@ def _shown(language: str) -> list[Example]:
     return [example for example in examples(language) if not example.included]
 
 
-MADE = (api_page, command_line_page, upstream_page, versions_page)
+MADE = (api_page, command_line_page, tensor_pairs, upstream_page, versions_page)
 MADE_PAGES = {made.PAGE for made in (*MADE, extension_table, odd_models_page)}
 
 

@@ -34,7 +34,10 @@ _WRITERS = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "webdata
 """Hugging Face's names for local files of a format; the files are in `hf_kwargs`"""
 _HUB_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 _SECONDS = 3.0
-_OF_TORCH = ("num_workers", "timeout")
+_OF_TORCH = (
+    *("num_workers", "timeout", "drop_last"),
+    *("prefetch_factor", "persistent_workers"),
+)
 """what torch checks in arguments of a loader, whatever the data are"""
 _CHECKPOINTS = (".metadata", "*.pt", "*.distcp")
 _BEGINNINGS = (b"PK", b"\x80", b"\x1f\x8b")
@@ -146,9 +149,15 @@ def rehearse_tokenizer(notes: Notes, block: Any) -> PreTrainedTokenizerBase | No
 # --- Loaders. ---
 
 
-def check_kwargs(function: Any, kwargs: Mapping[str, Any]) -> None:
-    """Raises a TypeError where a function does not take such arguments. Calls nothing."""
-    inspect.signature(function).bind(**kwargs)
+def check_kwargs(function: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments with the function's defaults. Calls nothing.
+
+    Raises:
+        TypeError: the function does not take such arguments.
+    """
+    bound = inspect.signature(function).bind(**kwargs)
+    bound.apply_defaults()
+    return bound.arguments
 
 
 def rehearse_loader(
@@ -166,8 +175,8 @@ def rehearse_loader(
     if notes.known(f"{where}.name", name, registry.dataloaders.get_all(), "data loaders"):
         with notes.step(where):
             given = {**settings, "tokenizer": tokenizer, "device_batch_size": batch_size}
-            check_kwargs(registry.dataloaders.get(name), given)
-            workers = {key: settings[key] for key in _OF_TORCH if key in settings}
+            bound = check_kwargs(registry.dataloaders.get(name), given)
+            workers = {key: bound[key] for key in _OF_TORCH if key in bound}
             nothing: Any = [0]
             DataLoader(nothing, **workers)  # starts no process before it is iterated
     dataset = settings.get("dataset")

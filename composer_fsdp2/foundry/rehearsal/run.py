@@ -23,15 +23,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.config.messages import ascii_repr
+from composer_fsdp2.config.tensor_degree import written_degree
 from composer_fsdp2.foundry.rehearsal import data, model, trainer
 from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED, environment_of
+from composer_fsdp2.foundry.rehearsal.first_batch import check_first_batch
 from composer_fsdp2.foundry.rehearsal.notes import Cluster, Mistake, Notes
 from composer_fsdp2.foundry.run_keys import OUR_KEY, describe_unknown
+from composer_fsdp2.foundry.transform import parse_run_config
 from composer_fsdp2.plan.frozen import frozen_elements
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from composer_fsdp2.parallel.group_sizes import GroupSizes
     from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 __all__ = ["Rehearsal", "rehearse"]
@@ -48,6 +52,8 @@ class Rehearsal:
     mistakes: tuple[Mistake, ...]
     units: WrapPlan | None = None
     """of a run with FSDP2 whose model could be built"""
+    sizes: GroupSizes | None = None
+    """of a run whose layers are divided"""
     frozen: Mapping[str, int] = field(default_factory=dict[str, int])
     """elements that are not trained, by the first module of their unit"""
     builds_on_meta: bool | None = None
@@ -221,9 +227,17 @@ def _missing(cfg: Mapping[str, Any]) -> list[str]:
 def _divisible(cfg: dict[str, Any], ranks: int) -> dict[str, Any]:
     """`doctor` says itself that a batch cannot be divided, and goes on."""
     batch = cfg.get("global_train_batch_size")
-    if isinstance(batch, int) and batch % ranks:
+    if isinstance(batch, int) and batch % max(ranks // _degree(cfg), 1):
         return {**cfg, "global_train_batch_size": -(-batch // ranks) * ranks}
     return cfg
+
+
+def _degree(cfg: dict[str, Any]) -> int:
+    """Ranks that divide each layer; 1 where that cannot be read, which the run says better."""
+    quiet, block = Notes(Cluster(ranks=1, ranks_per_node=1, on_gpus=False, is_here=False)), {}
+    with quiet.step(OUR_KEY):
+        block = parse_run_config(copy.deepcopy(cfg)).get("fsdp_config")
+    return written_degree(block) if not quiet.mistakes else 1
 
 
 # --- The run. ---
@@ -259,16 +273,18 @@ class _Run:
         trainer.check_arguments(notes, config)
         built = model.build(notes, config, tokenizer)
         parts.optimizer = model.build_optimizer(notes, config, built)
-        units, frozen = None, {}
+        check_first_batch(notes, config, parts, built.model, self.name)
+        units, sizes, frozen = None, None, {}
         if built.model is not None:
             trainer.start(notes, config, parts, built.model, loader, self.name)
             if self.fsdp2:
-                units = trainer.plan(notes, config, parts, built.model)
+                units, sizes = trainer.plan(notes, config, parts, built.model)
         if units is not None and built.model is not None:
             frozen = frozen_elements(built.model, units)
         return Rehearsal(
             mistakes=tuple(notes.mistakes),
             units=units,
+            sizes=sizes,
             frozen=frozen,
             builds_on_meta=built.on_meta,
         )

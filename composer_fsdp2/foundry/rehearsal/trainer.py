@@ -21,9 +21,11 @@ from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.foundry.rehearsal.data import any_remote, check_kwargs
 from composer_fsdp2.foundry.rehearsal.environment import environment_of
 from composer_fsdp2.foundry.rehearsal.notes import Notes
+from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
+from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.trainer.extensions import check_given, read_given
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import make_plan
+from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 
 if TYPE_CHECKING:
     from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -146,6 +148,8 @@ def check_arguments(notes: Notes, config: Any) -> None:
     if config.log_to_console:
         with notes.step("console_log_interval", time):
             ConsoleLogger(log_interval=config.console_log_interval)
+            if ensure_time(config.console_log_interval, TimeUnit.EPOCH).value <= 0:
+                raise ValueError(f"nothing happens every {config.console_log_interval}")
     if notes.cluster.on_gpus:
         known = [precision.value for precision in Precision]
         notes.known("precision", config.precision, known, "precisions of Composer")
@@ -235,7 +239,9 @@ def _start_scheduler(notes: Notes, config: Any, parts: Parts, state: State, load
             parts.scheduler(state)
 
 
-def plan(notes: Notes, config: Any, parts: Parts, model: Any) -> WrapPlan | None:
+def plan(
+    notes: Notes, config: Any, parts: Parts, model: Any
+) -> tuple[WrapPlan | None, GroupSizes | None]:
     """Decides how FSDP2 would shard the model, and changes nothing."""
     device: Any = get_device("cpu")
     precision = "fp32"
@@ -243,7 +249,7 @@ def plan(notes: Notes, config: Any, parts: Parts, model: Any) -> WrapPlan | None
         device = get_device("gpu") if torch.cuda.is_available() else _absent_gpu()
         precision = config.precision
         if precision not in [known.value for known in Precision]:
-            return None
+            return None, None
     with notes.step("parallelism_config.fsdp2"), environment_of(notes.cluster):
         block = {key: value for key, value in config.fsdp_config.items() if key != "version"}
         block.pop("sync_module_states", None)
@@ -263,8 +269,15 @@ def plan(notes: Notes, config: Any, parts: Parts, model: Any) -> WrapPlan | None
             mesh=None,
             transformations=TRANSFORMATIONS,
         )
-        return planned.units
-    return None
+        return planned.units, _sizes(planned)
+    return None, None
+
+
+def _sizes(planned: PreparePlan) -> GroupSizes | None:
+    divided = planned.plan_of(TensorParallel)
+    if divided is None:
+        return None
+    return group_sizes(planned.tree, divided, planned.units, planned.shape)
 
 
 def _absent_gpu() -> DeviceGPU:

@@ -16,6 +16,7 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
     Status,
 )
+from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, degree_rows
 
 __all__ = [
     "ACCELERATE",
@@ -30,10 +31,13 @@ __all__ = [
     "find_ranks",
     "finish_fsdp",
     "fsdp_block",
+    "is_launchers",
     "is_names",
     "is_nothing",
     "is_number",
+    "is_size",
     "min_num_params",
+    "parallel_rows",
     "per_node",
     "precision_row",
     "under",
@@ -55,6 +59,7 @@ _LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks
 _COUNTS = "the launcher says how many ranks start; the degrees were worked out for this many"
 _UNREAD_HERE = "`distributed_type` says what is run, and that does not read it"
 _SIZE = "parallelism_config_dp"
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def wrap_classes(value: Any) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def is_names(value: Any) -> bool:
     return isinstance(value, str | list) and bool(value)
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
     """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
 
@@ -285,26 +290,29 @@ TOP_ROWS = (
 )
 _DEGREES = (
     Row(f"{_SIZE}_replicate_size", _NOT, "one copy is the default", (1, None)),
-    Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", _is_size, {_REPLICATE: SAME}),
-    Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", _is_size, {_SHARD: SAME}),
+    Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
+    Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
     Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
-    *(
-        row
-        for name, reason in (("tp", "tensor parallelism"), ("cp", "context parallelism"))
-        for row in (
-            Row(f"parallelism_config_{name}_size", _NOT, f"1: no {reason}", (1, None)),
-            Row(
-                f"parallelism_config_{name}_size",
-                _UN,
-                f"{reason} does not go with FSDP2 yet",
-                _is_size,
-                options=(f"parallelism_config_{name}_size=1",),
-            ),
-        )
+    *degree_rows("parallelism_config_tp_size", (1, None)),
+    Row("parallelism_config_cp_size", _NOT, "1: no context parallelism", (1, None)),
+    Row(
+        "parallelism_config_cp_size",
+        _UN,
+        "context parallelism does not go with FSDP2 yet",
+        is_size,
+        options=("parallelism_config_cp_size=1",),
     ),
     Row("parallelism_config_cp_comm_strategy", _NOT, "only for context parallelism"),
 )
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
+
+
+def parallel_rows(key: str, what: str) -> tuple[Row, ...]:
+    """Rows of a kind of parallelism that FSDP2 runs have not."""
+    return (
+        Row(key, _NOT, f"no {what} is asked for", asks_for_nothing),
+        Row(key, _UN, f"{what} does not go with FSDP2 yet", options=(f"{key}=null",)),
+    )
 
 
 def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
@@ -336,10 +344,21 @@ def distributed_type(data: Mapping[str, Any]) -> str:
     return "NO" if kind is False else "" if kind is None else str(kind).upper()
 
 
+def is_launchers(data: Mapping[str, Any]) -> bool:
+    """Whether a file without `distributed_type` has what only Accelerate's launcher writes."""
+    word = data.get("mixed_precision", "")
+    block = data.get("deepspeed_config")
+    zero = isinstance(block, Mapping) and "zero_stage" in block and not data.get(BLOCK)
+    named = word is False or (isinstance(word, str) and word.lower() in _PRECISIONS)
+    foreign = zero or fsdp_block(data) is not None
+    arguments = any(key in data for key in ("fsdp", "bf16", "fp16"))
+    return "compute_environment" in data or zero or (named and foreign and not arguments)
+
+
 def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
     known = {row.key for row in TOP_ROWS}
     kind, block = distributed_type(data), data.get(BLOCK)
-    if kind or "compute_environment" in data:
+    if kind or is_launchers(data):
         if kind != "FSDP" and (kind or not block):
             return []
         keys = {key: key for key in data if key in known}

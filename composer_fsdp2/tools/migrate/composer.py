@@ -9,6 +9,7 @@ from typing import Any
 from composer_fsdp2.config.fsdp1 import convert_fsdp1
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
+from composer_fsdp2.tools.migrate.tensor import composer_rows
 
 __all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "finish_without_defaults", "is_ours"]
 
@@ -174,7 +175,19 @@ _ROWS = (
 )
 """All keys of Composer's `FSDPConfig`, relative to the block."""
 
-_TP = "tensor parallelism does not go with FSDP2 yet; take it out, or stay with FSDP1"
+_TP = "*.tp_config"
+"""in tables: LLM Foundry's block of this name, or Composer's `tp`"""
+
+
+def _names_strategy(value: Any) -> bool:
+    """A mapping with `strategy`."""
+    return isinstance(value, Mapping) and value.get("strategy") is not None
+
+
+_STRATEGY = (
+    "strategies of LLM Foundry are refused beside FSDP2, because weights outside of their layers "
+    "drift apart; without `strategy` its degree is `tensor_parallel`"
+)
 _OUTSIDE = (
     Row("*.model.init_device", _K, "built on rank 0 and spread from there", ("mixed",)),
     Row("*.model.init_device", _K, "built shard by shard, without whole parameters", ("meta",)),
@@ -193,10 +206,20 @@ _OUTSIDE = (
         "composer_fsdp2.Muon, exact on any number of ranks",
         ("dion", "dist_muon", "distributed_muon", "muon_adamw", "normuon", "torch_muon"),
     ),
-    Row("*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, {})),
-    Row("*.tp_config", _UN, _TP, options=("remove it",)),
-    Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, {})),
-    Row("*.parallelism_config.tp", _UN, _TP, options=("remove it",)),
+    Row(
+        "*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, False, {})
+    ),
+    Row("*.tp_config", _DEC, _STRATEGY, _names_strategy, options=("take strategy out of it",)),
+    Row("*.tp_config", _K, "is `tensor_parallel` of FSDP2"),
+    Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, False, {})),
+    Row(
+        "*.parallelism_config.tp",
+        _DEC,
+        _STRATEGY,
+        _names_strategy,
+        options=("take strategy out of it",),
+    ),
+    Row("*.parallelism_config.tp", _K, "is `tensor_parallel` of FSDP2"),
 )
 """LLM Foundry's own keys around the block; they stay where they are."""
 
@@ -211,12 +234,18 @@ def _find_fsdp1(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
                 "one of them and would ignore the other. Move what you need to "
                 "'parallelism_config' and remove 'fsdp_config'."
             )
-        sites.append(Site(path, {"fsdp_config": ""}))
+        sites.append(Site(path, {"fsdp_config": "", **_beside(data, "tp_config")}))
     block = data.get("parallelism_config")
     if isinstance(block, Mapping) and _is_fsdp1(block.get("fsdp")):
-        sites.append(Site((*path, "parallelism_config"), {"fsdp": ""}, ("fsdp2",)))
+        keys = {"fsdp": "", **_beside(block, "tp")}
+        sites.append(Site((*path, "parallelism_config"), keys, ("fsdp2",)))
     inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
     return sites or [site for key, value in inner for site in _find_fsdp1(value, (*path, key))]
+
+
+def _beside(block: Mapping[str, Any], key: str) -> dict[str, str]:
+    """Tensor parallelism, which becomes a setting of FSDP2."""
+    return {key: _TP} if block.get(key) else {}
 
 
 def _is_fsdp1(block: Any) -> bool:
@@ -367,7 +396,7 @@ FSDP1 = Dialect(
     "composer",
     "Composer / LLM Foundry with FSDP1",
     _find_fsdp1,
-    _ROWS,
+    (*_ROWS, *composer_rows(_TP)),
     _OUTSIDE,
     _finish_fsdp1,
 )
@@ -388,7 +417,7 @@ def _find_version2(data: Mapping[str, Any]) -> list[Site]:
 
 def _block(data: Mapping[str, Any], site: Site) -> Mapping[str, Any]:
     block: Any = data
-    for name in (*site.parent, *site.keys):
+    for name in (*site.parent, next(iter(site.keys))):
         block = block[name]
     return block if isinstance(block, Mapping) else {}
 
@@ -428,6 +457,7 @@ _VERSION2_ROWS = (
     *_same("load_monolith_rank0_only", "state_dict_type"),
     Row("sync_module_states", _NOT, "every rank starts from rank 0's weights"),
     *(Row(key, _NOT, _IGNORED) for key in _IGNORED_KEYS),
+    *composer_rows(_TP),
 )
 
 

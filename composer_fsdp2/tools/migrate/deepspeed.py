@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision
+from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision, parallel_rows
 from composer_fsdp2.tools.migrate.dialects.deepspeed_names import INTERNAL, TUNING
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+from composer_fsdp2.tools.migrate.tensor import block_rows
 
 __all__ = ["DEEPSPEED", "PRECISION_SWITCHES", "fill_in", "finish_deepspeed"]
 
@@ -116,23 +117,6 @@ def _gathered(name: str) -> tuple[Row, ...]:
     return (
         Row(key, _C, "one file with whole weights", (True,), {"state_dict_type": "full"}),
         Row(key, _C, "a folder of shards", (False,), {"state_dict_type": "sharded"}),
-    )
-
-
-def _is_nothing_parallel(value: Any) -> bool:
-    """A block without a size above 1."""
-    if not isinstance(value, Mapping):
-        return value in (None, False, 0, 1)
-    sizes = (item for key, item in value.items() if "size" in str(key) or "stages" in str(key))
-    inner = (item for item in value.values() if isinstance(item, Mapping))
-    return all(map(_is_nothing_parallel, (*sizes, *inner)))
-
-
-def _parallel(key: str, what: str) -> tuple[Row, ...]:
-    """Rows of a kind of parallelism that FSDP2 runs have not."""
-    return (
-        Row(key, _NOT, f"no {what} is asked for", _is_nothing_parallel),
-        Row(key, _UN, f"{what} does not go with FSDP2 yet", options=(f"{key}=null",)),
     )
 
 
@@ -281,15 +265,13 @@ _ROWS = (
         options=("amp.enabled=false", "bf16.enabled=true"),
     ),
     Row("amp.opt_level", _NOT, "only for apex"),
-    *_parallel("tensor_parallel", "tensor parallelism"),
-    *_parallel("autotp_size", "tensor parallelism"),
-    *_parallel("tp_size", "tensor parallelism"),
-    *_parallel("sequence_parallel", "sequence parallelism"),
-    *_parallel("sequence_parallel_size", "sequence parallelism"),
-    *_parallel("context_parallel_size", "context parallelism"),
-    *_parallel("expert_parallel_size", "expert parallelism"),
-    *_parallel("pipeline", "pipeline parallelism"),
-    *_parallel("pipeline_parallel_size", "pipeline parallelism"),
+    *(row for key in ("tensor_parallel", "autotp_size", "tp_size") for row in block_rows(key)),
+    *parallel_rows("sequence_parallel", "sequence parallelism"),
+    *parallel_rows("sequence_parallel_size", "sequence parallelism"),
+    *parallel_rows("context_parallel_size", "context parallelism"),
+    *parallel_rows("expert_parallel_size", "expert parallelism"),
+    *parallel_rows("pipeline", "pipeline parallelism"),
+    *parallel_rows("pipeline_parallel_size", "pipeline parallelism"),
     Row(f"{_CHECKPOINTING}.cpu_checkpointing", _NOT, "false is what is done here", (False, None)),
     Row(
         f"{_CHECKPOINTING}.cpu_checkpointing",

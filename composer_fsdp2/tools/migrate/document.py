@@ -16,7 +16,7 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.reading import check, compose, dump, json_mapping, load
-from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site
+from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site, Status
 
 __all__ = ["Document", "check_result", "dump", "parse_value"]
 
@@ -99,6 +99,45 @@ class Document:
             # Comments of later keys moved into the block, at the place of the first one.
             lines[start:end] = self._ended(block) if position == 0 else []
         return "".join(lines)
+
+    def noted(self, entries: list[Entry]) -> str:
+        """The text with what is left to decide as comments above the keys, which stay."""
+        above: dict[int, list[str]] = {}
+        for entry in entries:
+            place = self._own_line(entry.path)
+            if place is None:
+                continue
+            number, column = place
+            if not self._is_noted(number, entry.key):
+                above.setdefault(number, []).append(" " * column + _note(entry))
+        return "".join(
+            part
+            for number, line in enumerate(self.whole)
+            for part in (*self._ended(above.get(number, [])), line)
+        )
+
+    def _is_noted(self, number: int, key: str) -> bool:
+        """Whether the comments above a line hold what an earlier run said of a key."""
+        start = re.compile(
+            rf"# ({'|'.join(status.value for status in Status)}): {re.escape(key)}: "
+        )
+        while number and (above := self.lines[number - 1].lstrip()).startswith("#"):
+            if start.match(above):
+                return True
+            number -= 1
+        return False
+
+    def _own_line(self, path: Path) -> tuple[int, int] | None:
+        """Line and column of a key that begins its line, or else of one that it is inside of."""
+        found = None
+        for length in range(1, len(path) + 1):
+            parent, pair = self._node(path[: length - 1]), self._pair(path[:length])
+            if parent is None or parent.flow_style or pair is None:
+                break
+            mark = pair[0].start_mark
+            if not self.lines[mark.line][: mark.column].strip():
+                found = mark.line, mark.column
+        return found
 
     def _ended(self, lines: list[str]) -> list[str]:
         return [line + (self.end or "\n") for line in lines]

@@ -19,6 +19,7 @@ from composer_fsdp2.tools.migrate.dialects import (
 )
 from composer_fsdp2.tools.migrate.document import Document, check_result
 from composer_fsdp2.tools.migrate.included import read_settings
+from composer_fsdp2.tools.migrate.leftover import sharding_in
 from composer_fsdp2.tools.migrate.merging import GIVEN, merge_entries
 from composer_fsdp2.tools.migrate.report import (
     Context,
@@ -98,7 +99,12 @@ def migrate(
         check_result(new)
         entries = found + entries
     _check_duplicates(work.duplicates.keys() - {entry.path for entry in entries}, name)
-    entries += work.outside(sites)
+    outside = work.outside(sites)
+    entries += outside
+    left = [entry for entry in outside if entry.is_open]
+    if left and (sites or document.text == text):  # JSON that stays JSON has no comments
+        new = Document(new, name).noted(left)
+        check_result(new)
     _check_used(work.decisions, work.used, entries)
     new = _BYTE_ORDER_MARK + new if mark else new
     return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
@@ -161,6 +167,7 @@ class _Work:
         """Entries of all keys that are in no site."""
         replaced = {(*site.parent, key) for site in sites for key in site.keys}
         rows = self.dialect.outside
+        parents = {(), *(site.parent for site in sites)}
         entries = []
 
         def whole(path: Path) -> bool:
@@ -173,6 +180,8 @@ class _Work:
             row = next((r for r in rows if _is_at(r, entry.key) and r.matches(value)), None)
             if row is not None:
                 entry = Entry(path, value, row.status, row.reason, {}, row.options, row)
+            elif reason := sharding_in(self.data, path, value, parents):
+                entry.decide(reason, "remove it", "move its settings to where the run reads them")
             self._check_twice(entry)
             entries.append(entry)
         return entries
@@ -243,8 +252,9 @@ class _Work:
     def _addressed(self, option: str, entry: Entry, row: Row) -> str:
         """An option about the entry itself, with the key as the file has it."""
         name, equals, value = option.partition("=")
-        own = row.key.rpartition(".")[2]
-        if equals and name.rpartition(".")[2].removeprefix(self.dialect.prefix) == own:
+        block, _, last = name.rpartition(".")
+        own = f"{block}.{last.removeprefix(self.dialect.prefix)}".lstrip(".")
+        if equals and f".{row.key}".endswith(f".{own}"):
             return f"{entry.key}={value}"
         return option
 

@@ -37,7 +37,8 @@ def mesh_picture(shape: MeshShape, title: str = "Mesh of ranks") -> Figure:
     Collective: no. Needs matplotlib.
 
     Args:
-        shape: degrees of the mesh, `(dp_replicate, dp_shard)` or `(dp_shard,)`.
+        shape: degrees of the mesh, `(dp_replicate, dp_shard)` or `(dp_shard,)`. Ranks of a tensor
+            group are one cell.
         title: of the drawing.
 
     Returns:
@@ -64,8 +65,8 @@ def mesh_picture(shape: MeshShape, title: str = "Mesh of ranks") -> Figure:
         for j, shard in enumerate(columns):
             here = None
             if replica is not None and shard is not None:
-                here = replica * shape.shard + shard
-            _draw_cell(sheet, (_LEFT + cell * j, y), cell, here)
+                here = (replica * shape.shard + shard) * shape.tensor
+            _draw_cell(sheet, (_LEFT + cell * j, y), cell, here, shape.tensor)
     _arrows(sheet, below, both=both)
     return sheet.figure
 
@@ -78,12 +79,13 @@ def _shown(count: int) -> list[int | None]:
 
 
 def _degrees(shape: MeshShape) -> str:
-    pairs = shape.axes.items()
-    axes = " x ".join(f"{name} {degree}" for name, degree in pairs)
-    return f"{axes}: {math.prod(shape.axes.values())} ranks"
+    return f"{shape.describe()}: {math.prod(shape.axes.values())} ranks"
 
 
-def _draw_cell(sheet: Sheet, place: tuple[float, float], width: float, rank: int | None) -> None:
+def _draw_cell(
+    sheet: Sheet, place: tuple[float, float], width: float, rank: int | None, tensor: int
+) -> None:
+    """Draws a rank, or the ranks that divide each layer of one shard."""
     x, y = place
     if rank is None:
         sheet.text(x + width / 2, y + _CELL / 2, "…", SIZE, ha="center")
@@ -91,6 +93,8 @@ def _draw_cell(sheet: Sheet, place: tuple[float, float], width: float, rank: int
     sheet.rect((x + 3, y + 3, width - 6, _CELL - 6), "#E8F1F8", edge=COLORS["blue"])
     size = SIZE if width > 44 else SMALL
     text = f"rank {rank}" if width > 62 else str(rank)
+    if tensor > 1:
+        text = f"{rank}-{rank + tensor - 1}"
     sheet.text(x + width / 2, y + _CELL / 2, text, size, ha="center")
 
 

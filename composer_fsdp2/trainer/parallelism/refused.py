@@ -25,6 +25,7 @@ _TRIED = frozenset(
         "EnvironmentLoggingCallback",
         "FreeOutputs",
         "GradientClipping",
+        "HuggingFaceCheckpointer",
         "LRMonitor",
         "MemoryMonitor",
         "MemorySnapshot",
@@ -38,8 +39,25 @@ _TRIED = frozenset(
         "ThresholdStopper",
     }
 )
-"""Callbacks and algorithms of Composer and LLM Foundry that read no weights, or only add up what
-`optim.norms` knows to be divided."""
+"""Callbacks and algorithms of Composer and LLM Foundry that read no weights but those of state
+dicts, or only add up what `optim.norms` knows to be divided."""
+
+
+_DRAWS = frozenset(
+    {
+        "AugMix",
+        "ColOut",
+        "CutMix",
+        "CutOut",
+        "GyroDropout",
+        "MixUp",
+        "ProgressiveResizing",
+        "RandAugment",
+        "SelectiveBackprop",
+        "StochasticDepth",
+    }
+)
+"""Algorithms that draw random numbers of their own, also outside of the model's forward."""
 
 
 def tried() -> list[str]:
@@ -62,10 +80,15 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
         )
         adaptive = getattr(item, "clipping_type", "norm") == "adaptive"
         if not foreign and (kind.__name__ not in _TRIED or adaptive):
+            why = (
+                "It draws on each rank by itself, and the ranks of a group need the same batch."
+                if kind.__name__ in _DRAWS
+                else "It may read or change weights, of which a rank has a part in an order of its "
+                "own."
+            )
             raise ConfigError(
-                f"{kind.__name__} and tensor parallelism are both asked for. It reads or changes "
-                "weights, of which a rank has a part in an order of its own. Leave it out, or take "
-                f"'tp' out of parallelism_config. These go with it: {', '.join(tried())}."
+                f"{kind.__name__} and tensor parallelism are both asked for. {why} Leave it out, "
+                f"or take 'tp' out of parallelism_config. These go with it: {', '.join(tried())}."
             )
     if microbatch_size == "auto":
         raise ConfigError(

@@ -10,7 +10,7 @@ from composer.utils.parallelism import TPConfig
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from composer_fsdp2.config.messages import ascii_repr
+from composer_fsdp2.config.parallel import check_strategy
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.errors import ConfigError
 
@@ -31,13 +31,7 @@ def with_tensor_parallel(settings: FSDP2Config, tp: Any) -> FSDP2Config:
                 "which is built from the degrees. Leave device_mesh out."
             )
         tp = {"degree": tp.tensor_parallel_degree, "layer_plan": tp.layer_plan}
-    elif isinstance(tp, Mapping) and "strategy" in tp:
-        raise ConfigError(
-            f"'tp' of parallelism_config has the strategy {ascii_repr(tp['strategy'])}. LLM "
-            "Foundry's strategies give the ranks of a group different data, and weights outside "
-            "of the divided layers would drift apart. Write tp: {degree: 2}, with a layer_plan "
-            "where the model is not known."
-        )
+    check_strategy(tp)
     parsed = parse_config({"tensor_parallel": _with_words(tp)}).tensor_parallel
     return dataclasses.replace(settings, tensor_parallel=parsed)
 

@@ -61,8 +61,11 @@ def create_mesh(
         return original(device, fsdp_config, tp_config)
     shape = MeshShape.resolve(fsdp_config.settings, dist.get_world_size())
     device_type = "cuda" if device.name == "gpu" else device.name
-    names = (ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS)
-    root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
+    names = [ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS]
+    if shape.replicate is not None:
+        names.insert(0, ParallelismType.DATA_PARALLEL_REPLICATE.value)
+    sizes = (*shape.degrees, shape.tensor)
+    root = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
     setattr(fsdp_config, _ROOT, root)
     return root
 
@@ -119,35 +122,23 @@ def _mentions_groups(config: Any) -> bool:
 
 
 def check_evaluation(model: nn.Module, evaluator: Evaluator) -> None:
-    """Refuses data that a sampler repeats to deal it evenly, and `auto`. Collective: no.
+    """Has a sampler for single ranks deal to groups instead, and refuses `auto`. Collective: no.
 
-    Composer takes what was repeated off the last ranks of all, in their last batch, so that ranks
-    of a group would evaluate different ones.
+    The Trainer may be given its data when it evaluates.
 
     Raises:
         ConfigError: the same on every rank.
     """
-    group, loader = tensor_group_of(model), _loader_of(evaluator)
-    sampler = None if loader is None else loader.sampler
+    group = tensor_group_of(model)
     if group is not None and evaluator.auto_microbatching:
         raise ConfigError(
             f"device_eval_microbatch_size of '{evaluator.label}' is auto, and tensor parallelism "
             "is asked for. A rank that runs out of memory inside a divided layer would leave its "
             "group waiting. Write a number of samples."
         )
-    if group is None or loader is None or loader.drop_last:
-        return
-    if not isinstance(sampler, DistributedSampler):
-        return
-    data: Any = sampler.dataset
-    if sampler.total_size > len(data):
-        raise ConfigError(
-            f"'{evaluator.label}' evaluates {len(data)} samples, which "
-            f"{sampler.num_replicas} groups of tensor parallelism cannot share evenly. Composer "
-            "would take the repeated ones off single ranks of a group, whose batches would differ. "
-            f"Give a multiple of {sampler.num_replicas} samples, or drop_last=True to the "
-            "DataLoader and the sampler."
-        )
+    sampler = _sampler_of(evaluator)
+    if group is not None and sampler is not None:
+        _deal(sampler, group.size)
 
 
 def _loader_of(loader: Any) -> DataLoader[Any] | None:

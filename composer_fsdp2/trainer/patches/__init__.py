@@ -14,7 +14,7 @@ from composer_fsdp2.trainer.patches.algorithms import ALGORITHM_ROWS
 from composer_fsdp2.trainer.patches.callbacks import CALLBACK_ROWS
 from composer_fsdp2.trainer.patches.checkpoint import CHECKPOINT_ROWS
 from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, PatchState
-from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, ONE_RANK, TRANSFORM
+from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK, TRANSFORM
 from composer_fsdp2.trainer.patches.huggingface import HUGGINGFACE_ROWS
 from composer_fsdp2.trainer.patches.trainer import TRAINER_ROWS
 
@@ -25,6 +25,7 @@ __all__ = [
     "Feature",
     "PatchPoint",
     "PatchState",
+    "check_groups_in_runs",
     "check_one_rank",
     "describe_patches",
     "install",
@@ -105,6 +106,15 @@ def check_one_rank() -> None:
         PatchError: it would train without FSDP2.
     """
     engine.check_feature(ONE_RANK)
+
+
+def check_groups_in_runs() -> None:
+    """Refuses tensor parallelism in LLM Foundry's training if it is switched off. Collective: no.
+
+    Raises:
+        PatchError: it would train with another batch.
+    """
+    engine.check_feature(GROUPS)
 
 
 def patch_states() -> tuple[PatchState, ...]:

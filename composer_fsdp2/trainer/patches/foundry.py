@@ -7,7 +7,7 @@ from typing import Any
 
 from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class, imported
 
-__all__ = ["FOUNDRY_ROWS", "ONE_RANK", "TRANSFORM"]
+__all__ = ["FOUNDRY_ROWS", "GROUPS", "ONE_RANK", "TRANSFORM"]
 
 TRANSFORM = "composer_fsdp2"
 """the name of `foundry.transform` in LLM Foundry's registry"""
@@ -23,6 +23,8 @@ ONE_RANK = Feature(
     "Leave out parallelism_config.fsdp2, or start two ranks.",
 )
 """`foundry.transform` asks for it: the Trainer never hears of FSDP2 then"""
+GROUPS = Feature("Tensor parallelism in LLM Foundry's training", "Leave out tensor_parallel.")
+"""`foundry.transform` asks for it: the batch would be divided by the number of ranks"""
 _EVALUATION = Feature(
     "LLM Foundry's evaluation with parallelism_config", "Leave out parallelism_config."
 )
@@ -108,6 +110,15 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         "is asked for the number of ranks, to train without FSDP when there is one",
         "command_utils/train.py#L211",
         source=f"{_TRAIN}:train",
+    ),
+    _row(
+        GROUPS,
+        "utils.config_utils:dist",
+        imported("composer_fsdp2.trainer.parallelism.group_views", "CountsGroups"),
+        "849b7f116139d881",
+        "is asked for the number of ranks, to divide the batch that ranks of a group read together",
+        "utils/config_utils.py#L1",
+        source="utils.config_utils",
     ),
     PatchPoint(
         target=f"{_PACKAGE}.command_utils.eval:make_dataclass_and_log_config",

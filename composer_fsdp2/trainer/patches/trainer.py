@@ -291,6 +291,16 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         versions=_VERSIONS,
     ),
     PatchPoint(
+        target=f"{_TRAINER}:dist",
+        replacement=imported("composer_fsdp2.trainer.parallelism.group_views", "DealsToGroups"),
+        feature=_TENSOR,
+        why="takes samples that a sampler repeated off single ranks of a tensor group",
+        upstream=f"{_UPSTREAM}/trainer/trainer.py#L1",
+        fingerprints=frozenset({"960e706755b76e86"}),
+        source=_TRAINER,
+        versions=_VERSIONS,
+    ),
+    PatchPoint(
         target=f"{_TRAINER}:Trainer._train_microbatches",
         replacement=_train_microbatches,
         feature=CORE,

@@ -75,6 +75,11 @@ def test_wrong_parallelism_config(train, write):
     refused(result, "'reshard_after_forwrd'", "Did you mean 'reshard_after_forward'?")
 
 
+def test_more_ranks_than_a_machine_can_start(train, write):
+    run = write("parallelism_config: {fsdp2: {}}\n")
+    refused(train(run, "--ranks", "1000000"), "-n is 1000000", "or less")
+
+
 def test_degrees_that_do_not_fit_the_ranks(train, write):
     path = write("parallelism_config: {fsdp2: {data_parallel_shard_degree: 3}}")
     refused(train(path, "-n", "2"), "data_parallel_shard_degree 3", "to the world size 2")

@@ -59,6 +59,27 @@ def test_json_has_the_units_and_what_is_frozen(plan, assets: Path):
     assert sum(unit["numel"] for unit in found["units"]) > 1000
 
 
+def test_what_each_rank_of_a_tensor_group_holds(plan, assets: Path):
+    """By hand: rows and biases of Wqkv and up_proj, and columns of the two others."""
+    run = run_of(assets, {"parallelism_config": {"tp": {"degree": 2}, "fsdp2": {}}})
+    divided = 3 * (48 * 16 + 48 + 16 * 16 + 32 * 16 + 32 + 16 * 32)
+    code, shown, said = plan(run, "--ranks=4")
+    assert code == 0, said
+    assert "mesh: dp_shard 2 x tp 2" in shown
+    assert f"12 layers are divided, {divided:,} of " in shown
+    _, shown, _ = plan(run, "--ranks=4", "--json")
+    found = json.loads(shown)
+    sizes, units = found["tensor_parallel"], found["units"]
+    elements = sum(unit["numel"] for unit in units)
+    assert (sizes["elements"], sizes["divided"]) == (elements, divided)
+    held = divided / 4 + (elements - divided) / 2
+    assert sizes["held"] == pytest.approx(held, rel=0.01)
+    assert sizes["held_bytes"] == 4 * sizes["held"]
+    code, shown, error = plan(run, "--ranks=3")
+    assert (code, shown) == (1, "")
+    assert "tensor_parallel.degree is 2, which does not divide the world size 3" in error
+
+
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_built(plan, assets):
     for name, said in (("plan.xyz", "writes no files"), ("missing/plan.svg", "no folder")):
         code, shown, error = plan({}, "--plot", name)

@@ -60,7 +60,7 @@ GOOD = {
     "tensor_parallel": [None, TensorSpec(), TensorSpec(layer_plan=(("*.up", "colwise"),))],
     "sequence_parallel": [None, SequenceSpec(), SequenceSpec(degree=4, method="ulysses")],
     "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
-    "chunked_loss": [None, ChunkingSpec(chunks=2), ChunkingSpec(chunks=8, names=("head",))],
+    "chunked_loss": [None, ChunkingSpec(chunks=1), ChunkingSpec(chunks=8, names=("head",))],
     "fp8": [
         True,
         False,
@@ -160,7 +160,7 @@ BAD = {
     "chunked_loss": [
         8,
         True,
-        *(ChunkingSpec(chunks=chunks) for chunks in (1, 0, 2.5, None, True)),
+        *(ChunkingSpec(chunks=chunks) for chunks in (0, -1, 2.5, None, True)),
         ChunkingSpec(chunks=2, names=(1,)),
     ],
     "fp8": [

@@ -69,19 +69,70 @@ def test_other_keys_go_to_llm_foundrys_place(key: str):
     assert not requests_fsdp2(parsed)
 
 
+TP = {"degree": 2, "layer_plan": {"*.up": "colwise", "*.down": "rowwise"}}
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"parallelism_config": {"fsdp2": {}, "tp": TP}},
+        {"parallelism_config": {"fsdp2": {"tensor_parallel": TP}}},
+        {"parallelism_config": {"fsdp2": {}}, "tp_config": TP},
+        {"fsdp_config": {"version": 2}, "tp_config": TP},
+    ],
+)
+def test_tensor_parallelism_is_a_setting_of_fsdp2(cfg):
+    """LLM Foundry's own handling of `tp_config` takes strategies alone."""
+    parsed = parse_run_config(cfg)
+    assert "tp_config" not in parsed
+    assert parsed["fsdp_config"]["tensor_parallel"] == TP
+    # For `init_device: mixed` LLM Foundry would make it true.
+    full = {"parallelism_config": {"fsdp2": {"state_dict_type": "full", "tensor_parallel": 2}}}
+    assert parse_run_config(full)["fsdp_config"]["load_monolith_rank0_only"] is False
+
+
 @pytest.mark.parametrize(
     "cfg",
     [
         {"parallelism_config": {"fsdp2": {}, "tp": {"strategy": "ffn"}}},
+        {"parallelism_config": {"fsdp2": {"tensor_parallel": {"strategy": "ffn"}}}},
         {"parallelism_config": {"fsdp2": {}}, "tp_config": {"strategy": "ffn"}},
         {"fsdp_config": {"version": 2}, "tp_config": {"strategy": "ffn"}},
     ],
 )
-def test_tensor_parallelism_beside_fsdp2_is_refused(cfg):
-    with pytest.raises(
-        ConfigError, match=r"'tp_config' in a file.*Take the tensor parallelism out"
-    ):
+def test_a_strategy_beside_fsdp2_is_refused(cfg):
+    with pytest.raises(ConfigError, match=r"the strategy 'ffn'.*drift apart. Take 'strategy' out"):
         parse_run_config(cfg)
+
+
+LOADER = {"name": "text", "dataset": {"local": "x", "streams": {"a": {"local": "y"}}}}
+
+
+@pytest.mark.usefixtures("uninstalled")
+def test_every_loader_gives_a_group_the_same(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    own = {"name": "mine", "dataset": {}}
+    cfg = {
+        "parallelism_config": {"fsdp2": {}, "tp": {"degree": 2}},
+        "global_train_batch_size": 12,  # of 4 groups
+        "train_loader": LOADER,
+        "eval_loaders": [{**LOADER, "label": "a"}, own],
+    }
+    parsed = transform(cfg)
+    assert parsed["train_loader"]["dataset"]["replication"] == 2
+    assert parsed["eval_loaders"][0]["dataset"]["replication"] == 2
+    assert parsed["eval_loaders"][1] == own
+    assert "replication" not in LOADER["dataset"]
+    with pytest.raises(ConfigError, match="is 6, which the 4 groups of dp_shard 4 x tp 2 cannot"):
+        transform({**cfg, "global_train_batch_size": 6})
+    stream = {"name": "text", "dataset": {"streams": {"a": {"replication": 8}}}}
+    with pytest.raises(ConfigError, match=r"train_loader.dataset.streams.a.replication is 8"):
+        transform({**cfg, "train_loader": stream})
+    with pytest.raises(ConfigError, match="LLM Foundry has divided the batch by the number of"):
+        transform({**cfg, "device_train_batch_size": 1})
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="does not divide the world size 1"):
+        transform(cfg)
 
 
 def test_an_empty_fsdp2_is_fsdp2_with_default_settings():

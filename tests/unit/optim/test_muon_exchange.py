@@ -80,7 +80,7 @@ def run_all(params: list[Parameter], ranks: list[RankGrid], limit: int) -> list[
 
     for rank, exchange in enumerate(planned):
         for item in exchange.local:
-            row = item.start - exchange._first_row(item)
+            row = item.start - exchange.first_row(item)
             put(
                 rank,
                 item,

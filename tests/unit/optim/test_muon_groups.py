@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -12,9 +13,18 @@ from torch import nn
 from transformers import (
     AlbertConfig,
     AlbertModel,
+    AutoModel,
     AutoModelForCausalLM,
+    BloomConfig,
+    CodeGenConfig,
+    DebertaConfig,
+    FalconConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTNeoXConfig,
+    GPTNeoXJapaneseConfig,
     MixtralConfig,
+    PersimmonConfig,
     Phi3Config,
     PretrainedConfig,
 )
@@ -109,6 +119,71 @@ def test_phi3_joins_its_projections():
     assert found["model.layers.0.mlp.down_proj.weight"] == (None, False)
 
 
+HEADS = {"hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 17}
+OLD = {"n_embd": 16, "n_head": 4, "n_layer": 1, "vocab_size": 17, "n_positions": 8, "n_inner": 16}
+ENDS = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+BY_TURNS: dict[str, tuple[PretrainedConfig, str, tuple[int, ...], int]] = {
+    "bloom": (BloomConfig(**HEADS, **ENDS), "query_key_value", (16, 16, 16), 4),
+    "codegen": (CodeGenConfig(**OLD, rotary_dim=2, **ENDS), "qkv_proj", (16, 16, 16), 4),
+    "deberta": (DebertaConfig(**HEADS), "in_proj", (16, 16, 16), 4),
+    "falcon of 7B": (
+        FalconConfig(**HEADS, multi_query=True, **ENDS),
+        "query_key_value",
+        (16, 4, 4),
+        1,
+    ),
+    "falcon of 40B": (
+        FalconConfig(**HEADS, new_decoder_architecture=True, num_kv_heads=2, **ENDS),
+        "query_key_value",
+        (16, 8, 8),
+        2,
+    ),
+    "falcon without groups": (
+        FalconConfig(**HEADS, multi_query=False, **ENDS),
+        "query_key_value",
+        (16, 16, 16),
+        4,
+    ),
+    "bigcode": (GPTBigCodeConfig(**OLD, multi_query=False, **ENDS), "c_attn", (16, 16, 16), 4),
+    "bigcode with one key": (GPTBigCodeConfig(**OLD, **ENDS), "c_attn", (16, 4, 4), 1),
+    "neox": (GPTNeoXConfig(**HEADS, **ENDS), "query_key_value", (16, 16, 16), 4),
+    "neox japanese": (GPTNeoXJapaneseConfig(**HEADS, **ENDS), "query_key_value", (16,) * 3, 4),
+    "persimmon": (PersimmonConfig(**HEADS, **ENDS), "query_key_value", (16, 16, 16), 4),
+}
+
+
+@pytest.mark.parametrize("name", BY_TURNS)
+def test_query_key_and_value_head_by_head(name: str):
+    """Of one token attention is 1, so that gradients show which rows are the value's."""
+    config, layer, sizes, turns = BY_TURNS[name]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.* is deprecated")
+        model = AutoModel.from_config(config) if name == "deberta" else hf(config)
+    found = choose(ModuleTree.read(model), Overrides())
+    (weight,) = (p for n, p in model.named_parameters() if n.endswith(f"{layer}.weight"))
+    layout = found[id(weight)].layout
+    assert (layout.blocks, layout.turns) == (sizes, turns)
+    torch.stack(list(model(torch.tensor([[3]]))[0].flatten())).square().sum().backward()
+    used = [bool(matrix.any()) for matrix in layout.divide(weight.grad)]
+    assert used == ([False, True, False] if name == "codegen" else [False, False, True])
+    assert torch.equal(layout.join(layout.divide(weight)), weight)
+
+
+class GptOssExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 10, 12))
+        self.down_proj = nn.Parameter(torch.randn(3, 6, 10))
+
+
+def test_gate_and_up_column_by_column():
+    model = GptOssExperts()
+    layout = choose(ModuleTree.read(model), Overrides())[id(model.gate_up_proj)].layout
+    gate, up = layout.divide(model.gate_up_proj[0])
+    assert torch.equal(gate, model.gate_up_proj[0][:, ::2])
+    assert torch.equal(up, model.gate_up_proj[0][:, 1::2])
+
+
 def test_a_router_is_none_and_experts_are():
     found = algorithms(hf(MixtralConfig(**SIZES, num_local_experts=4)))
     (router,) = {why for name, why in found.items() if name.endswith(".gate.weight")}
@@ -193,6 +268,8 @@ def test_blocks_by_glob():
     model = nn.ModuleDict({"a": nn.Linear(4, 6), "b": nn.Linear(4, 6), "c": nn.Linear(4, 6)})
     optimizer = Muon(model, blocks={"a.*": 3, "b.*": (4, 2), "re:c[.]weight": None}, lr=0.1)
     assert [layout.blocks for layout in optimizer._layouts[0]] == [(2, 2, 2), (4, 2), None]
+    in_turns = Muon(model, blocks={"a.*": {"turns": 2, "outputs": [2, 1]}})._layouts[0][0]
+    assert (in_turns.blocks, in_turns.turns) == ((4, 2), 2)
 
 
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -201,6 +278,8 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"blocks": {"x": 2}}, PlanError, "blocks holds 'x'"),
     ({"blocks": {"blocks.0.up.weight": [7, 7]}}, PlanError, "add up to 14, but it has 20 outputs"),
     ({"blocks": {"blocks.0.up.weight": 0}}, PlanError, "add up to 0"),
+    ({"blocks": {"*.up.weight": {"heads": 2}}}, PlanError, "Write, for 12 heads of 64 outputs"),
+    ({"blocks": {"*.up.weight": {"turns": 3, "outputs": [7]}}}, PlanError, "add up to 21"),
     ({"muon": "blocks.0.norm.*"}, PlanError, r"its shape is \(10,\)"),
     ({"muon": "head.*", "adamw": "he*"}, PlanError, "globs of muon and of adamw"),
     ({"lr": -1}, ConfigError, "lr: -1 is invalid"),

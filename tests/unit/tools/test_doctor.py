@@ -139,12 +139,26 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "NCCL_WIN_ENABLE=0 takes the registration of windows away",
         "unset NCCL_WIN_ENABLE",
     ),
-    "tensor parallel": (
+    "tensor groups over nodes": (
         MACHINE,
-        run(tensor_parallel=True),
+        run({"tensor_parallel": 16}, **TWO_NODES),
+        "warning",
+        "groups of 16 ranks do not fit into nodes of 8: every divided layer exchanges",
+        "Use one of 2, 4, 8.",
+    ),
+    "tensor groups and ranks": (
+        MACHINE,
+        run({"tensor_parallel": 3}),
         "problem",
-        "do not have with FSDP2 yet",
-        "Take it out",
+        "tensor_parallel.degree is 3, which does not divide the world size 8",
+        "Use one of 1, 2, 4, 8.",
+    ),
+    "tensor groups and batch": (
+        MACHINE,
+        run({"tensor_parallel": 2}, global_train_batch_size=18),
+        "problem",
+        "global_train_batch_size 18 cannot be divided by 4 groups of 2 ranks",
+        "Use a multiple of 4, for example 20.",
     ),
     "neither": (
         MACHINE,
@@ -260,7 +274,7 @@ def test_auto_microbatches_without_a_gpu():
 
 
 def test_problems_come_first():
-    found = said(machine(environment=LAUNCHED), run(tensor_parallel=True))
+    found = said(machine(environment=LAUNCHED), run({"tensor_parallel": 3}))
     assert [level for level, _ in found] == ["problem", "warning"]
 
 
@@ -549,6 +563,28 @@ def test_options_that_cannot_be(doctor, options: list[str], message: str):
     assert result.exit_code == 2
     assert json.loads(doctor(*options, "--json").stdout)["error"] in result.stderr
     assert message in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("fsdp2", "ranks", "lines"),
+    [
+        (
+            {"tensor_parallel": 8, "data_parallel_replicate_degree": 2},
+            64,
+            [
+                "mesh             dp_replicate 2 x dp_shard 4 x tp 8",
+                "each layer on 8 ranks: 0-7, 8-15, 16-23, 24-31, ...",
+                "each copy on 32 ranks: 0-31, 32-63",
+            ],
+        ),
+        ({"tensor_parallel": 2}, 4, ["dp_shard 2 x tp 2", "each layer on 2 ranks: 0-1, 2-3"]),
+    ],
+)
+def test_the_mesh_of_tensor_groups_is_drawn(fsdp2: dict[str, Any], ranks: int, lines: list[str]):
+    asked = run(fsdp2, ranks=ranks, ranks_per_node=min(ranks, 8), global_train_batch_size=64)
+    shown = [f"{label:16} {text}" for label, text in describe_run(asked)]
+    for line in lines:
+        assert any(line in text for text in shown), shown
 
 
 def test_json(doctor):

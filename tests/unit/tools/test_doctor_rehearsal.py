@@ -131,6 +131,32 @@ def test_a_key_that_a_config_transform_takes_out_is_no_mistake(doctor, assets: P
     assert "'my_own' is not a key" in doctor(settings)[1]
 
 
+def test_a_folder_with_later_checkpoints(doctor, assets: Path, tmp_path: Path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    (folder / "ep9-ba9-rank0.pt").touch()
+    settings = {**good(assets), "save_folder": str(folder)}
+    code, said = doctor(settings)
+    assert code == 1
+    assert "ep9-ba9-rank0.pt may conflict" in said
+    assert doctor({**settings, "save_overwrite": True})[0] == 0
+    assert doctor({**settings, "autoresume": True})[0] == 0
+    assert doctor({**settings, "load_path": str(assets)})[0] == 0
+
+
+def test_a_table_of_positions_ends_before_the_data(doctor, assets: Path, tmp_path: Path):
+    shape = {"n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 300}
+    text = json.dumps({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **shape})
+    (tmp_path / "config.json").write_text(text)
+    model = {"name": "hf_causal_lm", "pretrained_model_name_or_path": str(tmp_path)}
+    settings = {**good(assets), "model": {**model, "pretrained": False, "init_device": "cpu"}}
+    code, said = doctor(settings)
+    assert code == 1
+    assert "wpe' of the model ends at 8" in said
+    (tmp_path / "config.json").write_text(text.replace('"n_positions": 8', '"n_positions": 24'))
+    assert doctor(settings)[0] == 0, doctor(settings)[1]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_a_precision_for_gpus(doctor, assets: Path, precision: str):
     settings = changed(good(assets), {"precision": precision, "global_train_batch_size": 16})

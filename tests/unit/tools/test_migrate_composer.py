@@ -136,8 +136,17 @@ OUTSIDE = [
     ("model", {"init_device": "cpu"}, "model.init_device", K),
     ("optimizer", {"name": "muon", "lr": 0.02}, "optimizer.name", K),
     ("optimizer", {"name": "dion"}, "optimizer.name", CH),
-    ("tp_config", {"strategy": "ffn"}, "tp_config", UN),
     ("tp_config", None, "tp_config", NOT),
+]
+FFN = {"strategy": "ffn", "tensor_parallel_degree": 2}
+PLAN = {"*.up": "colwise", "*.down": "rowwise"}
+TENSOR = [
+    ({"strategy": "ffn", "tensor_parallel_degree": 1}, NOT, None),
+    (FFN, CH, {"degree": 2}),
+    ({"tensor_parallel_degree": 4}, C, {"degree": 4}),
+    ({"degree": 4, "layer_plan": PLAN}, C, {"degree": 4, "layer_plan": PLAN}),
+    ({"strategy": "ffn"}, DEC, None),
+    ({"tensor_parallel_degree": 2, "device_mesh": 1}, DEC, None),
 ]
 
 
@@ -149,12 +158,39 @@ def migrate_tp(value):
     return migrate(dump({"parallelism_config": {"fsdp": {"verbose": True}, "tp": value}}))
 
 
-@pytest.mark.parametrize(("value", "status"), [(None, NOT), ({"strategy": "ffn"}, UN)])
-def test_tensor_parallelism_beside_fsdp(value, status):
-    report = migrate_tp(value)
+def migrate_both(value):
+    """LLM Foundry's key, and Composer's."""
+    return migrate_beside("tp_config", value), migrate_tp(value)
+
+
+@pytest.mark.parametrize(("value", "status", "becomes"), TENSOR)
+def test_tensor_parallelism_beside_fsdp_becomes_a_setting(value, status, becomes):
+    for report, key in zip(
+        migrate_both(value), ("tp_config", "parallelism_config.tp"), strict=True
+    ):
+        assert entry_of(report, key).status is status
+        assert settings_of(report).get("tensor_parallel") == becomes
+        parsed = OmegaConf.to_container(OmegaConf.create(report.text))
+        assert "tp_config" not in parsed
+        assert "tp" not in parsed["parallelism_config"]
+        parse_run_config(parsed)
+        check_stable(report)
+
+
+def test_no_tensor_parallelism_stays_as_it_is():
+    parsed = yaml.safe_load(migrate_tp(None).text)
+    assert parsed["parallelism_config"]["tp"] is None
+
+
+@pytest.mark.parametrize(("value", "status"), [(FFN, DEC), ({"degree": 2}, K)])
+def test_tensor_parallelism_beside_fsdp2(value, status):
+    """Only what is outside of our block: it stays."""
+    for outer in ({"tp_config": value, "fsdp_config": {"version": 2}},):
+        report = migrate(dump(outer))
+        assert entry_of(report, "tp_config").status is status
+        assert yaml.safe_load(report.text)["tp_config"] == value
+    report = migrate(dump({"parallelism_config": {"fsdp2": {}, "tp": value}}))
     assert entry_of(report, "parallelism_config.tp").status is status
-    parsed = OmegaConf.to_container(OmegaConf.create(report.text))
-    assert parsed["parallelism_config"]["tp"] == value
 
 
 @pytest.mark.parametrize(("name", "value", "key", "status"), OUTSIDE)
@@ -168,7 +204,16 @@ def fsdp1_reports() -> list[Report]:
     """One migration of every row and more."""
     reports = [migrate_block(key, value) for key, value, *_ in CASES]
     reports += [migrate_beside(name, value) for name, value, *_ in OUTSIDE]
-    return [*reports, migrate_tp(None), migrate_tp({"strategy": "ffn"})]
+    reports += [report for value, *_ in TENSOR for report in migrate_both(value)]
+    reports += [
+        migrate(dump({"fsdp_config": {"version": 2}, "tp_config": value}))
+        for value in (FFN, {"degree": 2})
+    ]
+    reports += [
+        migrate(dump({"parallelism_config": {"fsdp2": {}, "tp": value}}))
+        for value in (FFN, {"degree": 2})
+    ]
+    return [*reports, migrate_tp(None)]
 
 
 def test_every_row_and_every_key_of_composer_has_a_case():
@@ -330,7 +375,9 @@ def test_what_version_2_ignored_stays_out(key):
 def version2_reports() -> list[Report]:
     """One migration of every row of the block."""
     cases = [(key, value) for key, value, *_ in VERSION2] + [(key, 1) for key in IGNORED]
-    return [migrate_version2(key, value) for key, value in cases]
+    block = {"fsdp_config": {"reshard_after_forward": True}}
+    beside = [migrate(dump({**block, "tp_config": value})) for value, *_ in TENSOR]
+    return [migrate_version2(key, value) for key, value in cases] + beside
 
 
 def test_every_row_of_version_2_has_a_case():
@@ -340,9 +387,9 @@ def test_every_row_of_version_2_has_a_case():
 
 
 VALUES = st.one_of(st.booleans(), st.none(), st.integers(-1, 9), st.sampled_from(["full", "node"]))
-BLOCKS = st.dictionaries(
-    st.sampled_from(sorted({row.key for row in FSDP1.rows} | {"unknown", "fsdp_size"})), VALUES
-)
+# A key with a star is of the file around the block.
+KEYS = {row.key for row in FSDP1.rows if "*" not in row.key} | {"unknown", "fsdp_size"}
+BLOCKS = st.dictionaries(st.sampled_from(sorted(KEYS)), VALUES)
 
 
 @settings(max_examples=150, deadline=None)
@@ -441,7 +488,7 @@ parameters:
   # FSDP
   fsdp_config:
     sharding_strategy: FULL_SHARD  # all of it
-  tp_config: {strategy: ffn}
+  tp_config: {strategy: ffn, tensor_parallel_degree: 2}
   precision: amp_bf16
 """
 
@@ -455,11 +502,11 @@ def test_a_run_under_parameters_is_migrated_where_it_is():
         "  parallelism_config:",
         "    fsdp2:",
         "      reshard_after_forward: auto  # all of it",
-        "      state_dict_type: full",
+        "      tensor_parallel:",
     ]
     assert report.remarks == ()
     assert "built on rank 0" in entry_of(report, "parameters.model.init_device").reason
-    assert entry_of(report, "parameters.tp_config").status is UN
+    assert entry_of(report, "parameters.tp_config").status is CH
     check_stable(report)
 
 

@@ -113,7 +113,7 @@ DEGREES = [
     ("dp_shard_size", 4, R, {SHARD: 4}),
     ("dp_shard_size", 1, C, {SHARD: 1}),
     ("tp_size", 1, NOT, {}),
-    ("tp_size", 2, UN, {}),
+    ("tp_size", 2, C, {"tensor_parallel": 2}),
     ("cp_size", 1, NOT, {}),
     ("cp_size", 2, UN, {}),
     ("cp_comm_strategy", "allgather", NOT, {}),
@@ -121,6 +121,7 @@ DEGREES = [
 LAUNCHING = [
     row.key for row in ACCELERATE.rows if "launcher" in row.reason and row.key != "distributed_type"
 ]
+KINDS = ("tensor", "context", "expert", "pipeline")
 ARGUMENTS = [
     ("fsdp", "", NOT, {}),
     ("fsdp", "full_shard auto_wrap", C, AUTO),
@@ -145,6 +146,16 @@ ARGUMENTS = [
     ("fp16", False, NOT, {}),
     ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
+    *((f"{kind}_parallel_size", 1, NOT, {}) for kind in KINDS),
+    *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS if kind != "tensor"),
+    ("sequence_parallel_degree", 1, NOT, {}),
+    ("sequence_parallel_degree", 2, UN, {}),
+    ("dp_replicate_size", 1, NOT, {}),
+    ("dp_replicate_size", 2, R, {REPLICATE: 2}),
+    ("dp_shard_size", None, NOT, {}),
+    ("dp_shard_size", 8, R, {SHARD: 8}),
+    ("dp_shard_size", 1, DEC, {}),
+    ("tensor_parallel_size", 4, C, {"tensor_parallel": 4}),
 ]
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
@@ -209,9 +220,10 @@ FEATURES = [
     "zenflow",
 ]
 PARALLEL = [
-    *("tensor_parallel", "autotp_size", "tp_size", "sequence_parallel", "sequence_parallel_size"),
+    *("sequence_parallel", "sequence_parallel_size"),
     *("context_parallel_size", "expert_parallel_size", "pipeline", "pipeline_parallel_size"),
 ]
+TENSOR = ("tensor_parallel", "autotp_size", "tp_size")
 MASTERS = [
     *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
     "fp16.fp16_master_weights_and_grads",
@@ -223,8 +235,11 @@ DEEP = [
     *((key, 1, NOT, {}) for key in PARALLEL),
     *((key, 2, UN, {}) for key in PARALLEL),
     ("tensor_parallel", {"autotp_size": 1, "tp_overlap_comm": True}, NOT, {}),
-    ("tensor_parallel", {"autotp_size": "auto"}, UN, {}),
-    ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, UN, {}),
+    *((key, {"autotp_size": "auto"}, DEC, {}) for key in TENSOR),
+    ("tensor_parallel", {"autotp_size": 4}, C, {"tensor_parallel": 4}),
+    ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, C, {"tensor_parallel": 4}),
+    *((key, 1, NOT, {}) for key in TENSOR),
+    *((key, 2, C, {"tensor_parallel": 2}) for key in TENSOR),
     *((key, False, NOT, {}) for key in MASTERS),
     *((key, True, UN, {}) for key in MASTERS),
     ("fp16.loss_scale", 0, NOT, {}),
@@ -522,6 +537,8 @@ def reports_of(dialect: Dialect) -> list[Report]:
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        # On eight ranks the others would have to hold copies, and nothing says so.
+        reports.append(migrate("fsdp: full_shard auto_wrap\ndp_shard_size: 1\n"))
         return reports
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]

@@ -171,6 +171,14 @@ def test_a_mesh_has_replicas_as_rows():
     assert place["rank 3"][1] == place["rank 0"][1]
 
 
+def test_a_cell_of_a_mesh_holds_a_tensor_group():
+    figure = mesh_picture(MeshShape(shard=2, replicate=2, tensor=8))
+    check_text(figure)
+    shown = {*texts_of(figure)}
+    assert {"0-7", "8-15", "16-23", "24-31"} <= shown
+    assert "dp_replicate 2 x dp_shard 2 x tp 8: 32 ranks" in shown
+
+
 def test_a_step_shows_a_gather_before_what_it_is_for():
     events = [
         *(UnitEvent(e, u) for u in ("", "blocks.0") for e in ("forward", "gather")),

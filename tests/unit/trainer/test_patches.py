@@ -276,6 +276,9 @@ ASKING: dict[str, Callable[[PatchPoint], object]] = {
     "LLM Foundry's training on one rank with FSDP2": lambda _: transform.transform(
         {"parallelism_config": {"fsdp2": {}}}
     ),
+    "Tensor parallelism in LLM Foundry's training": lambda _: transform.transform(
+        {"parallelism_config": {"fsdp2": {"tensor_parallel": 2}}}
+    ),
     "LLM Foundry's evaluation with parallelism_config": called({"parallelism_config": {}}),
     "The optimizers DecoupledAdaLRLion and DecoupledClipLion": added("optimizers", _LIONS),
     "The optimizer DecoupledLionW of LLM Foundry": added(

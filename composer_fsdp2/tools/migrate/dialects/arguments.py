@@ -15,15 +15,24 @@ from composer_fsdp2.tools.migrate.accelerate import (
     is_names,
     is_nothing,
     is_number,
+    is_size,
     min_num_params,
+    parallel_rows,
     per_node,
     precision_row,
     under,
     wrap_classes,
 )
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+from composer_fsdp2.tools.migrate.tensor import degree_rows
 
-__all__ = ["CHECKPOINTING_ROWS", "PRECISION_ROWS", "TRAINING_ARGUMENTS", "add_trainer_precision"]
+__all__ = [
+    "CHECKPOINTING_ROWS",
+    "PARALLEL_ROWS",
+    "PRECISION_ROWS",
+    "TRAINING_ARGUMENTS",
+    "add_trainer_precision",
+]
 
 _R, _C = Status.RENAMED, Status.CONVERTED
 _NOT, _CH, _DEC = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION
@@ -105,6 +114,20 @@ PRECISION_ROWS = (
     _auto("fp16"),
 )
 """of `TrainingArguments`, whatever shards"""
+PARALLEL_ROWS = (
+    *degree_rows("tensor_parallel_size", (1, None)),
+    *(
+        row
+        for name, kind in (
+            ("context_parallel_size", "context"),
+            ("sequence_parallel_degree", "sequence"),
+            ("expert_parallel_size", "expert"),
+            ("pipeline_parallel_size", "pipeline"),
+        )
+        for row in parallel_rows(name, f"{kind} parallelism")
+    ),
+)
+"""of axolotl, whatever shards"""
 
 _ARGUMENTS = (
     Row("fsdp", _NOT, "no strategy is named", (None, "", False, [])),
@@ -131,6 +154,12 @@ _ARGUMENTS = (
     Row("fsdp_version", _NOT, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2", None)),
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
+    *PARALLEL_ROWS,
+    Row("dp_replicate_size", _NOT, "one copy is the default", (1, None)),
+    Row("dp_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
+    Row("dp_shard_size", _NOT, "what the other sizes leave, as here", (None,)),
+    Row("dp_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
+    Row("dp_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
 )
 
 
@@ -158,7 +187,21 @@ def _finish_arguments(context: Context) -> None:
         _ignore_strategy(context, words)
     elif words is not None and any(word.startswith("hybrid") for word in _words(words.value)):
         per_node(context, words, "full_shard")
+    if words is not None:
+        _check_offload(words, context.entries.get("config.offload_params"))
     add_trainer_precision(context)
+
+
+def _check_offload(words: Entry, switch: Entry | None) -> None:
+    """The word and the switch of the block say the same thing, or the user says which counts."""
+    if switch is None or switch.value not in (False, "false") or "cpu_offload" not in words.becomes:
+        return
+    for entry in (words, switch):
+        entry.decide(
+            f"`{words.key}` asks for offload and `{switch.key}` switches it off",
+            f"{switch.key}=true",
+            f"write {words.key} without the word offload",
+        )
 
 
 def _ignore_strategy(context: Context, words: Entry) -> None:

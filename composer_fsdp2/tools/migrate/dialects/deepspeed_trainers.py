@@ -12,6 +12,7 @@ from composer_fsdp2.tools.migrate.accelerate import (
     add_precision,
     distributed_type,
     find_ranks,
+    is_launchers,
     under,
 )
 from composer_fsdp2.tools.migrate.deepspeed import (
@@ -20,7 +21,11 @@ from composer_fsdp2.tools.migrate.deepspeed import (
     fill_in,
     finish_deepspeed,
 )
-from composer_fsdp2.tools.migrate.dialects.arguments import CHECKPOINTING_ROWS, PRECISION_ROWS
+from composer_fsdp2.tools.migrate.dialects.arguments import (
+    CHECKPOINTING_ROWS,
+    PARALLEL_ROWS,
+    PRECISION_ROWS,
+)
 from composer_fsdp2.tools.migrate.report import Context, Dialect, Path, Row, Site, Status
 
 __all__ = ["ACCELERATE_DEEPSPEED", "ARGUMENTS_DEEPSPEED"]
@@ -120,7 +125,7 @@ _LAUNCHER = tuple(row for row in TOP_ROWS if row.key != _CONFIG)
 
 def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
     kind, block = distributed_type(data), data.get(_CONFIG)
-    if kind != "DEEPSPEED" and (kind or "compute_environment" not in data or not block):
+    if kind != "DEEPSPEED" and (kind or not block or not is_launchers(data)):
         return []
     known = {row.key for row in _LAUNCHER} | {BLOCK, "parallelism_config"}
     keys = {key: key for key in data if key in known}
@@ -165,6 +170,9 @@ ACCELERATE_DEEPSPEED = Dialect(
 # --- `deepspeed:` and `deepspeed_config:` of TrainingArguments, axolotl and older Composer. ---
 
 
+_AROUND = (*PRECISION_ROWS, *CHECKPOINTING_ROWS, *PARALLEL_ROWS)
+
+
 def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
     """Mappings at any depth that name DeepSpeed's settings or hold them."""
     sites = []
@@ -173,7 +181,7 @@ def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
     for name in (_ARGUMENT, _CONFIG):
         if data.get(name) and isinstance(data[name], str | Mapping | list):
             _check_alone(data, name, path)
-            known = {row.key for row in (*PRECISION_ROWS, *CHECKPOINTING_ROWS)}
+            known = {row.key for row in _AROUND}
             keys = {key: key for key in data if key in known}
             sites = [Site(path, {**keys, name: _ARGUMENT})]
     if sites:
@@ -221,7 +229,7 @@ ARGUMENTS_DEEPSPEED = Dialect(
     "huggingface-deepspeed",
     "Hugging Face TrainingArguments with DeepSpeed",
     _find_arguments,
-    (*PRECISION_ROWS, *CHECKPOINTING_ROWS, *under(_ARGUMENT, _JSON)),
+    (*_AROUND, *under(_ARGUMENT, _JSON)),
     finish=_finish_arguments,
     files=frozenset({_ARGUMENT}),
 )

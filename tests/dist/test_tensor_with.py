@@ -1,0 +1,378 @@
+"""Everything that stands beside tensor parallelism: equal to one process, or refused by name."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from composer import algorithms as A
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2 import install, prepare_fully_shard
+from composer_fsdp2.blocks.fp8 import Float8Plan, apply_float8
+from composer_fsdp2.config.blocks import Float8Spec
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.trainer.parallelism.refused import check_scale
+from tests.dist.test_tensor_parallel import (
+    DEGREE,
+    SIZES,
+    VOCAB,
+    assert_same_gradients,
+    assert_same_state,
+    global_batches,
+    llama,
+    loss_of,
+    mean,
+    mpt,
+    of_this_group,
+    prepared,
+    qwen3,
+)
+from tests.dist.test_tensor_trainer import FORMS, adamw, built, samples
+from tests.support.parity import OPTIMIZERS, assert_close, assert_same_values, full
+from tests.support.tensor_pairs import METHODS, MODELS, SETTINGS, TRAINER, Pair
+from tests.support.training import trainer_for
+
+VIEWS = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+GRADS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+SLOW = pytest.mark.slow
+OWN = {name: pair for name, pair in SETTINGS.items() if not pair.test}
+EQUAL = [name for name, pair in OWN.items() if not pair.refused]
+REFUSED = [name for name, pair in OWN.items() if pair.refused]
+STEPS = 6
+
+
+def test_each_row_of_the_table_is_a_test():
+    here = Path(__file__).parent
+    for pair in (*SETTINGS.values(), *TRAINER.values(), *MODELS.values(), *METHODS.values()):
+        if pair.test:
+            file, _, function = pair.test.partition("::")
+            tree = ast.parse((here / file).read_text())
+            assert function in {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
+        else:
+            assert pair.settings
+
+
+def skip_where_missing(pair: Pair) -> None:
+    if pair.needs == "torchao":
+        pytest.importorskip("torchao.float8", reason="needs the extra fp8")
+    elif pair.needs and not hasattr(FSDPModule, pair.needs):
+        pytest.skip(f"torch has no {pair.needs}")
+
+
+def groups_together(
+    oracle: nn.Module,
+    model: nn.Module,
+    pair: tuple[torch.optim.Optimizer, torch.optim.Optimizer],
+    steps: int = STEPS,
+) -> None:
+    """Trains both; one process sees the batch of one group after the other."""
+    groups = dist.get_world_size() // DEGREE
+    for step, ids in enumerate(global_batches(steps)):
+        expected = torch.zeros(())
+        for part in ids.chunk(groups):
+            loss = loss_of(oracle, part) / groups
+            loss.backward()
+            expected = expected + loss.detach()
+        got = loss_of(model, of_this_group(ids))
+        got.backward()
+        assert_close(f"loss of step {step}", expected, mean(got))
+        if step == 0:
+            assert_same_gradients(oracle, model)
+        for one in pair:
+            one.step()
+            one.zero_grad()
+    assert_same_values(oracle, model)
+
+
+@VIEWS
+@GRADS
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=SLOW if n == "compile, inductor" else ()) for n in EQUAL]
+)
+def test_settings_that_are_equal_to_one_process(name: str):
+    given = SETTINGS[name]
+    skip_where_missing(given)
+    in_fp8, compiled = "fp8" in given.settings, "compile" in given.settings
+    # Where a cast is a matter of rounding, AdamW makes a full step of it.
+    for optimizer in ("adamw",) if compiled else ("sgd",) if in_fp8 else ("sgd", "adamw"):
+        torch.manual_seed(0)
+        model: nn.Module = (
+            llama(hidden_size=32, intermediate_size=64, head_dim=8) if in_fp8 else qwen3()
+        )
+        oracle = copy.deepcopy(model)
+        if in_fp8:
+            convert(oracle, given.settings["fp8"].get("recipe", "tensorwise"))
+        pair = tuple(OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model))
+        prepared(model, pair[1], **given.settings)
+        groups_together(oracle, model, (pair[0], pair[1]))
+        assert_same_state(*pair)
+
+
+def convert(model: nn.Module, recipe: Any) -> None:
+    """Gives the layers of all MLPs torchao's forward."""
+    linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    names = tuple(name for name in linear if ".mlp." in name)
+    spec = Float8Spec(emulate=True, recipe=recipe)
+    apply_float8(model, Float8Plan(modules=names, gathered=(), settings=spec))
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_that_are_refused(name: str):
+    given, model = SETTINGS[name], llama()
+    before = {name: id(param) for name, param in model.named_parameters()}
+    with pytest.raises((ConfigError, PlanError), match=given.refused):
+        prepared(model, None, **given.settings)
+    assert {name: id(param) for name, param in model.named_parameters()} == before
+
+
+@VIEWS
+@pytest.mark.world_size(4)
+def test_islands_compute_in_fp32():
+    """In bf16 one process cannot be met to the last digit: FSDP2 alone is what it is held to."""
+    low = {"param_dtype": "bf16", "reduce_dtype": "fp32", "output_dtype": "fp32"}
+    settings = {"mixed_precision": low, "keep_fp32": ["*norm*"]}
+    torch.manual_seed(0)
+    models = [llama(), llama()]
+    models[1].load_state_dict(models[0].state_dict())
+    seen: list[torch.dtype] = []
+    prepare_fully_shard(models[0], None, settings)
+    prepared(models[1], None, **settings)
+    models[1].get_submodule("model.layers.0.input_layernorm").register_forward_hook(
+        lambda module, _inputs, _output: seen.append(module.weight.dtype)
+    )
+    ids = global_batches(1)[0]
+    own = (ids.chunk(4)[dist.get_rank()], of_this_group(ids))
+    losses = [loss_of(model, part) for model, part in zip(models, own, strict=True)]
+    for loss in losses:
+        loss.backward()
+    assert seen == [torch.float32]
+    assert (mean(losses[0]) - mean(losses[1])).abs() < 5e-3
+    for (name, one), other in zip(
+        models[0].named_parameters(), models[1].parameters(), strict=True
+    ):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert (full(one.grad) - full(other.grad)).abs().max() < 2e-2, name
+
+
+@VIEWS
+@pytest.mark.world_size(4)
+def test_state_in_bf16_is_the_same_on_all_ranks_of_a_group():
+    """It is rounded by chance, which must be the same where ranks hold the same weights."""
+    settings = {"optimizer_state": {"dtype": "bf16"}}
+    torch.manual_seed(0)
+    # The embedding is whole on each rank of a group, and large enough for the setting.
+    models = [wide_gpt2(), wide_gpt2()]
+    models[1].load_state_dict(models[0].state_dict())
+    pair = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in models]
+    prepare_fully_shard(models[0], pair[0], settings)
+    whole = {"degree": 2, "layer_plan": {"lm_head": "whole"}}
+    prepared(models[1], pair[1], tensor_parallel=whole, **settings)
+    for ids in global_batches(3):
+        for model, part in zip(
+            models, (ids.chunk(4)[dist.get_rank()], of_this_group(ids)), strict=True
+        ):
+            loss_of(model, part).backward()
+        for one in pair:
+            one.step()
+            one.zero_grad()
+    wte = models[1].get_parameter("transformer.wte.weight")
+    assert wte.numel() > 4096
+    local = wte.to_local()
+    everyone = [torch.empty_like(local) for _ in range(4)]
+    dist.all_gather(everyone, local)
+    assert torch.equal(everyone[0], everyone[1])
+    assert torch.equal(everyone[2], everyone[3])
+    ours, theirs = (one.state_dict()["state"] for one in (pair[1], pair[0]))
+    for number in theirs:
+        expected, found = (full(s[number]["momentum_buffer"]) for s in (theirs, ours))
+        # Three roundings of which each may be one unit of the last place.
+        assert (expected - found).abs().max() <= 2**-5 * expected.abs().max(), number
+    for (name, one), other in zip(
+        models[0].state_dict().items(), models[1].state_dict().values(), strict=True
+    ):
+        assert (full(one) - full(other)).abs().max() < 1e-3, name
+
+
+def wide_gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=160,
+        n_layer=1,
+        n_head=4,
+        n_positions=8,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+# --- Trainer ---
+
+
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(
+    ("item", "match"),
+    [
+        (A.EMA, "EMA and tensor.*in an order of its own"),
+        (A.SWA, "SWA and tensor.*in an order of its own"),
+        (A.SAM, "SAM and tensor.*in an order of its own"),
+        (A.LayerFreezing, "LayerFreezing and tensor.*in an order of its own"),
+        (A.SelectiveBackprop, "SelectiveBackprop and tensor.*draws on each rank by itself"),
+        (A.MixUp, "MixUp and tensor.*draws on each rank by itself"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.* has known issues")
+def test_items_are_refused_by_name(item: Any, match: str):
+    install()
+    model = built()
+    with pytest.raises(ConfigError, match=match):
+        trainer_for(
+            model,
+            adamw(model),
+            samples(),
+            parallelism_config=FORMS["degree"],
+            algorithms=[item()],
+        )
+
+
+def test_scaled_gradients_are_refused():
+    with pytest.raises(ConfigError, match="agree on the scale of gradients"):
+        check_scale(parse_config({"tensor_parallel": 2}), torch.float16)
+
+
+# --- Models ---
+
+
+def mixtral(**changes: Any) -> nn.Module:
+    sizes: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2} | changes
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **sizes))
+
+
+@VIEWS
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "changes",
+    # With sixteen experts, some get no token in a batch of 28; six are not divisible.
+    [{}, {"num_local_experts": 16, "num_experts_per_tok": 1}, {"num_local_experts": 6}],
+    ids=["four", "some without tokens", "six"],
+)
+def test_experts_train_like_one_process(changes: dict[str, int], optimizer: str):
+    torch.manual_seed(0)
+    model = mixtral(**changes)
+    oracle = copy.deepcopy(model)
+    pair = (OPTIMIZERS[optimizer](oracle.parameters()), OPTIMIZERS[optimizer](model.parameters()))
+    prepared(model, pair[1])
+    groups_together(oracle, model, pair, steps=20 if not changes else STEPS)
+    assert_same_state(*pair)
+
+
+class Expert(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(16, 24)
+        self.down_proj = nn.Linear(24, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.up_proj(x).relu())
+
+
+class Mixture(nn.Module):
+    """Sends a whole batch to one expert, and calls no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 4)
+        self.experts = nn.ModuleList(Expert() for _ in range(4))
+        self.chosen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.gate(x).softmax(-1)[..., self.chosen, None]
+        return x + self.experts[self.chosen](x) * weight
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 16)
+        self.blocks = nn.ModuleList(Mixture() for _ in range(2))
+        self.lm_head = nn.Linear(16, VOCAB)
+
+    def fsdp_wrap_fn(self, module: nn.Module) -> bool:
+        return isinstance(module, Mixture)
+
+    def forward(self, ids: torch.Tensor, **_: Any) -> Any:
+        x = self.embedding(ids)
+        for number, block in enumerate(self.blocks):
+            # The third expert of each block is nobody's.
+            block.chosen = (0, 1, 3)[(int(ids[0, 0]) + number) % 3]
+            x = block(x)
+        return transformers.modeling_outputs.CausalLMOutput(logits=self.lm_head(x))
+
+
+@VIEWS
+@pytest.mark.world_size(4)
+def test_experts_that_a_group_leaves_out():
+    torch.manual_seed(0)
+    model = Sparse()
+    oracle = copy.deepcopy(model)
+    pair = [OPTIMIZERS["adamw"](m.parameters()) for m in (oracle, model)]
+    prepared(model, pair[1])
+    for ids in global_batches(STEPS):
+        for part in ids.chunk(2):
+            (loss_of(oracle, part) / 2).backward()
+        loss_of(model, of_this_group(ids)).backward()
+        nobodys = model.get_parameter("blocks.0.experts.2.up_proj.weight")
+        assert nobodys.grad is None
+        for one in pair:
+            one.step()
+            one.zero_grad()
+    assert_same_values(oracle, model)
+
+
+@pytest.mark.filterwarnings("ignore:.* were chosen as units, and some ranks may leave")
+@pytest.mark.world_size(4)
+def test_a_tower_is_refused():
+    with pytest.raises(PlanError, match=r"may be left out by a rank \(a tower\)"):
+        prepared(with_tower(), None)
+
+
+def with_tower() -> nn.Module:
+    text = {**SIZES, "model_type": "llama"}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 4, "patch_size": 2}
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**text),
+        vision_config=transformers.CLIPVisionConfig(**vision),
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+@pytest.mark.world_size(4)
+def test_adapters_are_refused():
+    peft = pytest.importorskip("peft")
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), adapters)
+    with pytest.raises(PlanError, match="is a low-rank adapter"):
+        prepared(model, None)
+
+
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
+@pytest.mark.filterwarnings("ignore:alibi or rope is turned on")
+@pytest.mark.world_size(4)
+def test_alibi_is_refused():
+    with pytest.raises(PlanError, match="uses ALiBi"):
+        prepared(mpt(alibi=True), None)

@@ -1,0 +1,137 @@
+"""What no table speaks of and is about sharding all the same: asked for, never passed over."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from composer_fsdp2.cli.main import app
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.tools.migrate.engine import migrate
+from composer_fsdp2.tools.migrate.report import Status
+from tests.support.migrating import entry_of
+
+SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+FSDP1 = "fsdp_config:\n  sharding_strategy: FULL_SHARD\nprecision: amp_bf16\n"
+WORDS = "fsdp: full_shard auto_wrap\nbf16: true\n"
+DEEPSPEED = "deepspeed:\n  zero_optimization:\n    stage: 3\nbf16: true\n"
+INSIDE = [
+    ("runs:\n- name: a\n  fsdp_config:\n    sharding_strategy: SHARD_GRAD_OP\n", "runs"),
+    ("runs:\n- [{x: {zero_optimization: {stage: 3}}}]\n", "runs"),
+    ("deepspeed: true\nbf16: true\n", "deepspeed"),
+    ("command: composer a.py b.yaml fsdp_config.sharding_strategy=HYBRID_SHARD\n", "command"),
+    ("command: |\n  cat > c.yaml\n    sharding_strategy: HYBRID_SHARD\n", "command"),
+    (f"model:\n  fsdp_config:\n    cpu_offload: true\n{FSDP1}", "model.fsdp_config.cpu_offload"),
+    (f"{FSDP1}x:\n  zero_optimization:\n    stage: 2\n", "x.zero_optimization.stage"),
+    (f"{FSDP1}tensor_parallel_degree: 2\n", "tensor_parallel_degree"),
+    (f"{FSDP1}tp_config:\n  tensor_parallel_degree: 2\n", "tp_config"),
+    (f"{WORDS}tensor_parallel_size: 2\n", "tensor_parallel_size"),
+    (f"{WORDS}context_parallel_size: 2\n", "context_parallel_size"),
+    (f"{WORDS}sequence_parallel_degree: 2\n", "sequence_parallel_degree"),
+    (f"{WORDS}fsdp_new_key: some\n", "fsdp_new_key"),
+    (f"{WORDS}ep_size: 2\n", "ep_size"),
+    (f"{DEEPSPEED}sequence_parallel_degree: 2\n", "sequence_parallel_degree"),
+    (f"{DEEPSPEED}sp_size: 2\n", "sp_size"),
+]
+
+
+@pytest.mark.parametrize(("text", "key"), INSIDE)
+def test_what_is_about_sharding_is_asked_for_wherever_it_stands(tmp_path, text, key):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(text)
+    assert entry_of(migrate(text), key).is_open
+    assert CliRunner().invoke(app, ["migrate", str(old), "-o", str(new)]).exit_code == 1
+    written = new.read_text()
+    (note,) = [line for line in written.splitlines() if line.lstrip().startswith("#")]
+    assert key in note
+    data = yaml.safe_load(text)
+    for name, value in yaml.safe_load(written).items():
+        assert name == "parallelism_config" or name == "precision" or data[name] == value
+    assert migrate(written).text == written
+
+
+OTHER = [
+    "rollout:\n  tensor_parallel_size: 4\n",
+    "tensor_parallel_size: 1\nsequence_parallel_degree:\n",
+    "name: trained with fsdp_config and zero_optimization\n",
+    "runs:\n- fsdp_config: {}\n",
+    "teacher:\n  deepspeed: false\n",
+]
+
+
+@pytest.mark.parametrize("start", [FSDP1, WORDS, "model:\n  name: mpt\n"])
+@pytest.mark.parametrize("text", OTHER)
+def test_what_is_off_or_about_something_else_is_left(start, text):
+    report = migrate(start + text)
+    assert not report.having(Status.DECISION, Status.UNSUPPORTED)
+    assert text in report.text or text.startswith("tensor_parallel_size")
+
+
+def test_the_comment_stands_where_a_comment_can_stand():
+    text = f"{FSDP1}x: {{y: 1, tp_config: 2}}\nm:\n  a: |\n    b\n  l:\n  - deepspeed: c\n"
+    report = migrate(text)
+    lines = report.text.splitlines()
+    assert sum("; decide: " in line for line in lines) == 2
+    assert lines[lines.index("x: {y: 1, tp_config: 2}") - 1].startswith(
+        "# not supported yet: x.tp_config"
+    )
+    assert lines[lines.index("  l:") - 1].startswith("  # needs")
+    whole = json.dumps({"runs": [{"fsdp": "full_shard"}]})
+    assert migrate(whole).text == whole
+    assert migrate(whole).having(Status.DECISION)
+
+
+def fsdp2(text: str) -> dict[str, Any]:
+    report = migrate(text)
+    assert not report.having(Status.DECISION, Status.UNSUPPORTED)
+    return yaml.safe_load(report.text)["parallelism_config"]["fsdp2"]
+
+
+def test_sizes_of_axolotl_are_degrees():
+    settings = fsdp2(f"{WORDS}dp_shard_size: 4\ndp_replicate_size: 2\n")
+    assert (settings[SHARD], settings[REPLICATE]) == (4, 2)
+    assert SHARD not in fsdp2(f"{WORDS}dp_shard_size:\ndp_replicate_size: 1\n")
+    assert fsdp2(f"{WORDS}dp_shard_size: 1\ndp_replicate_size: 2\n")[SHARD] == 1
+
+
+BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+
+
+def test_two_blocks_of_a_file_without_a_type_are_refused():
+    with pytest.raises(ConfigError, match="both 'deepspeed_config' and 'fsdp_config'"):
+        migrate(f"{FSDP1}deepspeed_config:\n  zero_stage: 2\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "dialect"),
+    [
+        ("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n", "accelerate"),
+        ("deepspeed_config:\n  zero_stage: 3\n", "accelerate-deepspeed"),
+    ],
+)
+def test_a_launchers_file_without_a_type_keeps_its_precision(text, dialect):
+    report = migrate(f"{text}mixed_precision: bf16\n")
+    assert report.dialect == dialect
+    assert yaml.safe_load(report.text)["precision"] == "amp_bf16"
+    assert fsdp2(f"{text}mixed_precision: bf16\n")["mixed_precision"] == BF16
+
+
+def test_the_word_offload_and_its_switch():
+    text = "fsdp: full_shard auto_wrap offload\nfsdp_config:\n  offload_params: {}\nbf16: true\n"
+    report = migrate(text.format("false"))
+    assert {entry.key for entry in report.having(Status.DECISION)} == {
+        "fsdp",
+        "fsdp_config.offload_params",
+    }
+    assert fsdp2(text.format("true"))["cpu_offload"] is True
+    decided = migrate(text.format("false"), decisions={"fsdp_config.offload_params": True})
+    assert not decided.having(Status.DECISION)
+
+
+def test_an_option_about_another_key_names_that_key():
+    entry = entry_of(migrate('{"amp": {"enabled": true}}'), "amp.enabled")
+    assert entry.options == ("amp.enabled=false", "bf16.enabled=true")
