@@ -32,8 +32,8 @@ def move_tensor_parallel(parsed: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a strategy, or two places for one thing.
     """
+    from composer_fsdp2.config.group_size import TENSOR_KEY
     from composer_fsdp2.config.parallel import check_strategy
-    from composer_fsdp2.config.tensor_degree import TENSOR_KEY
 
     others = {key: value for key, value in parsed.items() if key != "tp_config"}
     tp, block = parsed.get("tp_config"), parsed["fsdp_config"]
@@ -57,21 +57,22 @@ def check_groups(parsed: Mapping[str, Any], settings: FSDP2Config) -> None:
     Raises:
         ConfigError: the degrees do not multiply to the ranks, or the groups cannot share a batch.
     """
+    from composer_fsdp2.config.group_size import ranks_of_a_batch
     from composer_fsdp2.plan.mesh_shape import MeshShape
 
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, size = int(os.environ.get("WORLD_SIZE", "1")), ranks_of_a_batch(settings)
     shape = MeshShape.resolve(settings, ranks)
-    batch, groups = parsed.get("global_train_batch_size"), ranks // shape.tensor
+    batch, groups = parsed.get("global_train_batch_size"), ranks // size
     if isinstance(batch, int) and batch % groups:
         raise ConfigError(
             f"global_train_batch_size is {batch}, which the {groups} groups of {shape.describe()} "
-            f"cannot share: the {shape.tensor} ranks of a group read the same samples. Use a "
+            f"cannot share: the {size} ranks of a group read the same samples. Use a "
             f"multiple of {groups}, for example {-(-batch // groups) * groups}."
         )
     if "device_train_batch_size" in parsed:
         raise ConfigError(
             "LLM Foundry has divided the batch by the number of ranks before this package could "
-            "divide it by the number of tensor groups. Every rank would read too little. Install "
+            "divide it by the number of groups. Every rank would read too little. Install "
             "composer_fsdp2 with pip, so that LLM Foundry finds it first."
         )
 
@@ -104,9 +105,9 @@ def _replicated(where: str, loader: Any, degree: int) -> Any:
         given = block.get("replication")
         if given not in (None, degree):
             raise ConfigError(
-                f"{place}.replication is {given!r}, and {degree} ranks divide each layer. Ranks of "
+                f"{place}.replication is {given!r}, and {degree} ranks read one batch. Ranks of "
                 "a group would read different samples, or groups the same. Leave it out: it is set "
-                "to the degree of tensor parallelism."
+                "to the number of ranks that read one batch."
             )
     return {**loader, "dataset": {**dataset, "replication": degree}}
 

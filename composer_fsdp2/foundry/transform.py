@@ -77,10 +77,10 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_groups(parsed: dict[str, Any]) -> dict[str, Any]:
-    """Has the ranks of a tensor group read the same, where there are any."""
-    from composer_fsdp2.config.tensor_degree import written_degree
+    """Has the ranks of a group read the same, where there are any."""
+    from composer_fsdp2.config.group_size import written_group_size
 
-    degree = written_degree(parsed["fsdp_config"])
+    degree = written_group_size(parsed["fsdp_config"])
     if degree == 1:
         return parsed
     from composer_fsdp2.trainer.patches import check_groups_in_runs
@@ -120,9 +120,12 @@ def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
 
 def _spread(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Moves every key of `parallelism_config` to its place, FSDP2's with the marker."""
+    from composer_fsdp2.config.group_size import with_sequence_parallel
+
     parsed = {key: value for key, value in cfg.items() if key != _BLOCK}
     block = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
     _check_block(block)
+    block = with_sequence_parallel(block)
     for key, value in block.items():
         if value is None and key != "fsdp2":
             continue
@@ -137,7 +140,9 @@ def _check_block(block: Any) -> None:
             f"'{_BLOCK}' is {block!r}, but it takes a mapping. Nothing in it could be applied. "
             f"Write {_BLOCK}: {{fsdp2: {{}}}} for FSDP2 with default settings."
         )
-    unknown = [str(key) for key in block if key not in _PLACES]
+    from composer_fsdp2.config.group_size import SEQUENCE_KEY
+
+    unknown = [str(key) for key in block if key not in (*_PLACES, SEQUENCE_KEY)]
     if unknown:
         from composer_fsdp2.config.messages import nearest
 

@@ -14,6 +14,7 @@ from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
+from composer_fsdp2.config.group_size import with_sequence_parallel
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.errors import ConfigError
@@ -159,6 +160,7 @@ def parse_parallelism_config(
         # An empty `fsdp2:` in YAML is null, and asks for it with default settings.
         if "fsdp2" in given and given["fsdp2"] is None:
             given["fsdp2"] = {}
+        given = with_sequence_parallel(given)
     _check_keys(given)
     fsdp, fsdp2, tp = given.get("fsdp"), given.get("fsdp2"), given.get("tp")
     if fsdp is not None and _means_fsdp2(fsdp):

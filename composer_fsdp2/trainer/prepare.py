@@ -74,6 +74,7 @@ from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
+from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
 from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 from composer_fsdp2.trainer.sharding import Sharding, note_sharding
@@ -161,6 +162,7 @@ def prepare_fully_shard(
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
         check_items(settings, (), "auto" if auto_microbatching else None)
+        check_own_loss(model, settings)
         plan = make_plan(
             model,
             optimizers,
@@ -246,6 +248,7 @@ def apply_to_model(
     )
     if (group := sequence_group_of(model)) is not None:
         group.watch()
+        connect_model(model)
     if (fp8 := plan.plan_of(Float8Linear)) is not None:
         gather_in_float8(model, units.values(), fp8)
     _cast_buffers(tree, plan)

@@ -22,8 +22,8 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from composer_fsdp2.config.group_size import written_group_size
 from composer_fsdp2.config.messages import ascii_repr
-from composer_fsdp2.config.tensor_degree import written_degree
 from composer_fsdp2.foundry.rehearsal import data, model, trainer
 from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED, environment_of
 from composer_fsdp2.foundry.rehearsal.first_batch import check_first_batch
@@ -233,11 +233,11 @@ def _divisible(cfg: dict[str, Any], ranks: int) -> dict[str, Any]:
 
 
 def _degree(cfg: dict[str, Any]) -> int:
-    """Ranks that divide each layer; 1 where that cannot be read, which the run says better."""
+    """Ranks that read one batch; 1 where that cannot be read, which the run says better."""
     quiet, block = Notes(Cluster(ranks=1, ranks_per_node=1, on_gpus=False, is_here=False)), {}
     with quiet.step(OUR_KEY):
         block = parse_run_config(copy.deepcopy(cfg)).get("fsdp_config")
-    return written_degree(block) if not quiet.mistakes else 1
+    return written_group_size(block) if not quiet.mistakes else 1
 
 
 # --- The run. ---

@@ -1,4 +1,4 @@
-"""Composer's `dist` as other modules see it where ranks of a tensor group count as one."""
+"""Composer's `dist` as other modules see it where ranks that read one batch count as one."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.config.tensor_degree import written_degree
-from composer_fsdp2.parallel.tensor_group import TensorGroup, tensor_group_of
+from composer_fsdp2.config.group_size import written_group_size
+from composer_fsdp2.parallel.batch_group import batch_group_of
+from composer_fsdp2.parallel.sequence.group import SequenceGroup
+from composer_fsdp2.parallel.tensor_group import TensorGroup
 
 __all__ = ["CountsGroups", "DealsToGroups", "View"]
 
@@ -30,7 +32,7 @@ class CountsGroups(View):
     """For LLM Foundry's configuration, which divides the batch by the number of ranks."""
 
     def get_world_size(self) -> int:
-        """The number of tensor groups where the caller is about to divide a run's batch.
+        """The number of groups where the caller is about to divide a run's batch.
 
         The run is a local variable of the caller's own caller.
         """
@@ -40,7 +42,7 @@ class CountsGroups(View):
         cfg = caller.f_back.f_locals.get("cfg")
         block = cfg.get("fsdp_config") if isinstance(cfg, dict) else None
         is_fsdp2 = isinstance(block, dict) and block.get("version") == 2
-        return ranks // written_degree(block) if is_fsdp2 else ranks
+        return ranks // written_group_size(block) if is_fsdp2 else ranks
 
 
 class DealsToGroups(View):
@@ -68,9 +70,9 @@ class DealsToGroups(View):
             tensor.div_(group.size, rounding_mode="floor")
 
 
-def _group_that_evaluates(caller: FrameType) -> TensorGroup | None:
+def _group_that_evaluates(caller: FrameType) -> TensorGroup | SequenceGroup | None:
     if caller.f_code.co_name != "_eval_loop":
         return None
     state = getattr(caller.f_locals.get("self"), "state", None)
     model = getattr(state, "model", None)
-    return tensor_group_of(model) if isinstance(model, nn.Module) else None
+    return batch_group_of(model) if isinstance(model, nn.Module) else None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composer_fsdp2.config.group_size import ranks_of_a_batch
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.elementwise import is_known
@@ -71,6 +72,12 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
     Raises:
         ConfigError: naming the first one that has not been tried.
     """
+    if ranks_of_a_batch(settings) > 1 and microbatch_size == "auto":
+        raise ConfigError(
+            "device_train_microbatch_size is auto, and ranks compute one batch together. One that "
+            "runs out of memory in the middle of it would leave its group waiting. Write a number "
+            "of samples."
+        )
     if degree_of(settings) == 1:
         return
     for item in items:
@@ -90,12 +97,6 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
                 f"{kind.__name__} and tensor parallelism are both asked for. {why} Leave it out, "
                 f"or take 'tp' out of parallelism_config. These go with it: {', '.join(tried())}."
             )
-    if microbatch_size == "auto":
-        raise ConfigError(
-            "device_train_microbatch_size is auto, and tensor parallelism is asked for. A rank "
-            "that runs out of memory inside a divided layer would leave its group waiting. Write "
-            "a number of samples."
-        )
 
 
 def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) -> None:

@@ -1,8 +1,8 @@
-"""Tensor parallelism in Composer's Trainer: its mesh, its data, and what it counts.
+"""Ranks that read one batch in Composer's Trainer: their mesh, their data, and what they count.
 
-[Note: same data] Ranks of a tensor group compute one batch together. Composer takes every rank for
-one with data of its own: its mesh has no place for them, `dist.get_sampler` deals samples to all
-ranks, and samples and tokens are summed over all of them.
+[Note: same data] Ranks of a tensor group, or of a sequence group, compute one batch together.
+Composer takes every rank for one with data of its own: its mesh has no place for them,
+`dist.get_sampler` deals samples to all ranks, and samples and tokens are summed over all of them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader, DistributedSampler
 
+from composer_fsdp2.config.group_size import SEQUENCE_KEY, TENSOR_KEY, ranks_of_a_batch
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.tensor_group import tensor_group_of
+from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import attribute_of
 from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
@@ -39,6 +40,10 @@ __all__ = [
 
 _ROOT = "_fsdp2_root_mesh"
 """attribute of a config, for `root_mesh_of`"""
+
+
+_GROUP_KEYS = (TENSOR_KEY, SEQUENCE_KEY, "settings")
+"""what says so; settings that are parsed are looked into later"""
 
 
 def degree_of(config: Any) -> int:
@@ -75,7 +80,7 @@ def count_flops_once(model: nn.Module) -> None:
 
     SpeedMonitor adds up what every rank counts for its batch, and divides by the ranks.
     """
-    group, counted = tensor_group_of(model), attribute_of(model, "flops_per_batch")
+    group, counted = batch_group_of(model), attribute_of(model, "flops_per_batch")
     if group is not None and callable(counted):
         setattr(model, "flops_per_batch", functools.partial(_share, counted, group.size))  # noqa: B010
 
@@ -88,7 +93,7 @@ def _share(counted: Callable[..., Any], size: int, batch: Any) -> float:
 
 
 def deal_to_groups(arguments: Mapping[str, Any]) -> None:
-    """Has the samplers that Composer made for single ranks deal to tensor groups instead.
+    """Has the samplers that Composer made for single ranks deal to groups instead.
 
     Collective: no. Samplers of another kind stay; what ranks read is compared in the first step.
 
@@ -101,24 +106,27 @@ def deal_to_groups(arguments: Mapping[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the Trainer parses it again, and warns then
         parsed = parse_parallelism_config(config)
-    degree = 1 if parsed is None else degree_of(parsed.fsdp2)
-    if degree == 1:
+    if parsed is None or not isinstance(parsed.fsdp2, TrainerFSDP2Config):
+        return
+    size = ranks_of_a_batch(parsed.fsdp2.settings)
+    if size == 1:
         return
     for key in ("train_dataloader", "eval_dataloader"):
         given = arguments.get(key)
         for loader in given if isinstance(given, list | tuple) else (given,):
             sampler = _sampler_of(loader)
             if sampler is not None:
-                _deal(sampler, degree)
+                _deal(sampler, size)
 
 
 def _mentions_groups(config: Any) -> bool:
-    """Whether a run may have tensor parallelism."""
+    """Whether ranks of a run may read one batch."""
     if not isinstance(config, Mapping):
         config = {"fsdp2": config.fsdp2, "tp": config.tp}
     settings = config.get("fsdp2", config.get("fsdp"))
     inside = settings if isinstance(settings, Mapping) else getattr(settings, "__dict__", {})
-    return bool(config.get("tp") or inside.get("tensor_parallel"))
+    written = (config.get("tp"), config.get(SEQUENCE_KEY), *map(inside.get, _GROUP_KEYS))
+    return any(map(bool, written))
 
 
 def check_evaluation(model: nn.Module, evaluator: Evaluator) -> None:
@@ -129,11 +137,11 @@ def check_evaluation(model: nn.Module, evaluator: Evaluator) -> None:
     Raises:
         ConfigError: the same on every rank.
     """
-    group = tensor_group_of(model)
+    group = batch_group_of(model)
     if group is not None and evaluator.auto_microbatching:
         raise ConfigError(
-            f"device_eval_microbatch_size of '{evaluator.label}' is auto, and tensor parallelism "
-            "is asked for. A rank that runs out of memory inside a divided layer would leave its "
+            f"device_eval_microbatch_size of '{evaluator.label}' is auto, and ranks compute one "
+            "batch together. One that runs out of memory in the middle of it would leave its "
             "group waiting. Write a number of samples."
         )
     sampler = _sampler_of(evaluator)
@@ -169,7 +177,7 @@ def _deal(sampler: DistributedSampler[Any], degree: int) -> None:
 
 def begin_fit(state: State) -> None:
     """Has groups compare their batches and share their random states again. Collective: no."""
-    group = tensor_group_of(state.model)
+    group = batch_group_of(state.model)
     if group is not None:
         group.begin()
 
@@ -179,6 +187,6 @@ def counted_once(
 ) -> tuple[Any, ...]:
     """Replaces `Trainer._accumulate_time_across_ranks`. Collective: yes."""
     samples, tokens, *others = original(trainer, *args, **kwargs)
-    group = tensor_group_of(trainer.state.model)
+    group = batch_group_of(trainer.state.model)
     size = 1 if group is None else group.size
     return (samples // size, tokens // size, *others)

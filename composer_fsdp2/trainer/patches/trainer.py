@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from composer_fsdp2.config.group_size import ranks_of_a_batch
 from composer_fsdp2.trainer.patches.engine import (
     CORE,
     Asked,
@@ -34,7 +35,7 @@ _AUTO = Feature(
 _TENSOR = Feature(
     "tensor_parallel",
     "Take 'tp' out of parallelism_config.",
-    lambda given: given.settings.tensor_parallel is not None,
+    lambda given: ranks_of_a_batch(given.settings.settings) > 1,
 )
 _EVALUATION = Feature(
     "Evaluation of a model sharded with FSDP2",
