@@ -16,6 +16,7 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
     Status,
 )
+from composer_fsdp2.tools.migrate.sequence import sequence_rows
 from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, degree_rows
 
 __all__ = [
@@ -294,14 +295,8 @@ _DEGREES = (
     Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
     Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
     *degree_rows("parallelism_config_tp_size", (1, None)),
-    Row("parallelism_config_cp_size", _NOT, "1: no context parallelism", (1, None)),
-    Row(
-        "parallelism_config_cp_size",
-        _UN,
-        "context parallelism does not go with FSDP2 yet",
-        is_size,
-        options=("parallelism_config_cp_size=1",),
-    ),
+    *sequence_rows("parallelism_config_cp_size"),
+    *sequence_rows("parallelism_config_sp_size", method="ulysses"),
     Row("parallelism_config_cp_comm_strategy", _NOT, "only for context parallelism"),
 )
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""

@@ -184,6 +184,11 @@ def _names_strategy(value: Any) -> bool:
     return isinstance(value, Mapping) and value.get("strategy") is not None
 
 
+def _is_block(value: Any) -> bool:
+    """A mapping."""
+    return isinstance(value, Mapping)
+
+
 _STRATEGY = (
     "strategies of LLM Foundry are refused beside FSDP2, because weights outside of their layers "
     "drift apart; without `strategy` its degree is `tensor_parallel`"
@@ -210,7 +215,7 @@ _OUTSIDE = (
         "*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, False, {})
     ),
     Row("*.tp_config", _DEC, _STRATEGY, _names_strategy, options=("take strategy out of it",)),
-    Row("*.tp_config", _K, "is `tensor_parallel` of FSDP2"),
+    Row("*.tp_config", _K, "is `tensor_parallel` of FSDP2", _is_block),
     Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, False, {})),
     Row(
         "*.parallelism_config.tp",

@@ -8,6 +8,7 @@ from typing import Any
 from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision, parallel_rows
 from composer_fsdp2.tools.migrate.dialects.deepspeed_names import INTERNAL, TUNING
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+from composer_fsdp2.tools.migrate.sequence import sequence_rows
 from composer_fsdp2.tools.migrate.tensor import block_rows
 
 __all__ = ["DEEPSPEED", "PRECISION_SWITCHES", "fill_in", "finish_deepspeed"]
@@ -267,8 +268,8 @@ _ROWS = (
     Row("amp.opt_level", _NOT, "only for apex"),
     *(row for key in ("tensor_parallel", "autotp_size", "tp_size") for row in block_rows(key)),
     *parallel_rows("sequence_parallel", "sequence parallelism"),
-    *parallel_rows("sequence_parallel_size", "sequence parallelism"),
-    *parallel_rows("context_parallel_size", "context parallelism"),
+    *sequence_rows("sequence_parallel_size", (0, 1, None), "ulysses"),
+    *sequence_rows("context_parallel_size", (0, 1, None)),
     *parallel_rows("expert_parallel_size", "expert parallelism"),
     *parallel_rows("pipeline", "pipeline parallelism"),
     *parallel_rows("pipeline_parallel_size", "pipeline parallelism"),

@@ -107,6 +107,7 @@ TOP = [
     ("mixed_precision", "fp8", UN, {}),
 ]
 # In Accelerate's block `parallelism_config`, with that prefix.
+ULYSSES = {"sequence_parallel": {"degree": 2, "method": "ulysses"}}
 DEGREES = [
     ("dp_replicate_size", 1, NOT, {}),
     ("dp_replicate_size", 2, R, {REPLICATE: 2}),
@@ -115,7 +116,11 @@ DEGREES = [
     ("tp_size", 1, NOT, {}),
     ("tp_size", 2, C, {"tensor_parallel": 2}),
     ("cp_size", 1, NOT, {}),
-    ("cp_size", 2, UN, {}),
+    ("cp_size", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
+    ("cp_size", "many", DEC, {}),
+    ("sp_size", 1, NOT, {}),
+    ("sp_size", 2, C, ULYSSES),
+    ("sp_size", "many", DEC, {}),
     ("cp_comm_strategy", "allgather", NOT, {}),
 ]
 LAUNCHING = [
@@ -147,15 +152,18 @@ ARGUMENTS = [
     ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
     *((f"{kind}_parallel_size", 1, NOT, {}) for kind in KINDS),
-    *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS if kind != "tensor"),
+    *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS if kind not in ("tensor", "context")),
     ("sequence_parallel_degree", 1, NOT, {}),
-    ("sequence_parallel_degree", 2, UN, {}),
+    ("sequence_parallel_degree", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
     ("dp_replicate_size", 1, NOT, {}),
     ("dp_replicate_size", 2, R, {REPLICATE: 2}),
     ("dp_shard_size", None, NOT, {}),
     ("dp_shard_size", 8, R, {SHARD: 8}),
     ("dp_shard_size", 1, DEC, {}),
     ("tensor_parallel_size", 4, C, {"tensor_parallel": 4}),
+    ("context_parallel_size", "many", DEC, {}),
+    ("sequence_parallel_degree", "many", DEC, {}),
+    ("context_parallel_size", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
 ]
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
@@ -201,9 +209,10 @@ STRATEGY = [
     ("tiled_num_shards", 4, NOT, {}),
     ("model_type", "qwen3", NOT, {}),
     ("ulysses_size", 1, NOT, {}),
-    ("ulysses_size", 2, UN, {}),
+    ("ulysses_size", 2, C, ULYSSES),
+    ("ulysses_size", "many", DEC, {}),
 ]
-MODEL_ARGS = [("ulysses_size", 1, NOT), ("ulysses_size", 2, UN), ("freeze_module_prefix", "v", K)]
+MODEL_ARGS = [("ulysses_size", 1, NOT), ("ulysses_size", 2, DEC), ("freeze_module_prefix", "v", K)]
 Z = "zero_optimization"
 GATHERED = [
     "gather_16bit_weights_on_model_save",
@@ -220,9 +229,10 @@ FEATURES = [
     "zenflow",
 ]
 PARALLEL = [
-    *("sequence_parallel", "sequence_parallel_size"),
-    *("context_parallel_size", "expert_parallel_size", "pipeline", "pipeline_parallel_size"),
+    "sequence_parallel",
+    *("expert_parallel_size", "pipeline", "pipeline_parallel_size"),
 ]
+SEQUENCE = ("sequence_parallel_size", "context_parallel_size")
 TENSOR = ("tensor_parallel", "autotp_size", "tp_size")
 MASTERS = [
     *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
@@ -240,6 +250,10 @@ DEEP = [
     ("tensor_parallel", {"tensor_parallel": {"tp_size": 4}}, C, {"tensor_parallel": 4}),
     *((key, 1, NOT, {}) for key in TENSOR),
     *((key, 2, C, {"tensor_parallel": 2}) for key in TENSOR),
+    *((key, 1, NOT, {}) for key in SEQUENCE),
+    *((key, "many", DEC, {}) for key in SEQUENCE),
+    ("sequence_parallel_size", 2, C, ULYSSES),
+    ("context_parallel_size", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
     *((key, False, NOT, {}) for key in MASTERS),
     *((key, True, UN, {}) for key in MASTERS),
     ("fp16.loss_scale", 0, NOT, {}),

@@ -28,13 +28,13 @@ INSIDE = [
     (f"model:\n  fsdp_config:\n    cpu_offload: true\n{FSDP1}", "model.fsdp_config.cpu_offload"),
     (f"{FSDP1}x:\n  zero_optimization:\n    stage: 2\n", "x.zero_optimization.stage"),
     (f"{FSDP1}tensor_parallel_degree: 2\n", "tensor_parallel_degree"),
-    (f"{FSDP1}tp_config:\n  tensor_parallel_degree: 2\n", "tp_config"),
-    (f"{WORDS}tensor_parallel_size: 2\n", "tensor_parallel_size"),
-    (f"{WORDS}context_parallel_size: 2\n", "context_parallel_size"),
-    (f"{WORDS}sequence_parallel_degree: 2\n", "sequence_parallel_degree"),
+    (f"{FSDP1}tp_config: 2\n", "tp_config"),
+    (f"{WORDS}tensor_parallel_size: auto\n", "tensor_parallel_size"),
+    (f"{WORDS}expert_parallel_size: 2\n", "expert_parallel_size"),
+    (f"{WORDS}sequence_parallel_degree: many\n", "sequence_parallel_degree"),
     (f"{WORDS}fsdp_new_key: some\n", "fsdp_new_key"),
     (f"{WORDS}ep_size: 2\n", "ep_size"),
-    (f"{DEEPSPEED}sequence_parallel_degree: 2\n", "sequence_parallel_degree"),
+    (f"{DEEPSPEED}pipeline_parallel_size: 2\n", "pipeline_parallel_size"),
     (f"{DEEPSPEED}sp_size: 2\n", "sp_size"),
 ]
 
@@ -77,7 +77,7 @@ def test_the_comment_stands_where_a_comment_can_stand():
     lines = report.text.splitlines()
     assert sum("; decide: " in line for line in lines) == 2
     assert lines[lines.index("x: {y: 1, tp_config: 2}") - 1].startswith(
-        "# not supported yet: x.tp_config"
+        "# needs a decision: x.tp_config"
     )
     assert lines[lines.index("  l:") - 1].startswith("  # needs")
     whole = json.dumps({"runs": [{"fsdp": "full_shard"}]})

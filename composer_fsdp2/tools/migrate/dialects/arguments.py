@@ -24,6 +24,7 @@ from composer_fsdp2.tools.migrate.accelerate import (
     wrap_classes,
 )
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
+from composer_fsdp2.tools.migrate.sequence import sequence_rows
 from composer_fsdp2.tools.migrate.tensor import degree_rows
 
 __all__ = [
@@ -116,11 +117,11 @@ PRECISION_ROWS = (
 """of `TrainingArguments`, whatever shards"""
 PARALLEL_ROWS = (
     *degree_rows("tensor_parallel_size", (1, None)),
+    *sequence_rows("context_parallel_size"),
+    *sequence_rows("sequence_parallel_degree"),
     *(
         row
         for name, kind in (
-            ("context_parallel_size", "context"),
-            ("sequence_parallel_degree", "sequence"),
             ("expert_parallel_size", "expert"),
             ("pipeline_parallel_size", "pipeline"),
         )

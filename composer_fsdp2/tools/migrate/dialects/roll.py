@@ -7,6 +7,7 @@ from typing import Any
 
 from composer_fsdp2.config.precision import DTYPES
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Row, Site, Status
+from composer_fsdp2.tools.migrate.sequence import sequence_rows
 
 __all__ = ["ROLL"]
 
@@ -166,8 +167,7 @@ _ROWS = (
     ),
     Row("tiled_num_shards", _NOT, "only for the tiled MLP"),
     Row("model_type", _NOT, "only for the tiled MLP"),
-    Row("ulysses_size", _NOT, "no sequence is split", (1, None)),
-    Row("ulysses_size", _UN, "sequences are not split over ranks", options=("ulysses_size=1",)),
+    *sequence_rows("ulysses_size", method="ulysses"),
 )
 
 
@@ -216,7 +216,7 @@ def _add_precision(context: Context) -> None:
         entry.beside = {"precision": name}
 
 
-_ULYSSES = "sequences are not split over ranks; ROLL's own key is left where it is"
+_ULYSSES = "`sequence_parallel` divides sequences; it is read where the model's sharding is set"
 _FREEZE = "frozen parameters are sharded like the others; freezing stays with the trainer"
 
 ROLL = Dialect(
@@ -226,7 +226,12 @@ ROLL = Dialect(
     _ROWS,
     (
         Row("*.ulysses_size", _NOT, "no sequence is split", (1, None)),
-        Row("*.ulysses_size", _UN, _ULYSSES, options=("remove it",)),
+        Row(
+            "*.ulysses_size",
+            _DEC,
+            _ULYSSES,
+            options=("strategy_config.ulysses_size=2", "remove it"),
+        ),
         Row("*.freeze_module_prefix", _K, _FREEZE),
     ),
     _finish,
