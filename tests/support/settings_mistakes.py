@@ -31,6 +31,8 @@ WRITTEN = (
     "cpu_offload: {pin_memory: 1}",
     "tensor_parallel: {degree: 2, layer_plan: {model.norm: sequence_parallel}}",
     "tensor_parallel: 2, cpu_offload: true",
+    "sequence_parallel: {degree: 2, method: ring}",
+    "sequence_parallel: 2, compile: true",
     "tiled_mlp: {shards: 1}",
     "chunked_loss: {chunks: 0}",
     "compile: inductor",

@@ -33,13 +33,22 @@ def check_own_loss(model: nn.Module, settings: FSDP2Config) -> None:
     spec = settings.sequence_parallel
     if spec is None or spec.degree == 1 or not isinstance(model, ComposerModel):
         return
-    if type(model).loss is HuggingFaceModel.loss or _is_mpt(model):
+    if _takes_loss_of_output(type(model).loss) or _is_mpt(model):
         return
     raise PlanError(
         f"sequence_parallel has degree {spec.degree}, and {type(model).__name__} computes its loss "
         "from logits by itself. A rank has those of its part of each sequence. Use a "
         "HuggingFaceModel, whose model computes the loss, or leave sequence_parallel out."
     )
+
+
+def _takes_loss_of_output(function: Any) -> bool:
+    """Whether a method reads the loss that the model has computed, and no logits."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return False
+    words = {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}
+    return "loss" in words and "logits" not in words
 
 
 def connect_model(model: nn.Module) -> None:
