@@ -49,6 +49,7 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
         places.setdefault(same[id(ref.param)], []).append(ref)
     unknown = _unknown_values(tree)
     done: set[int] = set()
+    inputs: dict[str, _WholeInput] = {}
     for name, cut in plan.cuts.items():
         module = modules[name]
         padding = plan.padding.get(name, 0)
@@ -62,7 +63,10 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
             new = _divided(param, placement, mesh, order, keep_on_meta=on_meta)
             _exchange(tree, refs, new)
             done.add(id(new))
-        _install(module, cut, mesh, padding)
+        parent = name.rpartition(".")[0]
+        if cut.kind == "columns" and parent not in inputs:
+            inputs[parent] = _WholeInput(modules[parent], mesh)
+        _install(module, cut, mesh, padding, inputs.get(parent))
     _show_usual_orders(modules, plan)
     _draw_apart(modules, plan, mesh)
     for name, counts in plan.counts.items():
@@ -173,7 +177,36 @@ def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
 # --- What goes in and comes out ---
 
 
-def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int) -> None:
+class _WholeInput:
+    """What layers of one module that are divided by columns get, as one tensor for all of them.
+
+    Its gradients of queries, keys and values are added up on each rank before the ranks add up
+    theirs, so that they send one and not three.
+    """
+
+    def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._local: torch.Tensor | None = None
+        self._whole: DTensor | None = None
+        parent.register_forward_hook(self._forget, always_call=True)
+
+    def of(self, local: torch.Tensor) -> DTensor:
+        """Returns the same for the same tensor, until the module's forward ends."""
+        if self._whole is None or self._local is not local:
+            self._local, self._whole = local, _whole(local, self._mesh)
+        return self._whole
+
+    def _forget(self, *_: Any) -> None:
+        self._local = self._whole = None
+
+
+def _whole(local: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+
+
+def _install(
+    module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int, inputs: _WholeInput | None
+) -> None:
     if cut.kind == "embedding":
         _look_up_own_rows(module, mesh, padding)
     enters = {
@@ -190,6 +223,8 @@ def _install(module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int) -> Non
         if enters is None or not isinstance(args[0], torch.Tensor) or isinstance(args[0], DTensor):
             return args
         first = args[0]
+        if cut.kind == "columns" and inputs is not None and not torch.compiler.is_compiling():
+            return (inputs.of(first), *args[1:])
         if padding and cut.kind == "rows":
             first = nn.functional.pad(first, (0, padding))
         placement = Shard(first.ndim - 1) if enters == Shard(-1) else enters
