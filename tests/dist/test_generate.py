@@ -343,26 +343,33 @@ def test_what_cannot_be_written_is_told_to_every_rank(tmp_path: Path):
 def test_a_full_disk_is_told_plainly(way: str, tmp_path: Path):
     """Files end at 4 KB here. Whoever writes is told; where all call, everyone is."""
     _, model = _pair()
-    rank, net, folder = dist.get_rank(), model.model, tmp_path / "sharded"
     alone = way in ("summoned", "summoned on rank 0", "gathered")
     told = contextlib.nullcontext()
-    if rank == 0 or not alone:
+    if dist.get_rank() == 0 or not alone:
         told = pytest.raises(CheckpointError, match=r"could not write '.*(too large|all of its)")
-    with installed(), no_space(4000):
-        if way == "gathered":
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            state = get_model_state_dict(net, options=options)
-            with told:
-                if rank == 0:
-                    net.save_pretrained(folder, state_dict=state)
-        elif alone:
-            with summon_full_params(model, writeback=False, rank0_only=True), told:
-                if rank == 0 or way == "summoned on rank 0":
-                    net.save_pretrained(folder)
-        else:
-            with told:
-                net.save_pretrained(folder, is_main_process=way == "every rank" or rank == 1)
+    with installed():
+        # Ranks that meet for the first time write into a file themselves.
+        _save(way, model, tmp_path / "whole", contextlib.nullcontext())
+        with no_space(4000):
+            _save(way, model, tmp_path / "sharded", told)
     dist.barrier()
+
+
+def _save(way: str, model: Any, folder: Path, told: Any) -> None:
+    rank, net = dist.get_rank(), model.model
+    if way == "gathered":
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(net, options=options)
+        with told:
+            if rank == 0:
+                net.save_pretrained(folder, state_dict=state)
+    elif way in ("summoned", "summoned on rank 0"):
+        with summon_full_params(model, writeback=False, rank0_only=True), told:
+            if rank == 0 or way == "summoned on rank 0":
+                net.save_pretrained(folder)
+    else:
+        with told:
+            net.save_pretrained(folder, is_main_process=way == "every rank" or rank == 1)
 
 
 @pytest.mark.world_size(1)
