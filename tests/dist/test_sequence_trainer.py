@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from composer.metrics import LanguageCrossEntropy
 from composer.models import ComposerModel, HuggingFaceModel
-from torch import distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from composer_fsdp2 import install
-from composer_fsdp2.errors import ConfigError, PlanError
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
 from tests.support.parity import TOLERANCE, full
 from tests.support.training import trainer_for
