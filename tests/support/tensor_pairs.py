@@ -220,8 +220,8 @@ HEAD = """\
 
 Each row is a test, on four ranks with `tensor_parallel: 2`. *Equal* means: losses, and weights
 after several steps with SGD or AdamW (mostly with both), are within 1e-6 of one process that sees
-the same global batches. *Within rounding* is a low precision. What is refused is refused by name on
-every rank, before the model is changed.
+the same global batches. *Within rounding* is a low precision. *Refused* is an error on every rank
+that names the setting, before the model is changed.
 
 `python -m tests.support.tensor_pairs` writes this page.
 """

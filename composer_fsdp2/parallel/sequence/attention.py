@@ -90,7 +90,8 @@ def attend(
         return _ulysses(shared, call, query, key, value)
     if not frees:
         return _gather_kv(shared, call, query, key, value)
-    return checkpoint(_gather_kv, shared, call, query, key, value, use_reentrant=False)
+    out: Any = checkpoint(_gather_kv, shared, call, query, key, value, use_reentrant=False)
+    return out
 
 
 def fused_attention(

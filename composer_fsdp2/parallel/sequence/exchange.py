@@ -48,7 +48,7 @@ def sequence_to_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     ranks = group.size()
     batch, heads, local, size = tensor.shape
     sent = tensor.view(batch, ranks, heads // ranks, local, size).transpose(0, 1)
-    got = _AllToAll.apply(sent, group)
+    got: Any = _AllToAll.apply(sent, group)
     return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, ranks * local, size)
 
 
@@ -65,7 +65,7 @@ def heads_to_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     ranks = group.size()
     batch, heads, length, size = tensor.shape
     sent = tensor.view(batch, heads, ranks, length // ranks, size).permute(2, 0, 1, 3, 4)
-    got = _AllToAll.apply(sent, group)
+    got: Any = _AllToAll.apply(sent, group)
     return got.transpose(0, 1).reshape(batch, ranks * heads, length // ranks, size)
 
 
@@ -99,7 +99,7 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     Returns:
         (batch, heads, ranks x local positions, size), in the order of the ranks.
     """
-    got = _Gather.apply(tensor.movedim(2, 0), group)
+    got: Any = _Gather.apply(tensor.movedim(2, 0), group)
     return got.movedim(0, 2)
 
 
@@ -124,4 +124,5 @@ def whole_loss(term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     Collective: yes, over the group. The gradient is multiplied by the number of ranks in the group,
     because FSDP2 divides by all ranks while a sequence counts once.
     """
-    return _WholeLoss.apply(term, group)
+    total: Any = _WholeLoss.apply(term, group)
+    return total
