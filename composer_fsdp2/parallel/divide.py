@@ -178,7 +178,7 @@ def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
 
 
 class _WholeInput:
-    """What layers of one module that are divided by columns get, as one tensor for all of them.
+    """The input of one module's layers that are divided by columns, as one tensor for all of them.
 
     Its gradients of queries, keys and values are added up on each rank before the ranks add up
     theirs, so that they send one and not three.

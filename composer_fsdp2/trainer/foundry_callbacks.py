@@ -35,7 +35,7 @@ class SharesAlone(View):
         """At least 2 where the caller is about to drop FSDP2's settings, its local variable."""
         block = sys._getframe(1).f_locals.get("fsdp_config")
         keeps = isinstance(block, dict) and block.get("version") == 2
-        return max(2, self._dist.get_world_size()) if keeps else self._dist.get_world_size()
+        return max(2, self.wrapped.get_world_size()) if keeps else self.wrapped.get_world_size()
 
 
 class ReducedNorms(View):
@@ -44,7 +44,7 @@ class ReducedNorms(View):
     def all_reduce(self, tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
         """Leaves a norm of a DTensor alone: it is that of the whole parameter already."""
         if not isinstance(tensor, DTensor):
-            self._dist.all_reduce(tensor, reduce_operation=reduce_operation)
+            self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
 
 
 def freeze_layers(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:

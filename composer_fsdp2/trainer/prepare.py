@@ -37,7 +37,6 @@ from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.parallel.row_order import show_usual_state
-from composer_fsdp2.parallel.sequence.group import sequence_group_of
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel
 from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
@@ -246,9 +245,7 @@ def apply_to_model(
         offload=(CPUOffload() if offload is True else offload) or None,
         tree=tree,
     )
-    if (group := sequence_group_of(model)) is not None:
-        group.watch()
-        connect_model(model)
+    connect_model(model)
     if (fp8 := plan.plan_of(Float8Linear)) is not None:
         gather_in_float8(model, units.values(), fp8)
     _cast_buffers(tree, plan)
@@ -317,10 +314,7 @@ def install_step_hooks(
 ) -> tuple[OrderCheck | None, UnusedParameters | None]:
     """Installs what happens in every step: order check, prefetch, unused parameters.
 
-    Collective: yes.
-
-    Returns:
-        What compares the order of collectives, and what watches parameters that ranks leave out.
+    Collective: yes. Returns the order check, and what watches parameters that ranks leave out.
     """
     model = tree.root
     names = [unit.modules[0] for unit in plan.units.units if unit.params]

@@ -83,7 +83,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 @contextlib.contextmanager
 def _told_plainly(folder: Any) -> Generator[None]:
-    """What the system refused, in place of the words of the library that wrote."""
+    """Says what the system refused, in place of the library that wrote."""
     try:
         yield
     except Exception as error:

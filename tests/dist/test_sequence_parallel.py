@@ -182,6 +182,7 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
@@ -249,6 +250,7 @@ def test_two_forwards_before_a_backward(method: str, settings: str):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["Llama", "MPT"])
@@ -381,6 +383,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", REFUSED)

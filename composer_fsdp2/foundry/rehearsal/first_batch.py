@@ -1,4 +1,4 @@
-"""What lets a run start and stops it in its first batch: sizes, kernels and names read late."""
+"""Mistakes that stop a run in its first batch: sizes, kernels and names that are read late."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ def _attend_span(
 def _order(
     shared: SharedSequence, window: int | None, end: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """What a block of queries sees of the keys up to its own, the last ones in the last column."""
+    """The mask of a block of queries: keys up to its own, the last ones in the last column."""
     wanted = ("order", window, like.dtype)
     width = max(_BLOCK, end if window is None else min(end, _BLOCK + window - 1))
     known = shared.masks.get(wanted)

@@ -142,7 +142,7 @@ class SequenceGroup:
         return (), self._divided(given)
 
     def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
-        """What this rank computes; notes what its attention must know."""
+        """The part of this rank; notes what its attention must know."""
         ids = given.get("input_ids")
         inputs = given.get("inputs_embeds") if ids is None else ids
         if not isinstance(inputs, torch.Tensor):
@@ -234,7 +234,7 @@ class SequenceGroup:
         raise_on_all_ranks({}, error)
 
     def _outputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """What each attention gives in a forward."""
+        """The output of each attention in a forward."""
         found: dict[str, torch.Tensor] = {}
 
         def keep(path: str, output: Any) -> None:

@@ -22,6 +22,9 @@ FUSED = ("sdpa", "flash_attention_2")
 _NAME = "fsdp2_sequence"
 """of the implementation that divides sequences"""
 
+_IMPLEMENTATION = "_attn_implementation"
+"""attribute of a configuration"""
+
 _ATTEND = "_fsdp2_attend"
 """attribute of an attention module: what computes it"""
 
@@ -49,7 +52,7 @@ def heads_of(module: Any) -> tuple[int, int]:
 
 def why_not(name: str, module: Any) -> str | None:
     """Returns why an attention cannot see a divided sequence, `None` where it can."""
-    implementation = module.config._attn_implementation
+    implementation = getattr(module.config, _IMPLEMENTATION)
     if implementation not in (*FUSED, "eager"):
         return f"'{name}' computes with {implementation} (write attn_implementation: sdpa)"
     if attribute_of(module, "is_causal") is False or attribute_of(module, "is_cross_attention"):
@@ -59,7 +62,7 @@ def why_not(name: str, module: Any) -> str | None:
 
 def connect(module: Any, attend: Attend) -> None:
     """Has a module compute its attention over the whole sequence. Collective: no."""
-    implementation = module.config._attn_implementation
+    implementation = getattr(module.config, _IMPLEMENTATION)
     namespace = vars(sys.modules[_plain_forward(module).__module__])
     known = namespace["ALL_ATTENTION_FUNCTIONS"]
     known.register(_NAME, _interface)
@@ -71,7 +74,7 @@ def connect(module: Any, attend: Attend) -> None:
     setattr(module, _ATTEND, functools.partial(_compute, attend, function, is_fused))
     # The model's own configuration stays: its masks and its checkpoints depend on it.
     module.config = copy.copy(module.config)
-    module.config._attn_implementation = _NAME
+    setattr(module.config, _IMPLEMENTATION, _NAME)
     module.config.use_cache = False
 
 

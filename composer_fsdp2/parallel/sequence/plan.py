@@ -128,7 +128,8 @@ def _attention(modules: dict[str, nn.Module], _name: str, found: tuple[str, ...]
 _PROJECTIONS = {"q_proj", "query_key_value", "c_attn", "Wqkv", "Wq", "qkv_proj", "q_a_proj"}
 """names of layers in an attention"""
 
-_MIXING = (nn.RNNBase, nn.modules.conv._ConvNd, nn.MultiheadAttention, nn.BatchNorm1d)
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+_MIXING = (nn.RNNBase, *_CONVOLUTIONS, nn.MultiheadAttention, nn.BatchNorm1d)
 _MIXING_NAMES = ("mamba", "conv1d", "ssm", "rwkv", "retention", "recurrent", "lightningattention")
 
 

@@ -193,6 +193,7 @@ _STRATEGY = (
     "strategies of LLM Foundry are refused beside FSDP2, because weights outside of their layers "
     "drift apart; without `strategy` its degree is `tensor_parallel`"
 )
+_WITHOUT = ("take strategy out of it",)
 _OUTSIDE = (
     Row("*.model.init_device", _K, "built on rank 0 and spread from there", ("mixed",)),
     Row("*.model.init_device", _K, "built shard by shard, without whole parameters", ("meta",)),
@@ -214,16 +215,10 @@ _OUTSIDE = (
     Row(
         "*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, False, {})
     ),
-    Row("*.tp_config", _DEC, _STRATEGY, _names_strategy, options=("take strategy out of it",)),
+    Row("*.tp_config", _DEC, _STRATEGY, _names_strategy, options=_WITHOUT),
     Row("*.tp_config", _K, "is `tensor_parallel` of FSDP2", _is_block),
     Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, False, {})),
-    Row(
-        "*.parallelism_config.tp",
-        _DEC,
-        _STRATEGY,
-        _names_strategy,
-        options=("take strategy out of it",),
-    ),
+    Row("*.parallelism_config.tp", _DEC, _STRATEGY, _names_strategy, options=_WITHOUT),
     Row("*.parallelism_config.tp", _K, "is `tensor_parallel` of FSDP2"),
 )
 """LLM Foundry's own keys around the block; they stay where they are."""

@@ -22,10 +22,10 @@ class View(ModuleType):
 
     def __init__(self, dist: ModuleType) -> None:
         super().__init__(dist.__name__, dist.__doc__)
-        self._dist = dist
+        self.wrapped = dist
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._dist, name)
+        return getattr(self.wrapped, name)
 
 
 class CountsGroups(View):
@@ -36,7 +36,7 @@ class CountsGroups(View):
 
         The run is a local variable of the caller's own caller.
         """
-        caller, ranks = sys._getframe(1), self._dist.get_world_size()
+        caller, ranks = sys._getframe(1), self.wrapped.get_world_size()
         if caller.f_code.co_name != "calculate_batch_size_info" or caller.f_back is None:
             return ranks
         cfg = caller.f_back.f_locals.get("cfg")
@@ -54,18 +54,18 @@ class DealsToGroups(View):
 
     def get_global_rank(self) -> int:
         """The number of the group in an evaluation."""
-        group, rank = _group_that_evaluates(sys._getframe(1)), self._dist.get_global_rank()
+        group, rank = _group_that_evaluates(sys._getframe(1)), self.wrapped.get_global_rank()
         return rank if group is None else rank // group.size
 
     def get_world_size(self) -> int:
         """The number of groups in an evaluation."""
-        group, ranks = _group_that_evaluates(sys._getframe(1)), self._dist.get_world_size()
+        group, ranks = _group_that_evaluates(sys._getframe(1)), self.wrapped.get_world_size()
         return ranks if group is None else ranks // group.size
 
     def all_reduce(self, tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
         """Adds up samples once for each group in an evaluation. Collective: yes."""
         group = _group_that_evaluates(sys._getframe(1))
-        self._dist.all_reduce(tensor, reduce_operation=reduce_operation)
+        self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
         if group is not None and reduce_operation == "SUM":
             tensor.div_(group.size, rounding_mode="floor")
 

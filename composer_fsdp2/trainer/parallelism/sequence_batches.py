@@ -52,11 +52,13 @@ def _takes_loss_of_output(function: Any) -> bool:
 
 
 def connect_model(model: nn.Module) -> None:
-    """Gives loss and metrics of training the labels they need; see [Note: parts of logits].
+    """Divides what a sharded model is given; see [Note: parts of logits].
 
-    Collective: no.
+    Its loss and metrics of training get the labels they need. Collective: no.
     """
     group = sequence_group_of(model)
+    if group is not None:
+        group.watch()
     if group is None or not isinstance(model, HuggingFaceModel):
         return
     changed: Any = model

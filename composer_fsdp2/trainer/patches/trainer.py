@@ -8,7 +8,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from composer_fsdp2.config.group_size import ranks_of_a_batch
 from composer_fsdp2.trainer.patches.engine import (
     CORE,
     Asked,
@@ -35,7 +34,9 @@ _AUTO = Feature(
 _TENSOR = Feature(
     "tensor_parallel",
     "Take 'tp' out of parallelism_config.",
-    lambda given: ranks_of_a_batch(given.settings.settings) > 1,
+    lambda given: (
+        (given.settings.tensor_parallel, given.settings.sequence_parallel) != (None, None)
+    ),
 )
 _EVALUATION = Feature(
     "Evaluation of a model sharded with FSDP2",

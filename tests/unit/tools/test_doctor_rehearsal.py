@@ -176,7 +176,8 @@ COMPLETE = [path for path in RUNS if path.parent.name == "complete"]
 
 @pytest.mark.parametrize("path", PLACEHOLDERS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Path):
-    kind = "mds" if path.parent.name == "pretrain" else "finetuning"
+    streams = "local" in yaml.safe_load(path.read_text())["train_loader"]["dataset"]
+    kind = "mds" if streams else "finetuning"
     start = [f"variables.checkpoint={assets}"] if path.stem == "mpt-7b" else []
     code, said = doctor(path, *GPUS, *start)
     assert code == 1

@@ -60,7 +60,7 @@ def all_replaced(originals: list[object]) -> bool:
 
 def innermost(replaced: object) -> object:
     if isinstance(replaced, ModuleType):
-        return vars(replaced).get("_dist", replaced)
+        return vars(replaced).get("wrapped", replaced)
     assert callable(replaced)
     return inspect.unwrap(replaced)
 
