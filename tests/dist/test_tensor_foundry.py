@@ -208,7 +208,7 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
     "replication": (
         4,
         {**TP, "train_loader.dataset.replication": 4},
-        "train_loader.dataset.replication is 4, and 2 ranks divide each layer",
+        "train_loader.dataset.replication is 4, and 2 ranks read one batch",
     ),
     "two places": (
         4,
