@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composer_fsdp2.blocks.activation import recall_in_recomputation
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.axis import tensor_axis
 from composer_fsdp2.parallel.sequence import hugging_face, mpt
 from composer_fsdp2.parallel.sequence.group import SequenceGroup
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
@@ -73,10 +74,12 @@ class SequenceParallel(Transformation[SequencePlan]):
     def apply_on(self, tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) -> None:
         """Connects the model. Collective: yes, over the default group."""
         modules = dict(tree.modules())
-        groups = dist.get_world_size() // plan.degree
-        axes = init_device_mesh(
-            mesh.device_type, (groups, plan.degree), mesh_dim_names=("data", "sp")
-        )
+        tensor = tensor_axis(mesh)
+        divided = 1 if tensor is None else tensor.size()
+        groups = dist.get_world_size() // plan.degree // divided
+        # Ranks of a tensor group have the same positions, and are next to each other.
+        sizes = (groups, plan.degree, divided)
+        axes = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("data", "sp", "tp"))
         found = {name: modules[name] for name in plan.attention}
         group = SequenceGroup(
             modules[plan.model], found, axes["sp"].get_group(), plan.method, frees=plan.frees

@@ -52,13 +52,18 @@ def parsed(file: Path) -> ast.Module:
     return ast.parse(file.read_text())
 
 
+@functools.cache
+def names_in(file: Path) -> dict[str, Path]:
+    return names_of(parsed(file), file)
+
+
 def names_of(tree: ast.Module, file: Path) -> dict[str, Path]:
     """Names of a module that are paths: its own and those it imports from our modules."""
     names: dict[str, Path] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             source = ROOT.joinpath(*node.module.split(".")).with_suffix(".py")
-            theirs = names_of(parsed(source), source) if source in FILES else {}
+            theirs = names_in(source) if source in FILES else {}
             names |= {a.asname or a.name: theirs[a.name] for a in node.names if a.name in theirs}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found = place_of(node.value, file, names)
