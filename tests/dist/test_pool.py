@@ -100,6 +100,22 @@ def test_pools_of_two_sizes_exist_together(ranks):
     assert ranks(4, _sum_of_ranks) == [10.0] * 4
 
 
+def _state_of(pid: int) -> str:
+    """A letter: `T` is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_ranks_take_no_time_between_tests(ranks):
+    pids = [*ranks(2, os.getpid), *ranks(3, os.getpid)]
+    if not Path("/proc").exists():
+        return  # a system that does not say
+    end = time.monotonic() + 10
+    while {_state_of(pid) for pid in pids} != {"T"}:  # a rank stops when it is next awake
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert ranks(2, os.getpid) == pids[:2]
+
+
 def _fail_on_rank_one() -> None:
     assert dist.get_rank() != 1
     dist.barrier()
