@@ -43,7 +43,6 @@ from tests.support.training import trainer_for
 
 VIEWS = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 GRADS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-SLOW = pytest.mark.slow
 OWN = {name: pair for name, pair in SETTINGS.items() if not pair.test}
 EQUAL = [name for name, pair in OWN.items() if not pair.refused]
 REFUSED = [name for name, pair in OWN.items() if pair.refused]
@@ -96,9 +95,7 @@ def groups_together(
 @VIEWS
 @GRADS
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=SLOW if n == "compile, inductor" else ()) for n in EQUAL]
-)
+@pytest.mark.parametrize("name", EQUAL)
 def test_settings_that_are_equal_to_one_process(name: str):
     given = SETTINGS[name]
     skip_where_missing(given)
