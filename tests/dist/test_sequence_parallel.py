@@ -103,9 +103,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 WAYS = [
     ("ulysses", "plain", 4),
     ("ulysses", "packed", 2),
-    ("gather_kv", "padded", 4),
+    ("gather_kv", "padded", 2),
     ("gather_kv", "packed", 4),
-    ("gather_kv", "plain", 2),
 ]
 """method, what batches hold, and degree"""
 
