@@ -188,12 +188,20 @@ def _switch_caches_off(tree: ModuleTree) -> None:
 
 def _configs(config: object, depth: int) -> Iterator[Any]:
     """Yields a configuration and those inside it, such as `text_config`."""
-    if isinstance(config, dict | nn.Module) or not hasattr(config, "__dict__"):
+    if isinstance(config, dict | nn.Module) or not _can_be_read(config):
         return
     yield config
     for value in vars(config).values() if depth else ():
         if hasattr(value, "use_cache"):
             yield from _configs(value, depth - 1)
+
+
+def _can_be_read(config: object) -> bool:
+    """That of MPT's rotary embedding raises a KeyError for all but a few names."""
+    try:
+        return hasattr(config, "__dict__")
+    except Exception:  # whatever a class of the user's raises
+        return False
 
 
 def _switch_off(config: Any) -> bool:

@@ -38,7 +38,7 @@ SEQUENCE_PARALLEL = mapping(
     example="sequence_parallel: {degree: 4}",
 )
 
-_UNTRIED = ("tensor_parallel", "compile", "fp8")
+_UNTRIED = ("compile", "fp8")
 
 
 def check_sequence_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:

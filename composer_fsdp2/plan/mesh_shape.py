@@ -43,9 +43,9 @@ class MeshShape:
         if world_size % tensor:
             raise ConfigError(_tensor_error(tensor, world_size))
         sequence = 1 if config.sequence_parallel is None else config.sequence_parallel.degree
-        if world_size % sequence:
-            raise ConfigError(_sequence_error(sequence, world_size))
         world_size //= tensor
+        if world_size % sequence:
+            raise ConfigError(_sequence_error(sequence, world_size, tensor))
         if shard == -1:
             shard = world_size // (replicate or 1)
         elif replicate == -1:
@@ -106,12 +106,15 @@ def _tensor_error(tensor: int, world_size: int) -> str:
     )
 
 
-def _sequence_error(sequence: int, world_size: int) -> str:
-    divisors = ", ".join(str(n) for n in range(1, world_size + 1) if world_size % n == 0)
+def _sequence_error(sequence: int, ranks: int, tensor: int) -> str:
+    divisors = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+    world = f"the world size {ranks * tensor}"
+    if tensor > 1:
+        world = f"{ranks}, {world} by the tensor_parallel.degree {tensor}"
     return (
-        f"sequence_parallel.degree is {sequence}, which does not divide the world size "
-        f"{world_size}. Each sequence is divided between that many ranks, and no rank may be left "
-        f"over. Use one of {divisors}."
+        f"sequence_parallel.degree is {sequence}, which does not divide {world}. Each "
+        "sequence is divided between that many ranks, and no rank may be left over. Use one of "
+        f"{divisors}."
     )
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
+from tests.dist.test_tensor_parallel import usual_gradient
 from tests.support.parity import OPTIMIZERS, TOLERANCE, assert_close, assert_same_values, full
 
 VOCAB, STEPS, SIZE, LENGTH = 32, 10, 4, 22
@@ -188,19 +189,23 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("method", "kind", "degree"), WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_like_one_process(family: str, method: str, kind: str, degree: int):
+    train_as_one_process(family, kind, degree, method)
+
+
+def train_as_one_process(
+    family: str, kind: str, degree: int, method: str, *, steps: int = STEPS, **settings: Any
+) -> None:
     oracle, model = twice(FAMILIES[family])
     pair = [OPTIMIZERS["sgd"](m.parameters()) for m in (oracle, model)]
-    settings = {
-        "sequence_parallel": {"degree": degree, "method": method},
-        "mixed_precision": "FULL",
-    }
-    prepare_fully_shard(model, pair[1], settings)
-    for step, batch in enumerate(batches(kind)):
+    settings |= {"sequence_parallel": {"degree": degree, "method": method}}
+    prepare_fully_shard(model, pair[1], {"mixed_precision": "FULL", **settings})
+    size = degree * settings.get("tensor_parallel", 1)  # ranks that read the same batch
+    groups = dist.get_world_size() // size
+    for step, batch in enumerate(batches(kind, steps)):
         # Every group's sequences weigh the same, as under FSDP2 alone.
-        groups = 4 // degree
         parts = [{k: v.chunk(groups)[n] for k, v in batch.items()} for n in range(groups)]
         expected = torch.stack([whole_loss(oracle, p) for p in parts]).mean()
-        got = model(**part(batch, degree), use_cache=False).loss
+        got = model(**part(batch, size), use_cache=False).loss
         expected.backward()
         got.backward()
         assert_close(f"loss of step {step}", expected.detach().to(got.dtype), mean(got))
@@ -209,12 +214,37 @@ def test_trains_like_one_process(family: str, method: str, kind: str, degree: in
                 oracle.named_parameters(), model.parameters(), strict=True
             ):
                 if alone.grad is not None:
-                    assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))
+                    assert_close(f"gradient of {name}", alone.grad, usual_gradient(sharded))
         for one in pair:
             one.step()
             one.zero_grad()
     assert TOLERANCE == 1e-6
     assert_same_values(oracle, model)
+
+
+TENSOR: list[tuple[str, str, str, dict[str, Any]]] = [
+    ("Llama", "ulysses", "packed", {}),
+    ("Qwen3", "gather_kv", "padded", {"chunked_loss": {"chunks": 2}}),
+    ("MPT, grouped", "gather_kv", "packed", {"activation_checkpointing": True}),
+]
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
+@pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
+@pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize(("family", "method", "kind", "settings"), TENSOR)
+def test_with_tensor_parallel(family: str, method: str, kind: str, settings: dict[str, Any]):
+    train_as_one_process(family, kind, 2, method, steps=4, tensor_parallel=2, **settings)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(8)
+def test_three_axes():
+    """Two groups of four ranks: each of two ranks that divide a layer has half of a sequence."""
+    train_as_one_process("Llama", "padded", 2, "ulysses", steps=2, tensor_parallel=2)
 
 
 def prepared(model: nn.Module, **settings: Any) -> nn.Module:

@@ -96,6 +96,7 @@ def trainer_of(kind: str, parallelism: Any, **kwargs: Any) -> Any:
 FORMS: dict[str, dict[str, Any]] = {
     "beside fsdp2": {"sequence_parallel": {"degree": 4}, "fsdp2": {}},
     "in fsdp2": {"fsdp2": {"sequence_parallel": {"degree": 4, "method": "gather_kv"}}},
+    "and tp": {"sequence_parallel": 2, "tp": {"degree": 2}, "fsdp2": {}},
 }
 
 

@@ -58,7 +58,10 @@ class SequenceParallel(Transformation[SequencePlan]):
                     f"sequence_parallel has degree {spec.degree}, and {why}. Ranks would compute "
                     "another model than one process. Leave sequence_parallel out for this model."
                 )
-        method = _method(spec, [modules[n] for n in attention], attention)
+        tensor = facts.settings.tensor_parallel
+        method = _method(
+            spec, [modules[n] for n in attention], attention, 1 if tensor is None else tensor.degree
+        )
         return SequencePlan(
             model=name,
             attention=attention,
@@ -175,13 +178,16 @@ def _router(modules: dict[str, nn.Module], name: str, _attention: Any) -> str | 
     return None
 
 
-def _method(spec: Any, modules: list[Any], names: tuple[str, ...]) -> str:
-    """Which exchange; `auto` takes the one that sends fewer bytes, if heads allow it."""
+def _method(spec: Any, modules: list[Any], names: tuple[str, ...], tensor: int) -> str:
+    """Which exchange; `auto` takes the one that sends fewer bytes, if heads allow it.
+
+    Of the heads that tensor parallelism leaves a rank.
+    """
     if spec.method == "gather_kv":
         return spec.method
     methods = set[str]()
     for name, module in zip(names, modules, strict=True):
-        heads, kv_heads = _kind_of(module).heads_of(module)
+        heads, kv_heads = (count // tensor for count in _kind_of(module).heads_of(module))
         if heads % spec.degree:
             if spec.method == "ulysses":
                 divisors = ", ".join(str(n) for n in _divisors(heads))

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.config.group_size import written_group_size
-from composer_fsdp2.parallel.batch_group import batch_group_of
-from composer_fsdp2.parallel.sequence.group import SequenceGroup
-from composer_fsdp2.parallel.tensor_group import TensorGroup
+from composer_fsdp2.parallel.batch_group import BatchGroup, batch_group_of
 
 __all__ = ["CountsGroups", "DealsToGroups", "View"]
 
@@ -70,7 +68,7 @@ class DealsToGroups(View):
             tensor.div_(group.size, rounding_mode="floor")
 
 
-def _group_that_evaluates(caller: FrameType) -> TensorGroup | SequenceGroup | None:
+def _group_that_evaluates(caller: FrameType) -> BatchGroup | None:
     if caller.f_code.co_name != "_eval_loop":
         return None
     state = getattr(caller.f_locals.get("self"), "state", None)

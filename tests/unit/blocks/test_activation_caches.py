@@ -52,3 +52,19 @@ def test_offloading_alone_leaves_it(caplog: pytest.LogCaptureFixture):
     _applied(model, settings=False, offload=True)
     assert model.config.use_cache
     assert not caplog.records
+
+
+class Closed(PretrainedConfig):
+    """As LLM Foundry gives its rotary embedding: all but a few names raise a KeyError."""
+
+    def __getattribute__(self, key: str) -> object:
+        if key != "__class__":
+            raise KeyError(key)
+        return super().__getattribute__(key)
+
+
+def test_a_configuration_that_cannot_be_read_is_passed_over():
+    model = LlamaForCausalLM(llama_config())
+    model.model.rotary_emb.config = Closed.__new__(Closed)
+    _applied(model, settings=True)
+    assert not model.config.use_cache
