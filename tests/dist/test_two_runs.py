@@ -82,8 +82,8 @@ def test_two_runs_at_the_same_time(before: bool, when: str, tmp_path: Path):
         write_sharded(state_of(0.0), folder, savers())
     dist.barrier()
     first, second = Publications(), Publications()
+    planner = Meanwhile(folder, second, when)
     with pytest.raises(CheckpointError, match=ANOTHER) as caught:
-        planner = Meanwhile(folder, second, when)
         write_sharded(state_of(1.0), folder, savers(), planner, own=first)
     holds(folder, 2.0)
     kept = next(name for name in names_in(tmp_path) if name != "ep0-ba5")
