@@ -80,12 +80,14 @@ READS: dict[str, Read] = {
     "norms of a list": lambda p: torch._foreach_norm([p])[0].item(),
     "asarray": lambda p: np.asarray(p).tolist(),
     "formatted": lambda p: f"{p.norm():.3f}",
-    "pickle": lambda p: pickle.loads(pickle.dumps(p)).tolist(),
+    "pickle": lambda p: pickle.dumps(p) and None,
     "torch.save": lambda p: torch.save({"p": p}, io.BytesIO()),
     "torch.save, old format": lambda p: torch.save(
         p, io.BytesIO(), _use_new_zipfile_serialization=False
     ),
 }
+WRITTEN = {"pickle", "torch.save", "torch.save, old format"}
+"""reads of which nothing comes back that could be compared"""
 
 
 def _plain_error(error: Exception) -> bool:
@@ -148,8 +150,9 @@ def test_a_number_of_replicated_shards_is_right_or_an_error():
 def _check_reads(tensor: torch.Tensor) -> None:
     assert isinstance(tensor, DTensor)
     whole = full(tensor).clone()
-    refused = sum(_is_refused(name, read, tensor, whole) for name, read in READS.items())
-    assert refused > 20
+    refused = {name for name, read in READS.items() if _is_refused(name, read, tensor, whole)}
+    assert len(refused) > 20
+    assert refused >= WRITTEN
 
 
 def _is_refused(name: str, read: Read, tensor: torch.Tensor, whole: torch.Tensor) -> bool:

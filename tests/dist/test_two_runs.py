@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.planner import WriteItem
 
 from composer_fsdp2 import installed
 from composer_fsdp2.checkpoint.source import open_checkpoint
@@ -53,26 +54,37 @@ def names_in(folder: Path) -> list[str]:
 class Meanwhile(DefaultSavePlanner):
     """Another run saves, from beginning to end, while this one is in the middle of it."""
 
-    def __init__(self, folder: Path, own: Publications) -> None:
+    def __init__(self, folder: Path, own: Publications, when: str) -> None:
         super().__init__()
-        self._given = folder, own
+        self._given, self._when = (folder, own), when
 
     def create_local_plan(self) -> SavePlan:
-        folder, own = self._given
-        write_sharded(state_of(2.0), folder, savers(), own=own)
+        self._save("plans")
         return super().create_local_plan()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        self._save("writes")  # its file is open, and the first value is not in it yet
+        return super().resolve_data(write_item)
+
+    def _save(self, when: str) -> None:
+        if when == self._when:
+            self._when = ""
+            folder, own = self._given
+            write_sharded(state_of(2.0), folder, savers(), own=own)
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("when", ["plans", "writes"])
 @pytest.mark.parametrize("before", [False, True], ids=["nothing there", "an older one there"])
-def test_two_runs_at_the_same_time(before: bool, tmp_path: Path):
+def test_two_runs_at_the_same_time(before: bool, when: str, tmp_path: Path):
     folder = tmp_path / "ep0-ba5"
     if before:
         write_sharded(state_of(0.0), folder, savers())
     dist.barrier()
     first, second = Publications(), Publications()
+    planner = Meanwhile(folder, second, when)
     with pytest.raises(CheckpointError, match=ANOTHER) as caught:
-        write_sharded(state_of(1.0), folder, savers(), Meanwhile(folder, second), own=first)
+        write_sharded(state_of(1.0), folder, savers(), planner, own=first)
     holds(folder, 2.0)
     kept = next(name for name in names_in(tmp_path) if name != "ep0-ba5")
     assert kept in str(caught.value)
