@@ -166,7 +166,11 @@ ITEMS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "GradientClipping and tensor parallelism",
     ),
     "monitor": ({"callbacks": [OptimizerMonitor()]}, ConfigError, "OptimizerMonitor and tensor"),
-    "auto": ({"device_train_microbatch_size": "auto"}, ConfigError, "is auto, and ranks compute one batch together"),
+    "auto": (
+        {"device_train_microbatch_size": "auto"},
+        ConfigError,
+        "is auto, and ranks compute one batch together",
+    ),
 }
 
 

@@ -75,6 +75,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model.loss_fn": "fused_crossentropy"},
         ("model", "Fused Cross Entropy is not installed"),
     ),
+    "chunked_loss with such a loss": (
+        {"model.loss_fn": "fused_crossentropy", f"{FSDP2_KEY}.chunked_loss": {"chunks": 2}},
+        ("model", "Fused Cross Entropy is not installed"),
+    ),
     "init_device": ({"model.init_device": "cuda"}, ("model.init_device", "'cuda'", "meta")),
     "a folder for a model": (
         {"model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": "./no/model"}},
