@@ -49,7 +49,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "loader": ({"train_loader.name": "texts"}, ("train_loader.name", "'text'")),
     "loader's key": ({"train_loader.workers": 1}, ("train_loader", "workers")),
-    "no data": ({"train_loader.dataset.local": "no/where"}, ("train_loader", "no/where/train")),
+    "no data": (
+        {"train_loader.dataset.local": "no/where"},
+        ("train_loader", "no folder 'no/where/train'"),
+    ),
     "no split": ({"train_loader.dataset.split": "trein"}, ("train_loader", "/trein")),
     "no streams": (
         {"train_loader.dataset.streams": {"a": {"local": "no/where"}}},
@@ -75,6 +78,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"model.loss_fn": "fused_crossentropy"},
         ("model", "Fused Cross Entropy is not installed"),
     ),
+    "chunked_loss with such a loss": (
+        {"model.loss_fn": "fused_crossentropy", f"{FSDP2_KEY}.chunked_loss": {"chunks": 2}},
+        ("model", "Fused Cross Entropy is not installed"),
+    ),
     "init_device": ({"model.init_device": "cuda"}, ("model.init_device", "'cuda'", "meta")),
     "a folder for a model": (
         {"model": {"name": "hf_causal_lm", "pretrained_model_name_or_path": "./no/model"}},
@@ -94,7 +101,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"save_folder": "runs", "save_interval": "1xx"},
         ("save_interval", "1xx"),
     ),
-    "load_path": ({"load_path": "no/checkpoint"}, ("load_path", "no/checkpoint")),
+    "load_path": ({"load_path": "no/checkpoint"}, ("load_path", "there is no 'no/checkpoint'")),
     "load_path to something else": ({"load_path": "README.md"}, ("load_path", "no checkpoint")),
     "load_path to a folder of something else": ({"load_path": "docs"}, ("'docs' holds no",)),
     "save_folder": ({"save_folder": "README.md/x"}, ("save_folder", "README.md' is a file")),

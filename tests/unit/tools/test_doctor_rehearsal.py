@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,17 @@ def test_a_precision_for_gpus(doctor, assets: Path, precision: str):
     assert f"'{precision}'" in said
     assert "amp_bf16" in said
     assert doctor({**settings, "precision": "amp_bf16"}, *GPUS)[0] == 0
+
+
+def test_fp8_without_its_package(doctor, assets: Path, monkeypatch):
+    pytest.importorskip("torchao.float8", reason="needs the extra fp8")
+    changes = {f"{FSDP2_KEY}.fp8": True, "precision": "amp_bf16", "global_train_batch_size": 16}
+    settings = changed(good(assets), changes)
+    assert "torchao" not in doctor(settings, *GPUS)[1]
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    code, said = doctor(settings, *GPUS)
+    assert code == 1
+    assert "torchao is not installed" in said
 
 
 # --- Runs of this repository. ---
