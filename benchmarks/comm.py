@@ -22,6 +22,7 @@ import argparse
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,16 +31,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 GOAL = 1.005
-_CONTROL = {"wait_tensor", "barrier", "monitored_barrier_"}
+_CONTROL = {"wait_tensor", "barrier", "monitored_barrier_", "_wrap_tensor_autograd"}
 
 
 @dataclass
@@ -154,10 +150,7 @@ def _held_bytes(name: str, param: torch.Tensor, tensor: int) -> int:
 
 
 def _is_divided(name: str) -> bool:
-    return any(f".{layer}." in f".{name}" for layer in (*COLUMNS, *ROWS, "head"))
-
-
-COLUMNS, ROWS = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"), ("attn.o", "mlp.down")
+    return any(f".{layer}." in f".{name}" for layer in (*shapes.COLUMNS, *shapes.ROWS, "head"))
 
 
 def add_exchanges(
@@ -222,20 +215,10 @@ class Case:
             "gradient_sync": self.sync,
             **self.extra,
             **degrees,
-            **({} if self.tensor == 1 else {"tensor_parallel": _tensor_setting(self.tensor)}),
+            **({} if self.tensor == 1 else {"tensor_parallel": shapes.tensor_setting(self.tensor)}),
         }
 
     extra: dict[str, Any] = field(default_factory=dict)
-
-
-def _tensor_setting(degree: int) -> dict[str, Any]:
-    plan = {f"*.{name}": "colwise" for name in COLUMNS} | {f"*.{name}": "rowwise" for name in ROWS}
-    return {"degree": degree, "layer_plan": plan | {"head": "colwise_rep"}}
-
-
-def _with_heads_of(degree: int) -> Callable[[], nn.Module]:
-    """Its forward splits by the heads of one rank."""
-    return lambda: shapes.LlamaLike(heads=4 // degree)
 
 
 _ONE_CHUNK = {"chunked_loss": {"chunks": 1}}
@@ -260,17 +243,22 @@ CASES = {
     "hsdp_reduce_scatter_only": Case(
         microbatches=4, sync="reduce_scatter_only", replicate=2, gloo_ranks=4
     ),
-    "tensor_2": Case(_with_heads_of(2), tensor=2, gloo_ranks=4),
-    "tensor_4": Case(_with_heads_of(4), tensor=4, gloo_ranks=4),
-    "tensor_2_loss": Case(_with_heads_of(2), tensor=2, gloo_ranks=4, extra=_ONE_CHUNK),
-    "tensor_4_loss": Case(_with_heads_of(4), tensor=4, gloo_ranks=4, extra=_ONE_CHUNK),
+    "tensor_2": Case(partial(shapes.with_heads_of, 2), tensor=2, gloo_ranks=4),
+    "tensor_4": Case(partial(shapes.with_heads_of, 4), tensor=4, gloo_ranks=4),
+    "tensor_2_hsdp": Case(partial(shapes.with_heads_of, 2), replicate=2, tensor=2, gloo_ranks=4),
+    "tensor_2_loss": Case(
+        partial(shapes.with_heads_of, 2), tensor=2, gloo_ranks=4, extra=_ONE_CHUNK
+    ),
+    "tensor_4_loss": Case(
+        partial(shapes.with_heads_of, 4), tensor=4, gloo_ranks=4, extra=_ONE_CHUNK
+    ),
 }
 
 
 def _units_by_hand(
     model: nn.Module, classes: tuple[str, ...], reshard: bool | int
 ) -> list[SimpleNamespace]:
-    blocks = shapes.names_of(model.named_modules(), classes)
+    blocks = [name for name, module in model.named_modules() if type(module).__name__ in classes]
     names = [name for name, _ in model.named_parameters()]
     units = [
         SimpleNamespace(
@@ -287,21 +275,10 @@ def _shard_hand(model: nn.Module, case: Case, world: int) -> Sequence[Any]:
     reshard = True if case.reshard == "auto" else case.reshard
     units = _units_by_hand(model, case.classes, reshard)
     if case.tensor > 1:
-        divide_by_hand(model, case.tensor)
+        shapes.divide_by_hand(model, case.tensor, case.replicate or 1)
         return units
     shapes.shard_by_hand(model, case.classes, _mesh_by_hand(case, world), reshard)
     return units
-
-
-def divide_by_hand(model: nn.Module, degree: int) -> nn.Module:
-    """What a careful user of torch writes: `parallelize_module`, then `fully_shard`."""
-    shape = (dist.get_world_size() // degree, degree)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("shard", "tensor"))
-    plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in COLUMNS}
-    plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ROWS}
-    plan["head"] = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh["tensor"], plan)
-    return shapes.shard_by_hand(model, ("Block",), mesh["shard"])
 
 
 def _mesh_by_hand(case: Case, world: int) -> DeviceMesh:

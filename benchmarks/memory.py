@@ -14,7 +14,13 @@ leaves behind, and two gradients as large as the logits (of the loss, and throug
 for 8 and for 512 ranks, against the same blocks with embedding and head in the root unit, as
 Composer wraps them.
 
-Goal: the parts within 10 % of the peak; 8b <= 0.84 on 8 ranks and <= 0.80 on 512.
+`--figure logits` prints a line for each degree of tensor parallelism, with and without
+`chunked_loss`: the largest tensor as wide as a rank's part of the vocabulary or wider, and the peak
+of all of them together, in units of the logits of the whole vocabulary. A rank that has no more
+than its part has a largest of 1 / degree / chunks.
+
+Goal: the parts within 10 % of the peak; 8b <= 0.84 on 8 ranks and <= 0.80 on 512; the largest of
+logits with `chunked_loss` 1.00 times what a rank's part is.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ import shapes
 import torch
 import torch.distributed._tools.fake_collectives  # older torch knows none without it
 import torch.nn as nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -100,6 +106,33 @@ class Tracker(TorchDispatchMode):
                 yield
         finally:
             torch.UntypedStorage.resize_ = original
+
+
+class Logits(Tracker):
+    """The same of tensors with rows for tokens and columns for words of the vocabulary."""
+
+    def __init__(self, tokens: int, rows: int, columns: int, words: int) -> None:
+        """Takes all tokens and those of a chunk, a rank's part of the vocabulary and all of it."""
+        super().__init__()
+        self.largest = 0
+        self._columns = (columns, words)
+        self._rows = {rows * n for n in range(1, words // columns * tokens // rows + 1)}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls again, with what a rank has
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and self._is_wide(leaf):
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+                self.note(leaf.untyped_storage())
+        return result
+
+    def _is_wide(self, tensor: torch.Tensor) -> bool:
+        if isinstance(tensor, FakeTensor):  # DTensor asks them for shapes; they have no memory
+            return False
+        columns = tensor.shape[-1] if tensor.ndim else 0
+        return columns in self._columns and tensor.numel() // columns in self._rows
 
 
 class Allocator:
@@ -226,17 +259,47 @@ def predicted_8b(worlds: tuple[int, ...] = (8, 512)) -> None:
         shapes.emit("memory.8b", value, GOALS[world])
 
 
+def logits(words: int = 2048, tokens: int = 96, world: int = 8) -> None:
+    """A line for each degree and number of chunks; none of them is a plain loss."""
+    whole = tokens * words * 4
+    for degree in (1, 2, 4):
+        for chunks in (None, 4) if degree == 1 else (None, 1, 4):
+            torch.manual_seed(0)
+            model = shapes.with_heads_of(degree)
+            config: dict[str, Any] = {}
+            if degree > 1:
+                config["tensor_parallel"] = shapes.tensor_setting(degree)
+            if chunks is not None:
+                config["chunked_loss"] = {"chunks": chunks}
+            with shapes.fake_group(world):
+                shapes.prepare(model, ("Block",), **config)
+                with Logits(tokens, tokens // (chunks or 1), words // degree, words) as seen:
+                    model(torch.randint(0, words, (1, tokens + 1))).backward()
+            part = whole // degree // (chunks or 1)
+            value = {
+                "degree": degree,
+                "chunks": chunks,
+                "whole_bytes": whole,
+                "largest_bytes": seen.largest,
+                "peak_bytes": seen.peak,
+                "largest": seen.largest / whole,
+                "peak": seen.peak / whole,
+                "ratio": seen.largest / part,
+            }
+            shapes.emit("memory.logits", value, None if chunks is None else 1.0)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--figure", choices=["modes", "8b"], default="modes")
+    parser.add_argument("--figure", choices=["modes", "8b", "logits"], default="modes")
     parser.add_argument("--ranks", type=int, nargs="*", default=[8, 512], help="of 8b")
     options = parser.parse_args()
-    if options.figure == "modes":
-        modes()
-    else:
+    if options.figure == "8b":
         predicted_8b(tuple(options.ranks))
+    else:
+        {"modes": modes, "logits": logits}[options.figure]()
 
 
 if __name__ == "__main__":

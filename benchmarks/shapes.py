@@ -23,6 +23,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 if TYPE_CHECKING:
     from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -270,6 +272,34 @@ def shard_by_hand(
     return fully_shard(model, mesh=mesh)
 
 
+# --- tensor parallelism of `LlamaLike` ---
+
+COLUMNS, ROWS = ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"), ("attn.o", "mlp.down")
+
+
+def with_heads_of(degree: int) -> LlamaLike:
+    """A model whose forward splits by the heads of one rank."""
+    return LlamaLike(heads=4 // degree)
+
+
+def tensor_setting(degree: int) -> dict[str, Any]:
+    """What stands under `tensor_parallel` in a YAML for the division of `divide_by_hand`."""
+    plan = {f"*.{name}": "colwise" for name in COLUMNS} | {f"*.{name}": "rowwise" for name in ROWS}
+    return {"degree": degree, "layer_plan": plan | {"head": "colwise_rep"}}
+
+
+def divide_by_hand(model: nn.Module, degree: int, replicate: int = 1) -> nn.Module:
+    """What a careful user of torch writes: `parallelize_module`, then `fully_shard`."""
+    shard = dist.get_world_size() // degree // replicate
+    names = ("replicate", "shard", "tensor")[replicate == 1 :]
+    mesh = init_device_mesh("cpu", (replicate, shard, degree)[-len(names) :], mesh_dim_names=names)
+    plan: dict[str, Any] = {f"blocks.*.{name}": ColwiseParallel() for name in COLUMNS}
+    plan |= {f"blocks.*.{name}": RowwiseParallel() for name in ROWS}
+    plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], plan)
+    return shard_by_hand(model, ("Block",), mesh[names[:-1]])
+
+
 # --- sharding by this package ---
 
 
@@ -284,18 +314,24 @@ def plan(model: nn.Module, classes: tuple[str, ...], **options: Any) -> WrapPlan
     return plan_wrapping(model, rules, **options)
 
 
-def prepare(model: nn.Module, classes: tuple[str, ...], **config: Any) -> Iterable[str]:
+def prepare(
+    model: nn.Module,
+    classes: tuple[str, ...],
+    optimizer: torch.optim.Optimizer | None = None,
+    **config: Any,
+) -> Iterable[str]:
     """Shards `model` through the drop-in; returns the names of its units.
 
     Args:
         model: any module.
         classes: of the modules that become units beside the root.
+        optimizer: of the model.
         config: what else stands under `fsdp2` in a YAML.
     """
     from composer_fsdp2 import prepare_fully_shard
 
     policy = {"wrap_policy": {"classes": list(classes)}, **config}
-    return prepare_fully_shard(model, None, policy, device="cpu")[1]
+    return prepare_fully_shard(model, optimizer, policy, device="cpu")[1]
 
 
 # --- accumulating gradients ---
@@ -459,8 +495,3 @@ def emit(figure: str, value: Mapping[str, Any], goal: float | None = None) -> No
     rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}
     sys.stdout.write(json.dumps(rounded) + "\n")
     sys.stdout.flush()
-
-
-def names_of(modules: Iterable[tuple[str, nn.Module]], classes: tuple[str, ...]) -> list[str]:
-    """Names of the modules whose class is in `classes`."""
-    return [name for name, module in modules if type(module).__name__ in classes]

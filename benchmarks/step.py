@@ -12,6 +12,11 @@ reshard_after_forward: false) gathers once as well. By hand does the same with t
 ahead in forward and backward, by hand through torch's lists in the order the blocks run.
 `--compile` compiles every block's forward, with the backend aot_eager, which needs no C++ compiler.
 
+`--tensor 2` divides layers as well: four ranks, tensor parallelism 2 x FSDP2 2, by hand with
+`parallelize_module` and `fully_shard`. The two ranks of a tensor group see one batch. Tensor
+parallelism wants the optimizer before the model is prepared, which steps local shards then;
+`--local-step false` has both sides step DTensors, so that the rest of the step is compared.
+
 `--agreement` is another figure: the CPU time in which the ranks compare their numbers of
 microbatches, as the Trainer has them do before each batch, in units of that of a step.
 
@@ -20,7 +25,7 @@ package over one with Composer's FSDP1, for `--optimizer`, on torch 2.7. Both Tr
 same processes, have the same units and make three steps in turn, from the end of one batch to the
 end of the next. `--profile` adds where the time of both goes.
 
-Goal: ratio <= 1.03; of the agreement <= 0.01; over FSDP1 <= 1.00.
+Goal: ratio <= 1.03; with `--tensor` <= 1.05; of the agreement <= 0.01; over FSDP1 <= 1.00.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
-GOAL, AGREEMENT_GOAL = 1.03, 0.01
+GOAL, TENSOR_GOAL, AGREEMENT_GOAL = 1.03, 1.05, 0.01
 MICROBATCHES = 4
 COMPILER = "aot_eager"
 
@@ -50,6 +55,12 @@ class Controls:
     accumulate: str = "none"
     prefetch: int = 0
     compile: bool = False
+    tensor: int = 1
+    local_step: str = "auto"
+
+    @property
+    def ranks(self) -> int:
+        return 2 * self.tensor
 
     @property
     def reshard(self) -> bool:
@@ -64,7 +75,11 @@ class Controls:
         return 1 if self.accumulate == "none" else MICROBATCHES
 
 
-def _by_hand(model: nn.Module, controls: Controls) -> nn.Module:
+def _by_hand(
+    model: nn.Module, controls: Controls, _optimizer: torch.optim.Optimizer | None = None
+) -> nn.Module:
+    if controls.tensor > 1:
+        return shapes.divide_by_hand(model, controls.tensor)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks if controls.compile else ():
         block.forward = torch.compile(block.forward, backend=COMPILER)
@@ -79,10 +94,16 @@ def _by_hand(model: nn.Module, controls: Controls) -> nn.Module:
     return model
 
 
-def _ours(model: nn.Module, controls: Controls) -> nn.Module:
+def _ours(
+    model: nn.Module, controls: Controls, optimizer: torch.optim.Optimizer | None = None
+) -> nn.Module:
+    divided = {"tensor_parallel": shapes.tensor_setting(controls.tensor)}
+    divided["local_step"] = {"false": False, "true": True}.get(controls.local_step, "auto")
     shapes.prepare(
         model,
         ("Block",),
+        optimizer,
+        **(divided if controls.tensor > 1 else {}),
         # By hand the ends of the model are in the root: two units more cost more.
         wrap_policy={"classes": ["Block"], "embeddings": False, "lm_head": False},
         reshard_after_forward="auto" if controls.reshard else False,
@@ -116,8 +137,13 @@ class Trainee:
         torch.manual_seed(0)
         shard, self.accumulate = peer
         self.controls = controls
-        self.model = shard(shapes.LlamaLike(), controls)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if controls.tensor > 1 and shard is _ours:
+            self.model = shapes.with_heads_of(controls.tensor)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+            shard(self.model, controls, self.optimizer)
+        else:
+            self.model = shard(shapes.with_heads_of(controls.tensor), controls)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.loss = float("nan")
 
     def step(self, tokens: torch.Tensor) -> float:
@@ -139,7 +165,7 @@ def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
         theirs = Trainee(OURS, replace(controls, accumulate="every"))
     else:
         ours, theirs = Trainee(PEERS[peer], controls), Trainee(HAND, controls)
-    batches = torch.Generator().manual_seed(dist.get_rank())
+    batches = torch.Generator().manual_seed(dist.get_rank() // controls.tensor)
     tokens = torch.randint(0, 2048, (4, 129), generator=batches)
 
     def timed(trainee: Trainee) -> Callable[[], float]:
@@ -149,8 +175,9 @@ def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
     value = shapes.paired_ratio(timed(ours), timed(theirs), steps)
     if dist.get_rank() == 0:
         losses = {"ours_loss": ours.loss, "theirs_loss": theirs.loss}
-        told = {"peer": peer, **asdict(controls), "ranks": 2, "steps": steps}
-        shapes.emit("step", {**told, **value, **losses}, GOAL)
+        told = {"peer": peer, **asdict(controls), "ranks": controls.ranks, "steps": steps}
+        goal = GOAL if controls.tensor == 1 else TENSOR_GOAL
+        shapes.emit("step", {**told, **value, **losses}, goal)
 
 
 def measure_agreement(steps: int, warmup: int) -> None:
@@ -181,6 +208,8 @@ def main() -> None:
     parser.add_argument("--accumulate", choices=["none", "last", "kept"], default="none")
     parser.add_argument("--prefetch", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--tensor", type=int, choices=[1, 2], default=1)
+    parser.add_argument("--local-step", choices=["auto", "true", "false"], default="auto")
     parser.add_argument("--agreement", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
@@ -198,8 +227,9 @@ def main() -> None:
     if options.agreement:
         shapes.run_ranks(measure_agreement, 2, options.steps, options.warmup)
         return
-    controls = Controls(options.accumulate, options.prefetch, options.compile)
-    shapes.run_ranks(measure, 2, options.peer, options.steps, options.warmup, controls)
+    given = (options.accumulate, options.prefetch, options.compile, options.tensor)
+    controls = Controls(*given, options.local_step)
+    shapes.run_ranks(measure, controls.ranks, options.peer, options.steps, options.warmup, controls)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 
-__all__ = ["data_axes", "is_divided", "root_of", "tensor_axis"]
+__all__ = ["data_axes", "divided_by", "root_of", "tensor_axis"]
 
 _ROOT = "_fsdp2_root_mesh"
 """attribute of the mesh of the other axes, for `root_of`"""
@@ -40,9 +41,11 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
     return None if root is mesh else root[names[-1]]
 
 
-def is_divided(module: nn.Module) -> bool:
-    """Whether layers in it are divided by tensor parallelism. Collective: no."""
-    return any(
-        isinstance(param, DTensor) and TENSOR_AXIS in (param.device_mesh.mesh_dim_names or ())
-        for param in module.parameters()
-    )
+def divided_by(module: nn.Module) -> dist.ProcessGroup | None:
+    """Returns the ranks that divide layers in it, `None` where none do. Collective: no."""
+    for param in module.parameters():
+        if isinstance(param, DTensor):
+            mesh = param.device_mesh
+            if TENSOR_AXIS in (mesh.mesh_dim_names or ()):
+                return mesh.get_group(TENSOR_AXIS)
+    return None

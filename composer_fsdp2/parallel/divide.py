@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from composer_fsdp2.parallel.adapters import home_of
 from composer_fsdp2.parallel.cuts import Cut, is_conv1d
 from composer_fsdp2.parallel.layers import LayerPlan
 from composer_fsdp2.parallel.random_numbers import draw_apart, draws
@@ -63,10 +64,10 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
             new = _divided(param, placement, mesh, order, keep_on_meta=on_meta)
             _exchange(tree, refs, new)
             done.add(id(new))
-        parent = name.rpartition(".")[0]
-        if cut.kind == "columns" and parent not in inputs:
+        parent, is_adapter = home_of(name, modules)
+        if cut.kind == "columns" and not is_adapter and parent not in inputs:
             inputs[parent] = _WholeInput(modules[parent], mesh)
-        _install(module, cut, mesh, padding, inputs.get(parent))
+        _install(module, cut, mesh, padding, None if is_adapter else inputs.get(parent))
     _show_usual_orders(modules, plan)
     _draw_apart(modules, plan, mesh)
     for name, counts in plan.counts.items():
@@ -89,7 +90,8 @@ def _draw_apart(modules: Mapping[str, nn.Module], plan: LayerPlan, mesh: DeviceM
     between: dict[str, dict[str, list[nn.Module]]] = {}
     for name, cut in plan.cuts.items():
         if cut.kind in ("columns", "rows") and not cut.gathers:
-            kinds = between.setdefault(name.rpartition(".")[0], {"columns": [], "rows": []})
+            home, _ = home_of(name, modules)
+            kinds = between.setdefault(home, {"columns": [], "rows": []})
             kinds[cut.kind].append(modules[name])
     for parent, kinds in between.items():
         if draws(modules[parent]):

@@ -16,7 +16,8 @@ from torch import nn
 
 from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.cuts import Cut, is_conv1d, is_linear, rows_and_columns
+from composer_fsdp2.parallel.adapters import adapter_cuts, home_of
+from composer_fsdp2.parallel.cuts import Cut, is_adapted, is_conv1d, is_linear, rows_and_columns
 from composer_fsdp2.parallel.known import KnownBlock, known_block
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_groups
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
@@ -66,6 +67,8 @@ class _Search:
     cuts: dict[str, Cut] = field(default_factory=dict[str, Cut])
     asked: dict[str, str] = field(default_factory=dict[str, str])
     whole: list[str] = field(default_factory=list[str])
+    beside: set[str] = field(default_factory=set[str])
+    """parts of adapters that are whole on each rank"""
 
 
 def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
@@ -89,6 +92,12 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
     if not search.cuts:
         raise PlanError(_nothing_known(search))
     _check_blocks(search)
+    counts = {
+        name: block.counts
+        for name, block in search.known.items()
+        if block.counts and _is_cut(search, name, block)
+    }
+    _divide_adapters(search)
     _check_between(search)
     _check_sizes(search)
     return LayerPlan(
@@ -99,11 +108,7 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
             for name, cut in search.cuts.items()
             if (padding := -_shared_rows(search.modules[name], cut) // spec.degree % shard)
         },
-        counts={
-            name: block.counts
-            for name, block in search.known.items()
-            if block.counts and _is_cut(search, name, block)
-        },
+        counts=counts,
         whole=tuple(search.whole),
     )
 
@@ -147,6 +152,16 @@ def _follow_user(cuts: dict[str, Cut], name: str, cut: Cut | None) -> None:
         cuts.pop(name, None)
     elif known is None or (known.kind, known.gathers) != (cut.kind, cut.gathers):
         cuts[name] = cut
+
+
+def _divide_adapters(search: _Search) -> None:
+    """Layers with adapters make way for what is in them; see [Note: adapters]."""
+    for name in [name for name in search.cuts if is_adapted(search.modules[name])]:
+        for child, cut in adapter_cuts(search.modules[name], search.cuts.pop(name)):
+            if cut is None:
+                search.beside.add(_below(name, child))
+            else:
+                search.cuts[_below(name, child)] = cut
 
 
 def _is_whole(search: _Search, name: str) -> bool:
@@ -239,23 +254,31 @@ def _leave_heads_whole(search: _Search) -> None:
         module = search.modules[name]
         partners = [n.rpartition(".")[0] for n in tied.get(f"{name}.weight", ())]
         others = [partner for partner in partners if partner != name]
-        fits = not is_conv1d(module) and rows_and_columns(module)[1] % degree == 0
+        fits = (
+            not is_conv1d(module)
+            and not is_adapted(module)
+            and rows_and_columns(module)[1] % degree == 0
+        )
         if fits and all(_is_plain_embedding(search.modules[other]) for other in others):
             search.cuts.update(dict.fromkeys(others, Cut(kind="embedding")))
         else:
             del search.cuts[name]
             search.whole.append(name)
-    names = {f"{name}.weight" for name in search.cuts}
+    weights = {_below(_weight_of(search, name), "weight"): cut for name, cut in search.cuts.items()}
     for group in tied_groups(search.tree.root):
-        kinds = {search.cuts[n.rpartition(".")[0]].kind for n in group if n in names}
-        if kinds and (len(kinds) > 1 or len(names & {*group}) < len(group)):
-            if kinds == {"columns", "embedding"} and len(names & {*group}) == len(group):
+        kinds = {weights[name].kind for name in group if name in weights}
+        if kinds and (len(kinds) > 1 or not weights.keys() >= {*group}):
+            if kinds == {"columns", "embedding"} and weights.keys() >= {*group}:
                 continue
             raise PlanError(
                 f"{', '.join(repr(name) for name in group)} are one weight, and tensor parallelism "
                 "would divide it differently in each place. That would untie them. Keep their "
                 "layers whole in tensor_parallel.layer_plan."
             )
+
+
+def _weight_of(search: _Search, name: str) -> str:
+    return _below(name, "base_layer") if is_adapted(search.modules[name]) else name
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -296,7 +319,8 @@ def _check_between(search: _Search) -> None:
     kinds: dict[str, set[str]] = {}
     for name, cut in search.cuts.items():
         if cut.kind in ("columns", "rows") and not cut.gathers:
-            kinds.setdefault(name.rpartition(".")[0], set()).add(cut.kind)
+            home, is_adapter = home_of(name, search.modules)
+            kinds.setdefault(home, set()).update(() if is_adapter else (cut.kind,))
     for parent, found in kinds.items():
         if found != {"columns", "rows"}:
             raise PlanError(
@@ -308,7 +332,8 @@ def _check_between(search: _Search) -> None:
         unknown = [
             ref.name
             for ref in search.tree.params
-            if ref.name.startswith(inside) and ref.name.rpartition(".")[0] not in search.cuts
+            if ref.name.startswith(inside)
+            and ref.name.rpartition(".")[0] not in search.cuts.keys() | search.beside
         ]
         if unknown:
             raise PlanError(

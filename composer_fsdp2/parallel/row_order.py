@@ -30,7 +30,10 @@ __all__ = [
     "shape_in_model",
     "show_usual_order",
     "show_usual_state",
+    "to_model_order",
+    "to_ranks_order",
     "whole_to_part",
+    "without_order",
 ]
 
 _ORDER = "_fsdp2_row_order"
@@ -105,6 +108,18 @@ def order_of(param: object) -> RowOrder | None:
     return getattr(param, _ORDER, None)
 
 
+def without_order(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a parameter, for a tensor in its place that is as the model has it.
+
+    Collective: no. State dicts leave such a tensor as it is.
+    """
+    return {name: None if name == _ORDER else value for name, value in attributes.items()}
+
+
+def _is_in_model_order(param: torch.Tensor | None) -> bool:
+    return getattr(param, _ORDER, "") is None
+
+
 def _is_strided(placement: Placement) -> bool:
     """Whether an axis divides what the axes to its right have divided before."""
     return hasattr(placement, "split_factor")
@@ -148,8 +163,8 @@ def whole_to_part(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 @torch.no_grad()
-def _in_model(value: Any, order: RowOrder) -> Any:
-    """A tensor as the model has it. Collective: yes, for a DTensor."""
+def to_model_order(value: Any, order: RowOrder) -> Any:
+    """Returns a tensor as the model has it. Collective: yes, for a DTensor."""
     if not isinstance(value, DTensor):
         return order.to_model(value)
     placements = order.place_in_model(value.placements)
@@ -157,8 +172,8 @@ def _in_model(value: Any, order: RowOrder) -> Any:
 
 
 @torch.no_grad()
-def _on_ranks(value: Any, order: RowOrder, like: torch.Tensor | None) -> Any:
-    """A tensor of the model as the ranks have it. Collective: yes, for a DTensor."""
+def to_ranks_order(value: Any, order: RowOrder, like: torch.Tensor | None) -> Any:
+    """Returns a tensor of the model as the ranks have it. Collective: yes, for a DTensor."""
     if not isinstance(value, DTensor):
         return order.to_ranks(value)
     if order.padding and like is not None and value.shape == like.shape:
@@ -178,17 +193,21 @@ def show_usual_order(module: nn.Module, orders: Mapping[str, RowOrder]) -> None:
         orders: by attribute.
     """
 
-    def after_saving(_: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
+    def after_saving(held: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
         for name, order in orders.items():
+            if _is_in_model_order(held._parameters[name]):
+                continue
             if isinstance(value := state.get(prefix + name), torch.Tensor):
-                state[prefix + name] = _in_model(value, order)
+                state[prefix + name] = to_model_order(value, order)
 
     def before_loading(
         held: nn.Module, state: dict[str, Any], prefix: str, *_args: Any, **_kwargs: Any
     ) -> None:
         for name, order in orders.items():
+            if _is_in_model_order(held._parameters[name]):
+                continue
             if isinstance(value := state.get(prefix + name), torch.Tensor):
-                state[prefix + name] = _on_ranks(value, order, held._parameters[name])
+                state[prefix + name] = to_ranks_order(value, order, held._parameters[name])
 
     module.register_state_dict_post_hook(after_saving)
     module.register_load_state_dict_pre_hook(before_loading)
@@ -227,9 +246,9 @@ def _with_state(
         changed[number] = {
             key: value
             if not isinstance(value, torch.Tensor) or value.shape != before
-            else _in_model(value, order)
+            else to_model_order(value, order)
             if to_model
-            else _on_ranks(value, order, param)
+            else to_ranks_order(value, order, param)
             for key, value in changed[number].items()
         }
     return {**state, "state": changed}

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.adapters import unknown_adapter
 from composer_fsdp2.parallel.axis import tensor_axis
 from composer_fsdp2.parallel.divide import divide_layers
 from composer_fsdp2.parallel.layers import LayerPlan, plan_layers
@@ -71,8 +72,7 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def _adapters(facts: ModelFacts) -> str | None:
-    found = [ref.name for ref in facts.tree.params if "lora_" in ref.name]
-    return f"'{found[0]}' is a low-rank adapter, which has not been tried" if found else None
+    return unknown_adapter(facts.tree)
 
 
 def _alibi(facts: ModelFacts) -> str | None:

@@ -18,7 +18,7 @@ from torch import nn
 from composer_fsdp2.parallel.same_batch import check_same_batch
 from composer_fsdp2.ranks import is_fake
 
-__all__ = ["TensorGroup", "tensor_group_of"]
+__all__ = ["TensorGroup", "draw_together", "tensor_group_of"]
 
 _GROUP = "_fsdp2_tensor_group"
 """attribute of a model, for `tensor_group_of`"""
@@ -54,21 +54,34 @@ class TensorGroup:
         if module.training in self._checked or is_fake():
             return
         self._checked.add(module.training)
-        first = dist.get_global_rank(self.group, 0)
         check_same_batch(self.group, (args, kwargs), _WHY)
         if module.training:
-            self._share_random_state(first)
+            _share_random_state(self._model, self.group)
 
-    def _share_random_state(self, first: int) -> None:
-        device = next(self._model.parameters()).device
-        state = torch.get_rng_state().to(device)
-        dist.broadcast(state, src=first, group=self.group)
-        torch.set_rng_state(state.cpu())
-        if device.type != "cpu":
-            module: Any = torch.get_device_module(device)
-            state = module.get_rng_state(device).to(device)
-            dist.broadcast(state, src=first, group=self.group)
-            module.set_rng_state(state.cpu(), device)
+
+def draw_together(model: nn.Module, group: dist.ProcessGroup, prompts: Any) -> None:
+    """Prepares the ranks of a tensor group to draw words: one random state from here on.
+
+    Collective: yes, over the default group.
+
+    Raises:
+        PlanError: the same on every rank, if prompts in any group differ.
+    """
+    if not is_fake():
+        check_same_batch(group, prompts, _WHY)
+        _share_random_state(model, group)
+
+
+def _share_random_state(model: nn.Module, group: dist.ProcessGroup) -> None:
+    device, first = next(model.parameters()).device, dist.get_global_rank(group, 0)
+    state = torch.get_rng_state().to(device)
+    dist.broadcast(state, src=first, group=group)
+    torch.set_rng_state(state.cpu())
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        state = module.get_rng_state(device).to(device)
+        dist.broadcast(state, src=first, group=group)
+        module.set_rng_state(state.cpu(), device)
 
 
 def tensor_group_of(model: nn.Module) -> TensorGroup | None:

@@ -23,7 +23,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.axis import is_divided
+from composer_fsdp2.parallel.row_order import (
+    RowOrder,
+    order_of,
+    shape_in_model,
+    without_order,
+)
 from composer_fsdp2.shard.apply import is_sharded
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.torch_private.members import check_private_members
@@ -76,6 +81,9 @@ def summon_full_params(
     dtype, and stand under every name of a tied parameter. Parameters FSDP2 was told to ignore are
     whole anyway.
 
+    With tensor parallelism they are those of one process, in the order of the model. The model and
+    its units can be called then as well, but not a divided layer by itself.
+
     Writes, the same on every rank, are kept when the block ends; when it ends with an exception,
     none is. Forward works inside, without backward: it computes with what was written (under
     `rank0_only` with what the shards hold), and every rank has to call it. A block inside another
@@ -113,12 +121,6 @@ def summon_full_params(
     """
     check_private_members(["summon_full_params"])
     _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
-    if is_divided(module):
-        raise PlanError(
-            "Full parameters are asked for in a model that tensor parallelism divides. Its layers "
-            "could not compute with them, and fused ones would show another order of rows. Read "
-            "model.state_dict(), whose tensors have full_tensor(), or save a checkpoint."
-        )
     _check_idle(module)
     units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for unit in units:
@@ -266,7 +268,7 @@ class _Whole:
         full = self.full
         return (
             full is not None
-            and full.shape == self.shard.shape
+            and full.shape == shape_in_model(self.shard)
             and all(module._parameters[name] is full for module, name in self.places)
             and self.shard._version == self.version
         )
@@ -350,10 +352,12 @@ class _Summoned:
             )
 
     def _gather(self, shard: nn.Parameter, offload_to_cpu: bool) -> nn.Parameter:
-        full = nn.Parameter(_whole(shard, offload_to_cpu), requires_grad=shard.requires_grad)
-        vars(full).update(vars(shard))
+        order = order_of(shard)
+        whole = _whole(shard, order, offload_to_cpu)
+        full = nn.Parameter(whole, requires_grad=shard.requires_grad)
+        vars(full).update(without_order(vars(shard)))
         if self.with_grads and shard.grad is not None:
-            full.grad = _whole(shard.grad, offload_to_cpu)
+            full.grad = _whole(shard.grad, order, offload_to_cpu)
         return full
 
     def enter(self) -> None:
@@ -443,10 +447,11 @@ class _Summoned:
             raise PlanError(_written_elsewhere(changed))
 
 
-def _whole(tensor: torch.Tensor, on_cpu: bool) -> torch.Tensor:
-    """The full tensor in memory of its own. Collective: yes."""
+def _whole(tensor: torch.Tensor, order: RowOrder | None, on_cpu: bool) -> torch.Tensor:
+    """The full tensor in memory of its own, as the model has it. Collective: yes."""
     assert isinstance(tensor, DTensor)
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+    full = full if order is None else order.to_model(full)
     if full.untyped_storage().data_ptr() == _local(tensor).untyped_storage().data_ptr():
         full = full.clone()  # with one shard there is nothing to gather
     return full.to("cpu" if on_cpu else tensor.device_mesh.device_type)

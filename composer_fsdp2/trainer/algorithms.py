@@ -22,10 +22,12 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.clipping import clip_grad_norm_, clip_grad_value_
 from composer_fsdp2.optim.norms import clip_by_unit_norm_, gradient_norm, local_part
+from composer_fsdp2.parallel.row_order import RowOrder
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves, tree_map_only
 from composer_fsdp2.trainer.load_steps import plain_name
+from composer_fsdp2.trainer.parallelism.averages import as_in_model, as_on_ranks, orders_of
 
 __all__ = [
     "ascent_norm",
@@ -120,13 +122,18 @@ def weights_of(original: Callable[..., Any], model: nn.Module) -> Any:
 
 
 def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
-    """Replaces `EMA.state_dict`: names are those of the model without wrappers."""
+    """Replaces `EMA.state_dict`: names and order are those of the model without wrappers.
+
+    Collective: yes, with tensor parallelism.
+    """
     values = original(ema)
     average = values.get("ema_model")
     if average is None or not _sharded(average["named_parameters_dict"].values()):
         return values
+    orders = orders_of(ema.ema_model)
     for part, tensors in average.items():
-        average[part] = {plain_name(name): tensor for name, tensor in tensors.items()}
+        named = {name: as_in_model(tensor, orders.get(name)) for name, tensor in tensors.items()}
+        average[part] = {plain_name(name): tensor for name, tensor in named.items()}
     return values
 
 
@@ -134,6 +141,8 @@ def load_ema(
     original: Callable[..., None], ema: EMA, state: dict[str, Any], strict: bool = False
 ) -> None:
     """Replaces `EMA.load_state_dict`: whole tensors, or shards, go into the run's shards.
+
+    Collective: yes, with tensor parallelism.
 
     Raises:
         CheckpointError: a parameter has no average.
@@ -144,7 +153,7 @@ def load_ema(
         return
     values = dict(ema.ensure_compatible_state_dict(state))
     average = values.pop("ema_model")
-    _fill(own.named_parameters_dict, average["named_parameters_dict"])
+    _fill(own.named_parameters_dict, average["named_parameters_dict"], orders_of(own))
     _fill(own.named_buffers_dict, average["named_buffers_dict"])
     original(ema, values, strict)
 
@@ -235,16 +244,20 @@ def _sharded(tensors: Iterable[Any]) -> bool:
 
 
 @torch.no_grad()
-def _fill(own: _Tensors, given: Mapping[str, torch.Tensor]) -> None:
+def _fill(
+    own: _Tensors, given: Mapping[str, torch.Tensor], orders: Mapping[str, RowOrder] | None = None
+) -> None:
     named = dict(_named(given))
     for name, tensor in own.items():
-        value = named.get(plain_name(name))
-        if value is None or value.shape != tensor.shape:
+        value, order = named.get(plain_name(name)), (orders or {}).get(name)
+        shape = tensor.shape if order is None else order.shape_in_model(tensor.shape)
+        if value is None or value.shape != shape:
             raise CheckpointError(
                 f"The checkpoint has no average of '{plain_name(name)}' in the shape "
-                f"{tuple(tensor.shape)}. The average would go on from another model's. Leave the "
+                f"{tuple(shape)}. The average would go on from another model's. Leave the "
                 "algorithms out with load_ignore_keys: [state/algorithms]."
             )
+        value = as_on_ranks(value, order, tensor)
         tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))
 
 

@@ -4,7 +4,8 @@
 calling it until all are. transformers does so by repeating the last step (`synced_gpus`), and fails
 where that step does not fit any more: without a cache, or past the last position. Here every
 forward is announced, and a rank that is done calls forward with a word of its own. An encoder runs
-once on every rank, before all that.
+once on every rank, before all that. The ranks of a tensor group have the same prompts and draw the
+same words, so they end together.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.axis import is_divided
+from composer_fsdp2.parallel.axis import divided_by
+from composer_fsdp2.parallel.tensor_group import draw_together
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import holds_shards
@@ -28,17 +29,17 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """Replaces `GenerationMixin.generate`: ranks may have other prompts and other ends.
 
     Collective: yes, for a sharded model, unless `synced_gpus=False` says that all ranks call
-    forward equally often. No unit is left gathered. An error of one rank, outside of forward, is
-    raised when the others are done.
+    forward equally often; with tensor parallelism always. No unit is left gathered. An error of one
+    rank, outside of forward, is raised when the others are done.
+
+    Raises:
+        PlanError: the ranks of a tensor group have different prompts.
     """
     if not holds_shards(model):
         return original(model, *args, **kwargs)
-    if is_divided(model):
-        raise PlanError(
-            "generate of a model that tensor parallelism divides has not been tried. Ranks of a "
-            "group would have to have the same prompts and ends. Save a checkpoint and generate "
-            "without parallelism_config."
-        )
+    group = divided_by(model)
+    if group is not None:
+        draw_together(model, group, (args, kwargs))
     try:
         if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
             return original(model, *args, **kwargs)

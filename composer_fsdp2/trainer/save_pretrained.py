@@ -9,7 +9,6 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-import torch
 from composer.utils import dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
@@ -18,7 +17,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.parallel.axis import is_divided
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
 from composer_fsdp2.shard.torch_private.tensors import default_store
@@ -66,9 +64,6 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     first = writer == 0
     # `rank0_only` means global rank 0. For another writer, every rank gets full parameters.
     shown = summon_full_params(model, writeback=False, rank0_only=first, offload_to_cpu=first)
-    if is_divided(model):
-        shown = contextlib.nullcontext()
-        given.arguments["state_dict"] = _whole_state(model, dist.get_global_rank() == writer)
     with shown:
         if dist.get_global_rank() == writer:
             try:
@@ -98,21 +93,6 @@ def _unwritten(folder: Any, reason: object) -> CheckpointError:
         f"save_pretrained could not write '{folder}': {reason}. What is there is incomplete. Give "
         "a place with room that can be written to."
     )
-
-
-def _whole_state(model: nn.Module, keep: bool) -> dict[str, torch.Tensor]:
-    """The whole weights of a model that tensor parallelism divides, in the model's own order.
-
-    Collective: yes; one tensor after the other, so that ranks that do not keep them hold one.
-    """
-    whole: dict[str, torch.Tensor] = {}
-    tied: dict[int, torch.Tensor] = {}
-    params = dict(model.named_parameters(remove_duplicate=False))
-    for name, value in model.state_dict(keep_vars=False).items():
-        full = value.full_tensor() if isinstance(value, DTensor) else value
-        if keep:
-            whole[name] = tied.setdefault(id(params.get(name, value)), full.cpu())
-    return whole
 
 
 def own_class(module: nn.Module) -> type[Any]:

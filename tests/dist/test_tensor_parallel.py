@@ -13,7 +13,7 @@ import transformers
 from torch import distributed as dist
 from torch import nn
 
-from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard, summon_full_params
+from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import order_of
 from composer_fsdp2.trainer.sharding import sharding_of
@@ -369,16 +369,6 @@ def test_save_pretrained_writes_the_order_of_the_model(family: str, tmp_path: Pa
     loaded = kind.from_pretrained(str(tmp_path)).state_dict()
     assert before.keys() == loaded.keys()
     assert all(torch.equal(before[name], loaded[name]) for name in before)
-
-
-@pytest.mark.world_size(4)
-def test_reading_whole_parameters_and_generation_are_refused():
-    install()
-    model = prepared(llama(), None)
-    with pytest.raises(PlanError, match="Full parameters"), summon_full_params(model):
-        pass
-    with pytest.raises(PlanError, match="generate of a model that tensor parallelism divides"):
-        model.generate(torch.ones((1, 2), dtype=torch.long), max_new_tokens=2)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

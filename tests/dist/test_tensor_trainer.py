@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from composer.algorithms import EMA, GradientClipping
+from composer.algorithms import GradientClipping
 from composer.callbacks import OptimizerMonitor, SpeedMonitor
 from composer.core import Evaluator
 from composer.models import ComposerModel
@@ -159,12 +159,6 @@ def test_bad_settings_are_refused(parallelism: dict[str, Any], match: str):
 
 
 ITEMS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "EMA": ({"algorithms": [EMA()]}, ConfigError, "EMA and tensor parallelism"),
-    "adaptive": (
-        {"algorithms": [GradientClipping("adaptive", 0.1)]},
-        ConfigError,
-        "GradientClipping and tensor parallelism",
-    ),
     "monitor": ({"callbacks": [OptimizerMonitor()]}, ConfigError, "OptimizerMonitor and tensor"),
     "auto": (
         {"device_train_microbatch_size": "auto"},

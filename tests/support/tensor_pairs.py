@@ -17,6 +17,7 @@ __all__ = ["METHODS", "MODELS", "PAGE", "SETTINGS", "TRAINER", "Pair", "page"]
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "tensor-parallel-with.md"
 _WITH, _LOSS = "test_tensor_with.py", "test_tensor_loss.py"
 _PARALLEL, _TRAINER = "test_tensor_parallel.py", "test_tensor_trainer.py"
+_METHODS = "test_tensor_methods.py"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,10 @@ SETTINGS: dict[str, Pair] = {
     "local_step: true": Pair(settings={"local_step": True}),
     "local_step: false": Pair(settings={"local_step": False}),
     "optimizer_state.dtype": Pair(
-        test=f"{_WITH}::test_state_in_bf16_is_the_same_on_all_ranks_of_a_group",
+        test=f"{_WITH}::test_state_in_bf16_has_the_bits_of_one_process",
         near=True,
-        why="ranks of a group round alike; the rest is rounding of bf16, beside FSDP2 alone",
+        why="the bits of one process that is given the same gradients; which way a moment is "
+        "rounded depends on all digits of these",
     ),
     "optimizer_state.bits": Pair(
         settings={"optimizer_state": {"bits": 8}},
@@ -149,14 +151,16 @@ TRAINER: dict[str, Pair] = {
         why="a rank that runs out of memory inside a divided layer would leave its group waiting",
     ),
     "EMA, SWA": Pair(
-        test=f"{_WITH}::test_items_are_refused_by_name",
-        refused="in an order of its own",
-        why="their averages would be saved in the order in which ranks hold fused projections",
+        test=f"{_WITH}::test_averages_go_on_in_another_layout",
+        why="averages too, in a checkpoint and in another layout",
     ),
-    "SAM, LayerFreezing, adaptive clipping": Pair(
+    "GradientClipping (adaptive)": Pair(
+        test=f"{_WITH}::test_adaptive_clipping_is_that_of_one_process"
+    ),
+    "SAM, LayerFreezing": Pair(
         test=f"{_WITH}::test_items_are_refused_by_name",
         refused="in an order of its own",
-        why="they look at whole layers, of which a rank has a part",
+        why="not tried over the steps and epochs in which they change a layer",
     ),
     "algorithms that change the batch": Pair(
         test=f"{_WITH}::test_items_are_refused_by_name",
@@ -165,8 +169,9 @@ TRAINER: dict[str, Pair] = {
     ),
     "amp_fp16": Pair(
         test=f"{_WITH}::test_scaled_gradients_are_refused",
-        refused="agree on the scale of gradients",
-        why="ranks of a group would have to agree on the scale of gradients",
+        refused="some of them would step",
+        why="torch does not tell all ranks of both axes of an infinite gradient: with one on one "
+        "of four ranks, weights moved by 0.015 where they should have stayed",
     ),
 }
 """what the Trainer is given"""
@@ -188,10 +193,21 @@ MODELS: dict[str, Pair] = {
         refused="a tower",
         why="a rank may leave a tower out, and the ranks of a group would wait for each other",
     ),
+    "Muon, optimizers that are not known": Pair(
+        test=f"{_PARALLEL}::test_an_optimizer_that_is_not_known_is_refused",
+        refused="is not known to compute each element by itself",
+        why="they look across a matrix; Muon brings together what one axis of the mesh divides, "
+        "and raised an error for two",
+    ),
     "LoRA adapters": Pair(
-        test=f"{_WITH}::test_adapters_are_refused",
-        refused="is a low-rank adapter",
-        why="an adapter lies between parts of a layer that no plan describes",
+        test=f"{_WITH}::test_adapters_train_like_one_process",
+        why="divided with the layer that they are beside; a head with an adapter stays whole",
+    ),
+    "LoRA with dropout, DoRA": Pair(
+        test=f"{_WITH}::test_adapters_that_are_refused",
+        refused="whose numbers ranks would not draw alike",
+        why="dropout of an adapter lies between layers where ranks draw numbers of their own; DoRA "
+        "needs norms of whole layers",
     ),
     "ALiBi": Pair(
         test=f"{_WITH}::test_alibi_is_refused",
@@ -206,14 +222,12 @@ METHODS: dict[str, Pair] = {
         test=f"{_PARALLEL}::test_save_pretrained_writes_the_order_of_the_model"
     ),
     "generate": Pair(
-        test=f"{_PARALLEL}::test_reading_whole_parameters_and_generation_are_refused",
-        refused="generate of a model",
-        why="ranks of a group would have to draw the same words",
+        test=f"{_METHODS}::test_generates_what_one_process_does",
+        why="the ranks of a group have the same prompts, and draw the same words",
     ),
     "summon_full_params": Pair(
-        test=f"{_PARALLEL}::test_reading_whole_parameters_and_generation_are_refused",
-        refused="Full parameters",
-        why="divided layers cannot compute with whole weights; read `model.state_dict()`",
+        test=f"{_METHODS}::test_full_parameters_are_those_of_one_process",
+        why="a divided layer cannot be called by itself meanwhile",
     ),
 }
 

@@ -22,6 +22,7 @@ _COMPOSERS = ("composer.", "llmfoundry.")
 _TRIED = frozenset(
     {
         "CheckpointSaver",
+        "EMA",
         "EarlyStopper",
         "EnvironmentLoggingCallback",
         "FreeOutputs",
@@ -34,6 +35,7 @@ _TRIED = frozenset(
         "OOMObserver",
         "RunTimeoutCallback",
         "RuntimeEstimator",
+        "SWA",
         "ScheduledGarbageCollector",
         "SpeedMonitor",
         "SystemMetricsMonitor",
@@ -85,8 +87,7 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
         foreign = isinstance(item, torch.optim.Optimizer) or not kind.__module__.startswith(
             _COMPOSERS
         )
-        adaptive = getattr(item, "clipping_type", "norm") == "adaptive"
-        if not foreign and (kind.__name__ not in _TRIED or adaptive):
+        if not foreign and kind.__name__ not in _TRIED:
             why = (
                 "It draws on each rank by itself, and the ranks of a group need the same batch."
                 if kind.__name__ in _DRAWS
@@ -122,9 +123,9 @@ def check_scale(settings: FSDP2Config, compute: torch.dtype) -> torch.dtype:
     """
     if degree_of(settings) > 1 and compute == torch.float16:
         raise ConfigError(
-            "The precision is amp_fp16, and tensor parallelism is asked for. The ranks of a group "
-            "would have to agree on the scale of gradients, which has not been tried. Write "
-            "amp_bf16."
+            "The precision is amp_fp16, and tensor parallelism is asked for. Torch does not tell "
+            "all ranks of both axes that one gradient is infinite: some of them would step, and "
+            "have another scale of gradients from then on. Write amp_bf16."
         )
     return compute
 

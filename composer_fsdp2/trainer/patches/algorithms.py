@@ -46,8 +46,9 @@ def _row(
     why: str,
     lines: str,
     source: str = "",
+    module: str = _OURS,
 ) -> PatchPoint:
-    call: Callable[..., Any] = imported(_OURS, replacement)
+    call: Callable[..., Any] = imported(module, replacement)
     return PatchPoint(
         target=f"{_PACKAGE}.{target}",
         replacement=call,
@@ -100,6 +101,15 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
         "b111ec835b312782",
         "mixes shards with parameters that evaluation left gathered",
         "ema/ema.py#L87",
+    ),
+    _row(
+        _EMA,
+        "ema.ema:EMAParameters.__init__",
+        "start_averages",
+        "ccdfecc4a7728427",
+        "forgets in which order tensor parallelism holds fused projections",
+        "ema/ema.py#L401",
+        module="composer_fsdp2.trainer.parallelism.averages",
     ),
     _row(
         _EMA,
