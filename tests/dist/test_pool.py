@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support.pool import RankError
+from tests.support.pool import Pools, RankError
 
 
 def _sum_of_ranks() -> float:
@@ -114,6 +116,25 @@ def test_ranks_take_no_time_between_tests(ranks):
         assert time.monotonic() < end
         time.sleep(0.01)
     assert ranks(2, os.getpid) == pids[:2]
+
+
+def _session(path: Path) -> None:
+    """A session of its own that is killed while its ranks are stopped."""
+    path.write_text(str(Pools().get(1).run(os.getpid)[0]))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_stopped_ranks_end_with_a_session_that_is_killed(tmp_path: Path):
+    file = tmp_path / "pid"
+    process = multiprocessing.get_context("spawn").Process(target=_session, args=(file,))
+    process.start()
+    process.join(100)
+    if not Path("/proc").exists():
+        return  # a system that does not say, nor ends them
+    rank, end = int(file.read_text()), time.monotonic() + 20
+    while Path(f"/proc/{rank}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def _fail_on_rank_one() -> None:

@@ -13,6 +13,7 @@ How to write a test for it is explained in `tests/conftest.py`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import faulthandler
 import functools
@@ -22,6 +23,7 @@ import os
 import pickle
 import random
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -282,6 +284,7 @@ def _rank_main(
 ) -> None:
     """Joins the process group, then runs one job after another until the pipe closes."""
     os.setsid()
+    _end_with_the_server()
     with _stack_file(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         join = functools.partial(_join, folder, rank, world_size, backend)
@@ -293,6 +296,20 @@ def _rank_main(
                     outcome = _attempt(lambda call=job.call: pickle.loads(call)())
                 conn.send_bytes(pickle.dumps(outcome))
     _leave()
+
+
+def _end_with_the_server() -> None:
+    """Has the system end a rank that is stopped when the session is killed; Linux alone can.
+
+    The server ends when nobody holds its pipe any more, which every process that it forks is given.
+    """
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_alive_fd = None
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGKILL))
 
 
 def _join(folder: Path, rank: int, world_size: int, backend: str) -> None:
