@@ -11,8 +11,9 @@ import torch
 import transformers
 from torch import distributed as dist
 from torch import nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2 import prepare_fully_shard, sequence_attention
 from composer_fsdp2.errors import ConfigError, PlanError
 from tests.dist.test_tensor_parallel import usual_gradient
 from tests.support.parity import OPTIMIZERS, TOLERANCE, assert_close, assert_same_values, full
@@ -78,6 +79,34 @@ def mpt(**attention: Any) -> nn.Module:
         learned_pos_emb="rope" not in attention,
     )
     return MPTForCausalLM(config)
+
+
+class OwnAttention(nn.Module):
+    """Llama's weights in a module that computes by itself."""
+
+    fsdp2_attention_heads = (SIZES["num_attention_heads"], SIZES["num_key_value_heads"])
+
+    def __init__(self, llama: Any, window: int | None) -> None:
+        super().__init__()
+        self.window = window
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, getattr(llama, name))
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, **_: Any) -> Any:
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (-1, SIZES["head_dim"])).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        out = sequence_attention(self, query, key, value, window=self.window)
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+def own(window: int | None = None) -> nn.Module:
+    model: Any = llama()
+    for layer in model.model.layers:
+        layer.self_attn = OwnAttention(layer.self_attn, window)
+    return model
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -247,6 +276,50 @@ def test_three_axes():
     train_as_one_process("Llama", "padded", 2, "ulysses", steps=2, tensor_parallel=2)
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_attention_of_the_user(method: str, window: int | None):
+    """Beside the same modules whole, which are transformers' own where there is no window."""
+    oracle, model = twice(lambda: own(window))
+    prepared(model, sequence_parallel={"degree": 2, "method": method})
+    (batch,) = batches("packed", 1)
+    expected = whole_loss(oracle, batch)
+    if window is None:
+        assert_close("loss", whole_loss(twice(llama)[0], batch), expected)
+    got = model(**batch, use_cache=False).loss
+    expected.backward()
+    got.backward()
+    assert_close("loss", expected.detach(), got.detach())
+    for (name, alone), sharded in zip(oracle.named_parameters(), model.parameters(), strict=True):
+        assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(2)
+def test_other_heads_than_the_module_names_are_an_error():
+    model: Any = own()
+    for layer in model.model.layers:
+        layer.self_attn.fsdp2_attention_heads = (4, 4)
+    prepared(model, sequence_parallel=2)
+    (batch,) = batches("plain", 1)
+    with pytest.raises(PlanError, match=r"given 8 heads .* \(8, 2\)"):
+        model(**batch, use_cache=False)
+
+
+def test_attention_of_the_user_in_one_process():
+    """Queries that are the last of the sequence see what they see among all of them."""
+    query, key, value = (torch.randn(2, heads, 9, 4) for heads in (4, 2, 2))
+    for window in (None, 3):
+        whole = sequence_attention(nn.Module(), query, key, value, window=window)
+        last = sequence_attention(nn.Module(), query[:, :, 6:], key, value, window=window)
+        assert_close("attention", whole[:, :, 6:], last)
+    seen = torch.ones(9, 9, dtype=torch.bool).tril()[None, None]
+    masked = sequence_attention(nn.Module(), query, key, value, mask=seen)
+    assert_close("attention", sequence_attention(nn.Module(), query, key, value), masked)
+
+
 def prepared(model: nn.Module, **settings: Any) -> nn.Module:
     prepare_fully_shard(model, None, {"mixed_precision": "FULL", **settings})
     return model
@@ -395,6 +468,13 @@ def flexible() -> nn.Module:
     return llama(attn_implementation="flex_attention")
 
 
+def unknown_heads() -> nn.Module:
+    model: Any = own()
+    for layer in model.model.layers:
+        layer.self_attn.fsdp2_attention_heads = 8
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "no model of transformers": (TinyLM, 2, "none of transformers"),
     "state space": (mamba, 2, "no module calls the attention interface"),
@@ -403,6 +483,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "alibi": (alibi, 2, "ALiBi"),
     "own attention": (bloom, 2, "no module calls the attention interface"),
     "flexible attention": (flexible, 2, "attn_implementation: sdpa"),
+    "heads of the user": (unknown_heads, 2, "fsdp2_attention_heads of 'model.layers.0.self_attn'"),
     "ranks": (llama, 3, "does not divide the world size 2"),
     "heads": (
         lambda: llama(num_attention_heads=5, num_key_value_heads=1),

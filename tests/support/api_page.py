@@ -17,6 +17,7 @@ GROUPS = {
     "Shard a model": (
         "prepare_fully_shard",
         "summon_full_params",
+        "sequence_attention",
         "install",
         "installed",
         "uninstall",

@@ -32,6 +32,7 @@ NAMES = [
     "plan_activation",
     "plan_wrapping",
     "prepare_fully_shard",
+    "sequence_attention",
     "summon_full_params",
     "tied_groups",
     "uninstall",

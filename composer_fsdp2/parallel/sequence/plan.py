@@ -15,7 +15,7 @@ from composer_fsdp2.blocks.activation import recall_in_recomputation
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.axis import tensor_axis
-from composer_fsdp2.parallel.sequence import hugging_face, mpt
+from composer_fsdp2.parallel.sequence import hugging_face, mpt, own
 from composer_fsdp2.parallel.sequence.group import SequenceGroup
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 
@@ -94,6 +94,8 @@ class SequenceParallel(Transformation[SequencePlan]):
 
 def _kind_of(module: nn.Module) -> Any:
     """The file that knows this kind of attention, `None` where none does."""
+    if own.is_attention(module):
+        return own
     if hugging_face.uses_interface(module):
         return hugging_face
     return mpt if mpt.is_attention(module) else None
@@ -120,7 +122,10 @@ def _takes_positions(module: nn.Module) -> bool:
 
 def _attention(modules: dict[str, nn.Module], _name: str, found: tuple[str, ...]) -> str | None:
     if not found:
-        return "no module calls the attention interface of transformers, nor is one of MPT"
+        return (
+            "no module calls the attention interface of transformers or sequence_attention, nor is "
+            "one of MPT"
+        )
     for name in found:
         if (why := _kind_of(modules[name]).why_not(name, modules[name])) is not None:
             return why
