@@ -7,6 +7,7 @@ that of the second step less what there is before it.
 
 `--figure activations`: bytes at a degree times the degree, over those of degree 1. Goal 1.1.
 `--figure longest`: the peak with a sequence 0.9 x degree as long, over that of degree 1. Goal 1.0.
+`--figure memory`: the peak for each degree, method and length, which the picture in the docs shows.
 `--figure bytes`: what attention sends in a step over theory. Goal 1.005. Of `ulysses`
 (n - 1)/n x S/n x (2 heads + 2 key and value heads) x size in each direction; of `gather_kv`
 (n - 1) x S/n x 2 key and value heads x size. Recomputation exchanges a second time in backward.
@@ -26,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 WORLD, HEADS, KV_HEADS, SIZE = 8, 8, 2, 32
-GOALS = {"activations": 1.1, "longest": 1.0, "bytes": 1.005}
+GOALS = {"activations": 1.1, "longest": 1.0, "bytes": 1.005, "memory": None}
+METHODS = ("ulysses", "gather_kv")
 
 
 class Sent(TorchDispatchMode):
@@ -107,6 +109,14 @@ def _theory(degree: int, method: str, length: int, blocks: int) -> float:
     return elements * 4 * blocks
 
 
+def _memory(degrees: list[int], blocks: int) -> None:
+    for degree, method in ((1, "none"), *((n, method) for n in degrees for method in METHODS)):
+        for length in (2048 << power for power in range(6)):
+            peak = _step(degree, method, length, blocks, recompute=True)["peak"]
+            found = {"degree": degree, "method": method, "length": length, "peak": peak}
+            shapes.emit("sequence memory", found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--figure", choices=GOALS, default="activations")
@@ -114,10 +124,13 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--blocks", type=int, default=8)
     args = parser.parse_args()
+    if args.figure == "memory":
+        _memory(args.degrees, args.blocks)
+        return
     recompute = args.figure != "bytes"
     one = _step(1, "", args.length, args.blocks, recompute=recompute)
     for degree in args.degrees:
-        for method in ("ulysses", "gather_kv"):
+        for method in METHODS:
             longer = int(0.9 * degree * args.length) if args.figure == "longest" else args.length
             got = _step(degree, method, longer, args.blocks, recompute=recompute)
             if args.figure == "bytes":

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.tools.parity.compare import TOLERANCES, Comparison, Step
-from composer_fsdp2.tools.pictures.charts import bars_picture, losses_picture
+from composer_fsdp2.tools.pictures.charts import bars_picture, lines_picture, losses_picture
 from composer_fsdp2.tools.pictures.mesh import mesh_picture
 from composer_fsdp2.tools.pictures.plan import plan_picture
 from composer_fsdp2.tools.pictures.sheet import write_figure
@@ -137,6 +137,21 @@ def communication() -> Figure:
     return bars_picture(bars, title, [note], lambda size: f"{size / 2**20:.0f} MiB")
 
 
+def sequence_memory() -> Figure:
+    """Peak memory of a step by the length of the sequence, for each degree and method."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for found in _lines("sequence.jsonl"):
+        degree, method = found["degree"], found["method"]
+        name = "one rank" if degree == 1 else f"{degree} ranks, {method}"
+        lines.setdefault(name, []).append((found["length"], found["peak"] / 2**20))
+    note = (
+        "A small Llama of 8 blocks, recomputed, its loss in 8 chunks. Peak of a step less weights, "
+        "counted with fake tensors (benchmarks/sequence.py), not on a GPU."
+    )
+    labels = ("tokens of a sequence", "MiB")
+    return lines_picture(lines, "Memory by length of a sequence", labels, [note])
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "plan-bars.svg": plan_bars,
     "mesh-grid.svg": mesh_grid,
@@ -146,6 +161,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "communication.svg": communication,
     "memory-parts.svg": memory_parts,
     "memory-8b.svg": memory_8b,
+    "sequence-memory.svg": sequence_memory,
 }
 
 

@@ -1,4 +1,4 @@
-"""Draws numbers of runs: two loss curves, and bars of measured figures."""
+"""Draws numbers of runs: two loss curves, and bars and lines of measured figures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["bars_picture", "losses_picture"]
+__all__ = ["bars_picture", "lines_picture", "losses_picture"]
 
 _ROW, _BAR = 26.0, 15.0
 _HATCHES = (None, "////", None, "\\\\\\\\", None)
@@ -97,6 +97,51 @@ def _plain(axes: Axes, label: str) -> None:
     axes.tick_params(labelsize=SMALL, color=INK)
     axes.minorticks_off()
     axes.set_ylabel(label, fontsize=SIZE)
+
+
+@drawn
+def lines_picture(
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    title: str,
+    labels: tuple[str, str],
+    notes: Sequence[str] = (),
+) -> Figure:
+    """Draws measured lines, both axes by powers of two.
+
+    Collective: no. Needs matplotlib.
+
+    Args:
+        lines: name of a line -> its points (x, y), all above 0.
+        title: of the drawing.
+        labels: of the axis to the right and of the one upwards.
+        notes: lines below it.
+
+    Returns:
+        The drawing, 460 points wide.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
+
+    below = [line for note in notes for line in wrapped(note, WIDTH - 2 * MARGIN)]
+    height = 330 + 16 * len(below)
+    figure = Figure(figsize=(WIDTH / 72, height / 72), facecolor="white")
+    figure.text(MARGIN / WIDTH, 1 - 20 / height, title, fontsize=TITLE, weight="bold", va="center")
+    bottom = (48 + 16 * len(below)) / height
+    axes = figure.add_axes((0.15, bottom, 0.81, 1 - 40 / height - bottom))
+    for number, (name, points) in enumerate(lines.items()):
+        x, y = zip(*points, strict=True)
+        style = {"color": COLORS[_PALETTE[number % len(_PALETTE)]], "ls": ("-", "--")[number % 2]}
+        axes.plot(x, y, label=name, lw=1.8, marker="o", ms=4, **style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    _plain(axes, labels[1])
+    axes.set_xlabel(labels[0], fontsize=SIZE)
+    axes.legend(fontsize=SMALL, frameon=False)
+    for number, line in enumerate(reversed(below)):
+        figure.text(MARGIN / WIDTH, (12 + 16 * number) / height, line, fontsize=SMALL, va="center")
+    return figure
 
 
 @drawn
