@@ -14,6 +14,7 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
   not raise fails, and one that hangs is reported with its stack. The pool survives it.
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
 - `new_python` for a test whose new processes import large libraries; such tests run first.
+- `table` for a test whose many rows show one mechanism: `--every-other` leaves out half of them.
 - `smoke` for a test that runs on every version of the README's table, there without LLM Foundry.
 - `fault("what happens", "survived")` puts it into the table of faults:
   `tests/support/faults_table.py`.
@@ -32,6 +33,7 @@ import gc
 import inspect
 import os
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,6 +52,14 @@ SECONDS = pytest.StashKey[float]()
 # The first example of a property pays for lazy imports: a deadline would measure those.
 settings.register_profile("default", deadline=None, derandomize=True)
 settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-other",
+        action="store_true",
+        help="leave out every other row of the tests marked 'table'",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,9 +113,23 @@ def pytest_runtest_makereport(
     return report
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts `new_python` first: the system may soon drop the files just imported from its cache."""
+    if config.getoption("--every-other"):
+        _leave_out_every_other(config, items)
     items.sort(key=lambda item: item.get_closest_marker("new_python") is None)
+
+
+def _leave_out_every_other(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen, left_out = Counter[str](), list[pytest.Item]()
+    for item in items:
+        table = item.nodeid.partition("[")[0]
+        if item.get_closest_marker("table") is not None:
+            seen[table] += 1
+            left_out += [item] if seen[table] % 2 == 0 else []
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

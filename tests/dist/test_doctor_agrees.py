@@ -31,6 +31,7 @@ def test_the_run_without_a_mistake_does_not(ranks, assets: Path, loader: str):
     ranks(2, run, run_mistakes.good(assets, loader))
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("wrong", run_mistakes.TRIED)
 def test_the_run_stops(ranks, assets: Path, wrong: str):
     """Of some mistakes one rank alone learns, and the others would wait for it.

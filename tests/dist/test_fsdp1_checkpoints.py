@@ -131,6 +131,7 @@ def matrix() -> list[Any]:
     ]
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("name", "into", "kind"), matrix())
 def test_every_fixture_into_every_run(name: str, into: str, kind: str):
     facts = expected(name)

@@ -535,6 +535,7 @@ def _stop(*_: Any) -> None:
     raise MemoryError
 
 
+@pytest.mark.table
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("raises", [False, True], ids=["finished", "raised"])
 @pytest.mark.parametrize("before", [[], [0, 3]], ids=["without state", "with the state of some"])

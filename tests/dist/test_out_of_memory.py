@@ -250,6 +250,7 @@ def matrix() -> list[Any]:
     ]
 
 
+@pytest.mark.table
 @OUT_OF_MEMORY
 @pytest.mark.parametrize(("point", "ranks", "run"), matrix())
 def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: set[int], run: str):

@@ -210,6 +210,7 @@ def mean(value: torch.Tensor) -> torch.Tensor:
     return value / dist.get_world_size()
 
 
+@pytest.mark.table
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry

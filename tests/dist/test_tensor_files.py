@@ -54,6 +54,7 @@ TP = {"fsdp2": {"tensor_parallel": 2}}
 # --- FSDP1. ---
 
 
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_fixture_of_fsdp1_goes_on_in_two_dimensions(name: str):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, int, int]] = {
     "FSDP 2": (2, 1, 1),
     "TP 2": (2, 2, 1),
     "FSDP 3": (3, 1, 1),
+    "HSDP 2 x TP 2": (4, 2, 2),
     "one process": (1, 1, 1),
 }
 """world size, degree, and copies of the model"""
@@ -36,13 +38,12 @@ ORDERED = [(FIRST, other) for other in LAYOUTS] + [(other, FIRST) for other in L
 ORDERED += [(SECOND, other) for other in ("FSDP 4", "TP 4", "one process")]
 ORDERED += [(other, SECOND) for other in ("FSDP 3", "TP 4", "HSDP 2 x 2")]
 ORDERED += [("TP 4", "FSDP 3"), ("FSDP 3", "TP 4"), ("TP 4", "TP 2"), ("one process", "TP 4")]
+KINDS = itertools.product(("sharded", "full"), ("gpt2", "llama"))
 CASES = [
-    (before, after, kind, state)
-    for number, (before, after) in enumerate(dict.fromkeys(ORDERED))
-    for kind, state in zip(
-        ("gpt2", "llama"), (("sharded", "full"), ("full", "sharded"))[number % 2], strict=True
-    )
+    (*pair, kind, state)
+    for pair, (state, kind) in zip(dict.fromkeys(ORDERED), itertools.cycle(KINDS), strict=False)
 ]
+"""each pair once, and each kind of model and of file with a quarter of them"""
 MAKE: dict[str, Callable[[], Any]] = {
     # TP 4 divides the heads. Three ranks share nothing evenly, and two not the 17 words of each.
     "gpt2": lambda: odd_gpt2(n_embd=12, n_head=4, n_inner=28, vocab_size=34),
@@ -132,6 +133,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save
 
 
+@pytest.mark.table
 @pytest.mark.parametrize(("before", "after", "kind", "state"), CASES)
 def test_resumes_without_a_difference(
     before: str,

@@ -98,6 +98,7 @@ def groups_together(
     assert_same_values(oracle, model)
 
 
+@pytest.mark.table
 @VIEWS
 @GRADS
 @pytest.mark.world_size(4)

@@ -78,6 +78,7 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
     assert (settings, dict(os.environ)) == before
 
 
+@pytest.mark.table
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_a_mistake_is_exit_code_1(doctor, assets: Path, wrong: str):
     code, said = doctor(mistaken(assets, wrong))
