@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -109,11 +110,18 @@ def own(window: int | None = None) -> nn.Module:
     return model
 
 
+def adapted() -> nn.Module:
+    told = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+    model: Any = peft.get_peft_model(llama(), peft.LoraConfig(task_type="CAUSAL_LM", **told))
+    return model
+
+
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Llama": llama,
     "Llama, one key head": lambda: llama(num_key_value_heads=1),
     "Llama, all key heads": lambda: llama(num_key_value_heads=8),
     "Llama, eager": lambda: llama(attn_implementation="eager"),
+    "Llama, LoRA": adapted,
     "Qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES)),
     "Gemma 3": gemma3,
     "Phi-3": phi3,

@@ -75,4 +75,6 @@ def test_an_interpolation_that_is_not_closed(invoke, write, command: str, text: 
     result = invoke(*arguments(command, write(text)))
     assert isinstance(result.exception, SystemExit), repr(result.exception)
     assert result.exit_code in (1, 2)
-    assert "Traceback" not in result.output
+    said = " ".join((result.output + result.stderr).split())
+    assert "Traceback" not in said
+    assert "holds an interpolation that cannot be read" in said
