@@ -84,6 +84,10 @@ def losses_picture(comparison: Comparison, names: tuple[str, str], title: str) -
     return figure
 
 
+def _whole(value: float, _position: int | None) -> str:
+    return f"{value:,.0f}"
+
+
 def _draw_tolerance(axes: Axes, tolerance: float, last: int) -> None:
     """Marks what passes; nothing below a tolerance of 0 can be shown on this scale."""
     if tolerance > 0:
@@ -130,12 +134,12 @@ def lines_picture(
     axes = figure.add_axes((0.15, bottom, 0.81, 1 - 40 / height - bottom))
     for number, (name, points) in enumerate(lines.items()):
         x, y = zip(*points, strict=True)
-        style = {"color": COLORS[_PALETTE[number % len(_PALETTE)]], "ls": ("-", "--")[number % 2]}
-        axes.plot(x, y, label=name, lw=1.8, marker="o", ms=4, **style)
+        color, dashes = COLORS[_PALETTE[number % len(_PALETTE)]], ("-", "--")[number % 2]
+        axes.plot(x, y, label=name, lw=1.8, marker="o", ms=4, color=color, ls=dashes)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.set_major_formatter(FuncFormatter(_whole))
     _plain(axes, labels[1])
     axes.set_xlabel(labels[0], fontsize=SIZE)
     axes.legend(fontsize=SMALL, frameon=False)
