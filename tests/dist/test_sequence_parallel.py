@@ -399,6 +399,26 @@ def test_masks_of_the_user(method: str, kind: torch.dtype):
     assert_close("loss", expected, model(**batch, attention_mask=mask, use_cache=False).loss)
 
 
+class Handing(nn.Module):
+    """Hands batches on past the hooks of the model, as wrappers of adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = llama()
+
+    def forward(self, **batch: Any) -> Any:
+        return self.inner.forward(**batch)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(2)
+def test_a_model_that_is_not_called_itself_is_an_error():
+    model = prepared(Handing(), sequence_parallel=2)
+    (batch,) = batches("plain", 1)
+    with pytest.raises(PlanError, match="without a call of it"):
+        model(**batch, use_cache=False)
+
+
 class Backwards(transformers.LlamaForCausalLM):
     """Its tokens see the ones before them in pairs, which no argument of attention says."""
 

@@ -63,27 +63,31 @@ class SequenceGroup:
         method: str,
         *,
         frees: bool,
+        entry: nn.Module,
     ) -> None:
         """Connects a model of transformers' kind. Collective: no.
 
         Args:
-            model: is given batches by names.
+            model: takes batches by names, and computes the loss.
             attention: its attention modules, by name.
             group: ranks that share each sequence.
             method: `ulysses` or `gather_kv`.
             frees: as of `attend`.
+            entry: the module that is called with batches: the model, or the wrapper of adapters
+                that hands them on past the model's hooks.
         """
         self.group, self.method, self._frees = group, method, frees
         self.rank = dist.get_rank(group)
-        self._names = list(inspect.signature(type(model).forward).parameters)[1:]
+        self._names = list(inspect.signature(type(entry).forward).parameters)[1:]
+        self._caches = "use_cache" in inspect.signature(type(model).forward).parameters
         self._current: SharedSequence | None = None
         self._labels: torch.Tensor | None = None
         self._loss: Any = None
         if calls_loss_function(model):
             self._loss = model.loss_function
             model.loss_function = self._loss_of  # type: ignore[assignment]
-        self._model, self._attention = model, attention
-        self._is_checked = self._is_idle = False
+        self._entry, self._attention = entry, attention
+        self._is_checked = self._is_idle = self._is_inside = False
         setattr(model, _GROUP, self)
 
     def watch(self) -> None:
@@ -92,8 +96,8 @@ class SequenceGroup:
         To be called when the model is sharded: the first batch runs through it before FSDP2 begins
         with that batch.
         """
-        self._model.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        self._model.register_forward_hook(self._leave)
+        self._entry.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        self._entry.register_forward_hook(self._leave, always_call=True)
 
     def begin(self) -> None:
         """Has the next batch of training checked: data may be others. Collective: no."""
@@ -105,10 +109,16 @@ class SequenceGroup:
         return self.group.size()
 
     def attend(
-        self, _module: nn.Module, call: AttentionCall, query: Any, key: Any, value: Any
+        self, module: nn.Module, call: AttentionCall, query: Any, key: Any, value: Any
     ) -> torch.Tensor | None:
-        """Computes an attention of the model, `None` where the sequence is not divided."""
+        """Computes an attention of the model, `None` where the sequence is not divided.
+
+        Raises:
+            PlanError: the model trains without having been called.
+        """
         if self._current is None:
+            if module.training and not self._is_inside:
+                raise PlanError(_called_otherwise(self._entry))
             return None
         frees = self._frees and torch.is_grad_enabled()
         return attend(self._current, self.method, call, query, key, value, frees=frees)
@@ -132,6 +142,7 @@ class SequenceGroup:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         self._current = self._labels = None
+        self._is_inside = True
         generates = not module.training and given.get("use_cache")
         if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
@@ -175,7 +186,7 @@ class SequenceGroup:
             self._labels = given["labels"]
             if self._loss is None:
                 del cut["labels"]
-        if "use_cache" in self._names:
+        if self._caches:
             cut["use_cache"] = False
         return cut
 
@@ -211,8 +222,8 @@ class SequenceGroup:
         name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
         division = self._division_of(given[name].shape[1])
         inputs = given[name][:1, : max(division.local, self.size)]
-        modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
+        modes = [(module, module.training) for module in self._entry.modules()]
+        self._entry.eval()
         try:
             self._is_idle = True
             whole = self._outputs({name: inputs})
@@ -245,7 +256,7 @@ class SequenceGroup:
             for path, module in self._attention.items()
         ]
         try:
-            self._model(**inputs, **({"use_cache": False} if "use_cache" in self._names else {}))
+            self._entry(**inputs, **({"use_cache": False} if self._caches else {}))
         finally:
             for handle in handles:
                 handle.remove()
@@ -283,6 +294,7 @@ class SequenceGroup:
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         """Gives evaluation the whole logits. In training a rank keeps its own."""
+        self._is_inside = False
         shared, logits = self._current, getattr(output, "logits", None)
         if shared is None or not isinstance(logits, torch.Tensor):
             return
@@ -303,6 +315,15 @@ def _attends_otherwise(path: str, off: float, length: int) -> str:
         f"{100 * off:.2g} % off what it is in one process. It sees tokens in a way that is not "
         "known here, and the run would train another model. Leave sequence_parallel out for this "
         "model."
+    )
+
+
+def _called_otherwise(entry: nn.Module) -> str:
+    return (
+        f"An attention of {type(entry).__name__} was computed in training without a call of it, so "
+        "no rank knows which part of the sequence it has. Ranks would compute whole sequences "
+        "each, without a word. Call the model itself, `model(**batch)`, not `model.forward` or a "
+        "module inside of it."
     )
 
 

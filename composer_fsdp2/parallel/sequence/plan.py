@@ -85,7 +85,12 @@ class SequenceParallel(Transformation[SequencePlan]):
         axes = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("data", "sp", "tp"))
         found = {name: modules[name] for name in plan.attention}
         group = SequenceGroup(
-            modules[plan.model], found, axes["sp"].get_group(), plan.method, frees=plan.frees
+            modules[plan.model],
+            found,
+            axes["sp"].get_group(),
+            plan.method,
+            frees=plan.frees,
+            entry=_entry_of(modules, plan.model),
         )
         for module in found.values():
             _kind_of(module).connect(module, group.attend)
@@ -114,6 +119,15 @@ def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
             "not known where its attention is. Leave sequence_parallel out for this model."
         )
     return next((name for name in models if _takes_positions(modules[name])), models[0])
+
+
+def _entry_of(modules: dict[str, nn.Module], model: str) -> nn.Module:
+    """The module that is called with batches: PEFT's wrapper, which calls the model's `forward`."""
+    for name, module in modules.items():
+        inside = model.startswith(f"{name}.") if name else model != ""
+        if inside and attribute_of(module, "peft_config") and attribute_of(module, "base_model"):
+            return module
+    return modules[model]
 
 
 def _takes_positions(module: nn.Module) -> bool:
