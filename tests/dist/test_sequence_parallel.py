@@ -285,6 +285,17 @@ def test_three_axes():
     train_as_one_process("Llama", "padded", 2, "ulysses", steps=2, tensor_parallel=2)
 
 
+def compare_a_batch(oracle: nn.Module, model: nn.Module, batch: dict[str, Any]) -> None:
+    """Loss and gradients, where all ranks are one group."""
+    expected = whole_loss(oracle, batch)
+    got = model(**batch, use_cache=False).loss
+    expected.backward()
+    got.backward()
+    assert_close("loss", expected.detach(), got.detach())
+    for (name, alone), sharded in zip(oracle.named_parameters(), model.parameters(), strict=True):
+        assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))
+
+
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("window", [None, 3])
@@ -294,15 +305,10 @@ def test_attention_of_the_user(method: str, window: int | None):
     oracle, model = twice(lambda: own(window))
     prepared(model, sequence_parallel={"degree": 2, "method": method})
     (batch,) = batches("packed", 1)
-    expected = whole_loss(oracle, batch)
     if window is None:
-        assert_close("loss", whole_loss(twice(llama)[0], batch), expected)
-    got = model(**batch, use_cache=False).loss
-    expected.backward()
-    got.backward()
-    assert_close("loss", expected.detach(), got.detach())
-    for (name, alone), sharded in zip(oracle.named_parameters(), model.parameters(), strict=True):
-        assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))
+        whole = whole_loss(oracle, batch)
+        assert_close("loss", whole_loss(twice(llama)[0], batch), whole)
+    compare_a_batch(oracle, model, batch)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
@@ -552,10 +558,4 @@ def test_blocks_of_queries(method: str, window: int | None, kind: str):
     oracle, model = twice(make)
     prepared(model, sequence_parallel={"degree": 2, "method": method})
     (batch,) = batches(kind, 1, length=length, rows=2, cut=(400, 900))
-    expected = whole_loss(oracle, batch)
-    got = model(**batch, use_cache=False).loss
-    expected.backward()
-    got.backward()
-    assert_close("loss", expected.detach(), got.detach())
-    for (name, alone), sharded in zip(oracle.named_parameters(), model.parameters(), strict=True):
-        assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))
+    compare_a_batch(oracle, model, batch)
