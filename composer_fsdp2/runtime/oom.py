@@ -167,6 +167,9 @@ def reset(units: Iterable[FSDPModule]) -> None:
     units = list(units)
     reset_iteration(units)
     for unit in units:
+        for group in param_groups(unit):
+            getattr(group, "forget_unused", int)()
+            getattr(group, "forget_events", int)()
         if is_root(unit) is None:
             continue  # has not run
         for group in param_groups(unit):
@@ -174,7 +177,5 @@ def reset(units: Iterable[FSDPModule]) -> None:
             hook = all_reduce_hook(group)
             if isinstance(hook, AverageOverReplicas):
                 hook.forget()
-            getattr(group, "forget_unused", int)()
-            getattr(group, "forget_events", int)()
         # Now that no state is that of a forward, in which some units would stay gathered.
         unit.reshard()

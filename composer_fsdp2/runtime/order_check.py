@@ -108,21 +108,26 @@ class _Check:
         channel: dist.ProcessGroup,
         once: bool,
     ) -> None:
-        self._events = events
         self._lookout = watchdog
         self._channel = channel
         self._once = once
-        self._began = self._reduced = False
-        self._last: deque[str] = deque(maxlen=_SHOWN)
+        self._start()
         events.listeners += (self._hear,)
 
+    def _start(self) -> None:
+        self._began = self._reduced = self._ended = False
+        self._last: deque[str] = deque(maxlen=_SHOWN)
+
     def _hear(self, event: Event, name: str) -> None:
-        if event == "begin":
+        if event == "aborted":
+            # A rank that has left in the middle of a comparison may not know that it was the last.
+            self._start()
+        elif self._ended:
+            return
+        elif event == "begin":
             self._began = True
             self._compare("the next forward of training")
-            if self._reduced and self._once:
-                others = (one for one in self._events.listeners if one != self._hear)
-                self._events.listeners = tuple(others)
+            self._ended = self._reduced and self._once
         elif self._began and event in ("gather", "reduce"):
             self._compare(f"{event} {unit_text(name)}")
             self._reduced = self._reduced or event == "reduce"
@@ -170,8 +175,9 @@ class OrderCheck:
         self._last: deque[str] = deque(maxlen=_KEPT)
 
     def _hear(self, event: Event, name: str) -> None:
-        if event == "aborted":
-            self._start()  # each rank has left the batch at another place
+        if event == "aborted":  # each rank has left the batch at another place
+            self._began = False
+            self._start()
         elif event == "begin":
             if self._began and not self._is_asked:
                 self._compare()

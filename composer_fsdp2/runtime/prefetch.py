@@ -58,6 +58,7 @@ class _Prefetch:
         self._came_back: list[str] = []
         self._order: list[str] | None = None
         self._ahead: dict[str, list[str]] = {}
+        self._ahead_in_backward: dict[str, list[str]] = {}
         self._warned = False
         # Before torch's own hook, which starts the gathers that are set here.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L231
@@ -83,9 +84,12 @@ class _Prefetch:
             self._came_back.append(name)
 
     def _forget(self) -> None:
-        """Starts anew: each rank has left the step at another place."""
+        """Starts anew: each rank has left the step at another place, and may know no order yet."""
         self._running, self._ran, self._came_back = False, [], []
         self._set_forward(dict.fromkeys(self._ahead, ()))
+        for name in self._ahead_in_backward:
+            self._units[name].set_modules_to_backward_prefetch([])
+        self._order, self._ahead, self._ahead_in_backward = None, {}, {}
 
     def _end(self, _module: nn.Module, _args: object, _output: object) -> None:
         if not self._running:
@@ -111,7 +115,8 @@ class _Prefetch:
         forward, backward = self._counts
         times = Counter(self._ran)
         self._ahead = _units_ahead(list(times), forward, times)
-        for name, targets in _units_ahead(self._came_back, backward, times).items():
+        self._ahead_in_backward = _units_ahead(self._came_back, backward, times)
+        for name, targets in self._ahead_in_backward.items():
             modules = [self._units[target] for target in targets]
             # A unit that is given nothing here prefetches by torch's own order, as before.
             self._units[name].set_modules_to_backward_prefetch(modules)

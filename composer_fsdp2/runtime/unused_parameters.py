@@ -87,7 +87,8 @@ class UnusedParameters:
 
     def __init__(self, units: Mapping[str, FSDPModule], always: Collection[str]) -> None:
         self._of_unit = {name: param_groups(unit) for name, unit in units.items()}
-        self._always = {group for name in always for group in self._of_unit[name]}
+        self._given = {group for name in always for group in self._of_unit[name]}
+        self._always = set(self._given)
         self._groups = [group for groups in self._of_unit.values() for group in groups]
         self._size = dist.get_world_size()
         self._agreement = agreement_of(device_of(self._groups[0]))
@@ -229,6 +230,8 @@ class UnusedParameters:
         self._ran.clear()
         self._told.clear()
         self._uses.clear()
+        # What the others have heard in that step this rank may have not: all are compared again.
+        self._always = set(self._given)
         self._comparing = True
 
     @staticmethod

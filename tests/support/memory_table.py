@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
-from tests.support.models import TinyComposer
+from tests.support.models import Block, TinyComposer
 from tests.support.parity import full
 from tests.support.training import built, loader_of, samples_of, trainer_for
 
@@ -77,14 +77,23 @@ class Noisy(nn.Module):
         return x
 
 
+class Sometimes(Block):
+    """Ranks differ in whether they use it, for microbatches of one size alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if len(x) == 2 * FITS and dist.get_rank() else super().forward(x)
+
+
 class Changing(TinyComposer):
     """A model of which a batch changes everything that a batch can change."""
 
-    def __init__(self, noisy: bool = True) -> None:
+    def __init__(self, noisy: bool = True, sometimes: bool = False) -> None:
         super().__init__()
         self.here: Callable[[str], None] = _pass
         if noisy:
             self.net.extra = Noisy(10)
+        if sometimes:
+            self.net.last = Sometimes()
 
     def forward(self, batch: Any) -> torch.Tensor:
         self.here("before model")
@@ -293,6 +302,7 @@ class Variant:
     extra: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     noisy: bool = True
+    sometimes: bool = False
 
 
 VARIANTS: dict[str, Variant] = {
@@ -353,7 +363,7 @@ class Smaller(Callback):
 
 
 def trainer_of(variant: Variant, size: int | str, steps: int, *callbacks: Callback) -> Trainer:
-    model = built(functools.partial(Changing, variant.noisy))
+    model = built(functools.partial(Changing, variant.noisy, variant.sometimes))
     optimizer = Stepping(model.parameters(), lr=1e-2)
     samples = samples_of(steps, 8 * dist.get_world_size())
     spec = DataSpec(loader_of(samples, 8))
