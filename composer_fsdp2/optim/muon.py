@@ -22,7 +22,7 @@ from torch.optim.adamw import adamw
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.local_shard import local_gradient
-from composer_fsdp2.optim.muon_exchange import Exchange, Parameter, RankGrid
+from composer_fsdp2.optim.muon_exchange import Exchange
 from composer_fsdp2.optim.muon_groups import (
     Blocks,
     Choice,
@@ -32,6 +32,7 @@ from composer_fsdp2.optim.muon_groups import (
     with_blocks,
 )
 from composer_fsdp2.optim.muon_iteration import Iteration, Layout, iterate, lr_ratio
+from composer_fsdp2.optim.muon_places import Parameter, Piece, RankGrid
 from composer_fsdp2.optim.muon_settings import (
     ITERATION_DTYPES,
     PlannedGroups,
@@ -353,37 +354,35 @@ class Muon(torch.optim.Optimizer):
             place = _place(matrix.param)
             if place is None:
                 result = iterate(matrix.update, matrix.layout, matrix.how)
-                matrix.apply(matrix.layout, 0, tuple(matrix.param.shape), result)
+                shape = tuple(matrix.param.shape)
+                matrix.apply(
+                    matrix.layout, shape, Piece((0,) * len(shape), (0,) * len(shape), shape), result
+                )
             else:
                 together[(*place, matrix.how.dtype)].append(matrix)
         for key, members in together.items():
             self._exchange(key, members)
 
-    def _exchange(self, key: tuple[DeviceMesh, int, torch.dtype], members: list[_Matrix]) -> None:
+    def _exchange(
+        self, key: tuple[DeviceMesh, tuple[int, ...], torch.dtype], members: list[_Matrix]
+    ) -> None:
         """Collective: yes, over the mesh."""
-        mesh, axis, dtype = key
+        mesh, axes, dtype = key
         signature = tuple((id(matrix.param), matrix.layout) for matrix in members)
         held = self._exchanges.get(key)
         if held is None or held.signature != signature:
-            params = [matrix.described(axis) for matrix in members]
-            grid = RankGrid.of(mesh, axis)
+            params = [matrix.described(axes) for matrix in members]
+            grid = RankGrid.of(mesh, axes)
             exchange = Exchange(params, grid, dtype.itemsize, self._bucket_bytes)
-            dims = [param.dim for param in params]
-            held = _Held(signature, [matrix.param for matrix in members], dims, exchange)
+            held = _Held(signature, [matrix.param for matrix in members], exchange)
             self._exchanges[key] = held
-        dims = held.dims
         # Of the mesh, not of the shard: with cpu_offload that one is in CPU memory.
         device = torch.device(mesh.device_type)
         held.exchange.run(
             [matrix.update.to(device) for matrix in members],
             lambda item, whole: iterate(whole, item.layout, members[item.param].how),
-            lambda item, row, part: members[item.param].apply(
-                item.layout,
-                row,
-                item.shape,
-                part,
-                dims[item.param],
-                row + held.exchange.first_row(item) - item.start,
+            lambda item, piece, part: members[item.param].apply(
+                item.layout, item.shape, piece, part
             ),
         )
 
@@ -424,35 +423,22 @@ class _Matrix:
     how: Iteration
     group: Mapping[str, Any]
 
-    def described(self, axis: int) -> Parameter:
+    def described(self, axes: Sequence[int]) -> Parameter:
         """Returns all that the exchange has to know."""
         assert isinstance(self.param, DTensor)
-        placement: Any = self.param.placements[axis]
-        return Parameter(tuple(self.param.shape), self.layout, placement.dim)
+        return Parameter.of(self.param, axes, self.layout)
 
-    def apply(
-        self,
-        layout: Layout,
-        row: int,
-        shape: Sequence[int],
-        result: Tensor,
-        dim: int = 0,
-        first: int = 0,
-    ) -> None:
-        """Adds rows of a result, whose item has this shape, to the shard.
-
-        `row` is the first of them in the shard, `first` in the item; both along `dim`.
-        """
+    def apply(self, layout: Layout, shape: Sequence[int], piece: Piece, result: Tensor) -> None:
+        """Adds a piece of a result, whose item has this layout and shape, to the shard."""
         lr, adjust = float(self.group["lr"]), self.group["adjust_lr_fn"]
         inputs = shape[-2] if layout.transposed else shape[-1]
-        target = self.local.narrow(dim, row, result.shape[dim])
-        sizes = layout.sizes(shape)
-        ratios = [lr_ratio(adjust, size, inputs) for size in sizes]
+        target = piece.in_shard(self.local)
+        ratios = [lr_ratio(adjust, size, inputs) for size in layout.sizes(shape)]
         if len(set(ratios)) == 1:
             target.add_(result.to(target.device), alpha=-lr * ratios[0])
             return
         axis = layout.axis % result.ndim
-        end, start = result.shape[axis], -first if axis == dim else 0
+        end, start = result.shape[axis], -piece.there[axis]
         for number, size in layout.parts(shape):
             begin, after = max(start, 0), start + size
             if (held := min(after, end) - begin) > 0:
@@ -467,19 +453,20 @@ class _Held:
 
     signature: tuple[Any, ...]
     params: list[Tensor]
-    dims: list[int]
     exchange: Exchange
 
 
-def _place(param: Tensor) -> tuple[DeviceMesh, int] | None:
+def _place(param: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """Where a parameter is divided; None if every rank has all of it."""
     if not isinstance(param, DTensor):
         return None
-    axes = [axis for axis, placement in enumerate(param.placements) if placement.is_shard()]
-    others = [p for p in param.placements if not p.is_shard() and not p.is_replicate()]
-    if len(axes) > 1 or others:
+    placed = list(enumerate(param.placements))
+    axes = tuple(axis for axis, place in placed if getattr(place, "dim", None) is not None)
+    others = [p for axis, p in placed if axis not in axes and not p.is_replicate()]
+    if others or (len(axes) > 1 and param.ndim > 2):
         raise PlanError(
-            f"A matrix of shape {tuple(param.shape)} is placed as {param.placements}. Muon brings "
-            "together what is divided along one axis of the mesh. Give it to AdamW (adamw: [...])."
+            f"A parameter of shape {tuple(param.shape)} is placed as {param.placements}. Muon "
+            "brings together matrices in two dimensions, and lists of them that are divided along "
+            "one axis of the mesh. Give it to AdamW (adamw: [...])."
         )
-    return (param.device_mesh, axes[0]) if axes else None
+    return (param.device_mesh, axes) if axes else None

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 __all__ = [
     "RowOrder",
+    "cut_in_order",
     "order_of",
     "part_of",
     "shape_in_model",
@@ -125,13 +126,18 @@ def _is_strided(placement: Placement) -> bool:
     return hasattr(placement, "split_factor")
 
 
+def cut_in_order(placements: Sequence[Placement]) -> list[int]:
+    """Returns the axes of a mesh, those first that divide what others divide once more."""
+    return sorted(range(len(placements)), key=lambda axis: _is_strided(placements[axis]))
+
+
 def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """This rank's part of a whole tensor, as a copy. Collective: no.
 
     FSDP2 divides what a rank of a tensor group holds, which its placement says.
     """
     part = whole.detach()
-    for axis in sorted(range(mesh.ndim), key=lambda axis: _is_strided(placements[axis])):
+    for axis in cut_in_order(placements):
         dim: int | None = getattr(placements[axis], "dim", None)
         if dim is None:
             continue

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from composer_fsdp2 import install
+from composer_fsdp2 import Muon, install
 from tests.dist.test_tensor_parallel import grouped
 from tests.dist.test_tensor_trainer import SIZE, Language, samples
 from tests.dist.test_tensor_uneven import odd_gpt2, odd_llama
@@ -60,13 +60,13 @@ class Odd(Language):
 
 
 def optimizer_of(kind: str, model: Any) -> torch.optim.Optimizer:
-    """Two groups; with two moments, or one."""
+    """Two groups or more; with two moments, or one for matrices."""
     if kind == "gpt2":
         return grouped(model)
     flat = [param for param in model.parameters() if param.ndim == 1]
     wide = [param for param in model.parameters() if param.ndim > 1]
     groups = [{"params": wide, "weight_decay": 0.1}, {"params": flat}]
-    return torch.optim.SGD(groups, lr=0.02, momentum=0.9)
+    return Muon(groups, lr=0.02)
 
 
 def run(layout: str, kind: str, state: str, until: int, folder: Path, load: Path | None) -> None:

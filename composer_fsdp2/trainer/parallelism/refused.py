@@ -14,6 +14,7 @@ from composer_fsdp2.config.group_size import ranks_of_a_batch
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.elementwise import is_known
+from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.trainer.parallelism.tensor_groups import degree_of
 
 __all__ = ["check_items", "check_known", "check_scale", "refuse_later_optimizers", "tried"]
@@ -101,17 +102,19 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
 
 
 def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) -> None:
-    """Refuses optimizers that look across elements. Collective: no.
+    """Refuses optimizers that look across elements, but for Muon. Collective: no.
 
     Raises:
         PlanError: for such an optimizer.
     """
-    if degree_of(settings) > 1 and optimizer is not None and not is_known(optimizer):
+    if degree_of(settings) == 1 or optimizer is None or isinstance(optimizer, Muon):
+        return
+    if not is_known(optimizer):
         raise PlanError(
             f"{type(optimizer).__name__} and tensor parallelism are both asked for. It is not "
             "known to compute each element by itself, and a rank has a part of a matrix, in an "
             "order of its own. Use AdamW, Lion, SGD or another optimizer that steps element by "
-            "element."
+            "element, or composer_fsdp2.Muon."
         )
 
 
