@@ -669,3 +669,13 @@ def test_forbidding_ties_is_an_error_or_the_same_plan(case):
         assert lifted.tied  # a parent that was a unit anyway took the weight
     else:
         assert strict == lifted
+
+
+def test_the_unit_is_what_the_user_compiled():
+    """Its hooks are around the graph of the block, which they would cut in two from inside."""
+    model = TinyLM(layers=2)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="eager")
+    plan = plan_wrapping(model, [by_class(Block), root_rule])
+    names = [name for unit in plan.units for name in unit.modules if name]
+    assert [model.get_submodule(name) for name in names] == list(model.blocks)
