@@ -227,14 +227,24 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("method", "kind", "degree"), WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_like_one_process(family: str, method: str, kind: str, degree: int):
-    train_as_one_process(family, kind, degree, method)
+    train_as_one_process(FAMILIES[family], kind, degree, method)
 
 
 def train_as_one_process(
-    family: str, kind: str, degree: int, method: str, *, steps: int = STEPS, **settings: Any
+    make: Callable[[], Any],
+    kind: str,
+    degree: int,
+    method: str,
+    *,
+    steps: int = STEPS,
+    optimizer: str = "sgd",
+    alone: Callable[[nn.Module], object] = id,
+    **settings: Any,
 ) -> None:
-    oracle, model = twice(FAMILIES[family])
-    pair = [OPTIMIZERS["sgd"](m.parameters()) for m in (oracle, model)]
+    """`alone` changes the model of one process."""
+    oracle, model = twice(make)
+    alone(oracle)
+    pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
     settings |= {"sequence_parallel": {"degree": degree, "method": method}}
     prepare_fully_shard(model, pair[1], {"mixed_precision": "FULL", **settings})
     size = degree * settings.get("tensor_parallel", 1)  # ranks that read the same batch
@@ -274,7 +284,7 @@ TENSOR: list[tuple[str, str, str, dict[str, Any]]] = [
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("family", "method", "kind", "settings"), TENSOR)
 def test_with_tensor_parallel(family: str, method: str, kind: str, settings: dict[str, Any]):
-    train_as_one_process(family, kind, 2, method, steps=4, tensor_parallel=2, **settings)
+    train_as_one_process(FAMILIES[family], kind, 2, method, steps=4, tensor_parallel=2, **settings)
 
 
 @pytest.mark.slow
@@ -282,7 +292,7 @@ def test_with_tensor_parallel(family: str, method: str, kind: str, settings: dic
 @pytest.mark.world_size(8)
 def test_three_axes():
     """Two groups of four ranks: each of two ranks that divide a layer has half of a sequence."""
-    train_as_one_process("Llama", "padded", 2, "ulysses", steps=2, tensor_parallel=2)
+    train_as_one_process(llama, "padded", 2, "ulysses", steps=2, tensor_parallel=2)
 
 
 def compare_a_batch(oracle: nn.Module, model: nn.Module, batch: dict[str, Any]) -> None:

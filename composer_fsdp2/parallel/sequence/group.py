@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.same_batch import check_same_batch
 from composer_fsdp2.parallel.sequence.attention import AttentionCall, SharedSequence, attend
@@ -225,10 +226,12 @@ class SequenceGroup:
         modes = [(module, module.training) for module in self._entry.modules()]
         self._entry.eval()
         try:
-            self._is_idle = True
-            whole = self._outputs({name: inputs})
-            self._is_idle = False
-            divided = self._outputs({name: inputs})
+            # Neither what fp8 rounds in parts nor a graph for two short forwards.
+            with without_float8(self._entry), torch.compiler.set_stance("force_eager"):
+                self._is_idle = True
+                whole = self._outputs({name: inputs})
+                self._is_idle = False
+                divided = self._outputs({name: inputs})
         finally:
             self._is_idle = False
             for module, mode in modes:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -58,7 +59,7 @@ class SequenceParallel(Transformation[SequencePlan]):
                     f"sequence_parallel has degree {spec.degree}, and {why}. Ranks would compute "
                     "another model than one process. Leave sequence_parallel out for this model."
                 )
-        tensor = facts.settings.tensor_parallel
+        tensor, recompute = facts.settings.tensor_parallel, facts.settings.activation_checkpointing
         method = _method(
             spec, [modules[n] for n in attention], attention, 1 if tensor is None else tensor.degree
         )
@@ -67,7 +68,7 @@ class SequenceParallel(Transformation[SequencePlan]):
             attention=attention,
             degree=spec.degree,
             method=method,
-            frees=not facts.settings.activation_checkpointing,
+            frees=not recompute or getattr(recompute, "memory_budget", None) is not None,
         )
 
     def apply(self, tree: ModuleTree, plan: SequencePlan) -> None:
@@ -93,7 +94,8 @@ class SequenceParallel(Transformation[SequencePlan]):
             entry=_entry_of(modules, plan.model),
         )
         for module in found.values():
-            _kind_of(module).connect(module, group.attend)
+            # A compiled graph ends here: what is known of the sequence is that of each forward.
+            _kind_of(module).connect(module, torch.compiler.disable(group.attend))
         recall_in_recomputation(tree.root, group.recalling)
 
 
