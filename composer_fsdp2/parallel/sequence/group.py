@@ -65,6 +65,7 @@ class SequenceGroup:
         *,
         frees: bool,
         entry: nn.Module,
+        learned: tuple[str, int] | None = None,
     ) -> None:
         """Connects a model of transformers' kind. Collective: no.
 
@@ -76,8 +77,10 @@ class SequenceGroup:
             frees: as of `attend`.
             entry: the module that is called with batches: the model, or the wrapper of adapters
                 that hands them on past the model's hooks.
+            learned: the embedding of positions, and how many there are.
         """
         self.group, self.method, self._frees = group, method, frees
+        self._learned = learned
         self.rank = dist.get_rank(group)
         self._names = list(inspect.signature(type(entry).forward).parameters)[1:]
         self._caches = "use_cache" in inspect.signature(type(model).forward).parameters
@@ -155,15 +158,10 @@ class SequenceGroup:
 
     def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
         """The part of this rank; notes what its attention must know."""
-        ids = given.get("input_ids")
-        inputs = given.get("inputs_embeds") if ids is None else ids
-        if not isinstance(inputs, torch.Tensor):
-            raise PlanError(
-                "The model was called without input_ids and inputs_embeds. Sequence parallelism "
-                "would have nothing to divide. Give it one of them by name."
-            )
+        inputs = given[_inputs_of(given)]
         length = inputs.shape[1]
         self._refuse_unknown(given, length)
+        self._refuse_long(given.get("position_ids"), length)
         division = self._division_of(length)
         cut = dict(given)
         for name, filler in _CUT.items():
@@ -209,6 +207,19 @@ class SequenceGroup:
                     "it is divided. Leave it out, or take sequence_parallel out."
                 )
 
+    def _refuse_long(self, positions: torch.Tensor | None, length: int) -> None:
+        """Before one rank finds no embedding of its last position, and others wait for it."""
+        if self._learned is None:
+            return
+        name, known = self._learned
+        last = length - 1 if positions is None else int(positions.max())
+        if last >= known:
+            raise PlanError(
+                f"The model was given position {last}, and '{name}' has {known}, from 0 on. The "
+                f"rank with the end of the sequence would find none. Cut sequences to {known} "
+                "tokens, or take a model with rotary embeddings."
+            )
+
     # --- The first batch ---
 
     @torch.no_grad()
@@ -220,7 +231,7 @@ class SequenceGroup:
         Raises:
             PlanError: the same on every rank, if any of them differs.
         """
-        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        name = _inputs_of(given)
         division = self._division_of(given[name].shape[1])
         inputs = given[name][:1, : max(division.local, self.size)]
         modes = [(module, module.training) for module in self._entry.modules()]
@@ -310,6 +321,17 @@ class SequenceGroup:
             whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
             whole = shared.division.put_together(whole, 1)
             output["logits"] = whole[:, : shared.division.length]
+
+
+def _inputs_of(given: Mapping[str, Any]) -> str:
+    """The name of what there is to divide."""
+    found = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), torch.Tensor)]
+    if not found:
+        raise PlanError(
+            "The model was called without input_ids and inputs_embeds. Sequence parallelism would "
+            "have nothing to divide. Give it one of them by name."
+        )
+    return found[0]
 
 
 def _attends_otherwise(path: str, off: float, length: int) -> str:

@@ -92,6 +92,7 @@ class SequenceParallel(Transformation[SequencePlan]):
             plan.method,
             frees=plan.frees,
             entry=_entry_of(modules, plan.model),
+            learned=_learned_positions(modules),
         )
         for module in found.values():
             # A compiled graph ends here: what is known of the sequence is that of each forward.
@@ -120,7 +121,7 @@ def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
             f"sequence_parallel has degree {degree}, and the model is none of transformers. It is "
             "not known where its attention is. Leave sequence_parallel out for this model."
         )
-    return next((name for name in models if _takes_positions(modules[name])), models[0])
+    return next((name for name in models if not _hands_on(modules[name])), models[0])
 
 
 def _entry_of(modules: dict[str, nn.Module], model: str) -> nn.Module:
@@ -134,6 +135,25 @@ def _entry_of(modules: dict[str, nn.Module], model: str) -> nn.Module:
 
 def _takes_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def _hands_on(module: nn.Module) -> bool:
+    """Whether a module gives positions to the one inside without looking at them."""
+    parameters = inspect.signature(type(module).forward).parameters
+    names_all = all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+    return not names_all and "position_ids" not in parameters
+
+
+def _learned_positions(modules: dict[str, nn.Module]) -> tuple[str, int] | None:
+    """An embedding of positions and how many it has, `None` where they are computed."""
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            return name, module.num_embeddings - (attribute_of(module, "offset") or 0)
+    return None
+
+
+_POSITIONS = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
+"""names of embeddings of positions"""
 
 
 def _attention(modules: dict[str, nn.Module], _name: str, found: tuple[str, ...]) -> str | None:
