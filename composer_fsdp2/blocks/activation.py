@@ -52,6 +52,7 @@ __all__ = [
     "apply_activation",
     "plan_activation",
     "recall_in_recomputation",
+    "recalls_in_recomputation",
 ]
 
 log = logging.getLogger(__name__)
@@ -302,6 +303,11 @@ def recall_in_recomputation(model: nn.Module, recall: Recall) -> None:
         recall: is called in each forward of a block, and gives what is entered when it runs again.
     """
     setattr(model, _RECALLED, (*getattr(model, _RECALLED, ()), recall))
+
+
+def recalls_in_recomputation(model: nn.Module) -> bool:
+    """Whether `recall_in_recomputation` was asked of a model. Collective: no."""
+    return bool(getattr(model, _RECALLED, ()))
 
 
 def _contexts(base: Callable[[], tuple[Any, Any]], recalls: Sequence[Recall]) -> tuple[Any, Any]:

@@ -1,9 +1,9 @@
 """`torch.compile` block by block, on any module; knows nothing of FSDP.
 
 [Note: compiled blocks] What is compiled is the forward of a block, activation checkpointing
-included. It is exchanged in place, so names stay. Hooks are called around it and not compiled:
-those of FSDP, the cast of inputs, and those that take saved tensors to the CPU. Blocks of one class
-share code.
+included, unless what runs again has to be given a context, which no graph holds. It is exchanged in
+place, so names stay. Hooks are called around it and not compiled: those of FSDP, the cast of
+inputs, and those that take saved tensors to the CPU. Blocks of one class share code.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from composer_fsdp2.blocks.activation import recalls_in_recomputation
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.module_tree import ModuleTree, is_wrapper
 from composer_fsdp2.shard.torch_private.tensors import (
     OffloadWrapper,
     compile_within,
@@ -116,18 +117,21 @@ def apply_compile(model: nn.Module, plan: CompilePlan) -> None:
 
     Collective: no. To be called after `apply_activation`. The work is done in the first batch.
     """
-    arguments = _arguments(plan)
+    arguments, recalls = _arguments(plan), recalls_in_recomputation(model)
     for name in plan.modules:
-        module = _outermost(model, name)
+        module = _outermost(model, name, is_inside=recalls)
         # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
         module.forward = torch.compile(module.forward, **arguments)
 
 
-def _outermost(model: nn.Module, name: str) -> nn.Module:
-    """Returns the module of this name with its wrappers, but for the one that offloads."""
+def _outermost(model: nn.Module, name: str, *, is_inside: bool) -> nn.Module:
+    """Returns the module of this name with its wrappers, but for the one that offloads.
+
+    Without any of them, where the graph has to be inside.
+    """
     above, _, last = name.rpartition(".")
-    module = model.get_submodule(above)._modules[last] if name else model
-    while isinstance(module, OffloadWrapper):
+    module: Any = model.get_submodule(above)._modules[last] if name else model
+    while isinstance(module, OffloadWrapper) or (is_inside and is_wrapper(module)):
         module = wrapped_module(module)
     assert isinstance(module, nn.Module)
     return module

@@ -10,10 +10,12 @@ them, so that whatever looks at the shards sees plain ones, and no scale is from
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import importlib
 import importlib.util
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +30,14 @@ from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
-__all__ = ["Float8Linear", "Float8Plan", "apply_float8", "check_float8", "plan_float8"]
+__all__ = [
+    "Float8Linear",
+    "Float8Plan",
+    "apply_float8",
+    "check_float8",
+    "plan_float8",
+    "without_float8",
+]
 
 _ORIGIN = (8, 9)
 """the first CUDA capability that multiplies fp8"""
@@ -214,3 +223,29 @@ def apply_float8(model: nn.Module, plan: Float8Plan) -> None:
         for attribute, value in vars(converted).items():
             vars(layer).setdefault(attribute, value)
         layer.__class__ = type(converted)
+
+
+@contextlib.contextmanager
+def without_float8(model: nn.Module) -> Generator[None]:
+    """Has linear layers multiply in the dtype of the run meanwhile. Collective: no.
+
+    Scales are those of a whole input, so that parts of it are rounded otherwise.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "linear_mm_config")]
+    before = [vars(layer).get("forward") for layer in layers]
+    try:
+        for layer in layers:
+            vars(layer)["forward"] = functools.partial(_multiply, layer)
+        yield
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            del vars(layer)["forward"]
+            if forward is not None:
+                vars(layer)["forward"] = forward
+
+
+def _multiply(layer: Any, given: torch.Tensor) -> torch.Tensor:
+    # One that was gathered in fp8 is a tensor of torchao's.
+    uncast = getattr(layer.weight, "to_original_precision", None)
+    weight = layer.weight if uncast is None else uncast()
+    return nn.functional.linear(given, weight, layer.bias)

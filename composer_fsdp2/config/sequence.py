@@ -38,17 +38,21 @@ SEQUENCE_PARALLEL = mapping(
     example="sequence_parallel: {degree: 4}",
 )
 
-_UNTRIED = ("compile", "fp8")
-
 
 def check_sequence_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """Refuses settings that have not been tried with it."""
+    """Refuses graphs that could not be made: ranks exchange in the attention of each block."""
     spec = values["sequence_parallel"]
-    if spec is None or spec.degree == 1:
+    if spec is None or spec.degree == 1 or not values["compile"]:
         return
-    errors.extend(
-        f"'{name}' is set beside 'sequence_parallel', which has not been tried. The run might "
-        "train another model. Leave one of them out."
-        for name in _UNTRIED
-        if values[name]
-    )
+    if getattr(values["compile"], "fullgraph", False):
+        errors.append(
+            "'compile.fullgraph' is true beside 'sequence_parallel'. Ranks exchange in the "
+            "attention of each block, where a graph ends, so the first batch would fail. Leave "
+            "fullgraph out."
+        )
+    if getattr(values["activation_checkpointing"], "mode", "full") == "selective":
+        errors.append(
+            "'compile' and 'activation_checkpointing.mode: selective' are set beside "
+            "'sequence_parallel'. Blocks are compiled inside of what runs again there, and torch "
+            "compiles nothing while it selects. Write mode: full, or leave compile out."
+        )

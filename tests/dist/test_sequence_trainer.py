@@ -1,32 +1,41 @@
-"""Composer's Trainer with sequence parallelism: data, loss, metrics, counts, checkpoints."""
+"""Composer's Trainer with sequence parallelism: data, loss, metrics, counts, checkpoints, items."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from composer import Callback, Logger, State
+from composer import algorithms as A
 from composer.metrics import LanguageCrossEntropy
 from composer.models import ComposerModel, HuggingFaceModel
 from torch import nn
 from torch.utils.data import Dataset
 
 from composer_fsdp2 import install
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.row_order import order_of
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
+from tests.dist.test_tensor_files import whole_state
+from tests.dist.test_tensor_trainer import adamw
+from tests.dist.test_tensor_with import averages_of
 from tests.support.parity import TOLERANCE, full
-from tests.support.training import trainer_for
+from tests.support.training import largest_difference, trainer_for, weights
 
-STEPS, SIZE = 4, 4
+STEPS, HALF, SIZE = 4, 2, 4
 
 
 class Samples(Dataset[dict[str, torch.Tensor]]):
-    """Rows of the batches, padded."""
+    """Rows of the batches."""
 
-    def __init__(self, count: int = STEPS * SIZE) -> None:
+    def __init__(self, count: int = STEPS * SIZE, *, kind: str = "padded") -> None:
         self.rows = [
             {name: tensor[row] for name, tensor in batch.items()}
-            for batch in batches("padded", STEPS)
+            for batch in batches(kind, STEPS)
             for row in range(SIZE)
         ][:count]
 
@@ -64,8 +73,8 @@ def foundry() -> ComposerModel:
 MAKE = {"Hugging Face": hugging_face, "MPT": foundry}
 
 
-def built(kind: str) -> Any:
-    torch.manual_seed(0)
+def built(kind: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
     return MAKE[kind]()
 
 
@@ -127,3 +136,105 @@ def test_trainer_reads_counts_and_trains_as_one_process(kind: str, form: str):
     metric = trainer.state.train_metrics["LanguageCrossEntropy"]
     last = float(metric.compute())
     assert last == pytest.approx(losses[-1], abs=1e-5)
+
+
+# --- Checkpoints and what changes gradients or weights, beside FSDP2 alone. ---
+
+ALONE: dict[str, Any] = {}
+DIVIDED: dict[str, Any] = {"sequence_parallel": 2}
+
+
+def run(layout: dict[str, Any], item: Any, kind: str, *, fits: bool = True, **more: Any) -> Any:
+    """Of rows that are equally long: FSDP2 alone gives each rank's rows the same weight."""
+    install()
+    model = built("Hugging Face", seed=9 if "load_path" in more else 0)
+    trainer = trainer_for(
+        model,
+        adamw(model),
+        Samples(kind="plain"),  # type: ignore[arg-type]
+        batch=SIZE if layout else SIZE // 2,
+        parallelism_config={**layout, "fsdp2": {"state_dict_type": kind}},
+        algorithms=[item()] if item else [],
+        **more,
+    )
+    if fits:
+        trainer.fit()
+    return trainer
+
+
+class Keeper(Callback):
+    """Keeps what a checkpoint in the middle has to hold."""
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch == HALF:
+            self.kept = whole_state(SimpleNamespace(state=state))  # type: ignore[arg-type]
+
+
+def assert_same(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert largest_difference(got, expected) <= TOLERANCE
+
+
+ITEMS: dict[str, tuple[Any, str]] = {
+    "none": (None, "sharded"),
+    "EMA": (lambda: A.EMA(half_life="2ba"), "sharded"),
+    "SWA": (lambda: A.SWA("0.1dur", "0.9dur", "1ba"), "full"),
+}
+MODELS = pytest.mark.filterwarnings("ignore:The tokenizer was not provided")
+VIEWS = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+
+
+@VIEWS
+@MODELS
+@pytest.mark.filterwarnings("ignore:SWA has known issues")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("name", ITEMS)
+def test_checkpoints_and_averages_go_to_fsdp2_alone_and_back(name: str, tmp_path: Path):
+    item, kind = ITEMS[name]
+    expected = run(ALONE, item, kind)
+    for number, (first, other) in enumerate(((DIVIDED, ALONE), (ALONE, DIVIDED))):
+        folder, keeper = tmp_path / str(number), Keeper()
+        saving = {"save_folder": str(folder), "save_interval": f"{HALF}ba"}
+        run(first, item, kind, callbacks=[keeper], **saving)
+        file = folder / (f"ep0-ba{HALF}" if kind == "sharded" else f"ep0-ba{HALF}-rank0.pt")
+        again = run(other, item, kind, fits=False, load_path=str(file))
+        loaded = whole_state(again)
+        assert keeper.kept.keys() == loaded.keys()
+        assert any("exp_avg" in key for key in loaded)
+        assert [key for key in loaded if not torch.equal(keeper.kept[key], loaded[key])] == []
+        again.fit()
+        assert again.state.timestamp.batch == STEPS
+        assert_same(weights(again.state.model), weights(expected.state.model))
+        if item:
+            assert_same(averages_of(again), averages_of(expected))
+
+
+CLIPS: dict[str, tuple[Any, ...]] = {
+    "norm": ("norm", 0.05),
+    "value": ("value", 1e-3),
+    "adaptive": ("adaptive", 1e-3),
+}
+
+
+@VIEWS
+@MODELS
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", CLIPS)
+def test_clipping_is_that_of_fsdp2_alone(kind: str):
+    def clip() -> A.GradientClipping:
+        return A.GradientClipping(*CLIPS[kind])
+
+    plain, expected, got = (
+        weights(run(layout, item, "sharded").state.model)
+        for layout, item in ((ALONE, None), (ALONE, clip), (DIVIDED, clip))
+    )
+    assert_same(got, expected)
+    assert largest_difference(plain, expected) > 1e-4
+
+
+@MODELS
+@pytest.mark.filterwarnings("ignore:.* has known issues")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("item", [A.SelectiveBackprop, A.MixUp])
+def test_what_draws_on_each_rank_is_refused(item: Callable[[], Any]):
+    with pytest.raises(ConfigError, match=r"and sequence parallelism .* draws on each rank"):
+        run(DIVIDED, item, "sharded")

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.same_batch import check_same_batch
 from composer_fsdp2.parallel.sequence.attention import AttentionCall, SharedSequence, attend
@@ -64,6 +65,7 @@ class SequenceGroup:
         *,
         frees: bool,
         entry: nn.Module,
+        learned: tuple[str, int] | None = None,
     ) -> None:
         """Connects a model of transformers' kind. Collective: no.
 
@@ -75,8 +77,10 @@ class SequenceGroup:
             frees: as of `attend`.
             entry: the module that is called with batches: the model, or the wrapper of adapters
                 that hands them on past the model's hooks.
+            learned: the embedding of positions, and how many there are.
         """
         self.group, self.method, self._frees = group, method, frees
+        self._learned = learned
         self.rank = dist.get_rank(group)
         self._names = list(inspect.signature(type(entry).forward).parameters)[1:]
         self._caches = "use_cache" in inspect.signature(type(model).forward).parameters
@@ -154,15 +158,10 @@ class SequenceGroup:
 
     def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
         """The part of this rank; notes what its attention must know."""
-        ids = given.get("input_ids")
-        inputs = given.get("inputs_embeds") if ids is None else ids
-        if not isinstance(inputs, torch.Tensor):
-            raise PlanError(
-                "The model was called without input_ids and inputs_embeds. Sequence parallelism "
-                "would have nothing to divide. Give it one of them by name."
-            )
+        inputs = given[_inputs_of(given)]
         length = inputs.shape[1]
         self._refuse_unknown(given, length)
+        self._refuse_long(given.get("position_ids"), length)
         division = self._division_of(length)
         cut = dict(given)
         for name, filler in _CUT.items():
@@ -208,6 +207,19 @@ class SequenceGroup:
                     "it is divided. Leave it out, or take sequence_parallel out."
                 )
 
+    def _refuse_long(self, positions: torch.Tensor | None, length: int) -> None:
+        """Before one rank finds no embedding of its last position, and others wait for it."""
+        if self._learned is None:
+            return
+        name, known = self._learned
+        last = length - 1 if positions is None else int(positions.max())
+        if last >= known:
+            raise PlanError(
+                f"The model was given position {last}, and '{name}' has {known}, from 0 on. The "
+                f"rank with the end of the sequence would find none. Cut sequences to {known} "
+                "tokens, or take a model with rotary embeddings."
+            )
+
     # --- The first batch ---
 
     @torch.no_grad()
@@ -219,16 +231,18 @@ class SequenceGroup:
         Raises:
             PlanError: the same on every rank, if any of them differs.
         """
-        name = "inputs_embeds" if given.get("input_ids") is None else "input_ids"
+        name = _inputs_of(given)
         division = self._division_of(given[name].shape[1])
         inputs = given[name][:1, : max(division.local, self.size)]
         modes = [(module, module.training) for module in self._entry.modules()]
         self._entry.eval()
         try:
-            self._is_idle = True
-            whole = self._outputs({name: inputs})
-            self._is_idle = False
-            divided = self._outputs({name: inputs})
+            # Neither what fp8 rounds in parts nor a graph for two short forwards.
+            with without_float8(self._entry), torch.compiler.set_stance("force_eager"):
+                self._is_idle = True
+                whole = self._outputs({name: inputs})
+                self._is_idle = False
+                divided = self._outputs({name: inputs})
         finally:
             self._is_idle = False
             for module, mode in modes:
@@ -307,6 +321,17 @@ class SequenceGroup:
             whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
             whole = shared.division.put_together(whole, 1)
             output["logits"] = whole[:, : shared.division.length]
+
+
+def _inputs_of(given: Mapping[str, Any]) -> str:
+    """The name of what there is to divide."""
+    found = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), torch.Tensor)]
+    if not found:
+        raise PlanError(
+            "The model was called without input_ids and inputs_embeds. Sequence parallelism would "
+            "have nothing to divide. Give it one of them by name."
+        )
+    return found[0]
 
 
 def _attends_otherwise(path: str, off: float, length: int) -> str:

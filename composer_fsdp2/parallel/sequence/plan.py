@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -58,7 +59,7 @@ class SequenceParallel(Transformation[SequencePlan]):
                     f"sequence_parallel has degree {spec.degree}, and {why}. Ranks would compute "
                     "another model than one process. Leave sequence_parallel out for this model."
                 )
-        tensor = facts.settings.tensor_parallel
+        tensor, recompute = facts.settings.tensor_parallel, facts.settings.activation_checkpointing
         method = _method(
             spec, [modules[n] for n in attention], attention, 1 if tensor is None else tensor.degree
         )
@@ -67,7 +68,7 @@ class SequenceParallel(Transformation[SequencePlan]):
             attention=attention,
             degree=spec.degree,
             method=method,
-            frees=not facts.settings.activation_checkpointing,
+            frees=not recompute or getattr(recompute, "memory_budget", None) is not None,
         )
 
     def apply(self, tree: ModuleTree, plan: SequencePlan) -> None:
@@ -91,9 +92,11 @@ class SequenceParallel(Transformation[SequencePlan]):
             plan.method,
             frees=plan.frees,
             entry=_entry_of(modules, plan.model),
+            learned=_learned_positions(modules),
         )
         for module in found.values():
-            _kind_of(module).connect(module, group.attend)
+            # A compiled graph ends here: what is known of the sequence is that of each forward.
+            _kind_of(module).connect(module, torch.compiler.disable(group.attend))
         recall_in_recomputation(tree.root, group.recalling)
 
 
@@ -118,7 +121,7 @@ def _model_in(modules: dict[str, nn.Module], degree: int) -> str:
             f"sequence_parallel has degree {degree}, and the model is none of transformers. It is "
             "not known where its attention is. Leave sequence_parallel out for this model."
         )
-    return next((name for name in models if _takes_positions(modules[name])), models[0])
+    return next((name for name in models if not _hands_on(modules[name])), models[0])
 
 
 def _entry_of(modules: dict[str, nn.Module], model: str) -> nn.Module:
@@ -132,6 +135,25 @@ def _entry_of(modules: dict[str, nn.Module], model: str) -> nn.Module:
 
 def _takes_positions(module: nn.Module) -> bool:
     return "position_ids" in inspect.signature(type(module).forward).parameters
+
+
+def _hands_on(module: nn.Module) -> bool:
+    """Whether a module gives positions to the one inside without looking at them."""
+    parameters = inspect.signature(type(module).forward).parameters
+    names_all = all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
+    return not names_all and "position_ids" not in parameters
+
+
+def _learned_positions(modules: dict[str, nn.Module]) -> tuple[str, int] | None:
+    """An embedding of positions and how many it has, `None` where they are computed."""
+    for name, module in modules.items():
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+            return name, module.num_embeddings - (attribute_of(module, "offset") or 0)
+    return None
+
+
+_POSITIONS = {"wpe", "embed_positions", "position_embeddings", "position_embedding"}
+"""names of embeddings of positions"""
 
 
 def _attention(modules: dict[str, nn.Module], _name: str, found: tuple[str, ...]) -> str | None:

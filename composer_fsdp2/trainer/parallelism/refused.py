@@ -1,4 +1,4 @@
-"""Refuses by name, before a run starts, parts of it not tried with tensor parallelism."""
+"""Refuses by name, before a run starts, what does not go where ranks compute a batch together."""
 
 from __future__ import annotations
 
@@ -81,24 +81,32 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
             "runs out of memory in the middle of it would leave its group waiting. Write a number "
             "of samples."
         )
-    if degree_of(settings) == 1:
-        return
     for item in items:
-        kind = type(item)
+        kind, name = type(item), type(item).__name__
         foreign = isinstance(item, torch.optim.Optimizer) or not kind.__module__.startswith(
             _COMPOSERS
         )
-        if not foreign and kind.__name__ not in _TRIED:
-            why = (
-                "It draws on each rank by itself, and the ranks of a group need the same batch."
-                if kind.__name__ in _DRAWS
-                else "It may read or change weights, of which a rank has a part in an order of its "
-                "own."
-            )
-            raise ConfigError(
-                f"{kind.__name__} and tensor parallelism are both asked for. {why} Leave it out, "
-                f"or take 'tp' out of parallelism_config. These go with it: {', '.join(tried())}."
-            )
+        if not foreign and name not in _TRIED:
+            _refuse(name, settings)
+
+
+def _refuse(name: str, settings: FSDP2Config) -> None:
+    draws = name in _DRAWS and ranks_of_a_batch(settings) > 1
+    why = (
+        "It draws on each rank by itself, and the ranks of a group need the same batch."
+        if draws
+        else "It may read or change weights, of which a rank has a part in an order of its own."
+    )
+    if degree_of(settings) > 1:
+        raise ConfigError(
+            f"{name} and tensor parallelism are both asked for. {why} Leave it out, "
+            f"or take 'tp' out of parallelism_config. These go with it: {', '.join(tried())}."
+        )
+    if draws:
+        raise ConfigError(
+            f"{name} and sequence parallelism are both asked for. {why} Leave it out, or take "
+            "'sequence_parallel' out of parallelism_config."
+        )
 
 
 def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) -> None:
