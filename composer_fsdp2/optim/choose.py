@@ -27,6 +27,7 @@ from composer_fsdp2.optim.state_check import check_optimizer_state, refuse_unkno
 from composer_fsdp2.optim.state_kept import Policy
 from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.optim.trial import try_local_step
+from composer_fsdp2.optim.watched_data import WatchedData
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.agreement import agreement_of
 
@@ -61,6 +62,7 @@ def apply_local_step(
 
     Collective: yes, if `auto` has to try an optimizer that is not known. An optimizer that is built
     later is looked at in its first step, and tried there is none: what is not known steps DTensors.
+    Their first step shows whether it changes them (`WatchedData`).
 
     With `state`, it keeps its state in that form.
 
@@ -69,10 +71,6 @@ def apply_local_step(
             step neither DTensors nor local shards, which a trial shows; `state` and one that is
             not known to step parameters one by one, or has no state.
     """
-    if setting is False:
-        if optimizer is not None and not isinstance(optimizer, Muon) and not is_known(optimizer):
-            _tried_on_all_ranks(optimizer, device)  # on DTensors it may fail, too
-        return
     wanted = Wanted(setting, state or OptimizerState())
     if optimizer is not None:
         _apply(
@@ -99,6 +97,11 @@ def _tried_on_all_ranks(
 def _apply(
     optimizer: torch.optim.Optimizer, wanted: Wanted, is_alike: Callable[[bool], bool]
 ) -> LocalStep | None:
+    if wanted.local_step is False:
+        if not isinstance(optimizer, Muon) and not is_known(optimizer):
+            is_alike(False)  # on DTensors it may fail, too
+            WatchedData(optimizer)
+        return None
     check_optimizer_state(optimizer, wanted.state)
     if isinstance(optimizer, Muon):
         return None  # it works on local shards itself, with collectives of its own
@@ -111,6 +114,7 @@ def _apply(
             "%s steps DTensors: local shards would give other numbers, or it could not be tried.",
             type(optimizer).__name__,
         )
+        WatchedData(optimizer)
         return None
     policy = Policy(wanted.state)
     kept = None

@@ -19,6 +19,16 @@ __all__ = ["DataReplaced", "LocalShard", "local_gradient"]
 class DataReplaced(PlanError):
     """An optimizer has given a parameter other memory."""
 
+    @classmethod
+    def by(cls, optimizer: torch.optim.Optimizer) -> DataReplaced:
+        """Says which optimizer it is and what to write."""
+        return cls(
+            f"The step of {type(optimizer).__name__} assigns to `param.data`. FSDP2 gathers the "
+            "memory that it has made for the shard, so the assignment would be lost and the model "
+            "would not train. Change the parameter in place in the optimizer: "
+            "`param.data.copy_(value)` or `param.add_(update)`."
+        )
+
 
 class LocalShard:
     """This rank's part of a parameter; a parameter that is not sharded is its own.
@@ -75,12 +85,7 @@ class LocalShard:
         """
         source = self._source
         if source is not None and self.local.data_ptr() != source.data_ptr():
-            raise DataReplaced(
-                f"The step of {type(optimizer).__name__} assigns to `param.data`. FSDP2 gathers "
-                "the memory that it has made for the shard, so the assignment would be lost and "
-                "the model would not train. Change the parameter in place in the optimizer: "
-                "`param.data.copy_(value)` or `param.add_(update)`."
-            )
+            raise DataReplaced.by(optimizer)
 
     def read_state(self, held: dict[Any, Any] | None) -> None:
         """Takes what has changed in the optimizer's state since the last step, if it has any."""

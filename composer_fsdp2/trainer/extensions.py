@@ -152,7 +152,11 @@ ALGORITHMS = (
     Extension("NoOpModel", "replaces the model before it is sharded"),
     Extension("ProgressiveResizing", _DATA),
     Extension("RandAugment", _DATA),
-    Extension("SAM", "climbs with the gradient of all ranks, as one process does"),
+    Extension(
+        "SAM",
+        "climbs with the gradient of all ranks, as one process does; under DDP each rank climbs "
+        "with its own, so that the weights are others",
+    ),
     Extension("SWA", "averages shards; its state is in every kind of checkpoint"),
     Extension("SelectiveBackprop"),
     Extension("SeqLengthWarmup"),

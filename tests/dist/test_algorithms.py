@@ -29,7 +29,7 @@ from torchvision.datasets import VisionDataset
 from torchvision.models.resnet import Bottleneck
 from torchvision.transforms import ToPILImage, ToTensor
 
-from composer_fsdp2 import CheckpointError, ConfigError, installed, prepare_fully_shard
+from composer_fsdp2 import CheckpointError, ConfigError, Muon, installed, prepare_fully_shard
 from composer_fsdp2.trainer.extensions import ALGORITHMS
 from composer_fsdp2.trainer.load_steps import plain_name
 from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
@@ -45,7 +45,12 @@ from tests.support.training import (
 )
 from tests.support.vision import CLASSES, TinyConv, images
 
-SGD = OPTIMIZERS["sgd"]
+STEPPED_BY: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    **{
+        name: lambda model, make=make: make(model.parameters()) for name, make in OPTIMIZERS.items()
+    },
+    "muon": lambda model: Muon(model, lr=3e-3, adamw_eps=1e-5, iteration_dtype="fp32"),
+}
 Make = Callable[[], ComposerModel]
 
 
@@ -179,6 +184,7 @@ def trained(
     *,
     sharded: bool = True,
     until: str = "2ep",
+    optimizer: str = "sgd",
     **settings: Any,
 ) -> Trainer:
     if not sharded:
@@ -188,7 +194,7 @@ def trained(
         warnings.simplefilter("ignore")  # of what an algorithm cannot do on any kind of model
         trainer = trainer_for(
             model,
-            SGD(model.parameters()),
+            STEPPED_BY[optimizer](model),
             samples,  # type: ignore[arg-type]
             algorithms=algorithm(),
             max_duration=until,
@@ -293,20 +299,25 @@ def _average(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "optimizer"),
     [
-        ("EMA", "sharded"),
-        ("EMA", "full"),
-        ("EMA", "unsharded"),
-        ("SWA", "sharded"),
-        ("SWA", "full"),
+        ("EMA", "sharded", "sgd"),
+        ("EMA", "full", "sgd"),
+        ("EMA", "unsharded", "sgd"),
+        ("SWA", "sharded", "sgd"),
+        ("SWA", "full", "sgd"),
+        ("EMA", "sharded", "muon"),
+        ("EMA", "full", "muon"),
+        ("SWA", "sharded", "muon"),
     ],
 )
-def test_averages_go_on_after_a_checkpoint(name: str, kind: str, tmp_path: Path):
+def test_averages_go_on_after_a_checkpoint(name: str, kind: str, optimizer: str, tmp_path: Path):
     fsdp2 = {"state_dict_type": "full" if kind == "unsharded" else kind}
     config = {"fsdp2": fsdp2 | {"activation_checkpointing": True}}
     saving = {"save_folder": str(tmp_path), "save_interval": "2ba"}
-    run = functools.partial(trained, Checkpointed, samples_of(4, 8), AVERAGES[name])
+    run = functools.partial(
+        trained, Checkpointed, samples_of(4, 8), AVERAGES[name], optimizer=optimizer
+    )
     with installed():
         alone = run(sharded=False, until="4ba")
         both = {"parallelism_config": config}
@@ -314,6 +325,10 @@ def test_averages_go_on_after_a_checkpoint(name: str, kind: str, tmp_path: Path)
         file = "ep0-ba2" if kind == "sharded" else "ep0-ba2-rank0.pt"
         resumed = run(until="4ba", load_path=str(tmp_path / file), **both)
         averages = _average(resumed), _average(alone)
+        if kind != "unsharded":  # then it was sharded before, and goes on with the same bits
+            whole = run(until="4ba", **both)
+            assert largest_difference(learned(resumed), learned(whole)) == 0
+            assert largest_difference(averages[0], _average(whole)) == 0
     assert largest_difference(learned(resumed), learned(alone)) <= 1e-6
     assert largest_difference(*averages) <= 1e-6
 
@@ -355,10 +370,20 @@ def test_evaluates_the_average():
 
 
 @pytest.mark.world_size(2)
-def test_sam():
+@pytest.mark.parametrize(
+    ("name", "fsdp2", "microbatch"),
+    [
+        ("sgd", {}, 4),
+        ("sgd", {"gradient_sync": "last"}, 2),
+        ("adamw", {"gradient_sync": "every"}, 2),
+        ("adamw", {"local_step": False}, 4),
+        ("muon", {}, 4),
+    ],
+)
+def test_sam(name: str, fsdp2: dict[str, Any], microbatch: int):
     """Under DDP each rank climbs with its own gradient; here, as one process, with that of all."""
     oracle = built(TinyComposer)
-    optimizer = SAMOptimizer(SGD(oracle.parameters()))
+    optimizer = SAMOptimizer(STEPPED_BY[name](oracle))
     for batch in batches(4, 8):
 
         def closure(batch: Any = batch, **_: Any) -> torch.Tensor:
@@ -369,7 +394,15 @@ def test_sam():
 
         optimizer.step(closure)
     with installed():
-        trainer = trained(TinyComposer, samples_of(4, 8), A.SAM, until="1ep")
+        trainer = trained(
+            TinyComposer,
+            samples_of(4, 8),
+            A.SAM,
+            until="1ep",
+            optimizer=name,
+            fsdp2=fsdp2,
+            device_train_microbatch_size=microbatch,
+        )
     assert largest_difference(trainer.state.model, oracle) <= 1e-6
 
 

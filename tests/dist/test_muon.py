@@ -25,7 +25,14 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.shard.optimizer import shard_like
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
-from tests.support.parity import Recipe, full, gathered, train_together
+from tests.support.parity import (
+    STATE_TOLERANCE,
+    TOLERANCE,
+    Recipe,
+    full,
+    gathered,
+    train_together,
+)
 from tests.support.training import built, samples_of, trainer_for
 
 RATES = {"lr": 3e-3, "adamw_eps": 1e-5, "iteration_dtype": "fp32"}
@@ -279,17 +286,20 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": rest}, {"params": norms, "weight_decay": 0.0}, {"params": embedding}]
 
 
-def _trainer(folder: str, seed: int, **kwargs: Any) -> Trainer:
+def _trainer(folder: str, seed: int, until: str = "3ba", **kwargs: Any) -> Trainer:
     model = built(lambda: TinyComposer("two modules"), seed)
+    optimizer = Muon(_groups(model), **RATES)
+    if "parallelism_config" in kwargs:
+        optimizer.decide(model)  # nobody prepares it
     return trainer_for(
         model,
-        Muon(_groups(model), **RATES),
-        samples_of(4, 12),
+        optimizer,
+        samples_of(6, 12),
         batch=12 // dist.get_world_size(),
-        max_duration="3ba",
+        max_duration=until,
         save_folder=folder,
         save_interval="3ba",
-        schedulers=composer.optim.ConstantWithWarmupScheduler(t_warmup="1ba"),
+        schedulers=composer.optim.ConstantWithWarmupScheduler(t_warmup="5ba"),
         **kwargs,
     )
 
@@ -300,40 +310,58 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     names = {id(param): name for name, param in trainer.state.model.named_parameters()}
     found: dict[str, Any] = dict(gathered(trainer.state.model))
     for param, state in optimizer.state.items():
-        found |= {f"{names[id(param)]}/{key}": full(value) for key, value in state.items()}
+        found |= {f"{names[id(param)]}/{key}": full(v).clone() for key, v in state.items()}
     for number, group in enumerate(optimizer.param_groups):
         if group["params"]:  # a checkpoint keeps nothing of an empty one
             found[f"group {number}"] = {k: v for k, v in group.items() if k != "params"}
     return found
 
 
-def _save(folder: str) -> dict[str, Any]:
+def _save(folder: str, **kwargs: Any) -> dict[str, Any]:
     with installed():
-        (trainer := _trainer(folder, 0)).fit()
+        (trainer := _trainer(folder, 0, **kwargs)).fit()
         trainer.close()
     return _state(trainer)
 
 
-def _load(folder: str) -> dict[str, Any]:
+def _train_on(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state that was loaded, and that of three batches later."""
     with installed(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*RNG state")
         warnings.filterwarnings("ignore", message=".*world size")
-        trainer = _trainer(f"{folder}/again", 1, load_path=f"{folder}/ep0-ba3")
+        again = f"{folder}/again on {dist.get_world_size()}"
+        trainer = _trainer(again, 1, "6ba", load_path=f"{folder}/ep0-ba3")
+        loaded = _state(trainer)
+        trainer.fit()
         trainer.close()
-    return _state(trainer)
+    return loaded, _state(trainer)
 
 
-def test_saved_on_four_ranks_and_loaded_on_fewer(tmp_path: Path, ranks: Any):
+def _train_whole(folder: str) -> dict[str, Any]:
+    return _save(folder, until="6ba", parallelism_config=None)
+
+
+def test_saved_on_four_ranks_and_trained_on_with_fewer(tmp_path: Path, ranks: Any):
+    """Loading changes nothing; then it goes on as the unsharded run that was never stopped."""
+    whole = ranks(1, _train_whole, str(tmp_path / "whole"))[0]
     saved = ranks(4, _save, str(tmp_path))[0]
     assert any("momentum_buffer" in name for name in saved)
     for count in (2, 3):
-        found = ranks(count, _load, str(tmp_path))[0]
-        assert found.keys() == saved.keys()
-        for name, value in saved.items():
-            same = (
-                torch.equal(value, found[name]) if torch.is_tensor(value) else value == found[name]
-            )
-            assert same, name
+        loaded, trained = ranks(count, _train_on, str(tmp_path))[0]
+        assert loaded.keys() == saved.keys()
+        assert [name for name, value in saved.items() if not _same(value, loaded[name], 0.0)] == []
+        assert trained.keys() == whole.keys()
+        far = STATE_TOLERANCE
+        assert [name for name, value in whole.items() if not _same(value, trained[name], far)] == []
+        weights = [name for name in whole if "/" not in name and torch.is_tensor(whole[name])]
+        assert max((whole[name] - trained[name]).abs().max() for name in weights) <= TOLERANCE
+        assert max((whole[name] - saved[name]).abs().max() for name in weights) > 100 * TOLERANCE
+
+
+def _same(one: Any, other: Any, tolerance: float) -> bool:
+    if not torch.is_tensor(one):
+        return bool(one == other)
+    return bool((one - other).abs().max() <= tolerance * max(1.0, one.abs().max().item()))
 
 
 # --- What is refused, on every rank. ---
