@@ -19,6 +19,7 @@ from torch.utils.data import Dataset
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.row_order import order_of
+from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
 from tests.dist.test_tensor_files import whole_state
 from tests.dist.test_tensor_trainer import adamw
@@ -238,3 +239,17 @@ def test_clipping_is_that_of_fsdp2_alone(kind: str):
 def test_what_draws_on_each_rank_is_refused(item: Callable[[], Any]):
     with pytest.raises(ConfigError, match=r"and sequence parallelism .* draws on each rank"):
         run(DIVIDED, item, "sharded")
+
+
+@VIEWS
+@MODELS
+@pytest.mark.world_size(2)
+def test_a_model_that_composer_compiles():
+    model, losses = trained_alone("Hugging Face")
+    with fresh_compiler():
+        compiled = {"compile_config": {"backend": "aot_eager"}}
+        trainer = trainer_of("Hugging Face", {"sequence_parallel": 2, "fsdp2": {}}, **compiled)
+        trainer.fit()
+        assert graphs() > 0
+    assert_same(weights(trainer.state.model), weights(model))
+    assert float(trainer.state.total_loss_dict["loss/train/total"]) == pytest.approx(losses[-1])
