@@ -345,7 +345,8 @@ class SequenceGroup:
         if not module.training:
             whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
             whole = shared.division.put_together(whole, 1)
-            output["logits"] = whole[:, : shared.division.length]
+            # As a model's own: metrics view them in other shapes.
+            output["logits"] = whole[:, : shared.division.length].contiguous()
 
 
 def _inputs_of(given: Mapping[str, Any]) -> str:
