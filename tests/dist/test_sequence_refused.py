@@ -31,6 +31,11 @@ from tests.support.parity import assert_close
 
 VIEWS = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
+
+def given(**more: Any) -> dict[str, Any]:
+    return {**batches("plain", 1)[0], "use_cache": False, **more}
+
+
 # --- Models. ---
 
 
@@ -183,11 +188,32 @@ def test_what_cannot_be_divided_is_refused_before_the_model_is_changed(case: str
     assert [type(param) for param in model.parameters()] == before
 
 
+class Shifted(nn.Module):
+    """An MLP that also sees the token before."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x + nn.functional.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+@VIEWS
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+@pytest.mark.parametrize(
+    ("layer", "where"), [(0, "attention 'model.layers.1.self_attn'"), (1, "input of 'lm_head'")]
+)
+def test_layers_that_mix_tokens_without_a_word(layer: int, where: str, method: str):
+    model: Any = llama()
+    model.model.layers[layer].mlp = Shifted(model.model.layers[layer].mlp)
+    prepared(model, sequence_parallel={"degree": 2, "method": method})
+    with pytest.raises(PlanError, match=f"{where} of the first .*% off"):
+        model(**given())
+
+
 # --- Batches. ---
-
-
-def given(**more: Any) -> dict[str, Any]:
-    return {**batches("plain", 1)[0], "use_cache": False, **more}
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {

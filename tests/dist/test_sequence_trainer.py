@@ -19,12 +19,13 @@ from torch.utils.data import Dataset
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.row_order import order_of
+from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
 from tests.dist.test_tensor_files import whole_state
 from tests.dist.test_tensor_trainer import adamw
 from tests.dist.test_tensor_with import averages_of
 from tests.support.parity import TOLERANCE, full
-from tests.support.training import largest_difference, trainer_for, weights
+from tests.support.training import largest_difference, loader_of, trainer_for, weights
 
 STEPS, HALF, SIZE = 4, 2, 4
 
@@ -231,6 +232,31 @@ def test_clipping_is_that_of_fsdp2_alone(kind: str):
     assert largest_difference(plain, expected) > 1e-4
 
 
+@VIEWS
+@MODELS
+@pytest.mark.filterwarnings("ignore:Cannot split tensor of length")
+@pytest.mark.world_size(2)
+def test_microbatches_evaluation_and_data_that_ends_unevenly():
+    found: list[tuple[dict[str, torch.Tensor], float]] = []
+    for layout, size, microbatch in ((ALONE, SIZE // 2, 2), (DIVIDED, SIZE, 3)):
+        few, others = Samples(STEPS * SIZE - 2, kind="plain"), Samples(SIZE + 2)
+        trainer = run(
+            layout,
+            None,
+            "sharded",
+            train_dataloader=loader_of(few, size),  # type: ignore[arg-type]
+            eval_dataloader=loader_of(others, size),  # type: ignore[arg-type]
+            device_train_microbatch_size=microbatch,
+        )
+        assert trainer.state.timestamp.sample == len(few)
+        trainer.eval()
+        assert trainer.state.eval_timestamp.sample == len(others)
+        metric = trainer.state.eval_metrics["eval"]["LanguageCrossEntropy"]
+        found.append((weights(trainer.state.model), float(metric.compute())))
+    assert_same(found[1][0], found[0][0])
+    assert found[1][1] == pytest.approx(found[0][1], abs=TOLERANCE * 10)
+
+
 @MODELS
 @pytest.mark.filterwarnings("ignore:.* has known issues")
 @pytest.mark.world_size(2)
@@ -238,3 +264,17 @@ def test_clipping_is_that_of_fsdp2_alone(kind: str):
 def test_what_draws_on_each_rank_is_refused(item: Callable[[], Any]):
     with pytest.raises(ConfigError, match=r"and sequence parallelism .* draws on each rank"):
         run(DIVIDED, item, "sharded")
+
+
+@VIEWS
+@MODELS
+@pytest.mark.world_size(2)
+def test_a_model_that_composer_compiles():
+    model, losses = trained_alone("Hugging Face")
+    with fresh_compiler():
+        compiled = {"compile_config": {"backend": "aot_eager"}}
+        trainer = trainer_of("Hugging Face", {"sequence_parallel": 2, "fsdp2": {}}, **compiled)
+        trainer.fit()
+        assert graphs() > 0
+    assert_same(weights(trainer.state.model), weights(model))
+    assert float(trainer.state.total_loss_dict["loss/train/total"]) == pytest.approx(losses[-1])

@@ -66,6 +66,7 @@ class SequenceGroup:
         frees: bool,
         entry: nn.Module,
         learned: tuple[str, int] | None = None,
+        heads: Mapping[str, nn.Module],
     ) -> None:
         """Connects a model of transformers' kind. Collective: no.
 
@@ -78,6 +79,7 @@ class SequenceGroup:
             entry: the module that is called with batches: the model, or the wrapper of adapters
                 that hands them on past the model's hooks.
             learned: the embedding of positions, and how many there are.
+            heads: what makes logits, by name.
         """
         self.group, self.method, self._frees = group, method, frees
         self._learned = learned
@@ -89,9 +91,9 @@ class SequenceGroup:
         self._loss: Any = None
         if calls_loss_function(model):
             self._loss = model.loss_function
-            model.loss_function = self._loss_of  # type: ignore[assignment]
-        self._entry, self._attention = entry, attention
-        self._is_checked = self._is_idle = self._is_inside = False
+            model.loss_function = torch.compiler.disable(self._loss_of)  # type: ignore[assignment]
+        self._entry, self._attention, self._heads = entry, attention, heads
+        self._is_checked = self._is_idle = self._is_inside = self._is_compared = False
         setattr(model, _GROUP, self)
 
     def watch(self) -> None:
@@ -100,8 +102,9 @@ class SequenceGroup:
         To be called when the model is sharded: the first batch runs through it before FSDP2 begins
         with that batch.
         """
-        self._entry.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        self._entry.register_forward_hook(self._leave, always_call=True)
+        enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        self._entry.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+        self._entry.register_forward_hook(leave, always_call=True)
 
     def begin(self) -> None:
         """Has the next batch of training checked: data may be others. Collective: no."""
@@ -226,6 +229,9 @@ class SequenceGroup:
     def _compare(self, given: Mapping[str, Any]) -> None:
         """Compares each attention with that of one process, on the first tokens of one sequence.
 
+        And what the head is given, which depends on all other layers. No logits are made: they may
+        be larger than all that a step with `chunked_loss` holds.
+
         Collective: yes, over the default group. As many tokens as a rank computes in a step.
 
         Raises:
@@ -239,35 +245,54 @@ class SequenceGroup:
         try:
             # Neither what fp8 rounds in parts nor a graph for two short forwards.
             with without_float8(self._entry), torch.compiler.set_stance("force_eager"):
-                self._is_idle = True
+                self._is_idle = self._is_compared = True
                 whole = self._outputs({name: inputs})
                 self._is_idle = False
                 divided = self._outputs({name: inputs})
         finally:
-            self._is_idle = False
+            self._is_idle = self._is_compared = False
             for module, mode in modes:
                 module.training = mode
         division = self._division_of(inputs.shape[1])
         error = None
-        for path, expected in whole.items():
+        for what, expected in whole.items():
             expected = self._own(expected, division, 0)
-            got = divided[path]
+            got = divided[what]
             real = division.positions_of(self.rank, got.device) < division.length
             off = (got - expected)[:, real].norm() / expected[:, real].norm().clamp(min=1e-30)
             if not off <= _TOLERANCE.get(got.dtype, 0.1):
-                error = error or PlanError(_attends_otherwise(path, float(off), inputs.shape[1]))
+                error = error or PlanError(_sees_otherwise(what, float(off), inputs.shape[1]))
         raise_on_all_ranks({}, error)
 
     def _outputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The output of each attention in a forward."""
+        """The output of each attention in a forward, and what the heads are given."""
         found: dict[str, torch.Tensor] = {}
 
-        def keep(path: str, output: Any) -> None:
-            found[path] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+        def keep(what: str, output: Any) -> None:
+            found[what] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+
+        def cut(what: str, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            # An embedding that is the head as well is given tokens.
+            if (
+                not given
+                or not isinstance(given[0], torch.Tensor)
+                or not given[0].is_floating_point()
+            ):
+                return None
+            keep(what, given)
+            return given[0][:, :1], *given[1:]
 
         handles = [
-            module.register_forward_hook(lambda _m, _a, output, path=path: keep(path, output))
+            module.register_forward_hook(
+                lambda _m, _a, output, path=path: keep(f"attention '{path}'", output)
+            )
             for path, module in self._attention.items()
+        ]
+        handles += [
+            module.register_forward_pre_hook(
+                lambda _m, given, path=path: cut(f"input of '{path}'", given), prepend=True
+            )
+            for path, module in self._heads.items()
         ]
         try:
             self._entry(**inputs, **({"use_cache": False} if self._caches else {}))
@@ -310,7 +335,7 @@ class SequenceGroup:
         """Gives evaluation the whole logits. In training a rank keeps its own."""
         self._is_inside = False
         shared, logits = self._current, getattr(output, "logits", None)
-        if shared is None or not isinstance(logits, torch.Tensor):
+        if shared is None or self._is_compared or not isinstance(logits, torch.Tensor):
             return
         if self._loss is None and self._labels is not None:
             own = logits.flatten(0, 1)
@@ -320,7 +345,8 @@ class SequenceGroup:
         if not module.training:
             whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
             whole = shared.division.put_together(whole, 1)
-            output["logits"] = whole[:, : shared.division.length]
+            # As a model's own: metrics view them in other shapes.
+            output["logits"] = whole[:, : shared.division.length].contiguous()
 
 
 def _inputs_of(given: Mapping[str, Any]) -> str:
@@ -334,12 +360,11 @@ def _inputs_of(given: Mapping[str, Any]) -> str:
     return found[0]
 
 
-def _attends_otherwise(path: str, off: float, length: int) -> str:
+def _sees_otherwise(what: str, off: float, length: int) -> str:
     return (
-        f"The attention '{path}' of the first {length} tokens, divided between ranks, is "
-        f"{100 * off:.2g} % off what it is in one process. It sees tokens in a way that is not "
-        "known here, and the run would train another model. Leave sequence_parallel out for this "
-        "model."
+        f"The {what} of the first {length} tokens, divided between ranks, is {100 * off:.2g} % off "
+        "what it is in one process. The model sees tokens in a way that is not known here, and the "
+        "run would train another one. Leave sequence_parallel out for this model."
     )
 
 

@@ -19,6 +19,7 @@ from composer_fsdp2.parallel.axis import tensor_axis
 from composer_fsdp2.parallel.sequence import hugging_face, mpt, own
 from composer_fsdp2.parallel.sequence.group import SequenceGroup
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
+from composer_fsdp2.plan.rules import output_heads
 
 __all__ = ["SequenceParallel", "SequencePlan"]
 
@@ -93,6 +94,7 @@ class SequenceParallel(Transformation[SequencePlan]):
             frees=plan.frees,
             entry=_entry_of(modules, plan.model),
             learned=_learned_positions(modules),
+            heads=_heads(tree),
         )
         for module in found.values():
             # A compiled graph ends here: what is known of the sequence is that of each forward.
@@ -142,6 +144,11 @@ def _hands_on(module: nn.Module) -> bool:
     parameters = inspect.signature(type(module).forward).parameters
     names_all = all(p.kind is not p.VAR_KEYWORD for p in parameters.values())
     return not names_all and "position_ids" not in parameters
+
+
+def _heads(tree: ModuleTree) -> dict[str, nn.Module]:
+    wanted = {id(head) for head in output_heads(tree)}
+    return {name: module for name, module in tree.modules() if id(module) in wanted}
 
 
 def _learned_positions(modules: dict[str, nn.Module]) -> tuple[str, int] | None:
