@@ -61,7 +61,9 @@ class GroupShards:
         """Takes the tensors of this moment; `same_state` says that the state is as it was read."""
         with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
             grads = list(map(_grad, self.params))
-            required = list(map(_requires_grad, self._sharded))
+            required = self._required
+            if self.recalled is None:  # what torch's optimizers recall does not depend on it
+                required = list(map(_requires_grad, self._sharded))
         sources = local_tensors(self._sharded)
         if not are_same(sources, self._sources) or required != self._required:
             self._sources, self._required = sources, required
@@ -74,7 +76,7 @@ class GroupShards:
 
     def _take_gradients(self, grads: Sequence[Any]) -> None:
         layouts = layouts_of(grads)
-        if all(layouts) and are_same(layouts, self._layouts):
+        if self._layouts and are_same(layouts, self._layouts):
             self.grads = local_tensors(grads)
             return
         self.grads = local_gradients(self.params, grads, local_gradient)
@@ -105,6 +107,8 @@ class GroupShards:
     def gradients(self, places: Sequence[int] | None) -> list[torch.Tensor]:
         """The gradients at these places, all by default, without those that are missing."""
         grads = self.grads if places is None else [self.grads[at] for at in places]
+        if self._layouts:
+            return list(grads)  # pyright: ignore[reportReturnType]
         return [grad for grad in grads if grad is not None]
 
     def choose(self, places: Sequence[int] | None) -> list[Any]:

@@ -27,7 +27,7 @@ from composer_fsdp2.optim.packing import Packing
 from composer_fsdp2.optim.recalled import LocalGroup
 from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.optim.twin import Twins
-from composer_fsdp2.optim.written_through import Mutable
+from composer_fsdp2.optim.written_through import MISSING, Mutable
 
 __all__ = ["LocalStep"]
 
@@ -52,7 +52,9 @@ class LocalStep:
         self._groups: dict[int, GroupShards] = {}
         self._states = States(self._optimizer)
         self._stepped: list[tuple[Any, ...]] = []
-        self._held_state: tuple[list[Any], list[Any]] | None = None
+        self._held_state: _HeldState | None = None
+        self._recalled: list[Any] = []
+        """of each group, before the step"""
         self._is_checked = False
         self._handles = (
             optimizer.register_step_pre_hook(self.before),
@@ -94,13 +96,15 @@ class LocalStep:
             self._is_checked = True
             for shard in chain.from_iterable(held.shards for held in self._groups.values()):
                 shard.check_memory(optimizer)
-        if self._held_state is not None:
-            # State that the step has made is not what was read, and may be taken back.
-            try:
-                made = sum(map(len, optimizer.state.values()))
-            except TypeError:  # facts of all parameters under a word
-                made = -1
-            self._held_state = self._held_state if made == len(self._held_state[1]) else None
+        # State that the step has made is not what was read, and may be taken back.
+        if self._held_state is not None and self._may_have_made(optimizer.state):
+            self._held_state = None
+
+    def _may_have_made(self, state: Mapping[Any, Any]) -> bool:
+        recalled = [held.recalled for held in self._groups.values()]
+        if self._kept is None and all(recalled) and are_same(recalled, self._recalled):
+            return False  # the step was handed its lists, state included
+        return self._held_state is not None and not self._held_state.counts(state.values())
 
     def release(self) -> bool:
         """Lets go of gradients, which would outlive `zero_grad`; returns if a step had them."""
@@ -148,6 +152,7 @@ class LocalStep:
                 held.give_gradients()
             stepped.append((held, held.version, left))
             groups.append(local_group)
+        self._recalled = [held.recalled for held, _, _ in stepped]
         if not same_state or stepped != self._stepped:
             self._stepped = stepped
             self._states = States(self._optimizer)
@@ -164,20 +169,40 @@ class LocalStep:
 
     def _has_same_state(self, state: Mapping[Any, Any]) -> bool:
         """Whether the state holds the objects of the last time. See [Note: read at once]."""
-        dicts, (before, values) = list(state.values()), self._held_state or (None, [])
+        dicts, held = list(state.values()), self._held_state
         try:
-            if before is not None and are_same(dicts, before):
-                same = sum(map(len, dicts)) == len(values)
-                if same and all(map(is_, _values(dicts), values)):
-                    return True
-            self._held_state = dicts, list(_values(dicts))
+            if held is not None and are_same(dicts, held.dicts) and held.is_current():
+                return True
+            self._held_state = _HeldState(dicts)
         except TypeError:  # facts of all parameters under a word
             self._held_state = None
         return False
 
 
-def _values(dicts: Iterable[dict[Any, Any]]) -> Iterator[Any]:
-    return chain.from_iterable(map(dict.values, dicts))
+class _HeldState:
+    """The objects that an optimizer's state held when it was read. See [Note: read at once]."""
+
+    __slots__ = ("_values", "_views", "dicts")
+
+    def __init__(self, dicts: list[Any]) -> None:
+        self.dicts = dicts
+        self._views: list[Any] = list(map(dict.values, dicts))
+        self._values = list(self._now())
+
+    def _now(self) -> Iterator[Any]:
+        # With an end, so that one of two that are compared cannot be a part of the other.
+        return chain(chain.from_iterable(self._views), (MISSING,))
+
+    def is_current(self) -> bool:
+        """Whether each dictionary holds the same objects."""
+        return all(map(is_, self._now(), self._values))
+
+    def counts(self, dicts: Iterable[Any]) -> bool:
+        """Whether these hold as many objects."""
+        try:
+            return sum(map(len, dicts)) == len(self._values) - 1
+        except TypeError:
+            return False
 
 
 class _Contents:
