@@ -23,8 +23,9 @@ HELP = """Write the sharding settings of CONFIG as `parallelism_config.fsdp2`; r
 
 CONFIG is YAML or JSON in one of these dialects, recognised from its content: Composer and LLM
 Foundry (FSDP1, or `FSDP_VERSION=2`), Accelerate and Hugging Face `TrainingArguments` (FSDP or
-DeepSpeed), axolotl, ROLL, DeepSpeed. It stays as it is; everything else in it, comments included,
-is in the new file unchanged. A decision that you have to take is a comment at its place there.
+DeepSpeed), axolotl, ROLL, verl, DeepSpeed. It stays as it is; everything else in it, comments
+included, is in the new file unchanged. A decision that you have to take is a comment at its place
+there.
 
 - `composer-fsdp2 migrate old.yaml -o new.yaml`: exit code 1 if something is left to decide
 

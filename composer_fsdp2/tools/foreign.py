@@ -42,6 +42,20 @@ _SIGNS: Mapping[str, frozenset[str]] = {
             "rollout_batch_size",
         }
     ),
+    "a configuration of verl": frozenset(
+        {
+            "actor_rollout_ref",
+            "algorithm",
+            "critic",
+            "custom_reward_function",
+            "data",
+            "engine",
+            "optim",
+            "reward_model",
+            "trainer",
+            "ulysses_sequence_parallel_size",
+        }
+    ),
     "a configuration of axolotl": frozenset(
         {"adapter", "base_model", "datasets", "micro_batch_size", "sequence_len", "val_set_size"}
     ),
@@ -70,6 +84,7 @@ _SIGNS: Mapping[str, frozenset[str]] = {
     ),
 }
 _TITLES = {
+    "verl": "a configuration of verl",
     "deepspeed": "a configuration of DeepSpeed",
     "roll": "a configuration of ROLL",
     "accelerate": "a configuration of Accelerate",

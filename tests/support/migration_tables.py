@@ -18,10 +18,12 @@ from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.dialects.deepspeed_trainers import ACCELERATE_DEEPSPEED
 from composer_fsdp2.tools.migrate.dialects.roll import ROLL
 from composer_fsdp2.tools.migrate.dialects.unsharded import UNSHARDED
+from composer_fsdp2.tools.migrate.dialects.verl import VERL
 from composer_fsdp2.tools.migrate.report import SAME, Dialect, Entry, Report, Row
 from tests.unit.tools.test_migrate_composer import fsdp1_reports, version2_reports
 from tests.unit.tools.test_migrate_dialects import reports_of
 from tests.unit.tools.test_migrate_trainers import OWN_ROWS, plugin_reports, unsharded_reports
+from tests.unit.tools.test_migrate_verl import verl_reports
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "migration-keys.md"
 MARK = re.compile(r"(<!-- keys: ([\w-]+) -->\n)(.*?)<!-- end of keys -->", re.DOTALL)
@@ -56,6 +58,7 @@ TABLES = {
             lambda: reports_of(TRAINING_ARGUMENTS),
         ),
         _whole(ROLL),
+        Table(VERL, (*VERL.rows, *VERL.outside), verl_reports),
         _whole(DEEPSPEED),
         # The rest is DeepSpeed's own table, and Accelerate's for the launcher.
         Table(ACCELERATE_DEEPSPEED, tuple(OWN_ROWS), plugin_reports),

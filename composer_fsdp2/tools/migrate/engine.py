@@ -16,6 +16,7 @@ from composer_fsdp2.tools.migrate.dialects import (
     deepspeed_trainers,
     roll,
     unsharded,
+    verl,
 )
 from composer_fsdp2.tools.migrate.document import Document, check_result
 from composer_fsdp2.tools.migrate.included import read_settings
@@ -39,6 +40,7 @@ DIALECTS: Mapping[str, Dialect] = {
     for dialect in (
         deepspeed.DEEPSPEED,
         roll.ROLL,
+        verl.VERL,
         deepspeed_trainers.ACCELERATE_DEEPSPEED,
         accelerate.ACCELERATE,
         deepspeed_trainers.ARGUMENTS_DEEPSPEED,

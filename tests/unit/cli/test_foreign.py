@@ -19,6 +19,7 @@ FOREIGN = {
     "DeepSpeed ": '{"zero_optimization": {"stage": 3}}',
     "ROLL": "rollout_batch_size: 8\nactor_train:\n  strategy_args:\n"
     "    strategy_name: fsdp2_train\n    strategy_config: {fsdp_size: 8}\n",
+    "verl": "data: {train_batch_size: 8}\nmodel:\n  fsdp_config: {model_dtype: fp32}\n",
     "axolotl": "base_model: x\ndatasets: []\nsequence_len: 8\nfsdp: [full_shard]\n",
     "TrainingArguments": "output_dir: x\nper_device_train_batch_size: 1\nfsdp: full_shard\n",
 }

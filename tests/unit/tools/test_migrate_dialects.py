@@ -212,7 +212,12 @@ STRATEGY = [
     ("ulysses_size", 2, C, ULYSSES),
     ("ulysses_size", "many", DEC, {}),
 ]
-MODEL_ARGS = [("ulysses_size", 1, NOT), ("ulysses_size", 2, DEC), ("freeze_module_prefix", "v", K)]
+MODEL_ARGS = [
+    ("ulysses_size", 1, NOT),
+    ("ulysses_size", 2, C),
+    ("ulysses_size", "many", DEC),
+    ("freeze_module_prefix", "v", K),
+]
 Z = "zero_optimization"
 GATHERED = [
     "gather_16bit_weights_on_model_save",
@@ -424,6 +429,9 @@ def test_model_args_of_roll_stay(key, value, status):
     report = in_model_args(key, value)
     assert entry_of(report, f"model_args.{key}").status is status
     assert OmegaConf.create(report.text)["model_args"] == {key: value}
+    assert settings_of(report).get("sequence_parallel") == (
+        ULYSSES["sequence_parallel"] if value == 2 else None
+    )
 
 
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), DEEP)

@@ -7,9 +7,9 @@ from typing import Any
 
 from composer_fsdp2.config.precision import DTYPES
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Row, Site, Status
-from composer_fsdp2.tools.migrate.sequence import sequence_rows
+from composer_fsdp2.tools.migrate.sequence import add_degree, moved_rows, sequence_rows
 
-__all__ = ["ROLL"]
+__all__ = ["ROLL", "dtype_row"]
 
 _K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
@@ -27,6 +27,11 @@ def _is_dtype(value: Any) -> bool:
 
 def _dtype(name: str) -> Any:
     return lambda value: {"mixed_precision": {name: _SPELLINGS.get(value.lower(), value)}}  # pyright: ignore[reportUnknownLambdaType]
+
+
+def dtype_row(key: str, name: str) -> Row:
+    """The row of one dtype of `mixed_precision`."""
+    return Row(key, _R, f"`mixed_precision.{name}`", _is_dtype, _dtype(name))
 
 
 def _is_count(value: Any) -> bool:
@@ -62,8 +67,8 @@ _ROWS = (
         lambda value: {_SHARD: value, _REPLICATE: -1},
     ),
     Row("fsdp_size", _NOT, "1 or less is all ranks, the default", _is_everyone),
-    Row("param_dtype", _R, "`mixed_precision.param_dtype`", _is_dtype, _dtype("param_dtype")),
-    Row("reduce_dtype", _R, "`mixed_precision.reduce_dtype`", _is_dtype, _dtype("reduce_dtype")),
+    dtype_row("param_dtype", "param_dtype"),
+    dtype_row("reduce_dtype", "reduce_dtype"),
     Row(
         "async_save_ckpt",
         _R,
@@ -187,12 +192,23 @@ def _finish(context: Context) -> None:
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(_R, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards.value})
     _ignore_experts(context)
+    add_degree(context, "ulysses_size", _model_args(context).get("ulysses_size"), "ulysses")
     mixed = context.value("enable_mix_precision", True)
     defaults = _DEFAULTS if mixed is not False else {**_DEFAULTS, "reduce_dtype": "bf16"}
     missing = {name: dtype for name, dtype in defaults.items() if name not in context.entries}
     if missing:
         context.add("the default of ROLL, written out", mixed_precision=missing)
     _add_precision(context)
+
+
+def _model_args(context: Context) -> Mapping[str, Any]:
+    """What the role of this site says of its model."""
+    *role, block = context.site.parent or ("",)
+    around: Any = context.data
+    for name in role if block == "strategy_args" else context.site.parent:
+        around = around[name]
+    found = around.get("model_args")
+    return found if isinstance(found, Mapping) else {}
 
 
 def _ignore_experts(context: Context) -> None:
@@ -216,7 +232,6 @@ def _add_precision(context: Context) -> None:
         entry.beside = {"precision": name}
 
 
-_ULYSSES = "`sequence_parallel` divides sequences; it is read where the model's sharding is set"
 _FREEZE = "frozen parameters are sharded like the others; freezing stays with the trainer"
 
 ROLL = Dialect(
@@ -225,13 +240,7 @@ ROLL = Dialect(
     _find,
     _ROWS,
     (
-        Row("*.ulysses_size", _NOT, "no sequence is split", (1, None)),
-        Row(
-            "*.ulysses_size",
-            _DEC,
-            _ULYSSES,
-            options=("strategy_config.ulysses_size=2", "remove it"),
-        ),
+        *moved_rows("*.ulysses_size"),
         Row("*.freeze_module_prefix", _K, _FREEZE),
     ),
     _finish,

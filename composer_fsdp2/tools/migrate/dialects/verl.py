@@ -1,0 +1,156 @@
+"""verl's settings of its FSDP engine: of the SFT trainer, and of the models of its RL trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from composer_fsdp2.tools.migrate.accelerate import (
+    is_names,
+    is_number,
+    min_num_params,
+    wrap_classes,
+)
+from composer_fsdp2.tools.migrate.dialects.roll import dtype_row
+from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Row, Site, Status
+from composer_fsdp2.tools.migrate.sequence import add_degree, moved_rows, sequence_rows
+
+__all__ = ["VERL"]
+
+_R, _C, _CH = Status.RENAMED, Status.CONVERTED, Status.CHANGES
+_NOT, _DEC = Status.NOT_NEEDED, Status.DECISION
+_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+_OFF = (False, None)
+_DEGREE = "ulysses_sequence_parallel_size"
+_BLOCK, _MODEL = "fsdp_config", "model"
+_OWN = ("model_dtype", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
+"""keys of a block that no other trainer's has"""
+_DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
+_FULL = ("fp32", "float32", "float", None)
+
+
+def _is_size(value: Any) -> bool:
+    """A number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_low(value: Any) -> bool:
+    """A dtype of 16 bits."""
+    return str(value).lower() in _DTYPES
+
+
+_LOSS = "about the loss of a policy, not about sharding"
+
+_ROWS = (
+    *sequence_rows(_DEGREE, method="ulysses"),
+    *sequence_rows(f"config.{_DEGREE}", method="ulysses"),
+    Row("config.strategy", _NOT, "`parallelism_config.fsdp2` says it", ("fsdp", "fsdp2", None)),
+    Row("config._target_", _NOT, "names verl's own class"),
+    Row("config.fsdp_size", _NOT, "all ranks share one copy, the default", (-1, None)),
+    Row(
+        "config.fsdp_size",
+        _C,
+        "ranks that share one copy; what the run has beyond it are copies (HSDP)",
+        _is_size,
+        lambda value: {_SHARD: value, _REPLICATE: -1},
+    ),
+    Row("config.reshard_after_forward", _NOT, "the default of verl", (None,)),
+    Row(
+        "config.reshard_after_forward",
+        Status.KEPT,
+        "means the same",
+        (True, False),
+        {"reshard_after_forward": SAME},
+    ),
+    Row("config.offload_policy", _NOT, "off is the default", _OFF),
+    Row("config.offload_policy", _R, "`cpu_offload`", (True,), {"cpu_offload": True}),
+    Row("config.cpu_offload", _NOT, "off is the default", _OFF),
+    Row("config.cpu_offload", _R, "`cpu_offload`", (True,), {"cpu_offload": True}),
+    Row("config.offload_params", _NOT, "`cpu_offload` offloads parameters too", (True, *_OFF)),
+    Row("config.param_offload", _NOT, "off is what is done here", _OFF),
+    Row(
+        "config.param_offload",
+        _CH,
+        "verl moves weights to the CPU while it generates and back to train, and nothing generates "
+        "here between steps; for less memory in training write `cpu_offload: true`",
+        (True,),
+    ),
+    Row("config.optimizer_offload", _NOT, "off is what is done here", _OFF),
+    Row(
+        "config.optimizer_offload",
+        _C,
+        "the optimizer's state is in CPU memory between steps",
+        (True,),
+        {"optimizer_state": {"device": "cpu"}},
+    ),
+    Row("config.forward_prefetch", _NOT, "torch's own prefetch", _OFF),
+    Row("config.forward_prefetch", _C, "one unit ahead", (True,), {"forward_prefetch": 1}),
+    Row("config.use_orig_params", _NOT, "FSDP2 keeps the original parameters"),
+    Row("config.model_dtype", _NOT, "weights are in fp32, as here", _FULL),
+    Row(
+        "config.model_dtype",
+        _DEC,
+        "verl keeps the weights themselves in 16 bits, which loses small steps; here they are as "
+        "the model gives them, and 16 bits are for computing",
+        _is_low,
+        options=("model_dtype=fp32",),
+    ),
+    dtype_row("config.mixed_precision.param_dtype", "param_dtype"),
+    dtype_row("config.mixed_precision.reduce_dtype", "reduce_dtype"),
+    Row("config.mixed_precision.buffer_dtype", _NOT, "buffers keep their dtype"),
+    Row("config.wrap_policy.disable", _NOT, "off is what is done here", _OFF),
+    Row("config.wrap_policy.min_num_params", _NOT, "0 sets no size", (0, None)),
+    Row(
+        "config.wrap_policy.min_num_params",
+        _R,
+        "`wrap_policy.min_num_params`",
+        is_number,
+        min_num_params,
+    ),
+    Row(
+        "config.wrap_policy.transformer_layer_cls_to_wrap",
+        _R,
+        "`wrap_policy.classes`",
+        is_names,
+        wrap_classes,
+    ),
+    Row("config.wrap_policy.transformer_layer_cls_to_wrap", _NOT, "the model's blocks", (None, [])),
+    Row("config.use_torch_compile", _NOT, "compiles the entropy of a policy, not the model"),
+    Row("config.entropy_from_logits_with_chunking", _NOT, _LOSS),
+    Row("config.entropy_checkpointing", _NOT, _LOSS),
+    Row("config.forward_only", _NOT, "off is what is done here", _OFF),
+    Row(
+        "config.forward_only",
+        _DEC,
+        "a model that is not trained needs no shards of an optimizer, and no run here",
+        (True,),
+        options=("forward_only=false", "take the whole model out"),
+    ),
+)
+
+
+def _find(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
+    """Blocks `fsdp_config` with keys of verl's, and engines, at any depth."""
+    block = data.get(_BLOCK)
+    if isinstance(block, Mapping) and any(key in block for key in _OWN):
+        return [Site(path, {_BLOCK: "config", **{k: k for k in (_DEGREE,) if k in data}})]
+    if path and _DEGREE in data and any(key in data for key in _OWN):
+        return [Site(path[:-1], {path[-1]: "config"})]
+    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
+    return [site for key, value in inner for site in _find(value, (*path, key))]
+
+
+def _finish(context: Context) -> None:
+    if context.site.parent[-1:] == (_MODEL,):  # the SFT trainer writes the degree beside the model
+        around: Any = context.data
+        for name in context.site.parent[:-1]:
+            around = around[name]
+        add_degree(context, _DEGREE, around.get(_DEGREE), "ulysses")
+    given = {key.rpartition(".")[2] for key in context.entries if ".mixed_precision." in key}
+    defaults = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
+    missing = {name: dtype for name, dtype in defaults.items() if name not in given}
+    if missing:
+        context.add("the default of verl, written out", mixed_precision=missing)
+
+
+VERL = Dialect("verl", "verl with FSDP", _find, _ROWS, moved_rows(_DEGREE, f"*.{_DEGREE}"), _finish)

@@ -1,0 +1,159 @@
+"""Configurations of verl, row by row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.tools.migrate.dialects.verl import VERL
+from composer_fsdp2.tools.migrate.document import dump
+from composer_fsdp2.tools.migrate.engine import migrate
+from composer_fsdp2.tools.migrate.report import Report, Status
+from tests.support.migrating import check_stable, entry_of, rows_without_a_case, settings_of
+
+K, R, C, NOT, CH = (
+    Status.KEPT,
+    Status.RENAMED,
+    Status.CONVERTED,
+    Status.NOT_NEEDED,
+    Status.CHANGES,
+)
+DEC = Status.DECISION
+DEGREE = "ulysses_sequence_parallel_size"
+SEQUENCE = {"sequence_parallel": {"degree": 4, "method": "ulysses"}}
+DEFAULT = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
+BLOCK: list[tuple[str, Any, Status, dict[str, Any]]] = [
+    (DEGREE, 1, NOT, {}),
+    (DEGREE, 4, C, SEQUENCE),
+    (DEGREE, "many", DEC, {}),
+    ("strategy", "fsdp2", NOT, {}),
+    ("_target_", "verl.workers.config.FSDPEngineConfig", NOT, {}),
+    ("fsdp_size", -1, NOT, {}),
+    (
+        "fsdp_size",
+        8,
+        C,
+        {"data_parallel_shard_degree": 8, "data_parallel_replicate_degree": -1},
+    ),
+    ("reshard_after_forward", None, NOT, {}),
+    ("reshard_after_forward", True, K, {"reshard_after_forward": True}),
+    ("reshard_after_forward", False, K, {"reshard_after_forward": False}),
+    ("offload_policy", False, NOT, {}),
+    ("offload_policy", True, R, {"cpu_offload": True}),
+    ("cpu_offload", False, NOT, {}),
+    ("cpu_offload", True, R, {"cpu_offload": True}),
+    ("offload_params", True, NOT, {}),
+    ("param_offload", False, NOT, {}),
+    ("param_offload", True, CH, {}),
+    ("optimizer_offload", False, NOT, {}),
+    ("optimizer_offload", True, C, {"optimizer_state": {"device": "cpu"}}),
+    ("forward_prefetch", False, NOT, {}),
+    ("forward_prefetch", True, C, {"forward_prefetch": 1}),
+    ("use_orig_params", False, NOT, {}),
+    ("model_dtype", "fp32", NOT, {}),
+    ("model_dtype", "bfloat16", DEC, {}),
+    ("mixed_precision.buffer_dtype", "fp32", NOT, {}),
+    ("wrap_policy.disable", False, NOT, {}),
+    ("wrap_policy.min_num_params", 0, NOT, {}),
+    ("wrap_policy.min_num_params", 100, R, {"wrap_policy": {"min_num_params": 100}}),
+    ("wrap_policy.transformer_layer_cls_to_wrap", [], NOT, {}),
+    (
+        "wrap_policy.transformer_layer_cls_to_wrap",
+        ["A", "B"],
+        R,
+        {"wrap_policy": {"classes": ["A", "B"]}},
+    ),
+    ("use_torch_compile", True, NOT, {}),
+    ("entropy_from_logits_with_chunking", False, NOT, {}),
+    ("entropy_checkpointing", False, NOT, {}),
+    ("forward_only", False, NOT, {}),
+    ("forward_only", True, DEC, {}),
+    ("fsdp_sizze", 8, DEC, {}),
+]
+DTYPES = {"param_dtype": "fp16", "reduce_dtype": "bf16"}
+
+
+def nested(key: str, value: Any) -> dict[str, Any]:
+    *around, leaf = key.split(".")
+    found: dict[str, Any] = {leaf: value}
+    for name in reversed(around):
+        found = {name: found}
+    return found
+
+
+def in_engine(key: str, value: Any) -> Report:
+    """The engine of the SFT trainer of today."""
+    own = {} if key == "fsdp_size" else {"fsdp_size": -1}
+    return migrate(dump({"engine": {DEGREE: 1, **own, **nested(key, value)}}), world_size=8)
+
+
+def in_actor(degree: Any) -> Report:
+    """A model of the RL trainers, whose degree stands beside its block."""
+    return migrate(dump({"actor": {DEGREE: degree, "fsdp_config": {"param_offload": False}}}))
+
+
+def in_model(degree: Any, *around: str) -> Report:
+    """The SFT trainer of before, whose degree stands beside the model."""
+    data: dict[str, Any] = {"model": {"fsdp_config": {"model_dtype": "fp32"}}, DEGREE: degree}
+    for name in around:
+        data = {name: data}
+    return migrate(dump(data))
+
+
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), BLOCK)
+def test_a_key_of_the_engine(key: str, value: Any, status: Status, becomes: dict[str, Any]):
+    report = in_engine(key, value)
+    assert report.dialect == VERL.name
+    entry = entry_of(report, f"engine.{key}")
+    assert (entry.status, entry.settings) == (status, becomes)
+    assert entry.reason
+    assert bool(entry.options) == (status is DEC)
+    assert settings_of(report) == {**DEFAULT, **becomes}
+    parse_config(settings_of(report))
+    check_stable(report)
+
+
+def test_dtypes_that_are_given():
+    report = in_engine("mixed_precision", DTYPES)
+    assert settings_of(report) == {"mixed_precision": DTYPES}
+
+
+@pytest.mark.parametrize(
+    ("degree", "status", "becomes"), [(1, NOT, {}), (4, C, SEQUENCE), ("many", DEC, {})]
+)
+def test_the_degree_wherever_it_stands(degree: Any, status: Status, becomes: dict[str, Any]):
+    report = in_actor(degree)
+    entry = entry_of(report, f"actor.{DEGREE}")
+    assert (entry.status, settings_of(report)) == (status, {**DEFAULT, **becomes})
+    for around in ((), ("trainer",)):
+        report = in_model(degree, *around)
+        assert entry_of(report, ".".join((*around, DEGREE))).status is status
+        assert settings_of(report) == {**DEFAULT, **becomes}
+        parse_config(settings_of(report))
+        check_stable(report)
+
+
+def test_every_model_of_a_trainer_has_its_own():
+    block = {"fsdp_config": {"param_offload": False, "fsdp_size": 4}}
+    text = dump({"actor_rollout_ref": {"actor": {DEGREE: 4, **block}, "ref": {DEGREE: 1, **block}}})
+    both = OmegaConf.create(migrate(text).text).actor_rollout_ref
+    actor, ref = (both[name].parallelism_config.fsdp2 for name in ("actor", "ref"))
+    assert actor.sequence_parallel == SEQUENCE["sequence_parallel"]
+    assert "sequence_parallel" not in ref
+    assert actor.data_parallel_shard_degree == ref.data_parallel_shard_degree == 4
+
+
+def verl_reports() -> list[Report]:
+    """One migration of every row and more."""
+    reports = [in_engine(key, value) for key, value, *_ in BLOCK]
+    reports += [in_engine("mixed_precision", DTYPES)]
+    for degree in (1, 4, "many"):
+        reports += [in_actor(degree), in_model(degree), in_model(degree, "trainer")]
+    return reports
+
+
+def test_every_row_has_a_case():
+    assert rows_without_a_case(VERL, verl_reports()) == []
