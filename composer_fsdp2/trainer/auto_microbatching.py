@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.runtime.joint_exit import joint_exit_of
 from composer_fsdp2.runtime.oom import OOMGuard, reset
@@ -174,6 +175,8 @@ class _Attempts:
             )
         reset(_units(self._state.model).values())
         self._snapshot.restore()
+        if (group := batch_group_of(self._state.model)) is not None:
+            group.begin()  # some ranks may have come to the end of its check
         if (sharding := sharding_of(self._state.model)) is not None:
             sharding.accumulation.again()
         self.begin()

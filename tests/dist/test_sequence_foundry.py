@@ -94,11 +94,6 @@ REFUSED: dict[str, tuple[int, dict[str, Any], str]] = {
         "Both 'sequence_parallel' and 'fsdp2.sequence_parallel'",
     ),
     "alone": (2, {"parallelism_config": {"sequence_parallel": 2}}, "without 'fsdp2' as a mapping"),
-    "automatic": (
-        2,
-        {**divided(2), "device_train_microbatch_size": "auto"},
-        "device_train_microbatch_size is auto, and ranks compute one batch together",
-    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,14 @@ from composer import Callback, Logger, State
 from composer import algorithms as A
 from composer.metrics import LanguageCrossEntropy
 from composer.models import ComposerModel, HuggingFaceModel
+from torch import distributed as dist
 from torch import nn
 from torch.utils.data import Dataset
 
 from composer_fsdp2 import install
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.row_order import order_of
+from composer_fsdp2.runtime.joint_exit import joint_exit_of
 from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import SIZES, batches, llama
 from tests.dist.test_tensor_files import whole_state
@@ -255,6 +258,58 @@ def test_microbatches_evaluation_and_data_that_ends_unevenly():
         found.append((weights(trainer.state.model), float(metric.compute())))
     assert_same(found[1][0], found[0][0])
     assert found[1][1] == pytest.approx(found[0][1], abs=TOLERANCE * 10)
+
+
+class RunsOut(Callback):
+    """Memory runs out on the last rank at a collective, while microbatches of 4 are tried."""
+
+    def __init__(self, collective: str, number: int, after: bool) -> None:
+        self.collective, self.number, self.after = collective, number, after
+        self.patch = pytest.MonkeyPatch()
+        self.calls = 0
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        call = getattr(dist, self.collective)
+
+        @functools.wraps(call)
+        def failing(*args: Any, **kwargs: Any) -> Any:
+            exit_ = joint_exit_of(torch.device("cpu"))
+            assert exit_ is not None
+            fails = False
+            if exit_.attempting and state.device_train_microbatch_size == SIZE:
+                self.calls += 1
+                last = dist.get_rank() == dist.get_world_size() - 1
+                fails = last and self.calls == self.number
+            found = call(*args, **kwargs) if self.after or not fails else None
+            if fails:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+            return found
+
+        self.patch.setattr(dist, self.collective, failing)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self.patch.undo()
+
+
+@VIEWS
+@MODELS
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
+@pytest.mark.world_size(2, timeout=300)
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_microbatches_that_are_found_are_those_that_are_given(method: str):
+    """Memory runs out between the ranks of a group, in the first step's check, and later."""
+    layout = {"sequence_parallel": {"degree": 2, "method": method}}
+    expected = weights(run(layout, None, "sharded", device_train_microbatch_size=2).state.model)
+    exchange = "all_to_all_single" if method == "ulysses" else "all_gather_into_tensor"
+    places = [(exchange, 1, True), (exchange, 6, False), ("all_to_all_single", 8, True)]
+    for place in (*places, ("all_gather_object", 1, True), ("all_reduce", 5, False)):
+        memory = RunsOut(*place)
+        trainer = run(
+            layout, None, "sharded", device_train_microbatch_size="auto", callbacks=[memory]
+        )
+        assert memory.calls >= memory.number, place
+        assert trainer.state.device_train_microbatch_size == 2
+        assert_same(weights(trainer.state.model), expected)
 
 
 @MODELS

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = ["Collective", "Joined", "around_collectives", "group_named", "join"]
 
 _OBJECTS = ("all_gather_object", "broadcast_object_list")
-# The newer names are torch's since it renamed them. What sends different amounts to different
-# ranks is left out: nobody could join it without the sizes.
+# The newer names are torch's since it renamed them.
 _PUBLIC = (
     *("all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "barrier"),
+    "all_to_all_single",
     *("broadcast", "reduce", "reduce_scatter_single", "reduce_scatter_tensor", *_OBJECTS),
 )
 _FUNCTIONAL = (
@@ -28,6 +28,9 @@ _FUNCTIONAL = (
     *("reduce_scatter_single", "reduce_scatter_tensor"),
 )
 """DTensor's; they return what they would have written"""
+
+_SIZES = ("output_split_sizes", "input_split_sizes")
+"""where they are given, ranks send each other different amounts: nobody could join without them"""
 
 Joined = tuple[str, tuple[Any, ...], dict[str, Any]]
 """a collective in plain values, which another rank can `join`"""
@@ -181,11 +184,17 @@ def _replacement(
             return original(*args, **kwargs)
         given = args[place] if len(args) > place else kwargs.get("group")
         group = _group(given)
-        if group is None or group.size() == 1:
+        if group is None or group.size() == 1 or _is_uneven(key, args, kwargs):
             return original(*args, **kwargs)
         return around(Collective(key, original, group, args, kwargs))
 
     return call
+
+
+def _is_uneven(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if not key.endswith("all_to_all_single"):
+        return False
+    return any(args[2:4]) or any(kwargs.get(name) for name in _SIZES)
 
 
 def _group(given: Any) -> dist.ProcessGroup | None:

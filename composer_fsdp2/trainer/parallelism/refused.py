@@ -75,11 +75,11 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
     Raises:
         ConfigError: naming the first one that has not been tried.
     """
-    if ranks_of_a_batch(settings) > 1 and microbatch_size == "auto":
+    if degree_of(settings) > 1 and microbatch_size == "auto":
         raise ConfigError(
-            "device_train_microbatch_size is auto, and ranks compute one batch together. One that "
-            "runs out of memory in the middle of it would leave its group waiting. Write a number "
-            "of samples."
+            "device_train_microbatch_size is auto, and tensor parallelism is asked for. One rank "
+            "that runs out of memory in the middle of a layer would leave its group waiting. Write "
+            "a number of samples."
         )
     for item in items:
         kind, name = type(item), type(item).__name__
