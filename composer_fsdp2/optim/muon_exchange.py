@@ -46,8 +46,7 @@ class _Way:
     """whether anything is sent at all, by any rank of the group"""
 
     @classmethod
-    def through(cls, group: dist.ProcessGroup | None) -> _Way:
-        size = dist.get_world_size(group)
+    def through(cls, group: dist.ProcessGroup | None, size: int) -> _Way:
         return cls(group, [0] * size, [0] * size)
 
     def start(self, parts: Sequence[Tensor], like: Tensor) -> _Arriving:
@@ -237,7 +236,7 @@ class Exchange:
         self, owned: list[tuple[Item, int]], mine: list[Item]
     ) -> tuple[_Way, list[list[tuple[int, Piece]]]]:
         grid = self._grid
-        way = _Way.through(grid.shard_group)
+        way = _Way.through(grid.shard_group, grid.shard_group_size)
         items_of = _by_owner(owned)
         parts: list[list[tuple[int, Piece]]] = [[] for _ in mine]
         position = 0
@@ -271,7 +270,7 @@ class Exchange:
         self, owned: list[tuple[Item, int]], mine: list[Item]
     ) -> tuple[_Way, list[tuple[Item, int, Piece]]]:
         grid = self._grid
-        way = _Way.through(grid.whole_group)
+        way = _Way.through(grid.whole_group, grid.whole_group_size)
         results: list[tuple[Item, int, Piece]] = []
         items_of = _by_owner(owned)
         position = 0

@@ -43,6 +43,10 @@ class RankGrid:
     """has all shards of this replica, and perhaps more ranks; None is the default group"""
     whole_group: dist.ProcessGroup | None
     """all replicas"""
+    shard_group_size: int
+    """ranks of the group"""
+    whole_group_size: int
+    """likewise"""
     places_in_shard_group: tuple[int, ...]
     """by shard, of this replica"""
     places_in_whole_group: tuple[int, ...]
@@ -78,6 +82,8 @@ class RankGrid:
             replica=replica if shared else 0,
             shard_group=group,
             whole_group=None if shared else group,
+            shard_group_size=len(members),
+            whole_group_size=len(everyone) if shared else len(members),
             places_in_shard_group=in_shards,
             places_in_whole_group=tuple(everyone) if shared else in_shards,
         )
@@ -122,7 +128,7 @@ class Division:
 
 @functools.lru_cache(maxsize=2**16)
 def _runs(division: Division, shard: int) -> tuple[tuple[_Run, ...], ...]:
-    """What a shard holds along each dimension."""
+    """Runs of a shard along each dimension."""
     places = division.places(shard)
     spans = [(0, size) for size in division.shape]
     for axis, dim in division.cuts:

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.optim.local_shard import DataReplaced
+from composer_fsdp2.shard.torch_private.tensors import storage_id
 
 __all__ = ["WatchedData"]
 
@@ -25,7 +26,7 @@ class WatchedData:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Adds hooks to an optimizer. They stay: torch goes through them while they run."""
         self._is_checked = False
-        self._storages: list[tuple[DTensor, torch.UntypedStorage]] = []
+        self._storages: list[tuple[DTensor, int, torch.UntypedStorage]] = []
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -33,7 +34,7 @@ class WatchedData:
         if not self._is_checked:
             # Held, so that no other storage gets its address.
             self._storages = [
-                (param, param.untyped_storage())
+                (param, storage_id(param), param.untyped_storage())
                 for group in optimizer.param_groups
                 for param in group["params"]
                 if isinstance(param, DTensor)
@@ -42,6 +43,6 @@ class WatchedData:
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raises `DataReplaced` with what to write."""
         held, self._storages, self._is_checked = self._storages, [], True
-        for param, storage in held:
-            if param.untyped_storage()._cdata != storage._cdata:
+        for param, storage, _ in held:
+            if storage_id(param) != storage:
                 raise DataReplaced.by(optimizer)

@@ -81,7 +81,8 @@ class Sometimes(Block):
     """Ranks differ in whether they use it, for microbatches of one size alone."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x if len(x) == 2 * FITS and dist.get_rank() else super().forward(x)
+        # Not the tensor itself: newer torch warns of units that return a view.
+        return x.clone() if len(x) == 2 * FITS and dist.get_rank() else super().forward(x)
 
 
 class Changing(TinyComposer):

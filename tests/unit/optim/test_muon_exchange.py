@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.optim.muon_exchange import Exchange, Parameter, RankGrid
+from composer_fsdp2.optim.muon_exchange import Exchange
 from composer_fsdp2.optim.muon_iteration import Layout, work
+from composer_fsdp2.optim.muon_places import Division, Parameter, RankGrid, pieces
+from composer_fsdp2.parallel.row_order import RowOrder
 
 LARGE = 2**27
 
@@ -25,6 +28,8 @@ def grids(shards: int, replicas: int = 1) -> list[RankGrid]:
             replica=rank // shards,
             shard_group=None,
             whole_group=None,
+            shard_group_size=shards,
+            whole_group_size=shards * replicas,
             places_in_shard_group=tuple(range(shards)),
             places_in_whole_group=tuple(range(shards * replicas)),
         )
@@ -32,31 +37,52 @@ def grids(shards: int, replicas: int = 1) -> list[RankGrid]:
     ]
 
 
+def divided(shape: tuple[int, ...], layout: Layout, dim: int = 0) -> Parameter:
+    """Along one axis, of as many shards as the grid will have."""
+    return Parameter(shape, layout, dim, Division(shape, (0,), ((0, dim),)))
+
+
+def among(params: list[Parameter], ranks: list[RankGrid]) -> list[Parameter]:
+    sizes = (ranks[0].shards,)
+    return [
+        replace(param, division=replace(param.division, sizes=sizes))
+        if param.division.sizes == (0,)
+        else param
+        for param in params
+    ]
+
+
 def exchanges(params: list[Parameter], ranks: list[RankGrid], limit: int) -> list[Exchange]:
-    return [Exchange(params, grid, 4, limit) for grid in ranks]
+    return [Exchange(among(params, ranks), grid, 4, limit) for grid in ranks]
 
 
 def shards_of(values: list[torch.Tensor], params: list[Parameter], grid: RankGrid):
+    """Cuts as torch does, axis after axis, in the order of the ranks."""
     found = []
-    for value, param in zip(values, params, strict=True):
-        start, stop = grid.rows(param.shape[param.dim], grid.shard)
-        found.append(value.narrow(param.dim, start, stop - start))
+    for value, param in zip(values, among(params, [grid]), strict=True):
+        division = param.division
+        part = value if division.order is None else division.order.to_ranks(value)
+        for axis, dim in division.cuts:
+            chunks = part.chunk(division.sizes[axis], dim)
+            place = division.places(grid.shard)[axis]
+            none = part.narrow(dim, 0, 0)
+            part = chunks[place] if place < len(chunks) else none
+        found.append(part)
     return found
 
 
-def carry(ways, sources, dims, members: list[list[int]]):
+def carry(ways, parts, members: list[list[int]]):
     """What an all-to-all inside each group gives every rank."""
     sent = []
-    for way, source, dim in zip(ways, sources, dims, strict=True):
-        parts = [source[n].narrow(dim[n], first, rows).reshape(-1) for n, first, rows in way.send]
-        flat = torch.cat(parts) if parts else torch.empty(0)
+    for way, own in zip(ways, parts, strict=True):
+        flat = torch.cat([part.reshape(-1) for part in own]) if own else torch.empty(0)
         sent.append(flat.split(way.send_sizes))
     received: list[torch.Tensor] = [torch.empty(0)] * len(ways)
     for group in members:
         for place, rank in enumerate(group):
-            pieces = [sent[other][place] for other in group]
-            assert [len(piece) for piece in pieces] == ways[rank].receive_sizes
-            received[rank] = torch.cat(pieces)
+            given = [sent[other][place] for other in group]
+            assert [len(piece) for piece in given] == ways[rank].receive_sizes
+            received[rank] = torch.cat(given)
     return received
 
 
@@ -69,57 +95,60 @@ def run_all(params: list[Parameter], ranks: list[RankGrid], limit: int) -> list[
     results = [[torch.full_like(part, math.nan) for part in parts] for parts in locals_]
     computed = torch.zeros(len(params))
     rows = [list(range(r * shards, (r + 1) * shards)) for r in range(replicas)]
-    dims = [param.dim for param in params]
 
-    def put(rank: int, item, row: int, part: torch.Tensor) -> None:
-        target = results[rank][item.param].narrow(
-            dims[item.param], row, part.shape[dims[item.param]]
-        )
+    def put(rank: int, item, piece, part: torch.Tensor) -> None:
+        target = piece.in_shard(results[rank][item.param])
         assert target.isnan().all()
         target.copy_(part)
 
     for rank, exchange in enumerate(planned):
         for item in exchange.local:
-            row = item.start - exchange.first_row(item)
-            put(
-                rank,
-                item,
-                row,
-                2 * locals_[rank][item.param].narrow(0, row, item.stop - item.start),
-            )
-            computed[item.param] += math.prod(item.shape)
+            (piece,) = pieces(among(params, ranks)[item.param], item, ranks[rank].shard)
+            put(rank, item, piece, 2 * piece.in_shard(locals_[rank][item.param]))
+            computed[item.param] += item.numel
     for buckets in zip(*(exchange.buckets for exchange in planned), strict=True):
-        got = carry([b.there for b in buckets], locals_, [dims] * len(ranks), rows)
-        wholes = [b.assemble(g, dims) for b, g in zip(buckets, got, strict=True)]
+        sent = [
+            [piece.in_shard(own[param]) for param, piece in bucket.there.send]
+            for bucket, own in zip(buckets, locals_, strict=True)
+        ]
+        got = carry([b.there for b in buckets], sent, rows)
+        wholes = [b.assemble(g) for b, g in zip(buckets, got, strict=True)]
         for bucket, mine in zip(buckets, wholes, strict=True):
             for item, whole in zip(bucket.owned, mine, strict=True):
                 assert whole.shape == item.shape
+                first = values[item.param].narrow(
+                    params[item.param].dim, item.start, item.stop - item.start
+                )
+                assert torch.equal(whole, first)
                 computed[item.param] += whole.numel()
-        done = [[2 * whole for whole in mine] for mine in wholes]
-        of_items = [[dims[item.param] for item in bucket.owned] for bucket in buckets]
-        got = carry([b.back for b in buckets], done, of_items, [list(range(len(ranks)))])
+        sent = [
+            [2 * piece.in_item(mine[number]) for number, piece in bucket.back.send]
+            for bucket, mine in zip(buckets, wholes, strict=True)
+        ]
+        got = carry([b.back for b in buckets], sent, [list(range(len(ranks)))])
         for rank, (bucket, back) in enumerate(zip(buckets, got, strict=True)):
-            bucket.apply(back, lambda item, row, part, rank=rank: put(rank, item, row, part))
+            bucket.apply(back, lambda item, piece, part, rank=rank: put(rank, item, piece, part))
     for part, result in zip(locals_, results, strict=True):
-        assert all(torch.equal(2 * a, b) for a, b in zip(part, result, strict=True))
+        # Rows that no model has are nobody's.
+        assert all(torch.equal(2 * a, b.nan_to_num(0.0)) for a, b in zip(part, result, strict=True))
     assert computed.tolist() == [math.prod(param.shape) for param in params]  # once each
     return planned
 
 
 matrices = st.builds(
-    lambda rows, columns, joined: Parameter(
-        (rows * joined, columns), Layout((rows,) * joined if joined > 1 else None), 0
+    lambda rows, columns, joined: divided(
+        (rows * joined, columns), Layout((rows,) * joined if joined > 1 else None)
     ),
     st.integers(1, 19),
     st.integers(1, 5),
     st.integers(1, 3),
 )
 lists = st.builds(
-    lambda count, rows: Parameter((count, rows, 3), Layout(), 0),
+    lambda count, rows: divided((count, rows, 3), Layout()),
     st.integers(1, 9),
     st.integers(1, 4),
 )
-columns = st.builds(lambda n: Parameter((3, 4 * n), Layout(), 1), st.integers(1, 4))
+columns = st.builds(lambda n: divided((3, 4 * n), Layout(), 1), st.integers(1, 4))
 
 
 @given(
@@ -132,10 +161,42 @@ def test_every_row_is_computed_once_and_comes_home(params, shards, replicas, lim
     run_all(params, grids(shards, replicas), limit)
 
 
+# --- Two axes: one of shards, one of tensor parallelism. ---
+
+
+def on_two_axes(draw: st.DrawFn) -> tuple[list[Parameter], int, int]:
+    shards, degree = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    found: list[Parameter] = []
+    for _ in range(draw(st.integers(1, 4))):
+        first, other = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+        blocks = tuple(degree * size for size in draw(st.lists(st.integers(1, 4), max_size=3)))
+        if blocks:  # a fused projection, in the order of the ranks, with rows that share evenly
+            own = sum(blocks) // degree
+            padding = -own % shards
+            order = RowOrder(blocks, degree, 0, padding)
+            held = (degree * (own + padding), other)
+            layout = Layout(blocks if len(blocks) > 1 else None)
+            cuts = ((1, 0), (0, 0))
+            division = Division(held, (shards, degree), cuts, order)
+            found.append(Parameter((sum(blocks), other), layout, 0, division))
+        else:  # rows between shards, columns between the ranks of a tensor group
+            shape = (first, degree * other)
+            division = Division(shape, (shards, degree), ((0, 0), (1, 1)))
+            found.append(Parameter(shape, Layout(), 0, division))
+    return found, shards * degree, draw(st.sampled_from([4, 100, LARGE]))
+
+
+@given(st.composite(on_two_axes)())
+def test_parts_on_two_axes_come_home(drawn: tuple[list[Parameter], int, int]):
+    params, ranks, limit = drawn
+    run_all(params, grids(ranks), limit)
+
+
 def test_eighteen_rows_on_eight_ranks():
-    (param,) = params = [Parameter((18, 4), Layout(), 0)]
+    (param,) = params = [divided((18, 4), Layout())]
     ranks = grids(8)
-    assert [grid.rows(18, grid.shard) for grid in ranks][5:] == [(15, 18), (18, 18), (18, 18)]
+    values = [torch.zeros(18, 4)]
+    assert [len(shards_of(values, params, grid)[0]) for grid in ranks][5:] == [3, 0, 0]
     (planned, *_) = run_all(params, ranks, LARGE)
     assert planned.collectives == 2
     assert len(planned.buckets) == 1
@@ -143,9 +204,9 @@ def test_eighteen_rows_on_eight_ranks():
 
 
 def test_lists_of_matrices_do_not_travel():
-    planned = run_all([Parameter((9, 4, 4), Layout(), 0)], grids(4), LARGE)
+    planned = run_all([divided((9, 4, 4), Layout())], grids(4), LARGE)
     assert [exchange.collectives for exchange in planned] == [0] * 4
-    copies = run_all([Parameter((9, 4, 4), Layout(), 0)], grids(2, 2), LARGE)
+    copies = run_all([divided((9, 4, 4), Layout())], grids(2, 2), LARGE)
     assert [exchange.collectives for exchange in copies] == [1] * 4  # the way back alone
 
 
@@ -159,13 +220,13 @@ def _loads(planned: list[Exchange]) -> list[int]:
 @pytest.mark.parametrize(("shards", "replicas"), [(8, 1), (4, 2), (2, 4)])
 def test_work_is_spread_over_all_copies(shards: int, replicas: int):
     layer = [(64, 64)] * 4 + [(128, 64)] * 2 + [(64, 128)]
-    params = [Parameter(shape, Layout(), 0) for shape in layer * 6]
+    params = [divided(shape, Layout()) for shape in layer * 6]
     loads = _loads(exchanges(params, grids(shards, replicas), LARGE))
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
 
 
 def test_buckets_are_limited_and_keep_every_rank_busy():
-    params = [Parameter((16, 16), Layout(), 0)] * 24
+    params = [divided((16, 16), Layout())] * 24
     (planned, *_) = exchanges(params, grids(4), limit=2 * 16 * 16 * 4)
     assert len(planned.buckets) == 3  # two matrices a rank at a time
     (least, *_) = exchanges(params, grids(4), limit=1)
@@ -176,6 +237,6 @@ def test_buckets_are_limited_and_keep_every_rank_busy():
 
 
 def test_joined_projections_are_spread_too():
-    params = [Parameter((24, 8), Layout((8, 8, 8)), 0)] * 2
+    params = [divided((24, 8), Layout((8, 8, 8)))] * 2
     loads = _loads(exchanges(params, grids(3), LARGE))
     assert len(set(loads)) == 1

@@ -202,7 +202,7 @@ def _finish(context: Context) -> None:
 
 
 def _model_args(context: Context) -> Mapping[str, Any]:
-    """What the role of this site says of its model."""
+    """The block of the model in the role that a site belongs to."""
     *role, block = context.site.parent or ("",)
     around: Any = context.data
     for name in role if block == "strategy_args" else context.site.parent:
