@@ -43,6 +43,6 @@ class WatchedData:
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Raises `DataReplaced` with what to write."""
         held, self._storages, self._is_checked = self._storages, [], True
-        for param, storage, _ in held:
+        for param, storage, _memory in held:
             if storage_id(param) != storage:
                 raise DataReplaced.by(optimizer)
