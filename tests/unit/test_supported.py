@@ -37,7 +37,7 @@ def test_ci_finds_the_command_of_the_readme():
     """It runs that line, in two halves."""
     assert len([line for line in shell_lines(PAGE.read_text()) if re.fullmatch(SECOND, line)]) == 1
     script = (CI / "run").read_text()
-    finding = script[script.index("second=$(") : script.index("mapfile -t quick")]
+    finding = script[script.index("second=$(") : script.index('step "copy to')]
     shown = subprocess.run(
         ["bash", "-ec", f'{finding}\necho "$second"'],
         cwd=ROOT,
