@@ -241,7 +241,7 @@ def after_agreement(number: int | None) -> tuple[dict[str, Any], int]:
 @pytest.mark.fault
 @pytest.mark.world_size(2, timeout=600)
 def test_a_rank_that_fails_after_an_agreement_does_not_differ_in_the_next_attempt():
-    """What others conclude from it, the rank that left may not know."""
+    """The others act on the answer already, and start anew as the rank that failed does."""
     wrong: list[str] = []
     with installed():
         wanted = fitted(trainer_of(AGREED, 2, 1))
