@@ -163,7 +163,7 @@ ITEMS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "auto": (
         {"device_train_microbatch_size": "auto"},
         ConfigError,
-        "is auto, and ranks compute one batch together",
+        "is auto, and tensor parallelism is asked for",
     ),
 }
 
