@@ -83,11 +83,13 @@ def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in found.items()}
 
 
-def odd_trainer(kind: str, parallelism: dict[str, Any], until: int, **kwargs: Any) -> Trainer:
+def odd_trainer(
+    kind: str, parallelism: dict[str, Any], until: int, *, muon: bool = False, **kwargs: Any
+) -> Trainer:
     torch.manual_seed(0 if "load_path" not in kwargs else 9)
     model = Odd(kind)
     settings = {"batch": SIZE // 2, "max_duration": f"{until}ba", **kwargs}
-    optimizer = optimizer_of(kind, model)
+    optimizer = optimizer_of(kind, model) if muon else grouped(model)
     return trainer_for(model, optimizer, samples(), parallelism_config=parallelism, **settings)
 
 
@@ -237,6 +239,7 @@ def autoresumed(degree: int, until: int, folder: Path) -> None:
             "llama",
             config,
             until,
+            muon=True,
             batch=SIZE * degree // world,
             autoresume=True,
             run_name="elastic",

@@ -66,7 +66,7 @@ def optimizer_of(kind: str, model: Any) -> torch.optim.Optimizer:
     flat = [param for param in model.parameters() if param.ndim == 1]
     wide = [param for param in model.parameters() if param.ndim > 1]
     groups = [{"params": wide, "weight_decay": 0.1}, {"params": flat}]
-    return Muon(groups, lr=0.02)
+    return Muon(groups, lr=0.02, iteration_dtype="fp32")  # bf16 doubles rounding
 
 
 def run(layout: str, kind: str, state: str, until: int, folder: Path, load: Path | None) -> None:
