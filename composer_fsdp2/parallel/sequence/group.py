@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ __all__ = ["SequenceGroup", "sequence_group_of"]
 
 _GROUP = "_fsdp2_sequence_group"
 """attribute of a model, for `sequence_group_of`"""
+_GROUPS = weakref.WeakSet["SequenceGroup"]()
+"""all there are: a model is asked in every batch, and most runs have none"""
 
 _IGNORED = -100
 """label of a token that has no part in the loss, as transformers has it"""
@@ -95,6 +98,7 @@ class SequenceGroup:
         self._entry, self._attention, self._heads = entry, attention, heads
         self._is_checked = self._is_idle = self._is_inside = self._is_compared = False
         setattr(model, _GROUP, self)
+        _GROUPS.add(self)
 
     def watch(self) -> None:
         """Divides what the model is given from here on. Collective: no.
@@ -379,7 +383,10 @@ def _called_otherwise(entry: nn.Module) -> str:
 
 def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
     """Returns what divides the sequences of a model, `None` where nothing does."""
-    found = (getattr(module, _GROUP, None) for module in model.modules())
+    if not _GROUPS or _GROUP in vars(model):
+        return vars(model).get(_GROUP)
+    # `vars`, because torch takes longest to say that a module has no such attribute.
+    found = (vars(module).get(_GROUP) for module in model.modules())
     return next((group for group in found if group is not None), None)
 
 
