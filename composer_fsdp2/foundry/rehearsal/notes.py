@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 import traceback
 from collections.abc import Iterable
@@ -11,15 +10,13 @@ from typing import Any, Literal
 
 from composer_fsdp2.config.messages import nearest, shortened
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
-from composer_fsdp2.foundry.registry_names import unknown_name
+from composer_fsdp2.foundry.registry_names import arguments_of, unknown_name
 
 __all__ = ["Cluster", "Mistake", "Notes", "is_network_error"]
 
 _OWN = (CheckpointError, ConfigError, PatchError, PlanError)
 _CORRECT = "Correct it there; the run would stop at this place."
 _NETWORK = ("couldn't connect", "max retries exceeded", "connection error", "resolve host")
-_GIVEN = ("self", "params")
-"""arguments that no configuration writes"""
 _UNEXPECTED = re.compile(
     r"(?P<function>\S+)\(\) got an unexpected keyword argument '(?P<argument>[^']+)'"
 )
@@ -138,9 +135,7 @@ def _arguments_of(error: BaseException) -> tuple[str, str]:
     for value in trace.tb_frame.f_locals.values():
         for called in (value, getattr(value, "__init__", None)):
             if callable(called) and getattr(called, "__qualname__", "") == found["function"]:
-                names = [
-                    name for name in inspect.signature(called).parameters if name not in _GIVEN
-                ]
+                names = arguments_of(called) or []
                 # Python 3.13 asks itself.
                 asked = "Did you mean" in str(error)
                 hint = "" if asked else nearest(found["argument"], names)

@@ -49,6 +49,58 @@ def test_an_unknown_name_is_refused(good: dict[str, Any], changes: dict[str, Any
         check({**good, **changes})
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"optimizer": {"name": "muon", "betas": [0.9, 0.95]}},
+            r"optimizer: Muon has no argument 'betas'. Did you mean 'adamw_betas'\? Write one of",
+        ),
+        (
+            {"scheduler": {"name": "cosine_with_warmup", "t_warmpu": "1ba"}},
+            r"scheduler: \w+ has no argument 't_warmpu'. Did you mean 't_warmup'\?",
+        ),
+        (
+            {"callbacks": {"speed_monitor": {"windowsize": 3}}},
+            r"callbacks.speed_monitor: SpeedMonitor has no argument 'windowsize'. "
+            r"Did you mean 'window_size'\?",
+        ),
+        ({"callbacks": {"scheduled_gc": {1: 2}}}, "ScheduledGarbageCollector has no argument 1"),
+        (
+            {"algorithms": {"gradient_clipping": {"threshold": 1}}},
+            "GradientClipping has no argument 'threshold'.*'clipping_threshold'",
+        ),
+        ({"loggers": {"tensorboard": {"log_folder": "x"}}}, "no argument 'log_folder'.*'log_dir'"),
+    ],
+)
+def test_an_unknown_argument_is_refused(good: dict[str, Any], changes: dict[str, Any], said: str):
+    with pytest.raises(ConfigError, match=said):
+        check({**good, **changes})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "optimizer": {
+                "name": "decoupled_lionw",
+                "lr": 1,
+                "disable_grad": "a",
+                "param_groups": [],
+            }
+        },
+        {"optimizer": {"name": "adalr_lion", "lr": 1, "outlier_threshold": 2.0}},
+        {"loggers": {"wandb": {"project": "a", "init_kwargs": {"anything": 1}}}},
+        {"callbacks": {"hf_checkpointer": {"save_folder": "a", "save_interval": "1ba"}}},
+        {"callbacks": {"run_timeout": {"timeout": 3}, "curriculum_learning": {"schedule": []}}},
+        {"callbacks": {"lr_monitor": None}, "scheduler": {"name": "constant_with_warmup"}},
+    ],
+)
+def test_arguments_of_every_kind_pass(good: dict[str, Any], changes: dict[str, Any]):
+    cfg = {**good, **changes}
+    assert check(cfg) == cfg
+
+
 def test_all_are_named_at_once(good: dict[str, Any]):
     wrong = {**good, "optimizer": {"name": "a"}, "model": {"name": "b"}}
     with pytest.raises(ConfigError, match=r"model.name: 'b'(.|\n)*optimizer.name: 'a'"):
