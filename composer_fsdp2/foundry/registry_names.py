@@ -7,11 +7,14 @@ optimizer, and after the data for a callback. So it does with the names of a par
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.run_keys import words_of
 
 __all__ = ["NAME", "arguments_of", "checking_names", "unknown_name"]
 
@@ -52,21 +55,34 @@ def checking_names(transforms: Iterable[str]) -> Callable[[dict[str, Any]], dict
 
     Args:
         transforms: names of those that change no name. Where a file of `code_paths` has registered
-            others, LLM Foundry finds out itself.
+            others, which may come later, a block that its code names is left to LLM Foundry.
     """
     harmless = {NAME, *transforms}
 
     def check(cfg: dict[str, Any]) -> dict[str, Any]:
         from llmfoundry import registry
 
-        if harmless.issuperset(registry.config_transforms.get_all()):
-            wrong = [found for found in map(_unknown, _named(cfg)) if found is not None]
-            wrong += _unknown_arguments(cfg)
+        known = registry.config_transforms.get_all()
+        words = words_of(_file_of(known[name]) for name in known if name not in harmless)
+        if words is not None:
+            found = [*map(_unknown, _named(cfg)), *_unknown_arguments(cfg)]
+            wrong = [one for one in found if one is not None and _block_of(one[0]) not in words]
             if wrong:
                 raise ConfigError("\n".join(f"{what} {advice}" for what, advice in wrong))
         return cfg
 
     return check
+
+
+def _file_of(transform: Any) -> Path:
+    """Where a transform is written; for one that does not tell, a place that is no file."""
+    code = getattr(transform, "__code__", None)
+    return Path(code.co_filename) if code is not None else Path()
+
+
+def _block_of(what: str) -> str:
+    """The key of the run under which something is wrong."""
+    return re.split(r"[.:]", what, maxsplit=1)[0]
 
 
 def _unknown(asked: tuple[str, Any, Iterable[str], str]) -> tuple[str, str] | None:

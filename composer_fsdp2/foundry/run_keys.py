@@ -25,7 +25,7 @@ from composer_fsdp2.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["OUR_KEY", "check_keys", "describe_unknown", "known_keys"]
+__all__ = ["OUR_KEY", "check_keys", "describe_unknown", "known_keys", "words_of"]
 
 OUR_KEY = "parallelism_config"
 _CLASSES = {"train": "TrainConfig", "eval": "EvalConfig"}
@@ -110,14 +110,24 @@ def _may_be_taken(unknown: list[Any], cfg: DictConfig, known: frozenset[str]) ->
     others = importlib.metadata.entry_points(group=_GROUP)
     if any(entry.value.partition(".")[0] != "composer_fsdp2" for entry in others):
         return True
-    trees = [_parse(path) for path in _code_paths(cfg)]
-    if any(tree is None or _brings_other_code(tree) for tree in trees):
+    words = words_of(_code_paths(cfg))
+    if words is None:
         return True
-    words = {word for tree in trees if tree is not None for word in _all_words(tree)}
     if _REGISTRY not in words:
         return False
     lacking = known.difference(map(str, cfg))
     return any(str(key) in words or not nearest(str(key), lacking) for key in unknown)
+
+
+def words_of(paths: Iterable[Path]) -> set[str] | None:
+    """Returns names, and words of texts, of files; `None` where they may run code of others."""
+    words = set[str]()
+    for path in paths:
+        tree = _parse(path)
+        if tree is None or _brings_other_code(tree):
+            return None
+        words |= _all_words(tree)
+    return words
 
 
 def _code_paths(cfg: DictConfig) -> list[Path]:

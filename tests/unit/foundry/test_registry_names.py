@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import sys
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -107,8 +112,53 @@ def test_all_are_named_at_once(good: dict[str, Any]):
         check(wrong)
 
 
-def test_another_transform_may_still_change_names(good: dict[str, Any]):
+def own_transform(folder: Path, body: str) -> Any:
+    """A config transform as a file of `code_paths` brings it."""
+    from llmfoundry.utils.registry_utils import import_file
+
+    path = folder / "own_transform.py"
+    path.write_text(f"{body}\ndef own(cfg):\n    cfg['model']['name'] = 'mpt_causal_lm'\n")
+    return import_file(path).own
+
+
+@pytest.mark.parametrize(
+    ("body", "block", "is_refused"),
+    [
+        ("", "model", False),  # the code names it
+        ("", "optimizer", True),
+        ("import another_package_of_mine", "optimizer", False),  # which may do anything
+    ],
+)
+def test_another_transform_may_still_change_what_it_names(
+    good: dict[str, Any],
+    body: str,
+    block: str,
+    is_refused: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    from llmfoundry.registry import config_transforms
+    from llmfoundry.utils.registry_utils import save_registry
+
     from composer_fsdp2.foundry.registry_names import checking_names
 
+    monkeypatch.setitem(sys.modules, "another_package_of_mine", ModuleType("mine"))
+    harmless = list(config_transforms.get_all())
+    wrong = {**good, block: {"name": "b"}}
+    refused = pytest.raises(ConfigError, match=f"{block}.name: 'b'")
+    with save_registry(), refused if is_refused else contextlib.nullcontext():
+        config_transforms.register("own", func=own_transform(tmp_path, body))
+        assert checking_names(harmless)(wrong) == wrong
+
+
+def test_a_transform_that_does_not_tell_where_it_is_written(good: dict[str, Any]):
+    from llmfoundry.registry import config_transforms
+    from llmfoundry.utils.registry_utils import save_registry
+
+    from composer_fsdp2.foundry.registry_names import checking_names
+
+    harmless = list(config_transforms.get_all())
     wrong = {**good, "model": {"name": "b"}}
-    assert checking_names([])(wrong) == wrong
+    with save_registry():
+        config_transforms.register("own", func=functools.partial(dict))
+        assert checking_names(harmless)(wrong) == wrong
