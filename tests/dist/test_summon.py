@@ -21,6 +21,7 @@ from composer_fsdp2 import (
     installed,
     prepare_fully_shard,
     summon_full_params,
+    uninstall,
 )
 from tests.support.models import TinyComposer, TinyLM, batches
 from tests.support.parity import (
@@ -418,6 +419,7 @@ def test_a_model_without_fsdp2():
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("static", [True, False])
 def test_fsdp1s_method_is_led_here(static: bool):
+    uninstall()  # a test before this one, on the same ranks, may have left it installed
     model = sharded()
     with installed():
         summon = FSDP.summon_full_params if static else FSDP.__new__(FSDP).summon_full_params
