@@ -113,6 +113,17 @@ def mixed_dtypes() -> None:
     prepare(model)
 
 
+def run_with(optimizer: dict[str, Any]) -> None:
+    """As LLM Foundry's train script asks, before it builds anything."""
+    from llmfoundry.registry import config_transforms
+
+    from composer_fsdp2.foundry.registered import register
+    from composer_fsdp2.foundry.registry_names import checking_names
+
+    register()
+    checking_names(config_transforms.get_all())({"optimizer": optimizer})
+
+
 def nothing_to_checkpoint() -> None:
     prepare(nn.Sequential(nn.Linear(2, 2)), {"activation_checkpointing": True})
 
@@ -340,6 +351,8 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "which torch does not know. The first batch would": lambda _: prepare(
         TinyLM(), {"compile": {"backend": "inductr"}}
     ),
+    "is in no registry of": lambda _: run_with({"name": "muonn"}),
+    "has no argument": lambda _: run_with({"name": "muon", "betas": [0.9, 0.95]}),
     "the model has no blocks. Nothing would be compiled": lambda _: prepare(
         nn.Sequential(nn.Linear(2, 2)), {"compile": True}
     ),
