@@ -104,6 +104,23 @@ def shifting() -> nn.Module:
     return model
 
 
+class LayerSSM(TokenShift):
+    pass
+
+
+def with_state_space() -> nn.Module:
+    model: Any = llama()
+    model.model.layers[1].mix = LayerSSM()
+    return model
+
+
+def with_sinks() -> nn.Module:
+    model: Any = llama()
+    for layer in model.model.layers:
+        layer.self_attn.sinks = nn.Parameter(torch.zeros(8))
+    return model
+
+
 class OtherAttention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -147,6 +164,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "heads of the user": (unknown_heads, 2, "fsdp2_attention_heads of 'model.layers.0.self_attn'"),
     "convolution": (convolved, 2, r"'model.layers.1.before' \(Conv1d\) mixes positions"),
     "token shift": (shifting, 2, r"'model.layers.1.mix' \(RwkvBlock\) mixes positions"),
+    "state space by name": (with_state_space, 2, r"\(LayerSSM\) mixes positions"),
+    "weights of heads": (
+        with_sinks,
+        {"degree": 2, "method": "ulysses"},
+        r"a weight of each head \('sinks'\)",
+    ),
     "two kinds of attention": (other_attention, 2, "'model.layers.1.memory' .* of another kind"),
     "no positions": (of_llama(WithoutPositions), 2, "takes no position_ids"),
     "loss inside": (of_llama(OwnLoss), 2, "OwnLoss computes its loss by itself"),

@@ -20,9 +20,10 @@ from torch import nn
 from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.same_batch import check_same_batch
-from composer_fsdp2.parallel.sequence.attention import AttentionCall, SharedSequence, attend
+from composer_fsdp2.parallel.sequence.attention import attend
 from composer_fsdp2.parallel.sequence.exchange import gather_sequence, whole_loss
 from composer_fsdp2.parallel.sequence.hugging_face import calls_loss_function
+from composer_fsdp2.parallel.sequence.masks import AttentionCall, MaskRules, SharedSequence
 from composer_fsdp2.parallel.sequence.positions import Division
 from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
 
@@ -70,6 +71,7 @@ class SequenceGroup:
         entry: nn.Module,
         learned: tuple[str, int] | None = None,
         heads: Mapping[str, nn.Module],
+        rules: MaskRules,
     ) -> None:
         """Connects a model of transformers' kind. Collective: no.
 
@@ -83,9 +85,10 @@ class SequenceGroup:
                 that hands them on past the model's hooks.
             learned: the embedding of positions, and how many there are.
             heads: what makes logits, by name.
+            rules: of the model's masks.
         """
         self.group, self.method, self._frees = group, method, frees
-        self._learned = learned
+        self._learned, self._rules = learned, rules
         self.rank = dist.get_rank(group)
         self._names = list(inspect.signature(type(entry).forward).parameters)[1:]
         self._caches = "use_cache" in inspect.signature(type(model).forward).parameters
@@ -178,15 +181,7 @@ class SequenceGroup:
         if positions is None:
             positions = torch.arange(length, device=inputs.device)[None]
         cut["position_ids"] = self._own(positions, division, 0)
-        mask = cut.pop("attention_mask", None)
-        self._current = SharedSequence(
-            division=division,
-            rank=self.rank,
-            group=self.group,
-            documents=_documents(given, division),
-            is_real=_padded(mask != 0, division, False) if _has_padding(mask) else None,
-            mask=_padded_mask(mask, division) if mask is not None and mask.ndim == 4 else None,
-        )
+        self._current = self._shared(given, cut.pop("attention_mask", None), division)
         if given.get("labels") is not None:
             cut["labels"] = self.own_labels(shifted(given["labels"]))
             self._labels = given["labels"]
@@ -195,6 +190,30 @@ class SequenceGroup:
         if self._caches:
             cut["use_cache"] = False
         return cut
+
+    def _shared(self, given: Mapping[str, Any], mask: Any, division: Division) -> SharedSequence:
+        rules, is_real, own = self._rules, None, None
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            own = _padded_mask(mask, division, rules)
+        elif _has_padding(mask):
+            is_real = _padded(mask != 0, division, False)
+        begins_later = is_real is not None and not bool(is_real[:, 0].all())
+        if begins_later and rules.unseeing == "unknown":
+            raise PlanError(
+                "Sequences are padded on the left, and it is not known what this model makes of a "
+                "query that sees no key. The first label of a sequence depends on it. Pad on the "
+                "right, or write attn_implementation: sdpa."
+            )
+        return SharedSequence(
+            division=division,
+            rank=self.rank,
+            group=self.group,
+            rules=rules,
+            documents=_documents(given, division),
+            is_real=is_real,
+            mask=own,
+            sees_later=own is not None or (begins_later and rules.sees_later),
+        )
 
     def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of labels that are shifted. Collective: no."""
@@ -411,7 +430,14 @@ def _padded(whole: torch.Tensor, division: Division, filler: Any) -> torch.Tenso
     return torch.cat([whole, rest], 1)
 
 
-def _padded_mask(mask: torch.Tensor, division: Division) -> torch.Tensor:
+def _padded_mask(mask: torch.Tensor, division: Division, rules: MaskRules) -> torch.Tensor:
+    if not rules.takes_masks or (rules.adds_masks and mask.dtype == torch.bool):
+        raise PlanError(
+            f"The attention mask has the shape {tuple(mask.shape)} and the dtype {mask.dtype}, and "
+            "it is not known what this model makes of it. Ranks would see other tokens than one "
+            f"process. Give a mask of (batch, {division.length}), or write "
+            "attn_implementation: sdpa."
+        )
     missing = division.padded - division.length
     if mask.shape[1] != 1 or mask.shape[2:] != (division.length, division.length):
         raise PlanError(
@@ -419,11 +445,16 @@ def _padded_mask(mask: torch.Tensor, division: Division) -> torch.Tensor:
             f"masks of (batch, 1, {division.length}, {division.length}). Give one of that shape, "
             f"or of (batch, {division.length})."
         )
-    unseen = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    is_bool = mask.dtype == torch.bool
+    if not is_bool and not mask.is_floating_point():
+        raise PlanError(
+            f"The attention mask of four dimensions has the dtype {mask.dtype}. What is added to "
+            "scores has a floating point dtype, and what is seen is bool. Give one of these."
+        )
+    unseen = False if is_bool else torch.finfo(mask.dtype).min
     mask = nn.functional.pad(mask, (0, missing, 0, missing), value=unseen)
-    if missing:  # a padded query sees itself: a row without any key would be NaN
-        own = torch.arange(division.length, division.padded, device=mask.device)
-        mask[:, :, own, own] = True if mask.dtype == torch.bool else 0
+    if missing:  # a padded query sees the first: a row without any key might be NaN
+        mask[:, :, division.length :, 0] = True if is_bool else 0
     return mask
 
 

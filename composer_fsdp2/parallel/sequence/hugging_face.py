@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from composer_fsdp2.parallel.sequence.attention import AttentionCall, fused_attention
+from composer_fsdp2.parallel.sequence.attention import fused_attention
+from composer_fsdp2.parallel.sequence.masks import AttentionCall, MaskRules
 from composer_fsdp2.plan.module_tree import attribute_of
 
-__all__ = ["FUSED", "calls_loss_function", "connect", "heads_of", "uses_interface", "why_not"]
+__all__ = [
+    "FUSED",
+    "calls_loss_function",
+    "connect",
+    "heads_of",
+    "mask_rules",
+    "uses_interface",
+    "why_not",
+]
 
 FUSED = ("sdpa", "flash_attention_2")
 """implementations that torch's own attention takes the place of"""
@@ -57,7 +67,59 @@ def why_not(name: str, module: Any) -> str | None:
         return f"'{name}' computes with {implementation} (write attn_implementation: sdpa)"
     if attribute_of(module, "is_causal") is False or attribute_of(module, "is_cross_attention"):
         return f"'{name}' sees later tokens, or another sequence"
+    if (size := getattr(module.config, "attention_chunk_size", None)) is not None:
+        return f"'{name}' sees chunks of {size} tokens alone (attention_chunk_size)"
     return None
+
+
+def mask_rules(modules: Mapping[str, nn.Module], attention: str, device: torch.device) -> MaskRules:
+    """Returns what a model's masks do that its attention is not told. Collective: no.
+
+    Args:
+        modules: of the model, by name.
+        attention: the name of one that computes attention.
+        device: of batches. On some, models take masks otherwise.
+    """
+    implementation = getattr(modules[attention].config, _IMPLEMENTATION)
+    if implementation == "flash_attention_2":
+        return MaskRules(unseeing="zero", takes_masks=False)
+    for name, module in modules.items():
+        make: Any = getattr(type(module), _MAKES_MASKS, None)
+        if make is not None and attention.startswith(f"{name}." if name else ""):
+            return _tried_rules(functools.partial(make, module), module, device)
+    is_eager = implementation == "eager"
+    if importlib.util.find_spec("transformers.masking_utils") is not None:
+        return MaskRules(unseeing="average" if is_eager else "zero", adds_masks=is_eager)
+    if is_eager:  # has an order of its own beside the mask
+        return MaskRules(unseeing="unknown", takes_masks=False)
+    return MaskRules(unseeing="average" if device.type == "cpu" else "all", takes_masks=False)
+
+
+_MAKES_MASKS = "_update_causal_mask"
+"""method of a model that makes its masks, where transformers has no module for them"""
+
+
+def _tried_rules(make: Callable[..., Any], model: Any, device: torch.device) -> MaskRules:
+    """Asks for the masks of the last queries of a sequence whose first token is padding."""
+
+    def seen_by(query: int, length: int) -> torch.Tensor:
+        is_real = torch.ones(1, length, dtype=torch.long, device=device)
+        is_real[:, 0] = 0
+        like = torch.zeros(1, 1, 1, device=device)
+        at = torch.tensor([query], device=device)
+        return make(is_real, like, at, None, False)[0, 0, 0] == 0
+
+    window, size = None, getattr(model.config, "sliding_window", None)
+    if size is not None:
+        length = size + 8
+        count = int(seen_by(length - 1, length).sum())
+        window = count if count < length - 1 else None
+    return MaskRules(
+        window=window,
+        adds_masks=getattr(model.config, _IMPLEMENTATION) == "eager",
+        narrows_masks=window is None,
+        unseeing="all" if bool(seen_by(0, 3).all()) else "average",
+    )
 
 
 def connect(module: Any, attend: Attend) -> None:

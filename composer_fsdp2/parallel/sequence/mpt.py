@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.parallel.sequence.attention import AttentionCall, fused_attention
+from composer_fsdp2.parallel.sequence.attention import fused_attention
 from composer_fsdp2.parallel.sequence.hugging_face import Attend
+from composer_fsdp2.parallel.sequence.masks import AttentionCall
 from composer_fsdp2.plan.module_tree import attribute_of
 
 __all__ = ["connect", "heads_of", "is_attention", "why_not"]

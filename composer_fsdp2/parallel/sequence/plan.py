@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.axis import tensor_axis
 from composer_fsdp2.parallel.sequence import hugging_face, mpt, own
 from composer_fsdp2.parallel.sequence.group import SequenceGroup
+from composer_fsdp2.parallel.sequence.masks import MaskRules
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.rules import output_heads
 
@@ -95,11 +97,21 @@ class SequenceParallel(Transformation[SequencePlan]):
             entry=_entry_of(modules, plan.model),
             learned=_learned_positions(modules),
             heads=_heads(tree),
+            rules=_mask_rules(modules, plan, torch.device(mesh.device_type)),
         )
         for module in found.values():
             # A compiled graph ends here: what is known of the sequence is that of each forward.
             _kind_of(module).connect(module, torch.compiler.disable(group.attend))
         recall_in_recomputation(tree.root, group.recalling)
+
+
+def _mask_rules(
+    modules: dict[str, nn.Module], plan: SequencePlan, device: torch.device
+) -> MaskRules:
+    first = plan.attention[0]
+    if _kind_of(modules[first]) is not hugging_face:
+        return MaskRules(takes_masks=not mpt.is_attention(modules[first]))
+    return hugging_face.mask_rules(modules, first, device)
 
 
 def _kind_of(module: nn.Module) -> Any:
@@ -184,14 +196,17 @@ _PROJECTIONS = {"q_proj", "query_key_value", "c_attn", "Wqkv", "Wq", "qkv_proj",
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 _MIXING = (nn.RNNBase, *_CONVOLUTIONS, nn.MultiheadAttention, nn.BatchNorm1d)
-_MIXING_NAMES = ("mamba", "conv1d", "ssm", "rwkv", "retention", "recurrent", "lightningattention")
+_MIXING_NAMES = re.compile(
+    "mamba|conv1d|rwkv|retention|recurrent|lightningattention", re.IGNORECASE
+)
+_STATE_SPACE = re.compile("SSM|^ssm|_ssm|[a-z]Ssm")  # not GptOssModel
 
 
 def _mixing(modules: dict[str, nn.Module], _name: str, _attention: Any) -> str | None:
     for name, module in modules.items():
         kind = type(module)
         is_linear = kind.__name__ == "Conv1D"  # transformers' linear layer of GPT-2
-        named = any(word in kind.__name__.lower() for word in _MIXING_NAMES)
+        named = _MIXING_NAMES.search(kind.__name__) or _STATE_SPACE.search(kind.__name__)
         if isinstance(module, _MIXING) or (named and not is_linear):
             return f"'{name}' ({kind.__name__}) mixes positions, of which a rank has a part"
     return None
@@ -236,6 +251,14 @@ def _method(spec: Any, modules: list[Any], names: tuple[str, ...], tensor: int) 
     methods = set[str]()
     for name, module in zip(names, modules, strict=True):
         heads, kv_heads = (count // tensor for count in _kind_of(module).heads_of(module))
+        if (own := _of_heads(module, heads)) is not None:
+            if spec.method == "ulysses":
+                raise ConfigError(
+                    f"sequence_parallel.method is ulysses, and '{name}' has a weight of each head "
+                    f"('{own}'). Ulysses gives each rank some of the heads, and every weight. "
+                    "Write method: gather_kv."
+                )
+            return "gather_kv"
         if heads % spec.degree:
             if spec.method == "ulysses":
                 divisors = ", ".join(str(n) for n in _divisors(heads))
@@ -248,6 +271,12 @@ def _method(spec: Any, modules: list[Any], names: tuple[str, ...], tensor: int) 
         sent = 2 * heads + 2 * max(kv_heads, spec.degree)
         methods.add("ulysses" if sent <= 2 * kv_heads * spec.degree else "gather_kv")
     return spec.method if spec.method == "ulysses" or len(methods) > 1 else methods.pop()
+
+
+def _of_heads(module: nn.Module, heads: int) -> str | None:
+    """The name of a parameter that an attention holds for each head, as attention sinks are."""
+    params = module._parameters.items()
+    return next((n for n, param in params if param is not None and heads in param.shape), None)
 
 
 def _divisors(number: int) -> Iterator[int]:

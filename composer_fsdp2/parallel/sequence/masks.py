@@ -1,0 +1,192 @@
+"""What each query of a sequence sees that several ranks hold.
+
+[Note: masks] A model builds its mask for the positions it sees, which are those of one rank. So the
+mask is built here, from what is known about the whole sequence: order, sliding window, documents
+and padding. A mask of four dimensions that the user gives is cut instead. Queries are computed in
+blocks then, so that no mask of a whole sequence by itself is needed for the order and a window.
+
+A query on padding before its sequence sees no key. The label of the first real token is predicted
+there, so it counts what the model makes of such a query: `MaskRules.unseeing`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from composer_fsdp2.parallel.sequence.positions import Division
+
+BLOCK = 512
+"""queries that are computed together where a mask is needed"""
+
+__all__ = ["BLOCK", "AttentionCall", "MaskRules", "SharedSequence", "mask_of", "order_of_block"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskRules:
+    """What the masks of a model do in one process, where models differ."""
+
+    window: int | None = None
+    """keys that a query sees in every attention, whatever that is told; `None`: as it is told"""
+    takes_masks: bool = True
+    """whether a mask of four dimensions is taken as it is given"""
+    adds_masks: bool = False
+    """whether true and false would be added to scores as 1 and 0"""
+    narrows_masks: bool = False
+    """whether an attention's window narrows a mask that the user gives"""
+    unseeing: Literal["zero", "average", "all", "itself", "unknown"] = "itself"
+    """what a query sees that may see no key: nothing, every key with the same weight, every key,
+    or itself"""
+
+    @property
+    def sees_later(self) -> bool:
+        """Whether a query without any key sees those after it."""
+        return self.unseeing in ("average", "all")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedSequence:
+    """A batch of sequences that a group computes together, as attention has to know it."""
+
+    division: Division
+    rank: int
+    """in the group"""
+    group: dist.ProcessGroup
+    rules: MaskRules = field(default_factory=MaskRules)
+    documents: torch.Tensor | None = None
+    """(batch, positions): keys of other numbers are not seen; `None` is one document each"""
+    is_real: torch.Tensor | None = None
+    """(batch, positions): false is padding; `None` is none"""
+    mask: torch.Tensor | None = None
+    """(batch or 1, 1, positions, positions): the user's own, added or true where seen"""
+    sees_later: bool = False
+    """whether some query sees keys after it"""
+    masks: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    """those that layers of this forward have in common"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """How one attention module computes."""
+
+    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Any], torch.Tensor]
+    """of queries, keys, values (batch, heads, positions, size) and a mask; gives (batch, positions,
+    heads, size)"""
+    window: int | None = None
+    """keys that a query sees, itself among them; `None` is all"""
+    needs_mask: bool = False
+    """whether it knows no order without a mask, and takes all queries at once"""
+
+
+def order_of_block(
+    shared: SharedSequence, window: int | None, end: int, like: torch.Tensor
+) -> torch.Tensor:
+    """Returns the mask of a block of queries: keys up to its own, the last in the last column.
+
+    Collective: no.
+    """
+    wanted = ("order", window, like.dtype)
+    width = max(BLOCK, end if window is None else min(end, BLOCK + window - 1))
+    known = shared.masks.get(wanted)
+    if known is None or known.shape[-1] < width:
+        q = torch.arange(width - BLOCK, width, device=like.device).unsqueeze(1)
+        k = torch.arange(width, device=like.device).unsqueeze(0)
+        known = _added(_in_order(q, k, window)[None, None], like)
+        shared.masks[wanted] = known
+    return known
+
+
+def mask_of(
+    shared: SharedSequence,
+    call: AttentionCall,
+    window: int | None,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    """Returns what is added to scores of queries and keys, each from a position to another.
+
+    Layers share their masks. Collective: no.
+
+    Returns:
+        (batch or 1, 1, queries, keys).
+    """
+    wanted = (queries, keys, window, like.dtype, call.needs_mask)
+    if wanted not in shared.masks:
+        make = _own_mask if shared.mask is None else _given_mask
+        mask = make(shared, window, queries, keys, like)
+        if call.needs_mask:
+            # Torch's kernels give zero where nothing is seen; a softmax by itself gives NaN.
+            mask.masked_fill_((mask == -torch.inf).all(-1, keepdim=True), 0)
+        shared.masks[wanted] = mask
+    return shared.masks[wanted]
+
+
+def _added(seen: torch.Tensor, like: torch.Tensor, unseen: float | None = None) -> torch.Tensor:
+    """A mask as what is added to scores: kernels would make that of each mask, for each layer."""
+    added = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
+    return added.masked_fill_(~seen, torch.finfo(like.dtype).min if unseen is None else unseen)
+
+
+def _in_order(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    return (k <= q) if window is None else (k <= q) & (k > q - window)
+
+
+def _positions(
+    queries: tuple[int, int], keys: tuple[int, int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        torch.arange(*queries, device=device).unsqueeze(1),
+        torch.arange(*keys, device=device).unsqueeze(0),
+    )
+
+
+def _own_mask(
+    shared: SharedSequence,
+    window: int | None,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    q, k = _positions(queries, keys, like.device)
+    seen = _in_order(q, k, window)[None, None]
+    if shared.documents is not None:
+        own, others = (shared.documents[:, slice(*span)] for span in (queries, keys))
+        seen = seen & (own.unsqueeze(2) == others.unsqueeze(1)).unsqueeze(1)
+    if shared.is_real is None:
+        return _added(seen, like)
+    seen = seen & shared.is_real[:, None, None, slice(*keys)]
+    unseeing = shared.rules.unseeing
+    if unseeing == "itself":
+        return _added(seen | (q == k)[None, None], like)
+    added = _added(seen, like)
+    if unseeing != "average":
+        value = 0.0 if unseeing == "all" else -torch.inf
+        added.masked_fill_(~seen.any(-1, keepdim=True), value)
+    return added.masked_fill_(_is_filling(shared, k), -torch.inf)
+
+
+def _given_mask(
+    shared: SharedSequence,
+    window: int | None,
+    queries: tuple[int, int],
+    keys: tuple[int, int],
+    like: torch.Tensor,
+) -> torch.Tensor:
+    given: Any = shared.mask
+    q, k = _positions(queries, keys, like.device)
+    cut = given[:, :, slice(*queries), slice(*keys)]
+    # Torch's kernels take true and false so: a query without any key gives zero.
+    added = _added(cut, like, -torch.inf) if cut.dtype == torch.bool else cut.to(like.dtype)
+    if window is not None and shared.rules.narrows_masks:
+        added = added.masked_fill(k <= q - window, torch.finfo(like.dtype).min)
+    return added.masked_fill(_is_filling(shared, k), -torch.inf)
+
+
+def _is_filling(shared: SharedSequence, k: torch.Tensor) -> torch.Tensor:
+    """What pads sequences to equal parts, which no query sees in one process."""
+    return k >= shared.division.length
