@@ -78,8 +78,11 @@ _MLPS = (
     ("w1", "w3", "w2"),
 )
 """names of the layers; the last one is the output"""
-_FUSED_MLPS = {"Phi3MLP": ("gate_up_proj", "down_proj"), "GlmMLP": ("gate_up_proj", "down_proj")}
+_FUSED_MLP = ("gate_up_proj", "down_proj")
+_FUSED_MLPS = {"Phi3MLP", "GlmMLP", "Glm4MLP"}
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "kv_n_heads")
+_WIDTHS = ("hidden_size", "embed_dim")
+"""by which an attention shapes what its heads give"""
 
 
 def known_block(name: str, module: nn.Module) -> KnownBlock | None:
@@ -97,9 +100,8 @@ def known_block(name: str, module: nn.Module) -> KnownBlock | None:
     for names in _SEPARATE:
         if _all_linear(children, names) and isinstance(attribute_of(module, "head_dim"), int):
             return _separate_attention(name, module, names)
-    fused_mlp = _FUSED_MLPS.get(type(module).__name__)
-    if fused_mlp is not None and _all_linear(children, fused_mlp):
-        return _fused_mlp(module, fused_mlp)
+    if type(module).__name__ in _FUSED_MLPS and _all_linear(children, _FUSED_MLP):
+        return _fused_mlp(module)
     for names in _MLPS:
         if _all_linear(children, names) and not _other_children(children, names):
             cuts = dict.fromkeys(names[:-1], _COLUMNS) | {names[-1]: _ROWS}
@@ -157,21 +159,21 @@ def _separate_attention(name: str, module: nn.Module, names: tuple[str, ...]) ->
     heads, kv_heads = widths[query] // size, widths[key] // size
     if widths[key] != widths[value]:
         raise PlanError(_unusual(name, "its keys and values have different sizes"))
-    counted = {heads, kv_heads}
+    counted = dict.fromkeys(_COUNTS, (heads, kv_heads)) | dict.fromkeys(_WIDTHS, (heads * size,))
     return KnownBlock(
         cuts={query: _COLUMNS, key: _COLUMNS, value: _COLUMNS, output: _ROWS},
         heads={"query heads": heads, "key and value heads": kv_heads},
         head_size=size,
         counts={
             attribute: vars(module)[attribute]
-            for attribute in _COUNTS
-            if vars(module).get(attribute) in counted
+            for attribute, numbers in counted.items()
+            if vars(module).get(attribute) in numbers
         },
     )
 
 
-def _fused_mlp(module: nn.Module, names: tuple[str, str]) -> KnownBlock:
-    fused, output = names
+def _fused_mlp(module: nn.Module) -> KnownBlock:
+    fused, output = _FUSED_MLP
     half = rows_and_columns(module.get_submodule(fused))[1] // 2
     return KnownBlock(cuts={fused: Cut(kind="columns", blocks=(half, half)), output: _ROWS})
 

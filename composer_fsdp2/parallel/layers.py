@@ -30,6 +30,8 @@ _STYLES: Mapping[str, Cut | None] = {
     "rowwise": Cut(kind="rows"),
     "whole": None,
 }
+_RENAMED = {"colwise_gather_output": "colwise_rep"}
+"""styles of newer transformers"""
 _HEAD = "lm_head"
 
 
@@ -191,13 +193,13 @@ def _styles_of_model(search: _Search) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, module in search.modules.items():
-        for pattern, style in _plan_of(name, module):
-            matches = matcher(pattern)
+        for pattern, written in _plan_of(name, module):
+            style, matches = _RENAMED.get(written, written), matcher(pattern)
             named = [n for n in search.modules if matches(n)]
             if named and style not in _STYLES and not _all_known(search, named):
                 raise PlanError(
                     f"The tensor plan of {type(module).__name__} gives '{pattern}' the style "
-                    f"'{style}', which keeps plain tensors with a division of its own. Their "
+                    f"'{written}', which keeps plain tensors with a division of its own. Their "
                     "checkpoints and gradients would be those of one rank. Leave tensor "
                     "parallelism out for this model."
                 )

@@ -58,6 +58,16 @@ def phi3() -> nn.Module:
     return transformers.Phi3ForCausalLM(config)
 
 
+def glm4() -> nn.Module:
+    config = transformers.Glm4Config(**SIZES, pad_token_id=0)
+    return transformers.Glm4ForCausalLM(config)
+
+
+def stablelm() -> nn.Module:
+    """Its attention shapes what the heads give by the model's width."""
+    return transformers.StableLmForCausalLM(transformers.StableLmConfig(**SIZES))
+
+
 def gpt2() -> nn.Module:
     config = transformers.GPT2Config(
         vocab_size=VOCAB - 1,
@@ -95,10 +105,14 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "Qwen3": qwen3,
     "Gemma 3": gemma3,
     "Phi-3": phi3,
+    "GLM-4": glm4,
+    "StableLM": stablelm,
     "GPT-2": gpt2,
     "MPT": mpt,
     "MPT, grouped": lambda: mpt(attn_type="grouped_query_attention", kv_n_heads=2, qk_gn=True),
 }
+
+SMOKE = ("Llama", "Qwen3", "GLM-4")
 
 IN_DOUBLE = {
     # Rounding of one process grows tenfold here, whatever divides the model.
@@ -167,7 +181,10 @@ def prepared(
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.smoke if name in SMOKE else ()) for name in FAMILIES],
+)
 def test_trains_like_one_process(family: str, optimizer: str):
     torch.manual_seed(dist.get_rank())  # rank 0's weights count
     model = FAMILIES[family]()

@@ -35,3 +35,24 @@ def test_one_with_all_sizes_is_divided_by_heads():
 def test_another_one_of_this_name_is_refused(missing: str, value: Any):
     with pytest.raises(PlanError, match=f"'attn' cannot be divided .*'{missing}' is {value!r}"):
         known_block("attn", MultiheadAttention(**{**SIZES, missing: value}))
+
+
+class Separate(nn.Module):
+    """Eight heads of queries and two of keys, 32 wide in a model 16 wide."""
+
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__()
+        self.head_dim = 4
+        self.q_proj, self.o_proj = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.k_proj, self.v_proj = nn.Linear(16, 8), nn.Linear(16, 8)
+        vars(self).update(sizes)
+
+
+@pytest.mark.parametrize("width", ["hidden_size", "embed_dim"])
+def test_a_width_is_divided_where_it_is_that_of_all_heads(width: str):
+    block = known_block("attn", Separate(num_heads=8, **{width: 32}))
+    assert block is not None
+    assert block.counts == {"num_heads": 8, width: 32}
+    other = known_block("attn", Separate(num_heads=8, **{width: 16}))
+    assert other is not None
+    assert other.counts == {"num_heads": 8}
