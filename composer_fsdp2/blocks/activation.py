@@ -13,6 +13,7 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     SAC_IGNORED_OPS,
+    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -50,6 +52,7 @@ __all__ = [
     "ActivationPlan",
     "ActivationSpec",
     "apply_activation",
+    "keeping_nothing",
     "plan_activation",
     "recall_in_recomputation",
     "recalls_in_recomputation",
@@ -338,9 +341,7 @@ def _wrap(module: nn.Module, plan: ActivationPlan, recalls: Sequence[Recall] = (
             # Units inside the module mark what they gather in a profile, which they do in another
             # order when they are run again; newer torch would take that for another computation.
             SAC_IGNORED_OPS.update(PROFILER_MARKS)
-            kwargs["context_fn"] = functools.partial(
-                create_selective_checkpoint_contexts, _expensive_operators()
-            )
+            kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _keep)
             if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
                 kwargs["respect_saved_tensors_hooks"] = plan.offload
         if recalls:
@@ -351,7 +352,28 @@ def _wrap(module: nn.Module, plan: ActivationPlan, recalls: Sequence[Recall] = (
     return _Offload(module) if plan.offload else module
 
 
-_EXPENSIVE = (
+_KEEPS = ContextVar("keeps", default=True)
+
+
+@contextlib.contextmanager
+def keeping_nothing() -> Iterator[None]:
+    """Has `selective` keep no results of what runs inside. Collective: no.
+
+    For what runs again by itself in backward, or not at all.
+    """
+    token = _KEEPS.set(False)
+    try:
+        yield
+    finally:
+        _KEEPS.reset(token)
+
+
+def _keep(_context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    keeps = operator.name() in _EXPENSIVE and _KEEPS.get()
+    return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_EXPENSIVE = {
     *(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution")),
     *(
         f"aten::_scaled_dot_product_{kind}"
@@ -365,18 +387,8 @@ _EXPENSIVE = (
     ),
     "flash_attn::_flash_attn_forward",
     "flash_attn::_flash_attn_varlen_forward",
-)
-"""operators whose results `selective` keeps; flash_attn's are there once it is imported"""
-
-
-def _expensive_operators() -> list[Any]:
-    found = []
-    for name in _EXPENSIVE:
-        namespace, _, operator = name.partition("::")
-        packet = getattr(getattr(torch.ops, namespace), operator, None)
-        if packet is not None:
-            found.append(packet.default)
-    return found
+}
+"""operators whose results `selective` keeps"""
 
 
 class _Offload(OffloadWrapper):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from composer_fsdp2.blocks.activation import keeping_nothing
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import TilingSpec
 from composer_fsdp2.errors import PlanError
@@ -150,11 +151,21 @@ class _Tiled:
         if inputs.size(1) < 2:
             return self.whole(inputs)  # a token at a time, as in generation
         tiles = inputs.tensor_split(min(self.shards, inputs.size(1)), dim=1)
+        if torch.compiler.is_compiling():
+            return self._in_tiles(inputs, tiles)
+        with keeping_nothing():
+            return self._in_tiles(inputs, tiles)
+
+    def _in_tiles(self, inputs: torch.Tensor, tiles: tuple[torch.Tensor, ...]) -> torch.Tensor:
         if type(self.module) not in self.compared:
             raise_on_all_ranks({}, self._difference(inputs, tiles))
             self.compared.add(type(self.module))
-        outputs: list[Any] = [checkpoint(self.whole, tile, use_reentrant=False) for tile in tiles]
+        outputs: list[Any] = [checkpoint(self._tile, tile, use_reentrant=False) for tile in tiles]
         return torch.cat(outputs, dim=1)
+
+    def _tile(self, tile: torch.Tensor) -> Any:
+        # What is kept until backward is a part of the input; modules may ask for a `view`.
+        return self.whole(tile.contiguous())
 
     def _only_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor) and args[0].ndim > 2:
@@ -174,7 +185,7 @@ class _Tiled:
         training = [(part, part.training) for part in self.module.modules()]
         self.module.eval()
         try:
-            expected, found = self.whole(inputs), [self.whole(tile) for tile in tiles]
+            expected, found = self.whole(inputs), [self._tile(tile) for tile in tiles]
         finally:
             for part, was in training:
                 part.training = was

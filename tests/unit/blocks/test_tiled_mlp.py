@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 
+from composer_fsdp2.blocks.activation import apply_activation, plan_activation
 from composer_fsdp2.blocks.tiled_mlp import TilingPlan, apply_tiling, plan_tiling
-from composer_fsdp2.config.blocks import TilingSpec
+from composer_fsdp2.config.blocks import ActivationSpec, TilingSpec
 from composer_fsdp2.errors import PlanError
 from tests.support.alive import Alive
 
@@ -36,10 +38,22 @@ def tiled(model: nn.Module, shards: int = 4, **spec) -> nn.Module:
     return model
 
 
+def cut(model: nn.Module, shards: int | None) -> nn.Module:
+    return model if shards is None else tiled(model, shards)
+
+
+class Flat(Wide):
+    """Asks for a view of its input, as GPT-2's layers and experts do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.view(-1, x.shape[-1])).view(x.shape)
+
+
+@pytest.mark.parametrize("kind", [Wide, Flat])
 @pytest.mark.parametrize("length", [1, 3, 16, 17])
-def test_the_numbers_are_the_same(length):
+def test_the_numbers_are_the_same(length, kind):
     torch.manual_seed(0)
-    whole = Model()
+    whole = Model(kind())
     cut = tiled(copy.deepcopy(whole))
     found = []
     for model in (whole, cut):
@@ -69,6 +83,44 @@ def test_one_tile_exists_at_a_time():
     assert held[8] == held[2]
     assert peaks[8] < peaks[2] < peaks[None]
     assert peaks[None] - peaks[8] > 2 * inner
+
+
+def in_block(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model of one block, of which `selective` keeps products."""
+    torch.manual_seed(0)
+    model = nn.Sequential(make())
+    plan = plan_activation(model, ActivationSpec(mode="selective", names=("0",)))
+    apply_activation(model, plan)
+    return model
+
+
+@pytest.mark.parametrize("width", [8, 48])
+def test_inside_a_block_whose_products_are_kept(width: int):
+    """The comparison of the first call is no part of what runs again."""
+    found = []
+    for shards in (None, 3):
+        model = in_block(lambda n=shards: cut(Model(Wide(width)), n))
+        for _ in range(2):
+            x = torch.randn(2, 12, width, generator=torch.Generator().manual_seed(1))
+            x.requires_grad_()
+            model(x).square().sum().backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    for expected, got in zip(*found, strict=True):
+        assert (expected - got).abs().max() <= 1e-6 * max(1.0, expected.abs().max())
+
+
+def test_products_of_tiles_are_not_kept():
+    held = {}
+    for shards in (None, 8):
+        model = in_block(lambda n=shards: cut(Model(), n))
+        x = torch.randn(2, 512, 8, requires_grad=True)
+        model(x)  # compares
+        with Alive() as alive:
+            loss = model(x).sum()
+            held[shards] = alive.bytes()
+            loss.backward()
+    products = 2 * 512 * (4 * 8 + 8) * 4
+    assert held[None] - held[8] >= 0.9 * products
 
 
 def test_evaluation_and_generation():
