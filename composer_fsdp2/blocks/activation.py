@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -356,7 +356,7 @@ _KEEPS = ContextVar("keeps", default=True)
 
 
 @contextlib.contextmanager
-def keeping_nothing() -> Iterator[None]:
+def keeping_nothing() -> Generator[None]:
     """Has `selective` keep no results of what runs inside. Collective: no.
 
     For what runs again by itself in backward, or not at all.
