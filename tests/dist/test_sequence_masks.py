@@ -210,6 +210,15 @@ def test_masks_of_which_nothing_is_known(case: str):
         model(**a_batch(mask()), use_cache=False)
 
 
+@pytest.mark.world_size(4)
+def test_an_error_of_one_group_is_raised_in_all_of_them():
+    model = llama()
+    prepared(model, sequence_parallel=2)
+    batch = a_batch(prefix().long() if dist.get_rank() > 1 else None)
+    with pytest.raises(PlanError, match="has the dtype torch.int64"):
+        model(**batch, use_cache=False)
+
+
 @pytest.mark.skipif(not HAS_OWN_MASKS, reason="models share one function for masks")
 def test_an_order_of_its_own_beside_padding_on_the_left():
     model = gpt2(attn_implementation="eager")

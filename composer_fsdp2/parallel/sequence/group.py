@@ -163,8 +163,18 @@ class SequenceGroup:
         if module.training and not self._is_checked and not is_fake():
             self._is_checked = True
             check_same_batch(self.group, given, _WHY)
+            self._refuse_everywhere(given)
             self._compare(given)
         return (), self._divided(given)
+
+    def _refuse_everywhere(self, given: dict[str, Any]) -> None:
+        """Raises on every rank what this batch is refused for in one group."""
+        error = None
+        try:
+            self._divided(given)
+        except PlanError as refused:
+            error = refused
+        raise_on_all_ranks({}, error)
 
     def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
         """The part of this rank; notes what its attention must know."""
