@@ -215,7 +215,7 @@ def test_an_error_of_one_group_is_raised_in_all_of_them():
     model = llama()
     prepared(model, sequence_parallel=2)
     batch = a_batch(prefix().long() if dist.get_rank() > 1 else None)
-    with pytest.raises(PlanError, match="has the dtype torch.int64"):
+    with pytest.raises(PlanError, match="has the dtype torch"):
         model(**batch, use_cache=False)
 
 
