@@ -1,4 +1,4 @@
-"""What each query of a sequence sees that several ranks hold.
+"""Masks of a sequence that several ranks hold: which keys each query sees.
 
 [Note: masks] A model builds its mask for the positions it sees, which are those of one rank. So the
 mask is built here, from what is known about the whole sequence: order, sliding window, documents
@@ -28,7 +28,7 @@ __all__ = ["BLOCK", "AttentionCall", "MaskRules", "SharedSequence", "mask_of", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskRules:
-    """What the masks of a model do in one process, where models differ."""
+    """Effects of a model's masks in one process, where models differ."""
 
     window: int | None = None
     """keys that a query sees in every attention, whatever that is told; `None`: as it is told"""
@@ -188,5 +188,5 @@ def _given_mask(
 
 
 def _is_filling(shared: SharedSequence, k: torch.Tensor) -> torch.Tensor:
-    """What pads sequences to equal parts, which no query sees in one process."""
+    """Whether keys pad sequences to equal parts. No query sees them in one process."""
     return k >= shared.division.length
