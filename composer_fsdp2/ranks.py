@@ -21,12 +21,26 @@ import torch.distributed as dist
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
 __all__ = [
+    "all_gather_tensor",
     "any_rank",
     "broadcast_from_rank0",
     "installation",
     "is_fake",
     "raise_on_all_ranks",
 ]
+
+
+def all_gather_tensor(whole: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Fills a tensor with those of all ranks, in their order. Collective: yes, over the group.
+
+    Args:
+        whole: as large as those of all ranks, one after the other in the first dimension.
+        own: of this rank; the same shape on each.
+        group: of the ranks.
+    """
+    # Torch 2.14 warns of the name that older torch has alone.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(whole, own, group=group)
 
 
 def is_fake(group: dist.ProcessGroup | None = None) -> bool:

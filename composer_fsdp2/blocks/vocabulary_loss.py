@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.ranks import all_gather_tensor
+
 __all__ = ["Statistics", "VocabularyPart", "parallel_cross_entropy"]
 
 
@@ -78,7 +80,7 @@ class Statistics:
         else:
             own[:, 0] = lowest
         everyone = own.new_empty((part.group.size(), *own.shape))
-        dist.all_gather_into_tensor(everyone.view(-1, 4), own, group=part.group)
+        all_gather_tensor(everyone.view(-1, 4), own, part.group)
         maxima, sums, found, classes = everyone.unbind(-1)
         largest, first = maxima.max(0)
         log_sum = largest + (sums * (maxima - largest).exp()).sum(0).log()

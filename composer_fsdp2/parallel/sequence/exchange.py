@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2.ranks import all_gather_tensor
+
 __all__ = ["gather_sequence", "heads_to_sequence", "sequence_to_heads", "whole_loss"]
 
 
@@ -77,7 +79,7 @@ class _Gather(torch.autograd.Function):
         ctx.group = group
         own = own.contiguous()
         got = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
-        dist.all_gather_into_tensor(got, own, group=group)
+        all_gather_tensor(got, own, group)
         return got
 
     @staticmethod
