@@ -14,7 +14,8 @@ A module-level function marked `world_size(n)` runs on all n ranks of a pool at 
   not raise fails, and one that hangs is reported with its stack. The pool survives it.
 - `world_size(n, timeout=seconds)` for a slow test; `backend="nccl"` together with `gpu`.
 - `new_python` for a test whose new processes import large libraries; such tests run first.
-- `table` for a test whose many rows show one mechanism: `--every-other` leaves out half of them.
+- `table("row", "other row")` for a test of more than twelve rows: those that are named run by
+  default, the others with `-m matrix`. The tiers are explained in `tests/support/tiers.py`.
 - `smoke` for a test that runs on every version of the README's table, there without LLM Foundry.
 - `fault("what happens", "survived")` puts it into the table of faults:
   `tests/support/faults_table.py`.
@@ -28,12 +29,14 @@ takes the `ranks` fixture instead of the mark; `ranks(n, func, *args)` returns o
 
 from __future__ import annotations
 
+import argparse
 import functools
 import gc
 import inspect
+import json
 import os
 import tempfile
-from collections import Counter
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TextIO
@@ -41,13 +44,14 @@ from typing import Any, TextIO
 import pytest
 from hypothesis import settings
 
-from tests.support import faults_table, shards, skips
+from tests.support import covered, faults_table, limits, shards, skips, tiers
 from tests.support.pool import TEST_SECONDS, Pools, RankError, start_server
 
 POOLS = pytest.StashKey[Pools]()
 NUMBERS = pytest.StashKey[TextIO]()
 FAULTS = pytest.StashKey[Path]()
 SECONDS = pytest.StashKey[float]()
+COVERED = pytest.StashKey[TextIO]()
 
 # The first example of a property pays for lazy imports: a deadline would measure those.
 settings.register_profile("default", deadline=None, derandomize=True)
@@ -56,17 +60,23 @@ settings.load_profile("default")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--every-other",
-        action="store_true",
-        help="leave out every other row of the tests marked 'table'",
+        "--covered",
+        type=argparse.FileType("a"),
+        metavar="FILE",
+        help="add a line of JSON for each test: its name, seconds, and lines of the package it ran",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(skips)
+    config.pluginmanager.register(tiers)
+    os.environ[limits.VARIABLE] = str(limits.measure())
     _let_threads_finish()
     config.stash[NUMBERS] = shards.claim_numbers()
     config.stash[POOLS] = Pools()
+    if (file := config.getoption("--covered")) is not None:
+        config.stash[COVERED] = file
+        config.stash[POOLS].lines = set()
     handle, path = tempfile.mkstemp(prefix="faults-")
     os.close(handle)
     config.stash[FAULTS] = Path(path)
@@ -87,6 +97,8 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[POOLS].close()
     shards.free_numbers()
     config.stash[NUMBERS].close()
+    if COVERED in config.stash:
+        config.stash[COVERED].close()
     config.stash[FAULTS].unlink(missing_ok=True)
 
 
@@ -95,6 +107,37 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if found:
         terminalreporter.section("faults")
         terminalreporter.write("\n".join([*found, ""]))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Records the lines of the package that a test runs, with `--covered`."""
+    if COVERED not in item.config.stash:
+        return (yield)
+    on_ranks = item.config.stash[POOLS].lines
+    on_ranks.clear()
+    covered.start()
+    begun = time.monotonic()
+    try:
+        return (yield)
+    finally:
+        seconds = round(time.monotonic() - begun, 3)
+        lines = dict[str, list[int]]()
+        for file, number in sorted({*covered.take(), *on_ranks}):
+            lines.setdefault(file, []).append(number)
+        row = {"test": item.nodeid, "seconds": seconds, "default": tiers.in_default_tier(item)}
+        item.config.stash[COVERED].write(json.dumps({**row, "lines": lines}) + "\n")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Measures a test without the start of its ranks."""
+    pools = item.config.stash[POOLS]
+    starts, begun = pools.start_seconds, time.monotonic()
+    try:
+        return (yield)
+    finally:
+        tiers.check_seconds(item, time.monotonic() - begun - pools.start_seconds + starts)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -115,21 +158,7 @@ def pytest_runtest_makereport(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts `new_python` first: the system may soon drop the files just imported from its cache."""
-    if config.getoption("--every-other"):
-        _leave_out_every_other(config, items)
     items.sort(key=lambda item: item.get_closest_marker("new_python") is None)
-
-
-def _leave_out_every_other(config: pytest.Config, items: list[pytest.Item]) -> None:
-    seen, left_out = Counter[str](), list[pytest.Item]()
-    for item in items:
-        table = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("table") is not None:
-            seen[table] += 1
-            left_out += [item] if seen[table] % 2 == 0 else []
-    config.hook.pytest_deselected(items=left_out)
-    gone = set(left_out)
-    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

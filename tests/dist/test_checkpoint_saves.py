@@ -28,6 +28,7 @@ from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import resume
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, STEPS, _check_resume, _run, _state
 from tests.support.fsdp1_fixtures import expected, fsdp1_losses
+from tests.support.limits import scaled
 from tests.support.models import TinyComposer
 from tests.support.saved import as_newer_torch, limit_files, no_space
 from tests.support.training import built, largest_difference, samples_of, trainer_for
@@ -78,7 +79,7 @@ class SlowPlanner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: Any) -> Any:
         start = time.monotonic()
-        time.sleep(1.0)
+        time.sleep(scaled(1.0))
         self.busy.append((start, time.monotonic()))
         return super().finish_plan(new_plan)
 

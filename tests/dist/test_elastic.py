@@ -33,13 +33,14 @@ from torch.distributed.launcher.api import elastic_launch
 from composer_fsdp2 import installed
 from composer_fsdp2.trainer.autoresume import warn_of_shared_store
 from tests.support.faults_table import record
+from tests.support.limits import scaled
 from tests.support.models import TinyComposer
 from tests.support.pool import start_server
 from tests.support.training import built, largest_difference, samples_of, trainer_for, weights
 
 STEPS, EVERY, GLOBAL_BATCH = 8, 2, 8
 KILLED_AT = 5
-COLLECTIVE_SECONDS = 15.0
+COLLECTIVE_SECONDS = scaled(15.0)
 """Long enough for a busy machine; a test waits for it once, without computing."""
 
 PRELOAD = ["torch.distributed.run", "torch.distributed.launcher.api", "tests.support.training"]

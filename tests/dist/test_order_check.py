@@ -7,6 +7,7 @@ import datetime
 import functools
 import io
 import os
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,11 +22,12 @@ from torch import nn
 from composer_fsdp2 import ConfigError, PlanError, installed, prepare_fully_shard
 from composer_fsdp2.runtime import order_check
 from composer_fsdp2.runtime.watchdog import rank_text
+from tests.support.limits import scaled
 from tests.support.models import Block, TinyComposer
 from tests.support.pool import WorkerPool
 from tests.support.training import built, loader_of, samples_of, trainer_for
 
-TIMEOUT_SECONDS = 4.0
+TIMEOUT_SECONDS = scaled(4.0)
 
 
 class Turned(nn.Sequential):
@@ -243,7 +245,7 @@ def one_rank_is_late_in_the_first_step(folder: Path) -> float:
         step(model)
     said = str(caught.value)
     if dist.get_rank() == 0:
-        assert "another rank did not come to it in 3 s" in said
+        assert re.search(r"another rank did not come to it in \d+ s", said)
         assert said.startswith("the next forward of training is next on this rank")
         assert "The last unit each rank entered:\n  ranks 0-1: no unit yet\n" in said
         assert said.endswith("for data, a metric or a checkpoint.")
@@ -295,5 +297,6 @@ def test_a_timeout_names_the_last_unit_of_every_rank(pool: WorkerPool, tmp_path:
         assert (tmp_path / "record_0").read_bytes()
     assert "imed out" in said
     assert said.endswith(places)
-    assert heard.startswith("FSDP2: Nothing entered for 3 s. The last unit each rank entered:")
+    first = r"FSDP2: Nothing entered for \d+ s\. The last unit each rank entered:"
+    assert re.match(first, heard)
     assert heard.strip().endswith(places)

@@ -23,6 +23,7 @@ from torch import distributed as dist
 from composer_fsdp2 import installed
 from composer_fsdp2.runtime.joint_exit import joint_exit_of
 from tests.support.faults_table import record
+from tests.support.limits import scaled
 from tests.support.memory_table import (
     BESIDE,
     EVALUATED,
@@ -46,7 +47,7 @@ from tests.support.memory_table import (
 from tests.support.pool import RankError
 from tests.support.training import built, loader_of, samples_of, trainer_for
 
-SOON_SECONDS = 20.0
+SOON_SECONDS = scaled(20.0)
 
 
 def trained(name: str, cases: list[Case]) -> list[str]:

@@ -15,6 +15,7 @@ from torch import distributed as dist
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.support.limits import scaled
 from tests.support.pool import Pools, RankError
 
 
@@ -111,7 +112,7 @@ def test_ranks_take_no_time_between_tests(ranks):
     pids = [*ranks(2, os.getpid), *ranks(3, os.getpid)]
     if not Path("/proc").exists():
         return  # a system that does not say
-    end = time.monotonic() + 10
+    end = time.monotonic() + scaled(10)
     while {_state_of(pid) for pid in pids} != {"T"}:  # a rank stops when it is next awake
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -128,10 +129,10 @@ def test_stopped_ranks_end_with_a_session_that_is_killed(tmp_path: Path):
     file = tmp_path / "pid"
     process = multiprocessing.get_context("spawn").Process(target=_session, args=(file,))
     process.start()
-    process.join(100)
+    process.join(scaled(100))
     if not Path("/proc").exists():
         return  # a system that does not say, nor ends them
-    rank, end = int(file.read_text()), time.monotonic() + 20
+    rank, end = int(file.read_text()), time.monotonic() + scaled(20)
     while Path(f"/proc/{rank}").exists():
         assert time.monotonic() < end
         time.sleep(0.05)

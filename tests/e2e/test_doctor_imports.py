@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from composer_fsdp2.cli.late_imports import LATE
+from tests.support.limits import scaled
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -25,7 +26,7 @@ def test_doctor_imports_no_package_that_the_run_does_not_use(tmp_path):
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=scaled(300),
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from composer_fsdp2.cli.launch import launch_ranks, rank_error
 from tests.support.faults_table import record
+from tests.support.limits import scaled
 from tests.support.pool import start_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
@@ -32,7 +33,7 @@ class Launcher:
 
     def wait(self, seconds: float) -> tuple[int, str, str]:
         """Its exit code, and what it and rank 0 have written."""
-        self.process.join(seconds)
+        self.process.join(scaled(seconds))
         code = self.process.exitcode
         assert code is not None, f"the launcher is busy after {seconds:g} s"
         out, err = (file.read_text() for file in self._files)
@@ -52,7 +53,7 @@ def alive(pid: int) -> bool:
 
 
 def gone_within(seconds: float, pids: list[int]) -> bool:
-    end = time.monotonic() + seconds
+    end = time.monotonic() + scaled(seconds)
     while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.1)
     return not any(map(alive, pids))
@@ -209,7 +210,7 @@ def test_no_rank_outlives_the_launcher_or_another_rank(tmp_path):
 
 
 def wait_for_pids(folder: Path) -> list[int]:
-    end = time.monotonic() + 60
+    end = time.monotonic() + scaled(60)
     while time.monotonic() < end:
         texts = [file.read_text() for file in folder.glob("*.pid")]
         if len(texts) == 2 and all(texts):

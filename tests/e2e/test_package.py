@@ -16,6 +16,7 @@ import pytest
 
 import composer_fsdp2
 from composer_fsdp2.cli.quickstart import write_quickstart
+from tests.support.limits import scaled
 
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
 
@@ -34,7 +35,7 @@ def built(tmp_path_factory) -> Path:
         capture_output=True,
         text=True,
         check=False,
-        timeout=120,
+        timeout=scaled(120),
     )
     assert done.returncode == 0, done.stderr
     return folder
@@ -78,7 +79,7 @@ def python(*arguments: str, wheel: Path, folder: Path) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=scaled(400),
     )
 
 
@@ -176,7 +177,7 @@ def test_the_quickstart_trains_from_the_wheel(wheel, tmp_path):
         "eval_interval=2ba",
         "eval_subset_num_batches=2",
         "save_interval=2ba",
-        "dist_timeout=60",
+        f"dist_timeout={scaled(60):.0f}",
     )
     done = run("train", "yamls/quickstart.yaml", *small, wheel=wheel, folder=tmp_path)
     assert done.returncode == 0, done.stderr

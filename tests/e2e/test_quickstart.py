@@ -12,6 +12,7 @@ import pytest
 
 from tests.support import forked
 from tests.support.forked import PRELOAD, ROOT
+from tests.support.limits import scaled
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
@@ -29,7 +30,7 @@ SMALL = [
     "scheduler.t_warmup=1ba",
     "loggers.quickstart_console.every=2",
     # A rank that waits for another must fail the test, not outlast it.
-    "dist_timeout=60",
+    f"dist_timeout={scaled(60):.0f}",
 ]
 
 
@@ -51,7 +52,7 @@ def quickstart(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str
         capture_output=True,
         text=True,
         check=False,
-        timeout=400,
+        timeout=scaled(400),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import scaled
 from tests.support.notebook import code_cells, outputs_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
@@ -33,7 +34,7 @@ def printed(tmp_path_factory) -> list[str]:
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=scaled(300),
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

@@ -19,6 +19,7 @@ import torch
 import yaml
 
 from tests.support.forked import PRELOAD, ROOT, command
+from tests.support.limits import scaled
 
 __all__ = ["IDS", "PRELOAD", "killed", "logits", "losses", "run"]
 
@@ -65,7 +66,7 @@ def run(name: str, folder: Path, *overrides: str) -> subprocess.CompletedProcess
         f"callbacks.probe.folder={folder}",
         f"algorithms.composer_fsdp2_recorder={recorder}",
         # A rank that waits for another must fail the test, not outlast it.
-        "dist_timeout=60",
+        f"dist_timeout={scaled(60):.0f}",
         *overrides,
     )
 

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.cli import launch, main
 from tests.support.foundry import PRELOAD
+from tests.support.limits import scaled
 from tests.support.pool import start_server
 
 __all__ = ["PRELOAD", "ROOT", "command"]
@@ -113,7 +114,7 @@ def _wait_for_failure(processes: list[ForkServerProcess]) -> None:
     """Waits until all have ended well, or one has not."""
     waiting = {process.sentinel: process for process in processes}
     while waiting and not any(process.exitcode for process in processes):
-        ended = connection.wait(list(waiting), SECONDS)
+        ended = connection.wait(list(waiting), scaled(SECONDS))
         assert ended, f"{len(waiting)} ranks are busy after {SECONDS:g} s"
         for sentinel in ended:
             waiting.pop(sentinel).join()

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
+from tests.support.limits import scaled
 from tests.support.models import llama_config
 from tests.support.parity import full
 from tests.support.shards import free_numbers
@@ -163,7 +164,7 @@ def run_of(assets: Path, *changes: dict[str, Any], loader: str = "text") -> dict
         "log_to_console": False,
         "log_config": False,
         "python_log_level": None,
-        "dist_timeout": 60,
+        "dist_timeout": scaled(60),
     }
     return merged(settings, *changes)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import datetime
 import faulthandler
 import functools
@@ -37,6 +38,9 @@ from typing import Any, Literal
 from unittest import mock
 
 import pytest
+
+from tests.support import covered
+from tests.support.limits import Limit, scaled
 
 PRELOAD = [
     "torch",
@@ -73,15 +77,20 @@ class Job:
 
     call: bytes
     filters: list[tuple[Any, ...]]
+    covers: bool = False
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank sends back: a pickled result, the reason of a skip, or a traceback."""
+    """What a rank sends back: a pickled result, the reason of a skip, or a traceback.
+
+    With `Job.covers` also the lines of the package that ran.
+    """
 
     status: Literal["passed", "skipped", "failed"]
     result: bytes = b""
     text: str = ""
+    lines: tuple[covered.Line, ...] = ()
 
 
 # ---------------------------------------------------------------------------- the session's side
@@ -107,6 +116,10 @@ class WorkerPool:
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
         self.backend = backend
+        self.lines: set[covered.Line] | None = None
+        """Where to add the lines of the package that ranks run; None does not record them."""
+        self.start_seconds = 0.0
+        """How long all starts of its ranks took."""
         self._processes: list[ForkServerProcess] = []
         self._connections: list[connection.Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -121,7 +134,8 @@ class WorkerPool:
             RankError: if a rank raised, died, or was not done in time.
             pytest.skip.Exception: if every rank skipped.
         """
-        job = pickle.dumps(Job(pickle.dumps(call), list(warnings.filters)))
+        covers = self.lines is not None
+        job = pickle.dumps(Job(pickle.dumps(call), list(warnings.filters), covers))
         if any(_thread_count(process.pid) > CROWDED_THREADS for process in self._processes):
             self._kill()
         if not self._processes:
@@ -133,6 +147,8 @@ class WorkerPool:
                 conn.send_bytes(job)
         outcomes = self._finish(timeout_seconds)
         self._signal(signal.SIGSTOP)
+        if self.lines is not None:
+            self.lines.update(*(outcome.lines for outcome in outcomes))
         if outcomes[0].status == "skipped":
             pytest.skip(outcomes[0].text)
         return [pickle.loads(outcome.result) for outcome in outcomes]
@@ -142,9 +158,9 @@ class WorkerPool:
         self._signal(signal.SIGCONT)
         for conn in self._connections:
             conn.close()
-        deadline = time.monotonic() + 5
+        limit = Limit(5)
         for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(limit.left())
         self._kill()
 
     def _signal(self, number: signal.Signals) -> None:
@@ -158,6 +174,7 @@ class WorkerPool:
                 os.kill(process.pid, number)
 
     def _start(self) -> None:
+        begun = time.monotonic()
         context = start_server()
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         folder = Path(self._folder.name)
@@ -173,6 +190,7 @@ class WorkerPool:
             self._processes.append(process)
             self._connections.append(ours)
         self._finish(START_SECONDS)
+        self.start_seconds += time.monotonic() - begun
 
     def _finish(self, timeout_seconds: float) -> list[Outcome]:
         """Waits for all ranks; on the first sign of trouble ends the pool and raises."""
@@ -186,17 +204,17 @@ class WorkerPool:
 
     def _collect(self, timeout_seconds: float) -> dict[int, Outcome]:
         outcomes: dict[int, Outcome] = {}
-        deadline = time.monotonic() + timeout_seconds
+        limit = Limit(timeout_seconds)
         while len(outcomes) < self.world_size:
             waiting = {c: r for r, c in enumerate(self._connections) if r not in outcomes}
-            ready = connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
-            if not ready:
+            ready = connection.wait(list(waiting), left := limit.left())
+            if not ready and not left:
                 break
             for conn in ready:
                 rank = waiting[conn]
                 outcomes[rank] = self._receive(rank)
                 if outcomes[rank].status != "passed":
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    limit.end_within(GRACE_SECONDS)
         return outcomes
 
     def _receive(self, rank: int) -> Outcome:
@@ -225,7 +243,7 @@ class WorkerPool:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
         if ranks:
-            time.sleep(0.3)
+            time.sleep(scaled(0.3))
         folder = Path(self._folder.name)
         files = {rank: _stack_file(folder, rank) for rank in ranks}
         return {r: f.read_text() if f.exists() else "" for r, f in files.items()}
@@ -257,6 +275,8 @@ class Pools:
     """The session's pools by size and backend, each started when first used and then kept."""
 
     def __init__(self) -> None:
+        self.lines: set[covered.Line] | None = None
+        """As `WorkerPool.lines`, for all of them; set before the first is started."""
         self._pools: dict[tuple[int, str], WorkerPool] = {}
 
     def get(self, world_size: int, backend: str = "gloo") -> WorkerPool:
@@ -264,7 +284,13 @@ class Pools:
         key = (world_size, backend)
         if key not in self._pools:
             self._pools[key] = WorkerPool(world_size, backend)
+            self._pools[key].lines = self.lines
         return self._pools[key]
+
+    @property
+    def start_seconds(self) -> float:
+        """How long all starts of ranks took so far."""
+        return sum(pool.start_seconds for pool in self._pools.values())
 
     def close(self) -> None:
         """Ends every rank of every pool."""
@@ -294,6 +320,8 @@ def _rank_main(
                 job: Job = pickle.loads(conn.recv_bytes())
                 with _isolated(job):
                     outcome = _attempt(lambda call=job.call: pickle.loads(call)())
+                    if job.covers:
+                        outcome = dataclasses.replace(outcome, lines=tuple(covered.take()))
                 conn.send_bytes(pickle.dumps(outcome))
     _leave()
 
@@ -326,7 +354,7 @@ def _join(folder: Path, rank: int, world_size: int, backend: str) -> None:
         store=dist.FileStore(str(folder / "store"), world_size),
         rank=rank,
         world_size=world_size,
-        timeout=datetime.timedelta(seconds=COLLECTIVE_SECONDS),
+        timeout=datetime.timedelta(seconds=scaled(COLLECTIVE_SECONDS)),
     )
     # Everything alive now stays: out of the collector's sight, `_tidy` costs milliseconds.
     gc.freeze()
@@ -375,6 +403,8 @@ def _isolated(job: Job) -> Iterator[None]:
     import torch
 
     with warnings.catch_warnings(), mock.patch.dict(os.environ):
+        if job.covers:
+            covered.start()
         warnings.resetwarnings()
         warnings.filters.extend(job.filters)
         random.seed(0)

@@ -12,6 +12,7 @@ import pytest
 from composer_fsdp2.checkpoint import write
 from composer_fsdp2.checkpoint.source import CHECKSUMS
 from composer_fsdp2.checkpoint.staging import make_own_folder, remove_leftovers
+from tests.support.limits import scaled
 
 
 def test_nodes_of_one_disk_clear_the_same_folder(tmp_path: Path):
@@ -22,7 +23,7 @@ def test_nodes_of_one_disk_clear_the_same_folder(tmp_path: Path):
     def clear(node: int) -> bool:
         remove_leftovers(folder.with_name("ep0-ba2"))
         with make_own_folder(folder):
-            all_made.wait(timeout=60)  # as a save's nodes do before they write
+            all_made.wait(timeout=scaled(60))  # as a save's nodes do before they write
             (folder / f"__{node}_0.distcp").touch()
             return folder.is_dir()
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import composer_fsdp2
 from composer_fsdp2.cli.main import app
+from tests.support.limits import scaled
 
 LARGE = ("composer", "llmfoundry", "torch", "transformers")
 
@@ -31,6 +32,10 @@ def test_imports_none_of_them():
         f"sys.exit(', '.join(set(sys.modules) & set({LARGE})) or None)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=scaled(60),
     )
     assert (done.returncode, done.stderr) == (0, "")

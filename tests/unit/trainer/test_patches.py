@@ -33,6 +33,7 @@ from composer_fsdp2.trainer.patches import (
     uninstall,
 )
 from composer_fsdp2.trainer.sharding import note_sharding
+from tests.support.limits import scaled
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -407,7 +408,7 @@ from composer import Trainer
 assert hasattr(Trainer._parse_parallelism_config, "__wrapped__")
 assert "llmfoundry" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(120))
 
 
 # --- the table ---

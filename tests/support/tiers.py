@@ -1,0 +1,68 @@
+"""Which tests run when: the tiers `default`, `matrix` and `slow`, chosen by `pytest -m`.
+
+A test in `tests/matrix/` is of the matrix. Of a test marked `table("row", "other row")` these rows
+are of the default tier, which shows each mechanism once, and all others are of the matrix.
+In the default tier a test that takes over `MOST_SECONDS` fails the session, by name.
+`tests/conftest.py` registers this plugin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+from tests.support.limits import measure
+
+MATRIX = Path(__file__).parents[1] / "matrix"
+OTHER_TIERS = ("gpu", "matrix", "slow")
+MOST_SECONDS = 20.0
+"""For the call of a test, by the measure of `limits`, without the start of its ranks."""
+
+TOO_SLOW = pytest.StashKey[list[str]]()
+
+
+def in_default_tier(item: pytest.Item) -> bool:
+    """Whether plain `pytest` runs a test."""
+    return not any(item.get_closest_marker(name) for name in OTHER_TIERS)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Makes the list of tests that are too slow."""
+    config.stash[TOO_SLOW] = []
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Marks tests of the matrix, before `-m` chooses."""
+    table = item.get_closest_marker("table")
+    if MATRIX in item.path.parents or (table is not None and _row(item) not in table.args):
+        item.add_marker(pytest.mark.matrix)
+
+
+def _row(item: pytest.Item) -> str:
+    """The part of a test's name in brackets."""
+    return item.name.partition("[")[2].removesuffix("]")
+
+
+def check_seconds(item: pytest.Item, seconds: float) -> None:
+    """Remembers a test of the default tier that took too long, however slow the machine is."""
+    if seconds > MOST_SECONDS and in_default_tier(item) and seconds > MOST_SECONDS * measure():
+        item.config.stash[TOO_SLOW].append(f"{item.nodeid}: {seconds:.0f} s")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
+    """Fails the session for tests that are too slow."""
+    yield
+    if session.config.stash[TOO_SLOW] and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Names tests that are too slow."""
+    for found in terminalreporter.config.stash[TOO_SLOW]:
+        terminalreporter.write_line(
+            f"TOO SLOW for the default tier (over {MOST_SECONDS:g} s): {found}. Make it smaller, "
+            "mark it 'slow', or move it to tests/matrix."
+        )
