@@ -1,7 +1,8 @@
 """Which tests run when: the tiers `default`, `matrix` and `slow`, chosen by `pytest -m`.
 
-A test in `tests/matrix/` is of the matrix. Of a test marked `table("row", "other row")` these rows
-are of the default tier, which shows each mechanism once, and all others are of the matrix.
+Long tables are of the matrix: all tests in `tests/matrix/`, and those marked `table` beside the other
+tests of their subject. `table("row", "other row")` names the rows that are of the default tier all the
+same, which shows each mechanism once or twice.
 In the default tier a test that takes over `MOST_SECONDS` fails the session, by name.
 `tests/conftest.py` registers this plugin.
 """
@@ -34,9 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Marks tests of the matrix, before `-m` chooses."""
+    """Marks rows of the matrix, before `-m` chooses."""
     table = item.get_closest_marker("table")
-    if MATRIX in item.path.parents or (table is not None and _row(item) not in table.args):
+    is_table = table is not None or MATRIX in item.path.parents
+    if is_table and (table is None or _row(item) not in table.args):
         item.add_marker(pytest.mark.matrix)
 
 
