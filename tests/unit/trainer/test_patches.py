@@ -398,6 +398,7 @@ def test_rows_of_llm_foundry_wait_for_it(monkeypatch, originals):
     uninstall()
 
 
+@pytest.mark.slow
 @pytest.mark.new_python
 def test_composer_may_be_imported_later():
     code = """

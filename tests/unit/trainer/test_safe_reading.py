@@ -30,6 +30,7 @@ CODE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.new_python
 def test_guards_without_asserts():
     """One process for all: it imports Composer."""
