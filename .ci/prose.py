@@ -49,12 +49,13 @@ def read_phrases(text: str) -> Iterator[Phrase]:
             yield Phrase(re.compile(rf"(?<!\w){words}(?!\w)", re.IGNORECASE), phrase, instead)
 
 
-def without_code(markdown: str) -> str:
+def without_code(markdown: str, keep_targets: bool = False) -> str:
     """Returns the text with code, comments and targets of links blank, of the same length.
 
     Code within a sentence becomes dashes: the words around it are no repetition.
     """
-    for pattern, filler in ((FENCE, " "), (COMMENT, " "), (INLINE, "-"), (LINK_TARGET, " ")):
+    blanks = [(FENCE, " "), (COMMENT, " "), (INLINE, "-"), (LINK_TARGET, " ")]
+    for pattern, filler in blanks[: 3 if keep_targets else 4]:
         markdown = pattern.sub(partial(_filled, filler), markdown)
     return markdown
 

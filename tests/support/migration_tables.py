@@ -147,11 +147,12 @@ def _merged(lines: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     return [(", ".join(found), *rest) for (_, *rest), found in keys.items()]
 
 
-def main() -> None:
+def page() -> str:
+    """Returns the page with the tables made anew."""
     text = PAGE.read_text()
     assert {name for _, name, _ in MARK.findall(text)} == set(TABLES)
-    PAGE.write_text(MARK.sub(lambda m: f"{m[1]}{table(m[2])}<!-- end of keys -->", text))
+    return MARK.sub(lambda mark: f"{mark[1]}{table(mark[2])}<!-- end of keys -->", text)
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())

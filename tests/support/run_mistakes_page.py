@@ -37,7 +37,10 @@ def _shown(key: str, value: Any) -> str:
     return f"`{key}: {text.removesuffix('...').strip()}`"
 
 
+def page() -> str:
+    """Returns the page with the table made anew."""
+    return MARK.sub(lambda mark: mark[1] + table(), PAGE.read_text())
+
+
 if __name__ == "__main__":
-    text = PAGE.read_text()
-    assert MARK.search(text)
-    PAGE.write_text(MARK.sub(lambda mark: mark[1] + table(), text))
+    PAGE.write_text(page())

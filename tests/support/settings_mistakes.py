@@ -91,11 +91,10 @@ def sentences() -> Iterator[tuple[str, ...]]:
                 yield tuple(map(str, fixed))
 
 
-def main() -> None:
-    text = PAGE.read_text()
-    assert len(MARK.findall(text)) == 1
-    PAGE.write_text(MARK.sub(lambda m: f"{m[1]}{table()}<!-- end of mistakes -->", text))
+def page() -> str:
+    """Returns the page with the table made anew."""
+    return MARK.sub(lambda mark: f"{mark[1]}{table()}<!-- end of mistakes -->", PAGE.read_text())
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())

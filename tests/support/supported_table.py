@@ -43,5 +43,10 @@ def table() -> str:
     return text + READ
 
 
+def page() -> str:
+    """Returns the page with the table made anew."""
+    return MARK.sub(lambda mark: mark[1] + table(), PAGE.read_text())
+
+
 if __name__ == "__main__":
-    PAGE.write_text(MARK.sub(lambda mark: mark[1] + table(), PAGE.read_text()))
+    PAGE.write_text(page())

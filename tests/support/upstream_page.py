@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.unit.test_upstream_points import describe_points
+from tests.support.upstream_points import describe_points
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "upstream-points.md"
 

@@ -1,32 +1,20 @@
 """Twenty-four things Composer's own FSDP2 path gets wrong, and the tests that show them right here.
 
-`python -m tests.unit.test_upstream_points` prints the table as markdown.
+`upstream_page` writes the page on them.
 """
 
 from __future__ import annotations
 
-import ast
 from dataclasses import dataclass
-from pathlib import Path
-
-import pytest
-
-ROOT = Path(__file__).parents[2]
-
-ECOSYSTEM = "LLM Foundry and Composer's ecosystem, whole, under FSDP2"
-RELIABILITY = "Reliability: out of memory, hangs, faults and hostile input"
-LATER = {ECOSYSTEM, RELIABILITY}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One finding: what goes wrong upstream, and what shows it right or is to do so."""
+    """One finding: what goes wrong upstream, and the tests or the benchmark that show it right."""
 
     number: int
     text: str
-    tests: tuple[str, ...] = ()
-    later: str = ""
-    """subject of the issue it belongs to"""
+    tests: tuple[str, ...]
     benchmark: str = ""
 
 
@@ -223,43 +211,10 @@ POINTS = (
 )
 
 
-def describe_points(points: tuple[Point, ...] = POINTS) -> str:
-    """The table as markdown."""
+def describe_points() -> str:
+    """Returns the table as Markdown."""
     lines = ["| # | in Composer 0.32.1 | here |", "|---|---|---|"]
-    for point in points:
+    for point in POINTS:
         shown = [f"`{name}`" for name in (*point.tests, point.benchmark) if name]
-        here = "<br>".join(shown) or f'later: "{point.later}"'
-        lines.append(f"| {point.number} | {point.text} | {here} |")
+        lines.append(f"| {point.number} | {point.text} | {'<br>'.join(shown)} |")
     return "\n".join(lines)
-
-
-def test_all_points_are_listed():
-    assert [point.number for point in POINTS] == list(range(1, 25))
-
-
-@pytest.mark.parametrize("point", POINTS, ids=lambda point: str(point.number))
-def test_every_point_is_shown_or_has_an_issue(point: Point):
-    assert bool(point.tests) != bool(point.later)
-    assert not point.later or point.later in LATER
-    missing = [name for name in point.tests if not _exists(name)]
-    assert not missing
-    assert (ROOT / point.benchmark).exists()
-
-
-def _exists(test: str) -> bool:
-    path, _, name = test.partition("::")
-    file = ROOT / path
-    if not file.exists():
-        return False
-    found = ast.parse(file.read_text()).body
-    return any(isinstance(node, ast.FunctionDef) and node.name == name for node in found)
-
-
-def test_table_has_a_row_for_every_point():
-    rows = describe_points().splitlines()
-    assert len(rows) == 2 + len(POINTS)
-    assert all(row.count("|") == 4 for row in rows)
-
-
-if __name__ == "__main__":
-    print(describe_points())
