@@ -1,8 +1,9 @@
 """Checks the style of the documentation: phrases of words.txt, and the rules of proselint.json.
 
-    python .ci/prose.py [FILE.md ...]    # default: every page of the documentation
+    python .ci/prose.py [FILE ...]    # default: every page of the documentation, and the package
 
-Code in the text is not read. The exit status is 1 when something was found.
+Code in the text of pages is not read; of Python, only phrases are checked. The exit status is 1
+when something was found.
 """
 
 from __future__ import annotations
@@ -40,9 +41,15 @@ class Phrase(NamedTuple):
     instead: str
 
 
-def read_phrases(text: str) -> Iterator[Phrase]:
-    """Reads rows `phrase => instead`; lines that begin with `#` are comments."""
-    for line in text.splitlines():
+def read_phrases(text: str, by_hand: bool = False) -> Iterator[Phrase]:
+    """Reads rows `phrase => instead`; lines that begin with `#` are comments.
+
+    Args:
+        text: content of words.txt.
+        by_hand: also the part for pages that are written by hand.
+    """
+    common, _, more = text.partition("[written by hand]")
+    for line in [*common.splitlines(), *(more.splitlines() if by_hand else ())]:
         if line.strip() and not line.startswith("#"):
             phrase, instead = line.split(" => ")
             words = r"\s+".join(map(re.escape, phrase.split()))
@@ -111,14 +118,24 @@ def pages() -> list[Path]:
     ]
 
 
+def is_by_hand(file: Path, text: str) -> bool:
+    """Returns whether a file is a page that no command writes, and no list of changes or form."""
+    apart = file.name == "CHANGELOG.md" or ".github" in file.parts
+    return file.suffix == ".md" and not apart and "writes this page" not in text
+
+
 def main(arguments: list[str]) -> int:
     """Prints every finding as `FILE:LINE: text`."""
-    phrases = list(read_phrases((CI / "words.txt").read_text()))
-    files = [Path(argument) for argument in arguments] or pages()
-    prose = {file: without_code(file.read_text()) for file in files}
+    words = (CI / "words.txt").read_text()
+    package = sorted((CI.parent / "composer_fsdp2").rglob("*.py"))
+    files = [Path(argument).resolve() for argument in arguments] or [*pages(), *package]
+    texts = {file: file.read_text() for file in files}
+    prose = {file: without_code(texts[file]) for file in files if file.suffix == ".md"}
     style = find_style(prose)
     count = 0
-    for file, text in prose.items():
+    for file in files:
+        phrases = list(read_phrases(words, is_by_hand(file, texts[file])))
+        text = prose.get(file, texts[file])
         found = sorted([*find_phrases(text, phrases), *style.get(file, ())])
         count += len(found)
         for line, message in found:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
 import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import distributed as dist
 
 import composer_fsdp2
 
@@ -44,12 +49,19 @@ def test_the_public_names():
     assert dir(composer_fsdp2) == sorted(composer_fsdp2.__all__)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_public_name_is_there(name):
-    value = getattr(composer_fsdp2, name)
-    if name != "__version__":
-        assert value.__name__ == name
-        assert value.__doc__
+def test_every_public_name_is_there():
+    named = [name for name in NAMES if name != "__version__"]
+    assert [getattr(composer_fsdp2, name).__name__ for name in named] == named
+    assert all(getattr(composer_fsdp2, name).__doc__ for name in named)
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("module", ["", ".cli.main", ".foundry.transform"])
+def test_importing_has_no_side_effect(module: str):
+    heavy = {"composer", "llmfoundry", "transformers"}
+    code = f"import sys, composer_fsdp2{module}; print(*sys.modules.keys() & {heavy})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, text=True)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
 
 
 def test_a_name_that_is_not_there():
@@ -90,3 +102,40 @@ def test_clip_grad_norm_has_the_signature_of_torch():
     assert [(p.name, p.default, p.kind) for p in ours] == [
         (p.name, p.default, p.kind) for p in theirs
     ]
+
+
+# --- Examples of docstrings. ---
+
+
+@pytest.fixture
+def alone(monkeypatch) -> Iterator[None]:
+    """One rank that is its own world, for examples that are collective."""
+    for key in ("RANK", "LOCAL_RANK", "NODE_RANK"):
+        monkeypatch.setenv(key, "0")
+    for key in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(key, "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    state = torch.random.get_rng_state()
+    yield
+    torch.random.set_rng_state(state)
+    dist.destroy_process_group()
+
+
+def run_example(name: str, text: str) -> str:
+    """Returns the differences from what an example shows; empty where there are none."""
+    example = doctest.DocTestParser().get_doctest(text, {}, name, None, None)
+    said: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(example, out=said.append)
+    return "".join(said)
+
+
+@pytest.mark.usefixtures("alone")
+def test_examples_run():
+    docs = {name: inspect.getdoc(getattr(composer_fsdp2, name)) or "" for name in NAMES}
+    said = {name: run_example(name, text) for name, text in docs.items() if ">>> " in text}
+    assert len(said) > 15
+    assert {name: text for name, text in said.items() if text} == {}
+
+
+def test_a_wrong_example_is_found():
+    assert "Expected:" in run_example("wrong", ">>> 1 + 1\n3\n")

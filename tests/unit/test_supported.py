@@ -8,14 +8,9 @@ import subprocess
 import pytest
 
 from tests.support.first_pages import shell_lines
-from tests.support.supported_table import CI, MARK, PAGE, ROOT, rows, table, versions
+from tests.support.supported_table import CI, PAGE, ROOT, rows, versions
 
 SECOND = r"\.venv/bin/uv pip install .*-c \.ci/stable\.txt .* && \.venv/bin/python -m pytest"
-
-
-def test_the_readme_shows_the_table():
-    """`python -m tests.support.supported_table` writes it."""
-    assert [text for _, text in MARK.findall(PAGE.read_text())] == [table()]
 
 
 def test_the_readme_says_which_row_is_which():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import yaml
@@ -13,7 +12,6 @@ from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from composer_fsdp2.config.describe import (
-    PAGE,
     describe_options,
     describe_page,
     describe_settings,
@@ -32,8 +30,6 @@ from composer_fsdp2.config.setting import Setting, settings_of
 from composer_fsdp2.config.value_types import BOOLEAN, count
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
-
-DOCS = Path(__file__).parents[3] / "docs"
 
 
 def _not_with_compile(values, errors):
@@ -146,11 +142,9 @@ def test_errors_show_a_valid_example(name):
     assert getattr(parse_config(written), name) != FIELDS[name].default
 
 
-@pytest.mark.parametrize("name", FIELDS)
-def test_the_page_says_since_when_and_where_is_more(name):
-    assert FIELDS[name].since in ("", "0.2.0")
-    assert not FIELDS[name].see or (DOCS / FIELDS[name].see).is_file()
-    assert f"\n## `{name}`\n" in describe_page()
+def test_the_page_says_since_when():
+    assert {setting.since for setting in FIELDS.values()} <= {"", "0.2.0"}
+    assert [name for name in FIELDS if f"\n## `{name}`\n" not in describe_page()] == []
 
 
 def test_a_setting_is_written_in_sentences():
@@ -159,11 +153,6 @@ def test_a_setting_is_written_in_sentences():
             assert not text or (
                 text[-1] == "." and (text[0].isupper() or text[0] in "`-0123456789")
             )
-
-
-def test_the_reference_page_is_current():
-    """`python -m composer_fsdp2.config.describe` writes it."""
-    assert (DOCS.parent / PAGE).read_text() == describe_page()
 
 
 def test_options_are_described_with_their_setting():

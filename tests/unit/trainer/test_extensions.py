@@ -1,4 +1,4 @@
-"""The table of callbacks and algorithms: complete, shown in docs/, and refusing in full."""
+"""The table of callbacks and algorithms: complete, and refusing in full."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from composer_fsdp2.trainer.extensions import (
     check_extensions,
     note_extensions,
 )
-from tests.support.extension_table import PAGE, page
 
 REFUSING = [entry for entry in (*CALLBACKS, *ALGORITHMS) if entry.refusal is not None]
 
@@ -33,11 +32,6 @@ def test_everything_composer_exports_is_listed(
 ):
     exported = [name for name in package.__all__ if issubclass(getattr(package, name), base)]
     assert sorted(exported) == [entry.name for entry in listed]
-
-
-def test_the_page_is_current():
-    """`python -m tests.support.extension_table` writes it."""
-    assert PAGE.read_text() == page()
 
 
 @pytest.mark.parametrize("entry", REFUSING, ids=lambda entry: entry.name)
