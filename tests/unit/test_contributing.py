@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shlex
 import subprocess
@@ -11,9 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support import supported_table
+
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 PAGES = sorted([ROOT / "CONTRIBUTING.md", *(ROOT / ".github").glob("*.md")])
 LINK = re.compile(r"\]\(([^)#:]+)\)")
 
@@ -108,20 +112,31 @@ def test_the_version_has_a_dated_heading():
 # --- What GitHub and pre-commit read. ---
 
 
-def test_the_workflow_runs_what_the_guide_names():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
-    steps = {
-        job: [s.get("run") for s in workflow["jobs"][job]["steps"]] for job in workflow["jobs"]
-    }
-    assert steps["run"][-1] == ".ci/run"
-    assert steps["newest"][-1] == ".ci/newest"
-    assert workflow["permissions"] == {"contents": "read"}
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_workflows_run_scripts_that_exist(file):
+    text = file.read_text()
+    assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
+    scripts = set(re.findall(r"\.ci/\w+(?![\w*.])", text))
+    assert scripts
+    assert {name for name in scripts if not os.access(ROOT / name, os.X_OK)} == set()
+
+
+def test_ci_runs_every_row_of_the_stacks():
+    workflow = yaml.safe_load(WORKFLOWS[0].read_text())
+    matrix = workflow["jobs"]["check"]["strategy"]["matrix"]["include"]
+    assert {job["row"] for job in matrix} == {row[0] for row in supported_table.rows()} | {"docs"}
 
 
 def test_hooks_use_the_pinned_tools():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
-    assert {hook["id"] for hook in hooks} == {"codespell", "prose", "ruff", "ruff-format"}
+    assert {hook["id"] for hook in hooks} == {
+        "codespell",
+        "prose",
+        "ruff",
+        "ruff-format",
+        "workflows",
+    }
     pins = (ROOT / ".ci" / "docs.txt").read_text().splitlines()
     assert {pin for hook in hooks for pin in hook["additional_dependencies"]} <= set(pins)
 
