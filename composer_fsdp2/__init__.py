@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.trainer.patches import install, installed, uninstall
     from composer_fsdp2.trainer.prepare import prepare_fully_shard
 
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _HOMES = {
     "ActivationPlan": "blocks.activation",

@@ -222,7 +222,7 @@ class FSDP2Config:
         "Divides each layer between ranks, as `parallelism_config.tp` does. FSDP2 takes the rest.",
         check_together=parallel.check_tensor_parallel_together,
         see="recipes/tensor-parallel.md",
-        since="0.2.0",
+        since="0.3.0",
         saves="Degree 2: half of each gathered unit and of what a layer keeps.",
         costs="Two exchanges of activations a block in forward, and in backward.",
     )
@@ -232,7 +232,7 @@ class FSDP2Config:
         "Divides each sequence between ranks, which exchange in attention. All read one batch.",
         check_together=sequence.check_sequence_parallel_together,
         see="recipes/long-sequences.md",
-        since="0.2.0",
+        since="0.3.0",
         saves="Degree 4: three quarters of the activations of a sequence.",
         costs="Two exchanges an attention layer in forward, and in backward.",
     )
@@ -309,7 +309,7 @@ class FSDP2Config:
         "Whether the optimizer steps this rank's shards as plain tensors. `auto`: if that is known "
         "to give the same bits, or two steps of a small copy show it.",
         see="optimizers.md",
-        since="0.2.0",
+        since="0.3.0",
         example="local_step: true",
         saves="Up to six sevenths of the CPU time of a step.",
     )
@@ -319,7 +319,7 @@ class FSDP2Config:
         "Form of the optimizer's state between steps, the same on any number of ranks.",
         check_together=check_state_together,
         see="optimizers.md",
-        since="0.2.0",
+        since="0.3.0",
         saves="`bf16` half of the state, `bits: 8` three quarters, `device: cpu` all of it.",
         costs="Time of the step, and rounding.",
     )

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+import composer_fsdp2
 from tests.support import supported_table
 
 ROOT = Path(__file__).parents[2]
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -89,24 +91,44 @@ def test_links_lead_to_files(page):
 # --- A release. ---
 
 
-def test_the_note_of_a_release_is_its_section():
-    from composer_fsdp2 import __version__
+def changelog_mistake(version: str, changelog: str) -> str | None:
+    """Returns how the first heading of the changelog disagrees with the version of the package."""
+    first = re.findall(r"^## (.*)$", changelog, re.MULTILINE)[0]
+    is_dated = re.fullmatch(rf"{re.escape(version)} - \d{{4}}-\d\d-\d\d", first)
+    if first == "Unreleased" if ".dev" in version else is_dated:
+        return None
+    expected = "Unreleased" if ".dev" in version else f"{version} - YYYY-MM-DD"
+    return f"CHANGELOG.md begins with '## {first}'. For version {version} write '## {expected}'."
 
+
+def test_the_changelog_begins_with_the_version():
+    assert changelog_mistake(composer_fsdp2.__version__, CHANGELOG) is None
+
+
+@pytest.mark.parametrize(
+    ("version", "heading", "right"),
+    [
+        ("0.3.0.dev0", "Unreleased", True),
+        ("0.3.0", "0.3.0 - 2026-12-01", True),
+        ("0.3.0.dev0", "0.2.0 - 2026-11-22", False),
+        ("0.3.0", "Unreleased", False),
+        ("0.3.0", "0.3.0", False),
+    ],
+)
+def test_a_changelog_of_another_version_is_found(version, heading, right):
+    mistake = changelog_mistake(version, f"# Changelog\n\n## {heading}\n\n## 0.1.0 - 2026-01-01\n")
+    assert (mistake is None) == right
+
+
+def test_the_note_of_a_release_is_its_section():
     script = ROOT / ".ci" / "release-note"
-    note = subprocess.run([script, __version__], capture_output=True, text=True, check=True).stdout
-    assert note.startswith(f"composer_fsdp2 {__version__}\n\n")
+    version = re.findall(r"^## (\d\S+) - ", CHANGELOG, re.MULTILINE)[0]
+    note = subprocess.run([script, version], capture_output=True, text=True, check=True).stdout
+    assert note.startswith(f"composer_fsdp2 {version}\n\n")
     assert "### Added" in note
     assert "\n## " not in note
     unknown = subprocess.run([script, "9.9"], capture_output=True, text=True, check=False)
     assert (unknown.returncode, unknown.stdout) == (1, "")
-
-
-def test_the_version_has_a_dated_heading():
-    from composer_fsdp2 import __version__
-
-    changelog = (ROOT / "CHANGELOG.md").read_text()
-    dates = re.findall(rf"^## {re.escape(__version__)} - (\d{{4}}-\d\d-\d\d)$", changelog, re.M)
-    assert len(dates) == 1
 
 
 # --- What GitHub and pre-commit read. ---
