@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -121,8 +122,15 @@ def test_the_metadata(metadata):
     assert metadata.get_all("License-File") == ["LICENSE"]
     assert metadata["Author"] == "composer_fsdp2 contributors"
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload() == (ROOT / "README.md").read_text()
     assert not [row for row in metadata.get_all("Classifier", []) if row.startswith("License ::")]
+
+
+def test_links_of_an_index_page_lead_somewhere(metadata):
+    """pyproject.toml has the patterns by which README.md is changed for it."""
+    page, readme = metadata.get_payload(), (ROOT / "README.md").read_text()
+    assert re.findall(r"\]\((?!https://)[^)]*\)", page) == []
+    assert re.findall(r"^[#`].*$", page, re.MULTILINE) == re.findall(r"^[#`].*$", readme, re.MULTILINE)
+    assert "tensor parallelism (`docs/recipes/tensor-parallel.md`)" in page
 
 
 def test_the_licence_is_the_standard_text(wheel):
