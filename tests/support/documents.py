@@ -1,4 +1,4 @@
-"""Examples and links of the pages in docs/, and how their commands are read."""
+"""Examples of README.md, MIGRATION.md and the pages in docs/, and how their commands are read."""
 
 from __future__ import annotations
 
@@ -15,13 +15,25 @@ from typer.main import get_command
 
 from composer_fsdp2.cli.main import app
 
+__all__ = [
+    "MIGRATION",
+    "PAGES",
+    "README",
+    "ROOT",
+    "Example",
+    "command_lines",
+    "examples",
+    "parse_command",
+    "programs",
+    "shell_lines",
+]
+
 ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
-PAGES = sorted(page for page in DOCS.rglob("*.md") if "pictures" not in page.parts)
+README, MIGRATION = ROOT / "README.md", ROOT / "MIGRATION.md"
+_DOCS = sorted(page for page in (ROOT / "docs").rglob("*.md") if "pictures" not in page.parts)
+PAGES = [README, MIGRATION, *_DOCS]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-_INCLUDED = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
-_LINK = re.compile(r"(?<!!)\[[^]\n]*\]\(([^)\s]+)\)")
 
 
 @dataclass(frozen=True)
@@ -36,29 +48,29 @@ class Example:
     def __str__(self) -> str:
         return f"{self.page}:{self.language}:{self.number}"
 
-    @property
-    def included(self) -> list[str]:
-        """The files of the repository that are shown in its place."""
-        return _INCLUDED.findall(self.text)
+
+def examples(language: str, pages: list[Path] = PAGES) -> list[Example]:
+    """Returns the blocks of pages in a language, without those that include a file."""
+    return [
+        Example(page.relative_to(ROOT).as_posix(), language, text, number)
+        for page in pages
+        for number, (name, text) in enumerate(_FENCE.findall(page.read_text()))
+        if name == language and not text.startswith("--8<--")
+    ]
 
 
-def examples(*languages: str) -> list[Example]:
-    """Returns the blocks of all pages in these languages; of all languages without arguments."""
-    found = []
-    for page in PAGES:
-        name = page.relative_to(DOCS).as_posix()
-        for number, (language, text) in enumerate(_FENCE.findall(page.read_text())):
-            if not languages or language in languages:
-                found.append(Example(name, language, text, number))
-    return found
+def shell_lines(page: Path) -> list[str]:
+    """Returns the lines of a page's bash blocks; a backslash joins a line to the next."""
+    texts = [re.sub(r" *\\\n *", " ", example.text) for example in examples("bash", [page])]
+    return [line for text in texts for line in text.splitlines()]
 
 
 def command_lines() -> list[tuple[str, str]]:
     """Returns page and command of every line of a shell block, without comments."""
     return [
-        (example.page, line.partition(" #")[0].strip())
-        for example in examples("bash")
-        for line in example.text.replace("\\\n", " ").splitlines()
+        (page.relative_to(ROOT).as_posix(), line.partition(" #")[0].strip())
+        for page in PAGES
+        for line in shell_lines(page)
         if line.strip() and not line.startswith("#")
     ]
 
@@ -87,24 +99,3 @@ def programs(line: str) -> Iterator[list[str]]:
         while words and re.fullmatch(r"\w+=\S*", words[0]):
             words = words[1:]
         yield words
-
-
-def links(page: Path) -> list[str]:
-    """Returns the targets of the links of a page, outside code, that lead to no other host."""
-    text = _FENCE.sub("", page.read_text())
-    text = re.sub(r"`[^`\n]*`", lambda found: found[0].replace("](", ""), text)
-    return [link for link in _LINK.findall(text) if "://" not in link]
-
-
-def anchors(page: Path) -> set[str]:
-    """Returns what a link to a heading of the page may have after its #."""
-    text = _FENCE.sub("", page.read_text())
-    own = set(re.findall(r"\{ ?#([\w.-]+) ?\}", text)) | set(re.findall(r'<a id="(.+?)"', text))
-    headings = re.findall(r"^#+ (.*?)(?: \{ ?#.*\})?$", text, re.MULTILINE)
-    return own | {_slug(heading) for heading in headings}
-
-
-def _slug(heading: str) -> str:
-    """As Python-Markdown makes it."""
-    plain = re.sub(r"[^\w\s-]", "", heading).strip().lower()
-    return re.sub(r"[-\s]+", "-", plain)

@@ -9,7 +9,6 @@ import shlex
 import subprocess
 from pathlib import Path
 
-import pytest
 import yaml
 
 import composer_fsdp2
@@ -20,9 +19,6 @@ CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text()
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
-PAGES = sorted([ROOT / "CONTRIBUTING.md", *(ROOT / ".github").glob("*.md")])
-LINK = re.compile(r"\]\(([^)#:]+)\)")
-
 MADE = ("build", ".venv")
 """beginnings of paths that a command of the guide makes"""
 
@@ -56,12 +52,6 @@ def test_every_module_a_command_starts_is_there():
     assert [m for m in own if not (ROOT / f"{m.replace('.', '/')}.py").exists()] == []
 
 
-def test_every_file_named_in_the_text_is_there():
-    named = set(re.findall(r"`((?:\.ci|composer_fsdp2|docs|tests)/[\w./-]+)`", GUIDE))
-    assert len(named) > 10
-    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
-
-
 def test_its_python_can_be_read():
     assert len(blocks("python")) == 3
     for block in blocks("python"):
@@ -79,13 +69,6 @@ def test_the_names_of_its_example_are_those_of_the_code():
     for file, expected in names.items():
         text = (ROOT / file).read_text()
         assert [name for name in expected if name not in text] == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page):
-    assert [
-        link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()
-    ] == []
 
 
 # --- A release. ---
@@ -153,27 +136,18 @@ def test_hooks_use_the_pinned_tools():
     config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     hooks = [hook for repository in config["repos"] for hook in repository["hooks"]]
     assert {hook["id"] for hook in hooks} == {
-        "codespell",
-        "prose",
-        "ruff",
-        "ruff-format",
-        "workflows",
+        *("codespell", "prose", "rules", "ruff", "ruff-format", "workflows")
     }
     pins = (ROOT / ".ci" / "docs.txt").read_text().splitlines()
-    assert {pin for hook in hooks for pin in hook["additional_dependencies"]} <= set(pins)
+    assert {pin for hook in hooks for pin in hook.get("additional_dependencies", ())} <= set(pins)
 
 
-@pytest.mark.parametrize("file", FORMS, ids=lambda file: file.stem)
-def test_forms_ask_for_what_is_needed(file):
-    form = yaml.safe_load(file.read_text())
-    if file.stem == "config":
-        assert form == {"blank_issues_enabled": True}
-        return
-    assert {"name", "description", "body"} <= set(form)
-    ids = [part["id"] for part in form["body"]]
-    assert len(set(ids)) == len(ids)
-    assert all(part["attributes"]["label"] for part in form["body"])
-
-
-def test_there_are_forms_for_bugs_features_and_migration():
-    assert [file.stem for file in FORMS] == ["bug", "config", "feature", "migration"]
+def test_forms_ask_for_what_is_needed():
+    forms = {file.stem: yaml.safe_load(file.read_text()) for file in FORMS}
+    assert list(forms) == ["bug", "config", "feature", "migration"]
+    assert forms.pop("config") == {"blank_issues_enabled": True}
+    for form in forms.values():
+        assert {"name", "description", "body"} <= set(form)
+        ids = [part["id"] for part in form["body"]]
+        assert len(set(ids)) == len(ids)
+        assert all(part["attributes"]["label"] for part in form["body"])

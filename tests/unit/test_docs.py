@@ -1,124 +1,121 @@
-"""The examples of the documentation are run, not read."""
+"""The examples of the documentation are run, not read; `.ci/rules.py` checks the rest."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import itertools
 import os
-import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from composer_fsdp2 import uninstall
+import composer_fsdp2
 from composer_fsdp2.cli.main import app
-from composer_fsdp2.config.fsdp1 import FSDP1_KEYS
+from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.tools.migrate.engine import migrate
-from tests.support import first_pages
-from tests.support.documents import links
-from tests.support.first_pages import (
-    ERRORS,
-    FROM_FSDP1,
-    KEYS,
+from composer_fsdp2.trainer.config import parse_parallelism_config
+from tests.support import api_page
+from tests.support.documents import (
+    MIGRATION,
+    PAGES,
+    README,
     ROOT,
-    avoided_phrases,
-    blocks,
-    broken_links,
-    check_command,
-    check_yaml,
-    commands,
-    leads_somewhere,
+    Example,
+    command_lines,
+    examples,
+    parse_command,
+    programs,
     shell_lines,
 )
-from tests.support.migration_tables import MARK as TABLE_OF_KEYS
 from tests.support.migration_tables import TABLES, table
 from tests.support.models import TinyComposer, llama_config
-from tests.support.odd_models_page import PAGE as ODD_MODELS
-from tests.support.odd_models_page import page as page_of_odd_models
-from tests.support.settings_mistakes import MARK as TABLE_OF_MISTAKES
 from tests.support.settings_mistakes import WRITTEN, message, sentences
-from tests.support.settings_mistakes import table as table_of_mistakes
 from tests.support.training import loader_of, samples_of
 
-README = first_pages.README.read_text()
-MIGRATION = first_pages.MIGRATION.read_text()
-OF_MIGRATION = (first_pages.MIGRATION, FROM_FSDP1, KEYS)
-WRITTEN_BY_HAND = (first_pages.README, *OF_MIGRATION, ERRORS)
-EXAMPLES = README + "".join(page.read_text() for page in OF_MIGRATION)
+SHELL = {"cd", "export", "mkdir", "source"}
+INSTALLING = {"python", ".venv/bin/pip", ".venv/bin/uv", ".venv/bin/python", "pip"}
+OF_ONE_MODEL = {"load_path", "model", "model_name", "tokenizer"}
+"""which an evaluation may have beside its other keys"""
 
 
-def _name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
+def failures(check: Callable[[Any], None], values: Iterable[Any]) -> dict[str, str]:
+    """Returns the error of each value that a check refuses."""
+    errors = {str(value): _error(check, value) for value in values}
+    return {name: error for name, error in errors.items() if error}
 
 
-@pytest.mark.parametrize("block", blocks(EXAMPLES, "yaml"))
-def test_yaml_blocks_are_valid(block: str):
-    check_yaml(block)
+def _error(check: Callable[[Any], None], value: Any) -> str:
+    try:
+        check(value)
+    except (Exception, SystemExit) as error:
+        return repr(error)
+    return ""
+
+
+# --- Blocks of YAML. ---
+
+
+def test_yaml_is_valid(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WORLD_SIZE", "32")
+
+    def check(example: Example) -> None:
+        config = yaml.safe_load(example.text)
+        if "fsdp_config" in config:
+            convert_fsdp1(config["fsdp_config"], world_size=8, local_world_size=8)
+        elif "parallelism_config" in config:
+            assert parse_parallelism_config(config["parallelism_config"]) is not None
+
+    assert failures(check, examples("yaml")) == {}
+
+
+def test_keys_of_yaml_are_those_of_a_run():
+    pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+    from llmfoundry.utils.config_utils import EVAL_CONFIG_KEYS, TRAIN_CONFIG_KEYS
+
+    known = TRAIN_CONFIG_KEYS | EVAL_CONFIG_KEYS | OF_ONE_MODEL | {"parallelism_config"}
+    unknown = {str(one): {*yaml.safe_load(one.text)} - known for one in examples("yaml")}
+    assert {name: keys for name, keys in unknown.items() if keys} == {}
 
 
 def test_the_migrated_run_is_the_one_shown():
-    before, after, *_ = blocks(MIGRATION, "yaml")
-    assert migrate(before).text == after
+    before, after, *_ = examples("yaml", [MIGRATION])
+    assert migrate(before.text).text == after.text
 
 
-@pytest.mark.parametrize("line", commands(EXAMPLES))
-def test_commands_and_options_exist(line: str):
-    check_command(line)
-
-
-@pytest.mark.parametrize("line", [c for c in commands(MIGRATION) if "migrate old.yaml" in c])
+@pytest.mark.parametrize("line", [c for c in shell_lines(MIGRATION) if "migrate old.yaml" in c])
 def test_migrations_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    before, *_ = blocks(MIGRATION, "yaml")
+    before = examples("yaml", [MIGRATION])[0].text
     monkeypatch.chdir(tmp_path)
     Path("old.yaml").write_text(before)
-    result = CliRunner().invoke(app, shlex.split(line)[1:])
+    words = shlex.split(line.partition(" #")[0])
+    result = CliRunner().invoke(app, words[1:])
     assert result.exit_code == 0, result.output
     assert Path("new.yaml").exists() == ("-o new.yaml" in line)
     assert Path("old.yaml").read_text() == before
 
 
-@pytest.mark.world_size(2)
-@pytest.mark.parametrize(
-    "block", [*blocks(MIGRATION, "python"), *blocks(FROM_FSDP1.read_text(), "python")]
-)
-@pytest.mark.filterwarnings("ignore:FSDP1 to FSDP2")
-def test_python_blocks_run(block: str):
-    try:
-        exec(compile(block, "a page on FSDP1", "exec"), {})
-    finally:
-        uninstall()
+# --- Blocks of Python. ---
 
 
-def test_every_fsdp1_key_is_in_the_table():
-    keys = " ".join(line.split(" | ")[0] for line in table("composer").splitlines())
-    assert [key for key in FSDP1_KEYS if f"`{key}`" not in keys] == []
+@pytest.mark.world_size(2, timeout=300)
+def test_python_runs():
+    def check(example: Example) -> None:
+        try:
+            code = compile(example.text, str(example), "exec")
+            exec(code, {"__name__": "__main__"})
+        finally:
+            composer_fsdp2.uninstall()
 
-
-def test_the_tables_of_keys_are_up_to_date():
-    """`python -m tests.support.migration_tables` writes them."""
-    shown = {name: text for _, name, text in TABLE_OF_KEYS.findall(KEYS.read_text())}
-    assert shown == {name: table(name) for name in TABLES}
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_tests_of_values_say_what_they_test(name: str):
-    assert [row.key for row in TABLES[name].rows if callable(row.when) and not row.described] == []
-
-
-def test_the_table_of_mistakes_is_what_the_parser_says():
-    ((_, shown),) = TABLE_OF_MISTAKES.findall(ERRORS.read_text())
-    assert shown == table_of_mistakes()
-
-
-@pytest.mark.parametrize("fixed", list(sentences()), ids=lambda fixed: fixed[0][:30])
-def test_every_error_of_the_parser_is_in_the_table(fixed: tuple[str, ...]):
-    assert any(all(part in message(written) for part in fixed) for written in WRITTEN)
+    assert failures(check, examples("python", [page for page in PAGES if page != README])) == {}
 
 
 def _for_the_trainer() -> dict[str, Any]:
@@ -146,7 +143,8 @@ def _for_a_loop() -> dict[str, Any]:
 @pytest.mark.parametrize("names", [_for_the_trainer, _for_a_loop])
 def test_the_ways_to_use_it_run(names: Callable[[], dict[str, Any]]):
     """In the order of the page; each block has the names that it reads."""
-    block = blocks(README, "python")[[_for_the_trainer, _for_a_loop].index(names)]
+    trainer, loop = examples("python", [README])
+    block = (trainer if names is _for_the_trainer else loop).text
     given = names()
     before = [param.detach().clone() for param in given["model"].parameters()]
     try:
@@ -157,23 +155,60 @@ def test_the_ways_to_use_it_run(names: Callable[[], dict[str, Any]]):
         after = [param.full_tensor() for param in given["model"].parameters()]
         assert not any(map(torch.equal, before, after))
     finally:
-        uninstall()
+        composer_fsdp2.uninstall()
 
 
-def test_every_python_block_of_the_readme_is_run():
-    assert len(blocks(README, "python")) == 2
+# --- Commands. ---
 
 
-@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("MIGRATION.md", 200)])
-def test_the_first_pages_are_short(name: str, most: int):
-    assert len((ROOT / name).read_text().splitlines()) <= most
+def test_commands_exist():
+    def check(command: tuple[str, str]) -> None:
+        for words in filter(None, programs(command[1])):  # without those of variables alone
+            program = words[0].removeprefix(".venv/bin/")
+            if program == "composer-fsdp2":
+                _check(parse_command(words[1:]))
+            elif program == "torchrun":
+                _check_torchrun(words[1:])
+            elif words[0] in INSTALLING:
+                _check_installation(words)
+            else:
+                assert program in SHELL
+
+    assert failures(check, command_lines()) == {}
 
 
-@pytest.mark.parametrize("page", [first_pages.README, first_pages.MIGRATION], ids=_name)
-def test_the_lines_to_copy_need_no_scrolling(page: Path):
-    """A page of GitHub shows about 95 characters of code."""
-    copied = [line for block in blocks(page.read_text(), "bash") for line in block.splitlines()]
-    assert [line for line in copied if len(line) > 90] == []
+def _check_torchrun(words: list[str]) -> None:
+    from torch.distributed.run import get_args_parser
+
+    parsed = get_args_parser().parse_args(words)
+    assert parsed.no_python
+    assert parsed.training_script == "composer-fsdp2"
+    _check(parse_command(parsed.training_script_args))
+
+
+def _check_installation(words: list[str]) -> None:
+    """Files that are named are there; a module that is run is one."""
+    for option, value in itertools.pairwise(words):
+        if option in {"-c", "--override"}:
+            assert (ROOT / value).is_file()
+        if option == "-m" and not value.startswith("build"):
+            assert importlib.util.find_spec(value) is not None
+
+
+def _check(given: dict[str, Any]) -> None:
+    """A file of the repository is there, and takes the overrides."""
+    file = str(given.get("run") or given.get("config") or "")
+    if not file.startswith(("yamls/", "tests/")):
+        return
+    assert (ROOT / file).is_file()
+    if importlib.util.find_spec("llmfoundry") is None:
+        return  # it reads the run
+    from composer_fsdp2.foundry.run_file import load_run, read_run
+
+    overrides = given.get("overrides") or []
+    load_run(ROOT / file, overrides)
+    top = set(yaml.safe_load((ROOT / file).read_text()))
+    assert {*read_run(ROOT / file, overrides)} <= top
 
 
 def test_the_readme_has_the_two_commands():
@@ -185,38 +220,25 @@ def test_the_readme_has_the_two_commands():
     assert test.endswith(" && .venv/bin/python -m pytest")
 
 
-@pytest.mark.parametrize("page", [first_pages.README, first_pages.MIGRATION], ids=_name)
-def test_links_lead_somewhere(page: Path):
-    assert links(page)
-    assert list(broken_links(page)) == []
+# --- Tables that are made from code are complete. ---
 
 
-@pytest.mark.parametrize("page", WRITTEN_BY_HAND, ids=_name)
-def test_pages_are_in_plain_words(page: Path):
-    """`tests.support.first_pages.AVOIDED` has the phrases."""
-    assert avoided_phrases(page.read_text()) == []
+def test_the_api_page_has_every_public_name():
+    named = [name for names in api_page.GROUPS.values() for name in names]
+    assert sorted([*named, "__version__"]) == sorted(composer_fsdp2.__all__)
 
 
-@pytest.mark.parametrize("text", ["A warning tells of it.", "It is\ntold of.", "FSDP2 has not."])
-def test_phrases_to_avoid_are_found(text: str):
-    assert bool(avoided_phrases(text)) == (text != "A warning tells of it.")
+def test_every_fsdp1_key_is_in_the_table():
+    keys = " ".join(line.split(" | ")[0] for line in table("composer").splitlines())
+    assert [key for key in FSDP1_KEYS if f"`{key}`" not in keys] == []
 
 
-def _pointers() -> list[tuple[str, str]]:
-    """Returns file and target of everything in the package that names a page of the repository."""
-    names = r"(?:docs/[\w/-]+|README|MIGRATION|CONTRIBUTING|CHANGELOG)\.(?:md|ipynb)"
-    page = re.compile(rf"(?<![\w/]){names}(?:#[\w-]+)?")
-    files = [
-        file for folder in ("composer_fsdp2", "yamls") for file in (ROOT / folder).rglob("*.*")
-    ]
-    texts = {_name(file): file.read_text() for file in files if file.suffix in {".py", ".yaml"}}
-    return [(name, target) for name, text in sorted(texts.items()) for target in page.findall(text)]
+def test_tests_of_values_say_what_they_test():
+    rows = [(name, row) for name, one in TABLES.items() for row in one.rows]
+    assert [(n, row.key) for n, row in rows if callable(row.when) and not row.described] == []
 
 
-def test_pages_that_the_package_names_exist():
-    assert [(name, target) for name, target in _pointers() if not leads_somewhere(target)] == []
-
-
-def test_the_page_of_odd_models_is_up_to_date():
-    """`python -m tests.support.odd_models_page` writes it."""
-    assert ODD_MODELS.read_text() == page_of_odd_models()
+def test_every_error_of_the_parser_is_in_the_table():
+    messages = [message(written) for written in WRITTEN]
+    missing = [s for s in sentences() if not any(all(p in text for p in s) for text in messages)]
+    assert missing == []

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from tests.support.first_pages import shell_lines
+from tests.support.documents import shell_lines
 from tests.support.supported_table import CI, PAGE, ROOT, rows, versions
 
 SECOND = r"\.venv/bin/uv pip install .*-c \.ci/stable\.txt .* && \.venv/bin/python -m pytest"
@@ -30,7 +30,7 @@ def _number(version: str) -> list[int]:
 
 def test_ci_finds_the_command_of_the_readme():
     """It runs that line, in two halves."""
-    assert len([line for line in shell_lines(PAGE.read_text()) if re.fullmatch(SECOND, line)]) == 1
+    assert len([line for line in shell_lines(PAGE) if re.fullmatch(SECOND, line)]) == 1
     script = (CI / "run").read_text()
     finding = script[script.index("second=$(") : script.index('step "copy to')]
     shown = subprocess.run(
