@@ -9,6 +9,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
+import pytest
 import yaml
 
 import composer_fsdp2
