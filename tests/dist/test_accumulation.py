@@ -94,6 +94,7 @@ def alone(
 # --- The Trainer. ---
 
 
+@pytest.mark.table("False")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reshard", ["auto", False])
 def test_the_last_microbatch_reduces_for_all(reshard: Any):
@@ -225,6 +226,7 @@ def trained_by_hand(config: dict[str, Any], ranks: int) -> tuple[nn.Module, Byte
     return model, traffic
 
 
+@pytest.mark.table("True-every", "False-last")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sync", ["every", "last"])
 @pytest.mark.parametrize("reshard", ["auto", True, False])
@@ -243,6 +245,7 @@ def test_the_same_numbers_and_fewer_bytes(sync: str, reshard: Any):
     assert traffic.gathered.total() == gathered[reshard]
 
 
+@pytest.mark.table("1-reduce_scatter_only")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last", "reduce_scatter_only"])
 @pytest.mark.parametrize("reshard", ["auto", 1])
@@ -296,6 +299,7 @@ class Breaking(TinyLM):
         self.blocks.insert(1, self.breaks)
 
 
+@pytest.mark.table("last-between", "bf16-forward")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 @pytest.mark.parametrize(
@@ -385,6 +389,7 @@ class Sometimes(TinyLM):
         return self.head(self.norm(self.blocks[2](x)))
 
 
+@pytest.mark.table("calls1-True", "calls1-False")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ def test_adapters_are_in_the_unit_of_their_block(changes: dict[str, Any]):
     assert unsharded_names(model) == []
 
 
+@pytest.mark.table("tied", "dora")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("changes", "config"),
@@ -157,6 +158,7 @@ def everything(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: full(param).clone() for name, param in trainer.state.model.named_parameters()}
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_checkpoints_hold_whole_adapters_and_nothing_else(kind: str, tmp_path: Path):

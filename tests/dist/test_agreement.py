@@ -76,6 +76,7 @@ def sharded(**config: Any) -> dict[str, Any]:
     return {"fsdp2": config}
 
 
+@pytest.mark.table("one microbatch")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("size", [4, 1], ids=["one microbatch", "four"])
 def test_a_step_waits_for_the_device_less_often_than_composers(size: int):

@@ -214,6 +214,7 @@ def learned(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: value for name, value in weights(model).items() if name in names}
 
 
+@pytest.mark.table("LabelSmoothing", "SWA")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_like_without_sharding(name: str):
@@ -243,6 +244,7 @@ class Mixed(TinyLM):
         return logits + self.gain * self.conv(logits.unsqueeze(1)).mean(1)
 
 
+@pytest.mark.table("0.001-all layers", "0.05-none")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["none", "two modules", "all layers"])
 @pytest.mark.parametrize("threshold", [1e-3, 0.05])
@@ -297,6 +299,7 @@ def _average(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name.replace("module.", ""): value for name, value in whole.items()}
 
 
+@pytest.mark.table("EMA-unsharded-sgd")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("name", "kind", "optimizer"),
@@ -369,6 +372,7 @@ def test_evaluates_the_average():
 # ----------------------------------------------------------------- sharpness, freezing, refusals
 
 
+@pytest.mark.table("adamw-fsdp22-2", "muon-fsdp24-4")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("name", "fsdp2", "microbatch"),

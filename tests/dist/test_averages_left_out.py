@@ -49,6 +49,7 @@ def saved(folder: Path, kind: str) -> Path:
     return folder / ("ep0-ba2" if kind == "sharded" else "ep0-ba2-rank0.pt")
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full", "unsharded"])
 def test_training_without_ema(kind: str, tmp_path: Path):

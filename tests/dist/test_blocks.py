@@ -118,6 +118,7 @@ INNER: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.table("blocks", "outputs cast")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("units", INNER)
 def test_inputs_are_cast_when_they_are_computed_again(units: str):
@@ -180,6 +181,7 @@ def graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.table("selective", "offload")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("mode", COMPILED)
 def test_compiled_blocks_train_to_the_same_weights(mode: str):
@@ -310,6 +312,7 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(llama_config(tied=False, use_cache=False))
 
 
+@pytest.mark.table("False")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_tiles_train_like_the_whole_and_gather_nothing_more(recompute: bool):
@@ -378,6 +381,7 @@ def test_what_cannot_be_cut(config: dict[str, Any], said: str):
 
 
 # The compiler of torch 2.13 looks at the gradients of inputs that are no leaves.
+@pytest.mark.table("config1-True")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("config", "tied"),

@@ -131,6 +131,7 @@ MONITORED: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.table("DecoupledAdamW-none-False", "AdamW-two modules-True")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("name", "tie", "more"),
@@ -201,6 +202,7 @@ class NanOnRank1(TinyComposer):
         return {"tensor": loss, "list": [loss], "dict": {"total": loss, "own": loss}}[self.form]
 
 
+@pytest.mark.table("tensor", "dict")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("form", ["tensor", "list", "dict"])
 def test_all_ranks_raise_when_one_has_nan(form: str):
@@ -243,6 +245,7 @@ STOPPERS: dict[str, tuple[Callable[[], Callback], int]] = {
 }
 
 
+@pytest.mark.table("threshold, for rank 1 alone", "threshold, for rank 0 alone")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", STOPPERS)
 @pytest.mark.filterwarnings("ignore:The ``compute`` method")
@@ -344,6 +347,7 @@ class Saves(Callback):
         self._save(state, "eval")
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.filterwarnings("ignore:LoadCheckpoint is not in the state_dict")

@@ -65,6 +65,7 @@ def _train(
     return found
 
 
+@pytest.mark.table("two modules-full")
 @pytest.mark.parametrize("kind", SAVED)
 @pytest.mark.parametrize("tie", ["none", "two modules"])
 def test_a_run_goes_on_from_the_other_kind(kind: str, tie: str, ranks: Any, tmp_path: Path):
@@ -100,6 +101,7 @@ def _train_hugging_face(name: str, kind: str, folder: Path) -> dict[str, torch.T
 
 
 # GPT-2's blocks do; newer torch warns of what could happen to a view.
+@pytest.mark.table("llama tied-full", "llama-full")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("name", ["llama tied", "llama", "gpt2"])

@@ -221,6 +221,10 @@ def test_what_an_older_torch_did_not_save_keeps_its_default(tmp_path: Path):
     check_state(trainer, SHARDED)
 
 
+@pytest.mark.table(
+    "sharded_dtensor_2r-state/model/model.blocks.0.up.weight",
+    "full_2r-state/model/model.blocks.0.up.weight",
+)
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "key",
@@ -306,6 +310,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.table("flipped byte in a shard", "empty metadata", "empty file", "text", "outside")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_is_found_and_nothing_is_changed(damage: str, tmp_path: Path):
@@ -376,6 +381,7 @@ EVIL = {
 }
 
 
+@pytest.mark.table("metadata-fsdp2", "entry-plain")
 @COMPOSERS_WARNING
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("parallelism", [{"fsdp2": {}}, None], ids=["fsdp2", "plain"])

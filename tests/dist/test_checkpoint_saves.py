@@ -42,6 +42,7 @@ def everything(path: Path) -> dict[str, torch.Tensor]:
 # --- in the background ---
 
 
+@pytest.mark.table("full")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
@@ -49,12 +50,14 @@ def test_five_and_five_steps_are_ten(kind: str, tmp_path: Path):
     _check_resume(tmp_path, {"state_dict_type": kind, "async_save": True}, FORMATS[kind])
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_hsdp(tmp_path: Path):
     fsdp2 = {"async_save": True, "data_parallel_replicate_degree": 2}
     _check_resume(tmp_path, fsdp2, FORMATS["sharded"])
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_the_same_checkpoints_as_without(kind: str, tmp_path: Path):
@@ -118,6 +121,7 @@ def fill_disk(_state_dict: dict[str, Any]) -> None:
     limit_files(2000)
 
 
+@pytest.mark.table("full-background")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "background"])
 @pytest.mark.parametrize("kind", FORMATS)
@@ -223,6 +227,7 @@ def test_a_planner_of_the_user_is_used(background: bool, tmp_path: Path):
     assert CountingPlanner.resolved > 20
 
 
+@pytest.mark.table("sharded")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_ignored_keys_are_left_out_and_the_run_keeps_them(kind: str, tmp_path: Path):
@@ -300,6 +305,7 @@ def no_batch(path: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.table("no_batch-sharded")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("harm", [damage, cut_off, no_metadata, no_batch, header])
@@ -329,6 +335,7 @@ class AsksForCode:
         return exec, ("raise SystemExit(3)",)
 
 
+@pytest.mark.table("sharded")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_autoresume_leaves_to_the_user_whom_to_trust(kind: str, tmp_path: Path):
@@ -367,6 +374,7 @@ def test_autoresume_leaves_what_a_newer_torch_has_written(tmp_path: Path):
     assert not list(tmp_path.glob("*.damaged"))
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_autoresume_finds_what_no_link_points_to(kind: str, tmp_path: Path):
@@ -425,6 +433,7 @@ def _second_half(folder: str, saved: str, fsdp2: dict[str, Any]) -> float:
     return largest_difference(_state(resumed), _state(whole))
 
 
+@pytest.mark.table("sharded-2-1")
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4), (2, 1)])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_ranks_may_come_and_go(kind: str, before: int, after: int, tmp_path: Path, ranks: Any):
@@ -439,6 +448,7 @@ def test_ranks_may_come_and_go(kind: str, before: int, after: int, tmp_path: Pat
 # --- back to FSDP1 ---
 
 
+@pytest.mark.table("sharded")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_fsdp1_goes_on_from_what_fsdp2_saved(kind: str, tmp_path: Path):

@@ -26,12 +26,13 @@ def run(settings: dict[str, Any]) -> None:
     foundry.trained(settings).close()
 
 
+@pytest.mark.table("text")
 @pytest.mark.parametrize("loader", ["finetuning", "text"])
 def test_the_run_without_a_mistake_does_not(ranks, assets: Path, loader: str):
     ranks(2, run, run_mistakes.good(assets, loader))
 
 
-@pytest.mark.table
+@pytest.mark.table("top-level key")
 @pytest.mark.parametrize("wrong", run_mistakes.TRIED)
 def test_the_run_stops(ranks, assets: Path, wrong: str):
     """Of some mistakes one rank alone learns, and the others would wait for it.

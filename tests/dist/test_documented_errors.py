@@ -414,6 +414,15 @@ def test_the_page_lists_these_errors():
     assert sorted(DOCUMENTED) == sorted(TRIGGERS)
 
 
+@pytest.mark.table(
+    "is not a key of parallelism_config. The run would",
+    "is in no registry of",
+    "Another loss of the logits of",
+    "Another tensor was put in the place of",
+    "rank0_only and writeback were both asked for",
+    "holds weights only",
+    "The run's optimizer is",
+)
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("said", DOCUMENTED)
 def test_each_error_is_raised(said: str, tmp_path: Path):

@@ -110,6 +110,7 @@ def whole(
 # --- A rank dies. ---
 
 
+@pytest.mark.table("whole")
 @pytest.mark.fault("restart by torchrun's agent after a rank was killed", "survived")
 @pytest.mark.parametrize("newest", ["whole", "half written"])
 def test_a_killed_rank_and_one_restart(newest: str, tmp_path: Path, whole: Path):
@@ -212,6 +213,7 @@ def test_a_store_shared_by_all_attempts(environment: dict[str, str], told: bool,
 # --- Another number of ranks. ---
 
 
+@pytest.mark.table("2-1")
 @pytest.mark.fault("restart with another number of ranks", "survived")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
 def test_another_number_of_ranks(before: int, after: int, ranks: Any, tmp_path: Path, whole: Path):
@@ -242,6 +244,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Conn
         process.join()
 
 
+@pytest.mark.matrix
 @pytest.mark.fault
 def test_a_node_is_cut_off_and_comes_back(nodes: tuple[Path, Connection], whole: Path):
     folder, report = nodes

@@ -49,6 +49,7 @@ def nbytes(model: nn.Module) -> int:
     return sum(-(-p.shape[0] // 2) * 2 * p.shape[1:].numel() * 4 for p in model.parameters())
 
 
+@pytest.mark.table("True-False", "False-False")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reshard", ["auto", True, False])
 @pytest.mark.parametrize("eval_reshard", [True, False, None])
@@ -63,6 +64,7 @@ def test_gathers_of_an_evaluation(reshard: Any, eval_reshard: bool | None):
     assert found == [*evaluation, training]
 
 
+@pytest.mark.table("True")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("eval_reshard", [True, False])
 def test_a_number_of_ranks_comes_back(eval_reshard: bool):

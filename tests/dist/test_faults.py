@@ -181,6 +181,7 @@ def look(folder: Path) -> str:
     return f"killed with {visible[-1].name.removesuffix('-rank0.pt') if visible else 'nothing'}"
 
 
+@pytest.mark.table("sharded")
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_killed_in_a_save(
@@ -208,6 +209,7 @@ def test_all_ranks_killed_in_a_save(
         )
 
 
+@pytest.mark.table("sharded")
 @pytest.mark.fault("one rank killed in training", "survived")
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_rank_killed_in_training(kind: str, pool: WorkerPool, tmp_path: Path):
@@ -220,6 +222,7 @@ def test_one_rank_killed_in_training(kind: str, pool: WorkerPool, tmp_path: Path
     assert weights == wanted
 
 
+@pytest.mark.table("async-15-None")
 @pytest.mark.fault("told to stop in a save", "survived")
 @pytest.mark.parametrize(
     ("kind", "number", "rank"),

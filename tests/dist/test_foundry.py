@@ -73,6 +73,7 @@ def same_weights(found: Told, expected: Told) -> None:
 # --- What is trained on. ---
 
 
+@pytest.mark.table("text")
 @pytest.mark.parametrize("loader", ["text", "finetuning"])
 def test_trains_as_without_sharding(loader: str, ranks, assets):
     (alone,) = ranks(1, tell, run_of(assets, loader=loader))
@@ -103,6 +104,7 @@ def test_packing(ranks, assets):
     same(found[0], plain[0])
 
 
+@pytest.mark.table("True")
 @pytest.mark.parametrize("on_tokens", [True, False])
 def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
     """Without it, microbatches weigh the same: the unsharded run is cut as this one is."""
@@ -113,6 +115,7 @@ def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
     same(found, plain)
 
 
+@pytest.mark.table("mpt")
 @pytest.mark.parametrize("model", ["mpt", "llama", "llama-tied"])
 def test_the_loss_in_chunks(model: str, ranks, assets):
     """With the metrics of training, which read logits, and an evaluation."""
@@ -130,6 +133,7 @@ def test_the_loss_in_chunks(model: str, ranks, assets):
 # --- How long. ---
 
 
+@pytest.mark.table("400tok")
 @pytest.mark.parametrize("duration", ["1ep", "3ba", "24sp", "400tok", "2iter"])
 def test_every_unit_of_duration(duration: str, ranks, assets):
     unit = duration.lstrip("0123456789")
@@ -165,6 +169,7 @@ def tell_in(folder: Path, cfg: dict[str, Any]) -> Told:
         os.chdir(before)
 
 
+@pytest.mark.matrix
 def test_evaluation_is_that_of_the_unsharded_run(ranks, assets, tmp_path):
     both = {
         "eval_loader": loader_of(assets, "val"),
@@ -183,6 +188,7 @@ def test_evaluation_is_that_of_the_unsharded_run(ranks, assets, tmp_path):
 # --- Where weights come from. ---
 
 
+@pytest.mark.table("mpt-devices0")
 @pytest.mark.parametrize(
     ("model", "devices"), [("mpt", ["cpu", "mixed", "meta"]), ("llama-tied", ["mixed", "meta"])]
 )
@@ -200,6 +206,7 @@ def test_every_init_device_loads_an_unsharded_checkpoint(
         same_weights(found, alone)
 
 
+@pytest.mark.table("1-mixed")
 @pytest.mark.parametrize(("world_size", "device"), [(1, "mixed"), (2, "meta")])
 def test_pretrained_weights_of_a_folder(world_size: int, device: str, ranks, assets):
     (alone,) = ranks(1, tell, run_of(assets, llama(assets, "llama-tied")))
@@ -208,6 +215,7 @@ def test_pretrained_weights_of_a_folder(world_size: int, device: str, ranks, ass
     same(found, alone)
 
 
+@pytest.mark.table("full")
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_autoresume_goes_on_with_the_raw_text(kind: str, ranks, assets, tmp_path):
     """Tokenizing changes the tokenizer, which a checkpoint holds too."""
@@ -236,6 +244,7 @@ def interrupted(cfg: dict[str, Any]) -> None:
         trained(cfg)
 
 
+@pytest.mark.matrix
 def test_a_complete_run_that_is_interrupted_ends_as_one_that_is_not(ranks, assets, tmp_path):
     """The whole of a file of `yamls/complete` but for its data and what it exports."""
     run = yaml.safe_load(COMPLETE.read_text())
@@ -261,6 +270,7 @@ def test_a_complete_run_that_is_interrupted_ends_as_one_that_is_not(ranks, asset
 # --- Optimizers. ---
 
 
+@pytest.mark.table("adalr_lion")
 @pytest.mark.parametrize("name", ["clip_lion", "adalr_lion", "decoupled_lionw"])
 def test_lion_and_what_it_reports(name: str, ranks, assets):
     change = {
@@ -295,6 +305,7 @@ def outliers(told: Told) -> dict[str, float]:
     return found
 
 
+@pytest.mark.table("clip_lion-sharded")
 @pytest.mark.parametrize(
     ("name", "kind"), [("clip_lion", "sharded"), ("adalr_lion", "sharded"), ("adalr_lion", "full")]
 )
@@ -343,6 +354,7 @@ def test_a_lion_resumes_from_a_checkpoint_with_its_objects(ranks, assets, tmp_pa
 # --- Callbacks of LLM Foundry. ---
 
 
+@pytest.mark.table("True")
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_monolithic_checkpoint_is_that_of_an_unsharded_run(keep: bool, ranks, assets, tmp_path):
     saver = {"save_folder": f"{tmp_path}/whole", "batch_interval": 2, "keep_optimizers": keep}
@@ -399,6 +411,7 @@ def tables(folder: Path) -> dict[str, list[list[float]]]:
     return {file.stem: json.loads(file.read_text())["data"] for file in files}
 
 
+@pytest.mark.matrix
 def test_loss_by_length_of_context(ranks, assets, tmp_path):
     logging = {"synchronous": True, "log_system_metrics": False, "experiment_name": "losses"}
     change = {
@@ -464,6 +477,7 @@ def test_every_callback_of_llm_foundry_is_listed(ranks):
     assert all(name in globals() for name in CALLBACKS.values() if name)
 
 
+@pytest.mark.matrix
 def test_callbacks_that_change_nothing(ranks, assets, tmp_path):
     change = {
         "callbacks": {
@@ -514,6 +528,7 @@ def exported(cfg: dict[str, Any], folder: Path) -> None:
         assert same_logits
 
 
+@pytest.mark.table("llama-fsdp21-bfloat16")
 @pytest.mark.parametrize(
     ("model", "fsdp2", "precision"),
     [("llama-tied", RECOMPUTED, "float32"), ("llama", FSDP2, "bfloat16")],
@@ -652,6 +667,7 @@ def evaluation(assets, tmp_path) -> dict[str, Any]:
     }
 
 
+@pytest.mark.matrix
 def test_evaluation_of_a_checkpoint(ranks, assets, tmp_path, evaluation):
     saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "2ba", "max_duration": "2ba"}
     questions = {key: evaluation[key] for key in ("eval_loader", "icl_tasks")}

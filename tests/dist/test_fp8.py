@@ -53,6 +53,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -
 
 
 # torch 2.13's compiler asks the input of a block for its gradient.
+@pytest.mark.table("fp83-config3", "fp84-config4")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def matrix() -> list[Any]:
     ]
 
 
-@pytest.mark.table
+@pytest.mark.table("full_weights_only_2r-1-full")
 @pytest.mark.parametrize(("name", "into", "kind"), matrix())
 def test_every_fixture_into_every_run(name: str, into: str, kind: str):
     facts = expected(name)
@@ -270,6 +270,7 @@ def check_plain(name: str) -> None:
     check_losses(name, losses)
 
 
+@pytest.mark.table("ddp_2r", "sharded_dtensor_2r")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["full_2r", "ddp_2r", "full_flatparam_2r", "sharded_dtensor_2r"])
 def test_read_by_rank_0_alone(name: str):
@@ -283,6 +284,7 @@ def test_read_by_rank_0_alone(name: str):
     check_losses(name, losses, exact=True)
 
 
+@pytest.mark.table("sharded_dtensor_actckpt_2r", "full_2r")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["sharded_dtensor_2r", "sharded_dtensor_actckpt_2r", "full_2r"])
 def test_with_activation_checkpointing(name: str):

@@ -107,6 +107,7 @@ def refused(match: str) -> Iterator[None]:
     assert said[0] == said[1]
 
 
+@pytest.mark.table("training-exchanged", "evaluation-through data")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", DEEDS)

@@ -82,6 +82,7 @@ def _settings(plain: Any, cache: bool) -> dict[str, Any]:
     return {**settings, "eos_token_id": first[0]}
 
 
+@pytest.mark.table("composer-True", "summoned-True")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
@@ -152,6 +153,7 @@ def _translators() -> tuple[Any, Any, dict[str, Any]]:
     return plain, model, {**settings, "eos_token_id": first[0]}
 
 
+@pytest.mark.table("{'use_cache': False}", "{'num_beams': 2}")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("changes", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
 def test_a_model_with_an_encoder_generates_like_one_process(changes: dict[str, Any]):
@@ -279,6 +281,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 WAYS = ["every rank", "a main rank", "summoned on rank 0", "summoned"]
 
 
+@pytest.mark.table("a main rank-True", "summoned-True")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("way", "tied"), [*((way, True) for way in WAYS), ("gathered", False)])

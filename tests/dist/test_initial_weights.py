@@ -107,6 +107,7 @@ MODELS: dict[str, Make] = {
 }
 
 
+@pytest.mark.table("all layers-meta-sgd")
 @pytest.mark.world_size(2)
 @parametrize_pairs(name=MODELS, others=("cpu", "meta"), optimizer=OPTIMIZERS)
 def test_rank_0_wins(name: str, others: str, optimizer: str):
@@ -120,6 +121,7 @@ def test_rank_0_wins(name: str, others: str, optimizer: str):
     check_parity_from_here(model, expected, optimizer)
 
 
+@pytest.mark.table("all layers-parameters_on_meta-sgd")
 @pytest.mark.world_size(2)
 @parametrize_pairs(name=MODELS, make_meta=(on_meta, parameters_on_meta), optimizer=OPTIMIZERS)
 def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: str):
@@ -134,6 +136,7 @@ def test_all_on_meta(name: str, make_meta: Callable[..., nn.Module], optimizer: 
     check_parity_from_here(model, expected, optimizer)
 
 
+@pytest.mark.table("all layers")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["none", "two modules", "all layers", "module registered twice"])
 def test_units_may_cut_through_ties(tie: str):
@@ -168,6 +171,7 @@ def test_llama_from_meta_trains():
     assert all(torch.tensor(losses).isfinite())
 
 
+@pytest.mark.table("cpu-llama", "meta-tables")
 @pytest.mark.parametrize("name", ["tables", "llama"])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_weights_do_not_depend_on_the_number_of_ranks(

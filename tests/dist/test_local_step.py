@@ -159,6 +159,7 @@ def assert_same(one: tuple[nn.Module, optim.Optimizer], other: Any) -> None:
             assert same_bits(mine[key], yours[key]), (name, key)
 
 
+@pytest.mark.table("sgd")
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_gives_the_bits_of_dtensors(name: str):
@@ -171,6 +172,7 @@ def test_gives_the_bits_of_dtensors(name: str):
     assert traffic.get_total_counts() == 0
 
 
+@pytest.mark.table("own")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", ["decoupled adamw", "adamw fused", "own"])
 def test_gives_the_bits_of_dtensors_in_hsdp(name: str):
@@ -306,6 +308,11 @@ class ReplacesWithAPlace(Replaces):
         self.place = object()
 
 
+@pytest.mark.table(
+    "before-Replaces-{'optimizer_state': {'device': 'cpu'}}",
+    "before-ReplacesWithAPlace-{'optimizer_state': {'device': 'cpu'}}",
+    "later-ReplacesWithAPlace-{'local_step': True}",
+)
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "config",
@@ -381,6 +388,7 @@ def test_hooks_schedulers_and_state_see_dtensors():
     assert all(isinstance(one, DTensor) for one in seen)
 
 
+@pytest.mark.table("adamw foreach")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["decoupled adamw", "adamw foreach", "sgd momentum", "own"])
 def test_a_closure_runs_once_and_its_gradients_are_stepped(name: str):
@@ -431,6 +439,7 @@ def test_groups_asked_for_before_the_closure_get_its_gradients():
     assert_same(*pairs)
 
 
+@pytest.mark.table("adamax")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "adagrad"])
 def test_state_that_is_loaded_goes_on(name: str):
@@ -550,6 +559,7 @@ def _freeze(optimizer: optim.Optimizer) -> None:
     param.grad = None
 
 
+@pytest.mark.table("sgd without-_exchange_state")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("change", [_turn_on, _exchange_state, _freeze])
 @pytest.mark.parametrize(
@@ -576,7 +586,7 @@ def _stop(*_: Any) -> None:
     raise MemoryError
 
 
-@pytest.mark.table
+@pytest.mark.table("adagrad-without state-finished")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("raises", [False, True], ids=["finished", "raised"])
 @pytest.mark.parametrize("before", [[], [0, 3]], ids=["without state", "with the state of some"])

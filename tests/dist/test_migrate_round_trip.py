@@ -139,6 +139,7 @@ class Phases(Callback):
             self.traffic.phase = ""
 
 
+@pytest.mark.table("FULL_SHARD")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_the_old_strategy_defines(name: str):

@@ -84,6 +84,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], int]] = {
 
 
 # Newer torch warns of blocks that end in a view; nothing in these models changes it in place.
+@pytest.mark.table("BERT", "T5")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("family", FAMILIES)

@@ -144,6 +144,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
 }
 
 
+@pytest.mark.table("bf16", "shared by all layers")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", MODELS)
 def test_counts_what_reaches_the_backend(case: str):
@@ -160,6 +161,7 @@ def test_counts_what_reaches_the_backend(case: str):
     assert all(type(module._parameters) is dict for module in model.modules())
 
 
+@pytest.mark.table("{'data_parallel_replicate_degree': 2}", "{'reshard_after_forward': 2}")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     "config",
@@ -359,6 +361,7 @@ def trained(folder: Path, until: int, *callbacks: Callback, **settings: Any) -> 
     return trainer.state.model
 
 
+@pytest.mark.table("sharded")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 def test_comes_and_goes_at_resume(kind: str, tmp_path: Path):
@@ -373,6 +376,7 @@ def test_comes_and_goes_at_resume(kind: str, tmp_path: Path):
     assert largest_difference(resumed, whole) == 0.0
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_composers_loggers_take_it(tmp_path: Path):
     os.environ |= {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}

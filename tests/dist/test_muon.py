@@ -122,18 +122,21 @@ def test_one_rank():
     check("fused", {})
 
 
+@pytest.mark.table("tied layers-5")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("name", "steps"), [("plain", 20), ("tied", 20), ("fused", 20), *OTHERS])
 def test_two_ranks(name: str, steps: int):
     check(name, {}, steps)
 
 
+@pytest.mark.table("tied")
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("name", ["tied", "fused"])
 def test_three_ranks(name: str):
     check(name, {})
 
 
+@pytest.mark.table("tied-config1")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     ("name", "config"), [("fused", {}), ("tied", HSDP), ("fused", HSDP), ("fused", COPIES)]
@@ -153,6 +156,7 @@ def with_gradients(model: nn.Module, seed: int) -> None:
         param.grad = shard_like(grad, param) if param.requires_grad else None
 
 
+@pytest.mark.table("config1-134217728-bf16", "config3-134217728-bf16")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(("config", "limit"), [({}, 1), ({}, 2**27), (HSDP, 1), (HSDP, 2**27)])
@@ -341,6 +345,7 @@ def _train_whole(folder: str) -> dict[str, Any]:
     return _save(folder, until="6ba", parallelism_config=None)
 
 
+@pytest.mark.matrix
 def test_saved_on_four_ranks_and_trained_on_with_fewer(tmp_path: Path, ranks: Any):
     """Loading changes nothing; then it goes on as the unsharded run that was never stopped."""
     whole = ranks(1, _train_whole, str(tmp_path / "whole"))[0]

@@ -30,6 +30,7 @@ def train(assets: Path) -> Told:
     return tell(run_of(assets, FSDP2, MUON))
 
 
+@pytest.mark.matrix
 def test_a_run_from_a_yaml(tmp_path: Path, ranks: Any):
     write_assets(tmp_path)
     alone, found = (ranks(count, train, tmp_path)[0] for count in (1, 2))

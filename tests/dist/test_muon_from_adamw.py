@@ -89,6 +89,7 @@ def _expected(trainer: Trainer, saved: dict[str, Any]) -> dict[str, Any]:
     return want
 
 
+@pytest.mark.table("full on rank 0")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("fsdp2", [{}, FULL, RANK_0], ids=["sharded", "full", "full on rank 0"])
 def test_moments_go_on(tmp_path: Path, fsdp2: dict[str, Any]):
@@ -136,6 +137,7 @@ def _of(key: str, name: str) -> bool:
 FSDP1 = [name for name in NAMES if not expected(name)["weights_only"]]
 
 
+@pytest.mark.table("full_flatparam_2r", "sharded_dtensor_hsdp_2x2")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", FSDP1)
 def test_from_a_checkpoint_of_fsdp1(name: str):

@@ -63,6 +63,7 @@ class Odd(nn.Module):
         return self.conv(x)
 
 
+@pytest.mark.table("fp32-spectral_unclamped-config1", "bf16-original-config0")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("config", [{}, HSDP])
 @pytest.mark.parametrize("adjust", ["original", "spectral_unclamped"])
@@ -96,6 +97,7 @@ def by_hand(weight: torch.Tensor, turns: int, outputs: tuple[int, ...]) -> list[
     return [head.reshape(-1, weight.shape[1]) for head in heads]
 
 
+@pytest.mark.table("neox-config1", "falcon-config0")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("config", [{}, HSDP])
 @pytest.mark.parametrize("name", JOINED)

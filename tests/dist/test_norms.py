@@ -258,6 +258,7 @@ def test_composers_clipping_of_uneven_shards(kind: str):
     check_composers_clipping(kind, {})
 
 
+@pytest.mark.table("norm")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("kind", CLIPPING)
 def test_composers_clipping_with_copies(kind: str):
@@ -381,6 +382,7 @@ def check_logged(name: str, config: dict[str, Any]) -> None:
         assert seen.collectives == 1
 
 
+@pytest.mark.table("DecoupledAdamW", "Odd")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", REPORTING)
 def test_one_collective_for_everything_that_is_logged(name: str):

@@ -47,6 +47,7 @@ def tied_lm() -> TinyLM:
     return TinyLM("two modules")
 
 
+@pytest.mark.table("amsgrad", "adagrad")
 @pytest.mark.world_size(2)
 @every_optimizer
 def test_built_before_or_after(name: str):
@@ -62,6 +63,7 @@ def test_built_before_or_after(name: str):
     _assert_steps_shards(before, early)
 
 
+@pytest.mark.table("adagrad-0")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("name", "steps"), [("adagrad", 0), *((name, 3) for name in MORE_OPTIMIZERS)]
@@ -77,6 +79,7 @@ def test_state_goes_on(name: str, steps: int):
     train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
 
 
+@pytest.mark.table("config1")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("config", [{}, {"data_parallel_replicate_degree": 2}])
 def test_state_goes_on_on_four_ranks(config: dict[str, Any]):
@@ -128,6 +131,7 @@ def test_group_settings_reach_their_parameters():
     train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
 
 
+@pytest.mark.table("blocks.1")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("wanted", ["blocks.1", "up.weight", "embed"])
 def test_subset_of_parameters(wanted: str):
@@ -138,6 +142,7 @@ def test_subset_of_parameters(wanted: str):
     train_together(pair[0], optimizers[0], pair[1], optimizers[1], Recipe())
 
 
+@pytest.mark.table("trainable")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("given", ["all", "trainable"])
 def test_frozen_parameters(given: str):
@@ -368,6 +373,7 @@ def test_a_forward_between_backward_and_step_keeps_no_old_weights():
 # --- Whole tensors, divided as a parameter is ---
 
 
+@pytest.mark.table("axes0-shape4", "axes1-shape3", "axes2-shape1", "axes2-shape4")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("shape", [(8, 3), (7, 3), (5,), (3, 5), (1, 4), (0, 3)])
 @pytest.mark.parametrize("axes", [(4,), (2, 2), (1, 4)])

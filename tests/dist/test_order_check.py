@@ -148,6 +148,7 @@ class Chosen(TinyComposer):
         return self.head(x)
 
 
+@pytest.mark.table("True-False", "False-True")
 @pytest.mark.fault("ranks run other units after the first step", "reported")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("together", [True, False])
@@ -252,6 +253,7 @@ def one_rank_is_late_in_the_first_step(folder: Path) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.matrix
 @pytest.mark.fault("a rank that does not come to a collective", "reported")
 def test_a_rank_that_does_not_come_is_missed_before_the_timeout(pool: WorkerPool, tmp_path: Path):
     seconds, _ = pool.run(functools.partial(one_rank_is_late_in_the_first_step, tmp_path))

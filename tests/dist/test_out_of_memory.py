@@ -162,6 +162,7 @@ def expected(run: str) -> dict[str, torch.Tensor]:
     return fit(trainer_of(FITS, run))
 
 
+@pytest.mark.table("forward-plain")
 @pytest.mark.smoke
 @pytest.mark.fault("out of memory in a step of the Trainer", "survived")
 @pytest.mark.parametrize(
@@ -250,7 +251,7 @@ def matrix() -> list[Any]:
     ]
 
 
-@pytest.mark.table
+@pytest.mark.table("forward-ranks31-recomputed", "optimizer-ranks43-recomputed")
 @OUT_OF_MEMORY
 @pytest.mark.parametrize(("point", "ranks", "run"), matrix())
 def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: set[int], run: str):
@@ -349,6 +350,7 @@ def test_one_sample_does_not_fit():
             fit(trainer)
 
 
+@pytest.mark.table("ranks1", "ranks2")
 @pytest.mark.fault("out of memory in evaluation", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("ranks", [{0}, {1}, {0, 1}])
@@ -434,6 +436,7 @@ def test_auto_without_fsdp2_is_composers():
         trainer_of("auto", "plain", parallelism_config=None)
 
 
+@pytest.mark.matrix
 @pytest.mark.fault
 @pytest.mark.world_size(2)
 def test_200_times_in_a_row():

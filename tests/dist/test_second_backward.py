@@ -124,7 +124,7 @@ def _train(model: nn.Module, loss: Any, part: slice) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.table
+@pytest.mark.table("kept-between two forwards", "prefetch-forces")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("way", WAYS)

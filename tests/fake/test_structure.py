@@ -288,6 +288,7 @@ def followers(units: dict[str, FSDPModule], states: str) -> dict[str, str]:
     return {name: names[ahead[0]] for name, ahead in lists.items() if ahead}
 
 
+@pytest.mark.table("mpt", "t5")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings(
     "ignore:Using a non-tuple sequence for multidimensional indexing"

@@ -124,6 +124,7 @@ def told(error: Exception) -> str:
     return "refused" if str(error) else "refused in silence"
 
 
+@pytest.mark.matrix
 def test_configurations():
     choose, met = random.Random(1), Counter[str]()
     defaults = FSDP2Config()
@@ -195,6 +196,7 @@ def mutated(choose: random.Random, text: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore::ruamel.yaml.error.ReusedAnchorWarning")
 def test_files_given_to_migrate():
     choose, met, texts = random.Random(3), Counter[str](), sources()
@@ -209,6 +211,7 @@ def test_files_given_to_migrate():
     assert min(met.values()) > YAMLS / 50
 
 
+@pytest.mark.table("text1", "text2")
 @pytest.mark.parametrize("text", ["a: &a [*a]\n", BOMB, "a: " + "[" * 500 + "]" * 500])
 def test_values_without_end(text: str):
     with pytest.raises(ConfigError, match=r"without end|valid YAML"):
@@ -270,6 +273,7 @@ def damaged(choose: random.Random, path: Path) -> None:
     file.write_bytes(data)
 
 
+@pytest.mark.table("folder")
 @pytest.mark.parametrize("kind", ["folder", "file"])
 def test_damaged_checkpoints(tmp_path: Path, kind: str):
     save: Callable[..., Path] = save_folder if kind == "folder" else save_file

@@ -105,11 +105,23 @@ def validate(config: DictConfig) -> TrainConfig:
     return make_dataclass_and_log_config(config, TrainConfig, TRAIN_CONFIG_KEYS, transforms)[1]
 
 
+@pytest.mark.table(
+    "finetune/llama-3.2-1b.yaml",
+    "long/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "tensor/llama-3.3-70b.yaml",
+)
 @every_yaml
 def test_asks_for_fsdp2_with_settings_that_hold(path: Path):
     assert requests_fsdp2(parse_run_config(plain(load(path))))
 
 
+@pytest.mark.table(
+    "finetune/llama-3.2-1b.yaml",
+    "long/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "tensor/llama-3.3-70b.yaml",
+)
 @every_yaml
 def test_llm_foundry_knows_its_keys(path: Path):
     parsed = validate(load(path))
@@ -117,6 +129,12 @@ def test_llm_foundry_knows_its_keys(path: Path):
     assert parsed.fsdp_config["version"] == 2
 
 
+@pytest.mark.table(
+    "finetune/llama-3.2-1b.yaml",
+    "long/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "tensor/qwen3-32b.yaml",
+)
 @every_yaml
 def test_llm_foundry_would_refuse_another_key(path: Path):
     """The test above could not fail otherwise."""
@@ -126,6 +144,12 @@ def test_llm_foundry_would_refuse_another_key(path: Path):
         validate(config)
 
 
+@pytest.mark.table(
+    "complete/distillation.yaml",
+    "finetune/mixtral-8x7b.yaml",
+    "long/qwen3-8b.yaml",
+    "pretrain/phi-4.yaml",
+)
 @every_yaml
 def test_its_code_is_where_it_says(path: Path):
     for code in load(path).get("code_paths", []):
@@ -144,6 +168,12 @@ def test_the_code_of_one_run_leaves_the_next_alone(file: str, tmp_path: Path):
     assert (tmp_path / "data").is_dir()
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/olmoe-1b-7b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+)
 @every_run
 def test_its_parts_are_built_by_llm_foundry(path: Path):
     """Optimizer, scheduler, algorithms and callbacks exist under these names with these keys."""
@@ -156,6 +186,12 @@ def test_its_parts_are_built_by_llm_foundry(path: Path):
     assert set(config["callbacks"]) <= set(registry.callbacks.get_all())
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/olmoe-1b-7b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+)
 @every_run
 def test_its_data_has_the_keys_of_its_loader(path: Path):
     config = plain(load(path))
@@ -168,6 +204,12 @@ def test_its_data_has_the_keys_of_its_loader(path: Path):
             assert loader["dataset"].keys() <= dataset_keys.keys()
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/olmoe-1b-7b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+)
 @every_run
 def test_its_data_are_a_placeholder_in_this_folder(path: Path):
     data = load(path).variables.data
@@ -178,6 +220,20 @@ def test_its_data_are_a_placeholder_in_this_folder(path: Path):
 # --- What the comment says is true. ---
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/llama-3.2-1b.yaml",
+    "finetune/mpt-7b.yaml",
+    "finetune/phi-4.yaml",
+    "finetune/qwen3-8b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/mixtral-8x7b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "pretrain/phi-4.yaml",
+    "pretrain/qwen3-30b-a3b.yaml",
+    "pretrain/qwen3-8b.yaml",
+)
 @every_run
 def test_its_commands_start_it(path: Path):
     """On one node, and on several as HSDP."""
@@ -190,6 +246,7 @@ def test_its_commands_start_it(path: Path):
     assert all("=" in override for override in several[start + 3 :])
 
 
+@pytest.mark.table("finetune/qwen3-8b.yaml", "pretrain/gemma-3-4b.yaml")
 @every_run
 def test_its_mesh_resolves(path: Path):
     one, several = runs_of(path)
@@ -199,6 +256,20 @@ def test_its_mesh_resolves(path: Path):
     assert several.mesh.shard * several.mesh.replicate == 32
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/llama-3.2-1b.yaml",
+    "finetune/mpt-7b.yaml",
+    "finetune/phi-4.yaml",
+    "finetune/qwen3-8b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/mixtral-8x7b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "pretrain/phi-4.yaml",
+    "pretrain/qwen3-30b-a3b.yaml",
+    "pretrain/qwen3-8b.yaml",
+)
 @every_run
 def test_its_batch_divides(path: Path):
     for run in runs_of(path):
@@ -206,11 +277,23 @@ def test_its_batch_divides(path: Path):
         assert batch % (run.gpus * micro) == 0
 
 
+@pytest.mark.table(
+    "finetune/mpt-7b.yaml",
+    "pretrain/gemma-3-4b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+)
 @every_run
 def test_its_table_is_computed(path: Path):
     assert yaml_memory.with_table(path) == path.read_text()
 
 
+@pytest.mark.table(
+    "finetune/mpt-7b.yaml",
+    "pretrain/gemma-3-4b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/phi-4.yaml",
+)
 @every_run
 def test_the_memory_it_states_is_enough(path: Path):
     for run in runs_of(path):
@@ -220,6 +303,20 @@ def test_the_memory_it_states_is_enough(path: Path):
 # --- The model it trains. ---
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/llama-3.2-1b.yaml",
+    "finetune/mpt-7b.yaml",
+    "finetune/phi-4.yaml",
+    "finetune/qwen3-8b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/mixtral-8x7b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "pretrain/phi-4.yaml",
+    "pretrain/qwen3-30b-a3b.yaml",
+    "pretrain/qwen3-8b.yaml",
+)
 @every_run
 def test_its_model_has_the_published_size(path: Path):
     run = runs_of(path)[0]
@@ -227,6 +324,20 @@ def test_its_model_has_the_published_size(path: Path):
     assert elements == pytest.approx(yaml_models.PARAMETERS[hub_name(run)], rel=0.005)
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/llama-3.2-1b.yaml",
+    "finetune/mpt-7b.yaml",
+    "finetune/phi-4.yaml",
+    "finetune/qwen3-8b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/mixtral-8x7b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "pretrain/phi-4.yaml",
+    "pretrain/qwen3-30b-a3b.yaml",
+    "pretrain/qwen3-8b.yaml",
+)
 @every_run
 def test_a_unit_is_a_decoder_layer_with_all_of_its_experts(path: Path):
     for run in runs_of(path):
@@ -247,6 +358,12 @@ def test_pretraining_keeps_experts_evenly_used(model: str):
     assert run.model.config.output_router_logits is True
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/olmoe-1b-7b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+)
 @every_run
 def test_every_parameter_is_owned_once(path: Path):
     for run in runs_of(path):
@@ -256,6 +373,20 @@ def test_every_parameter_is_owned_once(path: Path):
         assert run.plan.ignored == ()
 
 
+@pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/llama-3.2-1b.yaml",
+    "finetune/mpt-7b.yaml",
+    "finetune/phi-4.yaml",
+    "finetune/qwen3-8b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/mixtral-8x7b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "pretrain/phi-4.yaml",
+    "pretrain/qwen3-30b-a3b.yaml",
+    "pretrain/qwen3-8b.yaml",
+)
 @every_run
 def test_its_ties_are_those_of_the_model(path: Path):
     run = runs_of(path)[0]
@@ -266,6 +397,12 @@ def test_its_ties_are_those_of_the_model(path: Path):
 # --- The arithmetic. ---
 
 
+@pytest.mark.table(
+    "finetune/llama-3.2-1b.yaml",
+    "finetune/olmoe-1b-7b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+)
 @every_run
 def test_what_is_gathered_holds_the_largest_unit_and_its_gradient(path: Path):
     for run in runs_of(path):

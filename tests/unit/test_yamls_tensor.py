@@ -54,6 +54,7 @@ def planned(path: Path) -> tuple[PreparePlan, LayerPlan, GroupSizes]:
     return plan, layers, group_sizes(plan.tree, layers, plan.units, plan.shape)
 
 
+@pytest.mark.table("qwen3-32b")
 @every_run
 def test_every_attention_and_mlp_is_divided_and_each_rank_holds_a_64th(path: Path):
     plan, layers, sizes = planned(path)

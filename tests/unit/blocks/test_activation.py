@@ -51,6 +51,7 @@ def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name.replace(part, ""): grad for name, grad in found if grad is not None}
 
 
+@pytest.mark.table("all layers-both")
 @pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("tie", ["none", "all layers", "module registered twice"])
 def test_gradients_are_exactly_those_without(tie, ways):
@@ -165,6 +166,7 @@ def measured(model: nn.Module) -> tuple[int, Alive, Alive]:
     return held, forward, backward
 
 
+@pytest.mark.table("offload-0-0")
 @pytest.mark.parametrize(
     ("way", "products", "gelus"),
     [("recompute", 3, 3), ("both", 3, 3), ("selective", 0, 3), ("offload", 0, 0)],
@@ -177,6 +179,7 @@ def test_what_runs_again(way, products, gelus):
     assert (backward.ran["addmm"], backward.ran["gelu"]) == (products, gelus)
 
 
+@pytest.mark.matrix
 def test_what_is_held_until_backward():
     held = {}
     for way in ("kept", "recompute", "selective"):
@@ -224,6 +227,7 @@ def test_randomness_is_the_same_again_if_asked(preserve):
 SIX = [f"blocks.{n}" for n in range(6)]
 
 
+@pytest.mark.table("spec3-expected3", "spec5-expected5", "spec8-expected8", "spec12-expected12")
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [

@@ -95,6 +95,7 @@ def some_tokens(rows: int = 2, length: int = 9) -> Tensor:
     return torch.randint(VOCABULARY, (rows, length), generator=drawn)
 
 
+@pytest.mark.table("Tied-as_mpt-2", "Tied-as_older_models-64")
 @pytest.mark.parametrize("chunks", [2, 5, 64])
 @pytest.mark.parametrize("loss", [as_hugging_face, as_mpt, as_older_models])
 @pytest.mark.parametrize("make", [Model, Tied])
@@ -133,6 +134,7 @@ def test_autocast_is_that_of_the_head(inside):
     assert torch.equal(found[0][0], found[1][0])
 
 
+@pytest.mark.matrix
 def test_one_chunk_of_logits_exists_at_a_time():
     peaks, held = {}, {}
     tokens, vocabulary = some_tokens(2, 256), 1024
@@ -178,6 +180,7 @@ def test_evaluation_and_generation_get_logits():
     assert type(cut.eval().logits(some_tokens())) is Tensor
 
 
+@pytest.mark.table("False")
 @pytest.mark.parametrize("in_one_piece", [True, False])
 def test_metrics_of_training_read_what_the_loss_computed(in_one_piece):
     torch.manual_seed(0)
@@ -208,6 +211,20 @@ def test_another_loss_after_backward_is_an_error():
         F.cross_entropy(logits, targets)  # with gradients, which could reach nothing
 
 
+@pytest.mark.table(
+    "<lambda>1",
+    "<lambda>2",
+    "<lambda>3",
+    "<lambda>4",
+    "<lambda>5",
+    "<lambda>7",
+    "<lambda>12",
+    "<lambda>13",
+    "<lambda>14",
+    "<lambda>15",
+    "<lambda>16",
+    "<lambda>17",
+)
 @pytest.mark.parametrize(
     "read",
     [

@@ -49,6 +49,7 @@ class Flat(Wide):
         return super().forward(x.view(-1, x.shape[-1])).view(x.shape)
 
 
+@pytest.mark.table("1-Wide", "16-Wide")
 @pytest.mark.parametrize("kind", [Wide, Flat])
 @pytest.mark.parametrize("length", [1, 3, 16, 17])
 def test_the_numbers_are_the_same(length, kind):
@@ -66,6 +67,7 @@ def test_the_numbers_are_the_same(length, kind):
     assert list(cut.state_dict()) == list(whole.state_dict())
 
 
+@pytest.mark.matrix
 def test_one_tile_exists_at_a_time():
     peaks, held = {}, {}
     for shards in (None, 2, 8):
@@ -94,6 +96,7 @@ def in_block(make: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+@pytest.mark.table("8")
 @pytest.mark.parametrize("width", [8, 48])
 def test_inside_a_block_whose_products_are_kept(width: int):
     """The comparison of the first call is no part of what runs again."""

@@ -209,6 +209,7 @@ def test_metadata_with_a_part_missing(folder: Path):
     found_by(folder, "is damaged: it does not describe a checkpoint")
 
 
+@pytest.mark.table("../outside", "a/../../b")
 @pytest.mark.parametrize("place", ["../outside", "/etc/passwd", "a/../../b"])
 def test_path_that_climbs_out(place: str, folder: Path):
     def move(metadata: Any) -> None:
@@ -219,6 +220,7 @@ def test_path_that_climbs_out(place: str, folder: Path):
     assert run("inspect", folder)[0] == 1
 
 
+@pytest.mark.table("a\\x00b", "\\u202e__0_0.distcp")
 @pytest.mark.parametrize("place", ["", ".", "a\0b", "\ud800", "\u202e__0_0.distcp"])
 def test_path_that_is_no_file_here(place: str, folder: Path):
     def move(metadata: Any) -> None:
@@ -236,6 +238,7 @@ def test_keys_that_cannot_be_written(folder: Path):
     found_by(folder, "does not describe a checkpoint")
 
 
+@pytest.mark.table("size-True", "chunk offset-True")
 @pytest.mark.parametrize("number", [math.nan, math.inf, -0.0, 1.5, True, "1", None, -1, 10**30])
 @pytest.mark.parametrize("where", ["offset", "length", "size", "chunk size", "chunk offset"])
 def test_numbers_that_count_nothing(where: str, number: Any, folder: Path):
@@ -268,6 +271,7 @@ def test_more_elements_than_bytes(folder: Path):
     found_by(folder, f"of {many * 32} bytes")
 
 
+@pytest.mark.table("../outside-1", ".metadata-nan")
 @pytest.mark.parametrize(
     ("name", "size"), [("../outside", 1), ("/etc/passwd", 1), (METADATA, math.nan), ("x", "1")]
 )
@@ -364,6 +368,7 @@ def _hostile(kind: str, tmp_path: Path) -> Path:
     return save_folder(tmp_path / "folder", state)
 
 
+@pytest.mark.table("convert full-byte entry", "diff-.metadata")
 @pytest.mark.parametrize("kind", [".metadata", "byte entry", "file"])
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_nothing_is_executed(kind: str, command: list[str], tmp_path: Path):
@@ -432,6 +437,7 @@ def test_existing_destination_is_refused(kind: str, to: str, source: Path, tmp_p
         assert (there / "file" if kind == "full folder" else there).read_text() == "precious"
 
 
+@pytest.mark.table("sharded-missing", "full-source/.metadata")
 @pytest.mark.parametrize("parent", ["/proc/self", "missing", "source/.metadata"])
 def test_destination_that_cannot_be_written(parent: str, to: str, source: Path, tmp_path: Path):
     """Root may write anywhere but in /proc; the others fail for everybody."""
@@ -443,6 +449,7 @@ def test_destination_that_cannot_be_written(parent: str, to: str, source: Path, 
 
 
 # The last but one breaks off inside torch's writer, the last in the files that come after it.
+@pytest.mark.table("full-1000", "hf-1000")
 @pytest.mark.parametrize("size_bytes", [0, 1000, 2000])
 def test_full_disk(size_bytes: int, to: str, source: Path, tmp_path: Path):
     before = signal.getsignal(signal.SIGXFSZ)

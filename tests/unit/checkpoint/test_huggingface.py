@@ -90,6 +90,7 @@ def names_in(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.table("llama-sharded")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("name", ["llama tied", "llama", "gpt2"])
 def test_from_pretrained_gives_equal_logits(name: str, kind: str, tmp_path: Path):
@@ -189,6 +190,7 @@ def test_no_config(tmp_path: Path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.table("folder")
 @pytest.mark.parametrize("given", ["folder", "file"])
 def test_given_config(given: str, tmp_path: Path):
     model, source = _without_config(tmp_path)
@@ -228,6 +230,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # PEFT says so of GPT-2's layers, of embeddings, and of a base that has no name.
+@pytest.mark.table("their bias-sharded")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set", "ignore:Setting `save_embedding")
 @pytest.mark.filterwarnings("ignore:Could not find a config file")
 @pytest.mark.parametrize(
@@ -379,6 +382,7 @@ def test_every_kind_of_tokenizer_file(tmp_path: Path):
 
 
 # LLM Foundry indexes in a way that newer torch deprecates.
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 def test_mpt(tmp_path: Path):
     """Its class is LLM Foundry's; transformers has another one for the same `model_type`."""

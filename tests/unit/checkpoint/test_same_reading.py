@@ -64,6 +64,7 @@ def pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return save_ours(tmp_path / "folder", small_state())
 
 
+@pytest.mark.table("4-with a digest", "64-without")
 @pytest.mark.parametrize("checked", [True, False], ids=["with a digest", "without"])
 @pytest.mark.parametrize("by", [1, 2, 4, 8, 64])
 def test_a_piece_that_begins_elsewhere(by: int, checked: bool, pieces: Path):
@@ -162,6 +163,7 @@ def _hostile(place: str, value: Any, protocol: int, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.table("check_call-subprocess.check_call-old file-5", "eval-eval-tensor-5")
 @pytest.mark.parametrize("protocol", [2, 4, 5])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
@@ -197,6 +199,7 @@ def test_algorithms_that_would_be_evaluated(kind: str, spread: bool, tmp_path: P
 # --- Archives that grow. ---
 
 
+@pytest.mark.table("command1", "command3")
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["convert"], ["diff"]])
 def test_a_compressed_file_is_not_inflated(command: list[str], tmp_path: Path):
     """32 MB of zeros take 33 kB; nobody may need the memory to say no."""

@@ -61,6 +61,12 @@ def test_every_fixture_is_tested():
     assert found - {"__pycache__"} == set(NAMES)
 
 
+@pytest.mark.table(
+    "full_weights_only_2r",
+    "sharded_dtensor_dropout_2r",
+    "sharded_dtensor_weights_only_2r",
+    "sharded_legacy_optimizer_root_2r",
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_inspect_fixture(name: str):
     truth, found = expected(name), run_json("inspect", fixture(name))
@@ -88,6 +94,7 @@ def _elements(value: dict[str, Any]) -> int:
     return torch.Size(value["shape"]).numel()
 
 
+@pytest.mark.table("sharded_dtensor_dropout_2r", "sharded_dtensor_weights_only_2r")
 @pytest.mark.parametrize("name", NAMES)
 def test_verify_fixture(name: str):
     found = run_json("verify", fixture(name))
@@ -95,6 +102,7 @@ def test_verify_fixture(name: str):
     assert found["parts"] == len(open_checkpoint(fixture(name)).paths)
 
 
+@pytest.mark.table("full_weights_only_2r")
 @pytest.mark.parametrize("name", NAMES)
 def test_convert_fixture_there_and_back(name: str, tmp_path: Path):
     truth, source = expected_digests(name), fixture(name)

@@ -43,6 +43,7 @@ def code(command: str) -> int:
     return 1 if command == "doctor" else 2
 
 
+@pytest.mark.table("Accelerate-train", "Accelerate-doctor")
 @pytest.mark.parametrize("command", ["train", "eval", "doctor", "parity"])
 @pytest.mark.parametrize("kind", FOREIGN)
 def test_a_file_of_another_trainer_is_named(invoke, write, kind: str, command: str):
@@ -61,6 +62,10 @@ def test_a_job_of_mcli_is_named(invoke, write, command: str):
     assert "its run stands under 'parameters'" in " ".join(result.stderr.split())
 
 
+@pytest.mark.table(
+    "max_duration: 1ep\\nparallelism_config: {fsdp2: {verbose: '${foo'}}-train",
+    "max_duration: 1ep\\nparallelism_config: '${foo'-doctor",
+)
 @pytest.mark.parametrize("command", ["train", "eval", "doctor", "parity"])
 @pytest.mark.parametrize(
     "text",

@@ -46,6 +46,7 @@ def doctor(file: str, *args: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
+@pytest.mark.table("mpt-tiny-mds-pretrain-0", "llama-finetuning-lora-16")
 @pytest.mark.parametrize("gpus", [0, 4, 16])
 @pytest.mark.parametrize(
     ("model", "data", "goal"),
@@ -126,6 +127,12 @@ def answers(**changes: Any) -> Answers:
     return Answers(**{**given, **changes})
 
 
+@pytest.mark.table(
+    "a/b-s3://bucket/d-lora",
+    "a/b-with: colon-lora",
+    "./m # 1-s3://bucket/d-pretrain",
+    "1e3-s3://bucket/d-finetune",
+)
 @pytest.mark.parametrize("goal", GOALS)
 @pytest.mark.parametrize("data", ["./d", "s3://bucket/d", "name/of-data", "with: colon", "0123"])
 @pytest.mark.parametrize("model", ["a/b", "./m # 1", "1e3"])

@@ -115,6 +115,7 @@ def test_exit_codes_are_in_the_help():
     assert EXIT_CODES in text
 
 
+@pytest.mark.table("migrate", "train")
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
 def test_a_mistake_in_the_command_line_is_exit_code_2(command):
     for args in (["--no-such-option"], ["nowhere.yaml", "nowhere-else", "--no-such-option"]):

@@ -147,6 +147,7 @@ def said(config: Any) -> str:
     return ""
 
 
+@pytest.mark.table("no equality", "deep dict", "huge number", "long word")
 @pytest.mark.parametrize("kind", ODD)
 def test_nothing_but_configerror(kind: str):
     value = ODD[kind]

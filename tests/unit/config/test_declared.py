@@ -122,6 +122,20 @@ def test_configs_can_be_copied(toy, make):
 # --- Every declaration of the package. ---
 
 
+@pytest.mark.table(
+    "reshard_after_forward",
+    "gradient_sync",
+    "unused_parameters",
+    "wrap_policy",
+    "forward_methods",
+    "activation_checkpointing",
+    "tiled_mlp",
+    "cpu_offload",
+    "communication",
+    "pretrained_weights",
+    "load_planner",
+    "async_save",
+)
 @pytest.mark.parametrize("name", FIELDS)
 def test_defaults_are_among_the_values(name):
     errors: list[str] = []
@@ -130,6 +144,20 @@ def test_defaults_are_among_the_values(name):
     assert FIELDS[name].meaning
 
 
+@pytest.mark.table(
+    "reshard_after_forward",
+    "gradient_sync",
+    "keep_fp32",
+    "wrap_policy",
+    "ignored_params",
+    "sequence_parallel",
+    "compile",
+    "fp8",
+    "local_step",
+    "state_dict_type",
+    "load_monolith_rank0_only",
+    "async_save",
+)
 @pytest.mark.parametrize("name", [n for n in FIELDS if not n.endswith("_planner")])
 def test_examples_are_valid(name):
     written = yaml.safe_load(example_of(FIELDS[name]))["parallelism_config"]["fsdp2"]

@@ -221,11 +221,39 @@ def test_nothing_said_is_the_defaults():
     assert parse_config({}) == FSDP2Config()
 
 
+@pytest.mark.table(
+    "reshard_after_forward=False",
+    "backward_prefetch=0",
+    "mixed_precision='DEFAULT'",
+    "unused_parameters=('tower', 're:.*expe",
+    "activation_checkpointing=False",
+    "activation_checkpointing=ActivationSpec(class2",
+    "compile=CompileSpec(backend=0",
+    "tiled_mlp=None",
+    "fp8=Float8Spec(recipe='t",
+    "optimizer_state=OptimizerState(dtype0",
+    "state_dict_type='full'",
+    "save_planner={'mine': {}}",
+)
 @pytest.mark.parametrize(("key", "value"), pairs(GOOD))
 def test_constructor_takes_good_values(key, value):
     assert getattr(FSDP2Config(**{key: value}), key) == value
 
 
+@pytest.mark.table(
+    "reshard_after_forward=False",
+    "backward_prefetch=0",
+    "mixed_precision='DEFAULT'",
+    "unused_parameters=('tower', 're:.*expe",
+    "activation_checkpointing=True",
+    "activation_checkpointing=ActivationSpec(class4",
+    "compile=False",
+    "sequence_parallel=SequenceSpec(degree=1",
+    "fp8=False",
+    "local_step=False",
+    "pretrained_weights='/a/folder'",
+    "save_planner=None",
+)
 @pytest.mark.parametrize(
     ("key", "value"), pairs({key: GOOD[key] for key in GOOD if key != "wrap_policy"})
 )
@@ -234,6 +262,20 @@ def test_parser_takes_good_values(key, value):
     assert getattr(parse_config({key: written}), key) == value
 
 
+@pytest.mark.table(
+    "save_planner={'a': None}",
+    "reshard_after_forward='yes'",
+    "gradient_sync='lasts'",
+    "keep_fp32={'norm': {}}",
+    "activation_checkpointing='true'",
+    "activation_checkpointing=ActivationSpec(class14",
+    "tensor_parallel=TensorSpec(degree=0,",
+    "tensor_parallel=TensorSpec(degree=1,1",
+    "tiled_mlp=TilingSpec(shards=1,",
+    "fp8=Float8Spec(recipe='b",
+    "optimizer_state=OptimizerState(dtype1",
+    "load_monolith_rank0_only='no'",
+)
 @pytest.mark.parametrize(("key", "value"), pairs(BAD))
 def test_bad_values_are_named_by_parser_and_constructor(key, value):
     parsed = error_of(parse_config, {key: value})
@@ -366,6 +408,20 @@ def test_selects_blocks(written, selects):
     assert policy(**written).selects_blocks is selects
 
 
+@pytest.mark.table(
+    "written1-named1",
+    "written2-named2",
+    "written5-named5",
+    "written7-named7",
+    "written9-named9",
+    "written11-named11",
+    "written13-named13",
+    "written14-named14",
+    "written16-named16",
+    "written17-named17",
+    "written18-named18",
+    "written19-named19",
+)
 @pytest.mark.parametrize(
     ("written", "named"),
     [
@@ -668,6 +724,20 @@ def test_forms_of_the_settings_of_blocks():
     assert tiles == TilingSpec(shards=4, names=("*.mlp",))
 
 
+@pytest.mark.table(
+    "written1-is no regular expression",
+    "written3-stands beside other settings",
+    "written5-blocks are what is compiled here",
+    "written7-'tiled_mlp' and 'compile' are both set",
+    "written8-tiled_mlp.shards: null is invalid",
+    "written9-Did you mean 'shards'",
+    "written10-chunked_loss.chunks: null is invalid",
+    "written11-Did you mean 'chunks'",
+    "written12-Did you mean 'all_gather'",
+    "written13-one scale for the whole weight",
+    "written14-'fp8' and 'tiled_mlp' are both set",
+    "written15-torch loses track of the cast",
+)
 @pytest.mark.parametrize(
     ("written", "said"),
     [

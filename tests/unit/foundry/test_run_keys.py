@@ -161,6 +161,7 @@ def test_train_says_it_before_anything_is_started(write, monkeypatch):
     assert said.startswith("ConfigError: 'optimiser' is not a key of LLM Foundry's training.")
 
 
+@pytest.mark.matrix
 def test_neither_composer_nor_llm_foundry_is_imported(write):
     path = write(f"{RUN}optimiser: {{}}")
     code = (

@@ -152,6 +152,7 @@ BY_TURNS: dict[str, tuple[PretrainedConfig, str, tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.table("bloom", "bigcode")
 @pytest.mark.parametrize("name", BY_TURNS)
 def test_query_key_and_value_head_by_head(name: str):
     """Of one token attention is 1, so that gradients show which rows are the value's."""
@@ -290,6 +291,20 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
+@pytest.mark.table(
+    "settings2-PlanError-blocks holds 'x'",
+    "settings3-PlanError-add up to 14, but it has 20 outputs",
+    "settings4-PlanError-add up to 0",
+    "settings5-PlanError-Write, for 12 heads of 64 outputs",
+    "settings6-PlanError-add up to 21",
+    "settings7-PlanError-its shape is \\\\(10,\\\\)",
+    "settings8-PlanError-globs of muon and of adamw",
+    "settings9-ConfigError-lr: -1 is invalid",
+    "settings10-ConfigError-Did you mean 'match_rms_adamw'",
+    "settings11-ConfigError-Expected bf16, fp32",
+    "settings12-ConfigError-Write 3 numbers",
+    "settings13-ConfigError-momentum: 'much' is invalid",
+)
 @pytest.mark.parametrize(("settings", "kind", "text"), REFUSED)
 def test_what_it_refuses(settings: dict[str, Any], kind: type[Exception], text: str):
     with pytest.raises(kind, match=text):

@@ -41,6 +41,7 @@ def back(stored: Stored) -> torch.Tensor:
     return read(stored, place_of(stored.values))
 
 
+@pytest.mark.table("signed", "unsigned")
 @pytest.mark.parametrize("form", FORMS)
 @given(
     st.integers(1, 9),
@@ -90,6 +91,7 @@ def test_small_changes_add_up():
         assert read(stored, place).mean().item() == pytest.approx(0.7 * 0.999**500, rel=0.03)
 
 
+@pytest.mark.table("unsigned")
 @pytest.mark.parametrize("form", FORMS)
 @given(st.lists(st.integers(0, 30), max_size=4), st.sampled_from([1, 7, 256, 257, 600]))
 def test_parts_of_rows_are_kept_as_in_the_whole(form: Form, cuts: list[int], row: int):

@@ -73,6 +73,7 @@ def test_what_pytest_makes_of_skips(tmp_path: Path):
     assert "does not allow: 'the file is not here'" in said
 
 
+@pytest.mark.table('pytest.importorskip("no_such_library")-2')
 @pytest.mark.parametrize(
     ("line", "status"),
     [

@@ -58,6 +58,7 @@ def differences(svg: bytes, other: bytes) -> list[object]:
     ]
 
 
+@pytest.mark.table("parity-curves.svg", "sequence-memory.svg")
 @pytest.mark.parametrize("name", SCRIPT.PICTURES)
 def test_the_picture_is_current(name: str, tmp_path: Path):
     write_figure(SCRIPT.PICTURES[name](), tmp_path / name)

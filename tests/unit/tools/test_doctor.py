@@ -252,6 +252,20 @@ def test_a_good_run_gives_no_findings():
     assert examine(MACHINE, run({**HSDP, "reshard_after_forward": 4}, **TWO_NODES)) == []
 
 
+@pytest.mark.table(
+    "feature",
+    "version",
+    "private member of a feature",
+    "switch",
+    "tensor groups over nodes",
+    "tensor groups and batch",
+    "one rank",
+    "reshard in a node",
+    "mixed",
+    "asynchronous and full",
+    "full on many",
+    "no weights",
+)
 @pytest.mark.parametrize("case", CASES)
 def test_a_finding(case: str):
     on, asked, level, what, advice = CASES[case]
@@ -508,6 +522,7 @@ BAD: dict[str, tuple[str, list[str]]] = {
 }
 
 
+@pytest.mark.table("interpolation", "degree")
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_config_is_found_for_what_train_says(doctor, write, case: str):
     """Exit code 1 as of whatever else would make the run fail."""
@@ -549,6 +564,7 @@ def test_a_resolver_of_code_paths(doctor, tmp_path):
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.table("options0-without CONFIG", "options1-12 ranks do not fill nodes of 8 GPUs")
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -54,6 +54,7 @@ def doctor(monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.table("finetuning")
 @pytest.mark.parametrize("kind", ["text", "finetuning"])
 def test_a_good_run_passes(doctor, assets: Path, kind: str):
     settings = run_of(
@@ -78,7 +79,7 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
     assert (settings, dict(os.environ)) == before
 
 
-@pytest.mark.table
+@pytest.mark.table("block that is a word", "no streams", "a folder for a model")
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_a_mistake_is_exit_code_1(doctor, assets: Path, wrong: str):
     code, said = doctor(mistaken(assets, wrong))
@@ -159,6 +160,7 @@ def test_a_table_of_positions_ends_before_the_data(doctor, assets: Path, tmp_pat
     assert doctor(settings)[0] == 0, doctor(settings)[1]
 
 
+@pytest.mark.table("fp64")
 @pytest.mark.parametrize("precision", ["bf16", "fp64"])
 def test_a_precision_for_gpus(doctor, assets: Path, precision: str):
     settings = changed(good(assets), {"precision": precision, "global_train_batch_size": 16})
@@ -187,6 +189,7 @@ PLACEHOLDERS = [path for path in RUNS if path.parent.name != "complete"]
 COMPLETE = [path for path in RUNS if path.parent.name == "complete"]
 
 
+@pytest.mark.table("finetune/mpt-7b", "long/llama-3.1-8b")
 @pytest.mark.parametrize("path", PLACEHOLDERS, ids=lambda path: f"{path.parent.name}/{path.stem}")
 def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Path):
     streams = "local" in yaml.safe_load(path.read_text())["train_loader"]["dataset"]
@@ -201,6 +204,7 @@ def test_a_run_to_start_from_wants_its_data_alone(doctor, assets: Path, path: Pa
     assert code == 0, said
 
 
+@pytest.mark.table("llama-3.2-1b")
 @pytest.mark.parametrize("model", ["llama-3.2-1b", "olmoe-1b-7b"])
 def test_a_large_model_is_planned_on_meta(doctor, assets: Path, tmp_path: Path, model: str):
     path = ROOT / "yamls" / "pretrain" / f"{model}.yaml"
@@ -218,6 +222,7 @@ def test_a_large_model_is_planned_on_meta(doctor, assets: Path, tmp_path: Path, 
     assert "LlamaDecoderLayers" in said
 
 
+@pytest.mark.table("distillation", "llama-lora")
 @pytest.mark.parametrize("path", COMPLETE, ids=lambda path: path.stem)
 def test_a_complete_run_passes(doctor, tmp_path: Path, path: Path):
     """Its data are written by its own transform, as in the run."""

@@ -188,6 +188,44 @@ CASES = [
 ]
 
 
+@pytest.mark.table(
+    (
+        "fsdp_state_dict_type_context-from composer.core.state import fsdp_state_dict_typ"
+        "e_context as c\\nwith c(m): pass-2"
+    ),
+    (
+        "FSDPConfig(..., keep_low_precision_grads=)-from composer.utils import FSDPConfig"
+        "\\nFSDPConfig(keep_low_precision_grads=False)-0"
+    ),
+    ("Trainer(fsdp_config=)-from composer import Trainer\\nTrainer(model=m, fsdp_config=None)-0"),
+    (
+        "TrainingArguments(fsdp=)-from transformers import TrainingArguments\\nTrainingArg"
+        "uments('o', fsdp='full_shard')-1"
+    ),
+    "FlatParameter-from torch.distributed.fsdp import FlatParameter\\nx: FlatParameter-2",
+    (
+        "ModuleWrapPolicy-from torch.distributed.fsdp.wrap import transformer_auto_wrap_p"
+        "olicy, ModuleWrapPolicy-2"
+    ),
+    (
+        "FSDP.full_optim_state_dict-from torch.distributed.fsdp import FullyShardedDataPa"
+        "rallel as FSDP\\nFSDP.optim_state_dict(m, o)-1"
+    ),
+    "FSDP.register_comm_hook-code46-1",
+    (
+        "FSDP.module-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"
+        "\\nm: FSDP = wrap(net)\\nm.module-1"
+    ),
+    "state.fsdp_modules-event.state.fsdp_modules.values()-1",
+    (
+        "FSDP(..., cpu_offload=)-from torch.distributed.fsdp import FullyShardedDataParal"
+        "lel as FSDP\\nFSDP(m, cpu_offload=c)-1"
+    ),
+    (
+        "FSDP(..., use_orig_params=)-from torch.distributed.fsdp import FullyShardedDataP"
+        "arallel as FSDP\\nFSDP(m, use_orig_params=True)-1"
+    ),
+)
 @pytest.mark.parametrize(("title", "code", "count"), CASES)
 def test_each_row(title, code, count):
     assert found(code).count(title) == count
@@ -225,6 +263,20 @@ def locate(name: str):
     raise AssertionError(f"no such module: {name}")
 
 
+@pytest.mark.table(
+    "prepare_fsdp_module",
+    "apply_gradient_clipping(..., fsdp_enabled=)",
+    "FSDPConfig(..., process_group=)",
+    "TrainingArguments(fsdp=)",
+    "FullyShardedDataParallel",
+    "MixedPrecision",
+    "size_based_auto_wrap_policy",
+    "FSDP.optim_state_dict_to_load",
+    "FSDP.check_is_root",
+    "'_flat_param' in a string",
+    "FSDP(..., auto_wrap_policy=)",
+    "FSDP(..., use_orig_params=)",
+)
 @pytest.mark.parametrize("row", CODE_ROWS, ids=lambda row: row.title)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_names_of_the_table_exist(row):
@@ -279,6 +331,20 @@ def test_attributes_are_those_an_fsdp2_configuration_lacks():
 # --- Whose name it is. ---
 
 
+@pytest.mark.table(
+    "from .config import FSDPConfig\\nFSDPConfig(process_group='node')",
+    "def prepare_fsdp_module(m): pass\\nprepare_fsdp_module(m)",
+    '"""Uses _fsdp_wrapped_module and FSDP_VERSION."""',
+    ("from torch.distributed.fsdp import FSDPModule, fully_shard\\nisinstance(m, FSDPModule)"),
+    ("from deepspeed import CPUOffload, MixedPrecision, StateDictType\\nStateDictType.FULL"),
+    "config.state_dict_type == 'full'\\nself.state_dict_type()",
+    "config.fsdp_config.state_dict_type\\nbackend.process_group",
+    "config = {'fsdp': {}}\\nrun(fsdp=1)\\nTrainer(fsdp_config=1)",
+    ("from composer import Trainer\\nTrainer(parallelism_config={'fsdp2': {}, 'fsdp': None})"),
+    "import torch.distributed.fsdp as fsdp\\nfsdp.fully_shard(m)",
+    "a = b\\nb = a\\na.FullyShardedDataParallel",
+    "from composer_fsdp2 import prepare_fully_shard\\nprepare_fully_shard(m, o, {})",
+)
 @pytest.mark.parametrize(
     "code",
     [
@@ -307,6 +373,20 @@ def test_what_only_looks_alike_is_not_reported(code):
     assert found(code) == []
 
 
+@pytest.mark.table(
+    "from .shared import prepare_fsdp_module-expected2",
+    "from fairscale.nn import FullyShardedDataParallel as F\\nF(m)-expected3",
+    "build(use_orig_params=True)-expected4",
+    "with self.model.summon_full_params(m): pass-expected5",
+    "build(parallelism_config={'fsdp': {}})-expected6",
+    "parallelism_config['fsdp']-expected7",
+    "parallelism_config.get('fsdp', {})-expected8",
+    "kw = {'parallelism_config': {'fsdp': {}}}-expected9",
+    "trainer.fsdp_modules-expected10",
+    "env = {'FSDP_VERSION': '2'}-expected11",
+    "dict(os.environ, FSDP_VERSION='2')-expected12",
+    "run('FSDP_VERSION=2 composer train.py')-expected13",
+)
 @pytest.mark.parametrize(
     ("code", "expected"),
     [
@@ -452,6 +532,23 @@ def test_the_line_to_write_instead(old, new):
     assert replaced(old) == new
 
 
+@pytest.mark.table(
+    "-utf-8-x = '\\u2028\\x0b\\x0c'-\\n",
+    "-utf-8-\\x0cy = 1\\n-\\r",
+    "-utf-8-sig-x = '\\u2028\\x0b\\x0c'-\\n",
+    "-utf-8-sig-\\x0cy = 1\\n-\\r\\n",
+    "# -*- coding: utf-8 -*-\\n-utf-8-sig--\\r",
+    "# -*- coding: utf-8 -*-\\n-utf-8-sig-\\x0cy = 1\\n-\\n",
+    "# coding: latin-1\\n-latin-1--\\r\\n",
+    "# coding: latin-1\\n-latin-1-x = '\\u2028\\x0b\\x0c'-\\r\\n",
+    "# coding: latin-1\\n-latin-1-\\x0cy = 1\\n-\\n",
+    "#!/usr/bin/env python\\n# vim: set fileencoding=cp1252 :\\n-cp1252--\\n",
+    (
+        "#!/usr/bin/env python\\n# vim: set fileencoding=cp1252 :\\n-cp1252-x = '\\u2028\\x0b"
+        "\\x0c'-\\n"
+    ),
+    ("#!/usr/bin/env python\\n# vim: set fileencoding=cp1252 :\\n-cp1252-\\x0cy = 1\\n-\\n"),
+)
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 @pytest.mark.parametrize("last", ["", "x = '\u2028\x0b\x0c'", "\x0cy = 1\n"])
 @pytest.mark.parametrize(

@@ -113,6 +113,12 @@ def migrate_block(key, value, place="fsdp_config"):
     return migrate(dump(data), world_size=8, gpus_per_node=4)
 
 
+@pytest.mark.table(
+    "fsdp_config-load_planner-None-kept-becomes28",
+    "parallelism_config.fsdp-sharding_strategy-FULL_SHARD-converted-becomes0",
+    "parallelism_config.fsdp-process_group-value17-needs a decision-becomes17",
+    "parallelism_config.fsdp-save_planner-None-kept-becomes29",
+)
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), CASES)
 @pytest.mark.parametrize("place", ["fsdp_config", "parallelism_config.fsdp"])
 def test_each_key_of_fsdp1(key, value, status, becomes, place):
@@ -354,6 +360,12 @@ def migrate_version2(key, value):
     return migrate(dump({"fsdp_config": {"reshard_after_forward": False, key: value}}))
 
 
+@pytest.mark.table(
+    "device_mesh-value3-needs a decision-becomes3",
+    "mixed_precision-value6-changes behaviour-None",
+    "activation_checkpointing-True-kept-becomes8",
+    "load_monolith_rank0_only-True-no longer needed-becomes12",
+)
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), VERSION2)
 def test_each_key_of_version_2(key, value, status, becomes):
     report = migrate_version2(key, value)
@@ -365,6 +377,20 @@ def test_each_key_of_version_2(key, value, status, becomes):
     check_stable(report)
 
 
+@pytest.mark.table(
+    "auto_wrap",
+    "backward_prefetch",
+    "data_parallel_replicate_degree",
+    "forward_prefetch",
+    "ignored_modules",
+    "limit_all_gathers",
+    "process_group",
+    "save_planner",
+    "sharding_strategy",
+    "te_checkpoint_wrapper",
+    "te_shard_fp8_weight",
+    "use_orig_params",
+)
 @pytest.mark.parametrize("key", IGNORED)
 def test_what_version_2_ignored_stays_out(key):
     report = migrate_version2(key, "SHARD_GRAD_OP")
@@ -392,6 +418,7 @@ KEYS = {row.key for row in FSDP1.rows if "*" not in row.key} | {"unknown", "fsdp
 BLOCKS = st.dictionaries(st.sampled_from(sorted(KEYS)), VALUES)
 
 
+@pytest.mark.matrix
 @settings(max_examples=150, deadline=None)
 @given(BLOCKS, st.dictionaries(st.sampled_from(["model", "seed", "tp_config"]), VALUES))
 def test_no_key_is_missing_and_twice_changes_nothing(block, others):

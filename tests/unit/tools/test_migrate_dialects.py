@@ -384,6 +384,12 @@ def check(report, dialect, key, status, becomes, default):
     check_stable(report)
 
 
+@pytest.mark.table(
+    "reshard_after_forward-5-converted-becomes11",
+    "state_dict_type-LOCAL_STATE_DICT-needs a decision-becomes23",
+    "cpu_ram_efficient_loading-True-no longer needed-becomes28",
+    "limit_all_gathers-True-no longer needed-becomes36",
+)
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), BLOCK)
 def test_block_of_accelerate_and_of_training_arguments(key, value, status, becomes):
     default = {"state_dict_type": "sharded" if key == "version" else "full"}
@@ -398,12 +404,24 @@ def test_top_of_accelerate(key, value, status, becomes):
     check(at_top(key, value), ACCELERATE, key, status, becomes, {"state_dict_type": "full"})
 
 
+@pytest.mark.table(
+    "fsdp-hybrid_shard auto_wrap-converted-becomes4",
+    "fp16-False-no longer needed-becomes20",
+    "expert_parallel_size-1-no longer needed-becomes25",
+    "sequence_parallel_degree-2-converted-becomes30",
+)
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), ARGUMENTS)
 def test_training_arguments(key, value, status, becomes):
     report, default = in_arguments(key, value), {"state_dict_type": "full"}
     check(report, TRAINING_ARGUMENTS, f"training.{key}", status, becomes, default)
 
 
+@pytest.mark.table(
+    "fsdp_size-8-converted-becomes1",
+    "fsdp_size--1-no longer needed-becomes3",
+    "wrap_policy.transformer_layer_cls_to_wrap-value11-renamed-becomes11",
+    "forward_prefetch-2-kept-becomes27",
+)
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), STRATEGY)
 def test_roll(key, value, status, becomes):
     report = in_strategy(key, value)
@@ -434,6 +452,12 @@ def test_model_args_of_roll_stay(key, value, status):
     )
 
 
+@pytest.mark.table(
+    "tensor_parallel-value17-converted-becomes17",
+    "tensor_parallel-2-converted-becomes21",
+    "torch_autocast.enabled-True-needs a decision-becomes39",
+    "zero_optimization.zero_hpz_partition_size-4-converted-becomes74",
+)
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), DEEP)
 def test_deepspeed(key, value, status, becomes):
     check(
@@ -525,6 +549,12 @@ def test_ranks_of_accelerate_are_in_its_file():
     assert entry_of(unknown, "fsdp_config.fsdp_sharding_strategy").status is DEC
 
 
+@pytest.mark.table(
+    "dp_shard_size-1-converted-becomes3",
+    "tp_size-2-converted-becomes5",
+    "cp_size-2-converted-becomes7",
+    "sp_size-2-converted-becomes10",
+)
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), DEGREES)
 def test_degrees_of_accelerate(key, value, status, becomes):
     name = f"parallelism_config.parallelism_config_{key}"
@@ -543,6 +573,12 @@ def test_nested_settings_have_to_be_moved():
     assert not at_top("mixed_precision", "bf16").remarks
 
 
+@pytest.mark.table(
+    "zero_optimization.model_persistence_threshold",
+    "zero_optimization.stage3_allgather_sequential",
+    "zero_optimization.enable_sanity_checks",
+    "fp16.consecutive_hysteresis",
+)
 @pytest.mark.parametrize("key", ALWAYS)
 def test_what_deepspeed_tunes_is_not_needed(key):
     check(in_deepspeed(key, 5), DEEPSPEED, key, NOT, {}, KEEP)
@@ -572,11 +608,18 @@ def reports_of(dialect: Dialect) -> list[Report]:
     return reports + [migrate_data({Z: value}) for value, *_ in SWITCHED]
 
 
+@pytest.mark.table("dialect1", "dialect2")
 @pytest.mark.parametrize("dialect", [ACCELERATE, TRAINING_ARGUMENTS, ROLL, DEEPSPEED])
 def test_every_row_has_a_case(dialect: Dialect):
     assert rows_without_a_case(dialect, reports_of(dialect)) == []
 
 
+@pytest.mark.table(
+    "accelerate-no-shard-sft",
+    "hf-trainer-choices",
+    "hf-trainer-full-shard-alone",
+    "roll-actor-critic",
+)
 @pytest.mark.parametrize("file", files("*.yaml"), ids=lambda file: file.stem)
 def test_every_key_of_the_collection_is_in_the_report(file):
     report = migrate(text_of(file))

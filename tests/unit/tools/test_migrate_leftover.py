@@ -39,6 +39,18 @@ INSIDE = [
 ]
 
 
+@pytest.mark.table(
+    "command: |\\n  cat > c.yaml\\n    sharding_strategy: HYBRID_SHARD\\n-command",
+    (
+        "fsdp_config:\\n  sharding_strategy: FULL_SHARD\\nprecision: amp_bf16\\ntp_config: 2"
+        "\\n-tp_config"
+    ),
+    (
+        "fsdp: full_shard auto_wrap\\nbf16: true\\nsequence_parallel_degree: many\\n-sequenc"
+        "e_parallel_degree"
+    ),
+    "fsdp: full_shard auto_wrap\\nbf16: true\\nfsdp_new_key: some\\n-fsdp_new_key",
+)
 @pytest.mark.parametrize(("text", "key"), INSIDE)
 def test_what_is_about_sharding_is_asked_for_wherever_it_stands(tmp_path, text, key):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
@@ -63,6 +75,35 @@ OTHER = [
 ]
 
 
+@pytest.mark.table(
+    "rollout:\\n  tensor_parallel_size: 4\\n-fsdp: full_shard auto_wrap\\nbf16: true\\n",
+    (
+        "tensor_parallel_size: 1\\nsequence_parallel_degree:\\n-fsdp_config:\\n  sharding_st"
+        "rategy: FULL_SHARD\\nprecision: amp_bf16\\n"
+    ),
+    "tensor_parallel_size: 1\\nsequence_parallel_degree:\\n-model:\\n  name: mpt\\n",
+    (
+        "name: trained with fsdp_config and zero_optimization\\n-fsdp_config:\\n  sharding_"
+        "strategy: FULL_SHARD\\nprecision: amp_bf16\\n"
+    ),
+    (
+        "name: trained with fsdp_config and zero_optimization\\n-fsdp: full_shard auto_wra"
+        "p\\nbf16: true\\n"
+    ),
+    "name: trained with fsdp_config and zero_optimization\\n-model:\\n  name: mpt\\n",
+    (
+        "runs:\\n- fsdp_config: {}\\n-fsdp_config:\\n  sharding_strategy: FULL_SHARD\\nprecis"
+        "ion: amp_bf16\\n"
+    ),
+    "runs:\\n- fsdp_config: {}\\n-fsdp: full_shard auto_wrap\\nbf16: true\\n",
+    "runs:\\n- fsdp_config: {}\\n-model:\\n  name: mpt\\n",
+    (
+        "teacher:\\n  deepspeed: false\\n-fsdp_config:\\n  sharding_strategy: FULL_SHARD\\npr"
+        "ecision: amp_bf16\\n"
+    ),
+    "teacher:\\n  deepspeed: false\\n-fsdp: full_shard auto_wrap\\nbf16: true\\n",
+    "teacher:\\n  deepspeed: false\\n-model:\\n  name: mpt\\n",
+)
 @pytest.mark.parametrize("start", [FSDP1, WORDS, "model:\n  name: mpt\n"])
 @pytest.mark.parametrize("text", OTHER)
 def test_what_is_off_or_about_something_else_is_left(start, text):

@@ -77,6 +77,32 @@ NOT_FOUND = [
 ]
 
 
+@pytest.mark.table(
+    "sum(p.norm().item() for p in model.parameters())-number of a parameter",
+    "assert p.grad.isnan().any()-number of a parameter",
+    (
+        "largest = max(p.abs().max() for p in model.parameters())\\nprint(int(largest))-nu"
+        "mber of a parameter"
+    ),
+    "model.state_dict()['a.weight'].sum().item()-number of a parameter",
+    "code15-number of a parameter",
+    (
+        "for i, (n, p) in enumerate(model.named_parameters()): print(p.min().item())-numb"
+        "er of a parameter"
+    ),
+    (
+        "async def f():\\n    return [g.sum().item() for g in (p.grad for p in net.paramet"
+        "ers())]-number of a parameter"
+    ),
+    "model.fc.bias.tolist()-values of a parameter",
+    "np.asarray(model.fc.weight)-values of a parameter",
+    ("torch.save(state.model.state_dict(), 'm.pt')-parameters saved with torch.save or pickle"),
+    (
+        "sd = {k: v.cpu() for k, v in model.state_dict().items()}\\ntorch.save(sd, f)-para"
+        "meters saved with torch.save or pickle"
+    ),
+    "torch.save(optimizer.state_dict(), f)-parameters saved with torch.save or pickle",
+)
 @pytest.mark.parametrize(
     ("code", "title"),
     [
@@ -89,6 +115,20 @@ def test_a_read_is_listed(code: str, title: str):
     assert reads(code) == [title]
 
 
+@pytest.mark.table(
+    "for p in model.parameters():\\n    print(p.to_local().norm().item())",
+    ("for n, p in model.named_parameters():\\n    if n[0] == 'a' and p.requires_grad: int(n[1])"),
+    "with summon_full_params(model):\\n    print(float(model.fc.weight.norm()))",
+    "with FSDP.summon_full_params(model):\\n    torch.save(model.state_dict(), f)",
+    "loss.item()\\nfloat(loss)\\nparameters = f.parameters()\\nfloat(x)",
+    "torch.save(scheduler.state_dict(), f)",
+    "torch.save(loss, f)\\nmodel.parameters()",
+    ("int(model.fc.weight.shape[0])\\nint(model.fc.weight.size(0))\\nlen(model.state_dict())"),
+    ("def f(p): return p\\nfor p in model.parameters(): pass\\ndef g(q): return float(q.norm())"),
+    "p = model.fc.weight\\np = 1.0\\nfloat(p)",
+    "opt = torch.optim.SGD(model.parameters(), lr=float(lr))\\nopt.step()",
+    "copy.deepcopy(model.state_dict())",
+)
 @pytest.mark.parametrize("code", NOT_FOUND)
 def test_what_reads_no_number_is_not(code: str):
     assert reads(code) == []

@@ -535,6 +535,7 @@ def timed(text: str) -> tuple[Any, float]:
     return report, time.process_time() - started
 
 
+@pytest.mark.table("# {n}\\n- x\\n")
 @pytest.mark.parametrize(
     "item", ["- item{n}\n", "- {{a: {n}, b: x}}\n", "- a: {n}\n  b: ${{v}}\n", "# {n}\n- x\n"]
 )
@@ -544,6 +545,7 @@ def test_a_long_list_takes_linear_time(item):
     assert fsdp2_fast(report) == {"verbose": True, "state_dict_type": "full"}
 
 
+@pytest.mark.matrix
 def test_a_long_list_costs_little_more_where_something_is_interpolated():
     """It took four times as long when the list was handed to omegaconf, item by item."""
 
@@ -555,6 +557,7 @@ def test_a_long_list_costs_little_more_where_something_is_interpolated():
     assert min(ratios) < 2.5, ratios
 
 
+@pytest.mark.matrix
 def test_a_long_list_in_json_takes_linear_time():
     def text(number: int) -> str:
         items = [{"a": item, "b": "no"} for item in range(number)]
@@ -567,6 +570,12 @@ def fsdp2_fast(report):
     return yaml.safe_load(report.text.partition("items:")[0])["parallelism_config"]["fsdp2"]
 
 
+@pytest.mark.table(
+    "accelerate-choices",
+    "composer-sharded-cpu-offload",
+    "mpt-3b-hybrid",
+    "hf-trainer-grad-op-unwrapped",
+)
 @pytest.mark.parametrize("file", files("**/*.yaml"), ids=lambda file: file.stem)
 def test_both_readers_read_the_same(file: Path, monkeypatch):
     """Long files are read by libyaml, short ones by ruamel."""

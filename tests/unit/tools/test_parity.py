@@ -57,6 +57,20 @@ def compared(old: Any, new: Any, tolerance: float = 1e-5) -> Comparison:
 # --- Arithmetic. ---
 
 
+@pytest.mark.table(
+    "2.0-1.0-0.5",
+    "1.0-2.0-0.5",
+    "-1.0-1.0-2.0",
+    "0.0-0.0-0.0",
+    "0.0-1e-30-1.0",
+    "nan-nan-0.0",
+    "inf-inf-0.0",
+    "inf--inf-inf",
+    "nan-1.0-inf",
+    "1.0-nan-inf",
+    "inf-1.0-inf",
+    "nan-inf-inf",
+)
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
@@ -191,6 +205,7 @@ def test_csv_keeps_every_digit(tmp_path):
     assert float(row["gradient_norm_relative_difference"]) == INF
 
 
+@pytest.mark.table("new0-0.0", "new1-1e-05")
 @pytest.mark.parametrize("tolerance", [1e-5, 0.0])
 @pytest.mark.parametrize("new", [[(1.0, 1.0), (1.0, INF)], [(1.0, 2.0), (NAN, 1.0)]])
 def test_the_picture_is_a_png_also_of_values_that_are_not_finite(tmp_path, new, tolerance):
@@ -437,6 +452,24 @@ OLD_TEXT = f"{FSDP1}\nseed: 1\noptimizer: {{lr: 1}}\n"
 NEW_TEXT = migrate("fsdp_config:\n  sharding_strategy: FULL_SHARD\nseed: 1\noptimizer: {lr: 1}\n")
 
 
+@pytest.mark.table(
+    (
+        "fsdp_config: {sharding_strategy: FULL_SHARD}\\nseed: 1\\noptimizer: {lr: 1}\\n-new2"
+        "-args2-parts2"
+    ),
+    (
+        "fsdp_config: {sharding_strategy: FULL_SHARD}\\nseed: 1\\noptimizer: {lr: 1}\\n-new6"
+        "-args6-parts6"
+    ),
+    (
+        "fsdp_config: {sharding_strategy: FULL_SHARD}\\nseed: 1\\noptimizer: {lr: 1}\\n-new9"
+        "-args9-parts9"
+    ),
+    (
+        "fsdp_config: {sharding_strategy: FULL_SHARD}\\nseed: 1\\noptimizer: {lr: 1}\\n-new1"
+        "1-args11-parts11"
+    ),
+)
 @pytest.mark.parametrize(
     ("old", "new", "args", "parts"),
     [

@@ -86,6 +86,7 @@ PLANS = {
 }
 
 
+@pytest.mark.table("long names", "nothing")
 @pytest.mark.parametrize("name", PLANS)
 def test_text_of_a_plan_is_apart_and_on_the_page(name: str):
     frozen = {"embed": 1000, "layers.0": 5, "model.blocks.3": 7_000_000}
@@ -242,6 +243,7 @@ def test_without_matplotlib_its_extra_is_named(monkeypatch):
         check_destination(Path("plan.svg"))
 
 
+@pytest.mark.table("svg", "pdf")
 @pytest.mark.parametrize("kind", ["svg", "png", "pdf"])
 def test_a_file_is_the_same_whatever_the_users_style(tmp_path: Path, kind: str):
     def written(name: str) -> bytes:
@@ -262,6 +264,7 @@ def test_an_svg_is_white_and_holds_text():
     assert "#ffffff" in first.attrib["style"]
 
 
+@pytest.mark.matrix
 def test_matplotlib_is_imported_only_to_draw():
     code = (
         "import sys\n"

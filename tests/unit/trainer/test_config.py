@@ -268,6 +268,20 @@ def test_tensor_parallelism_passes_through():
     assert parse_parallelism_config({"tp": given}).tp is given
 
 
+@pytest.mark.table(
+    "written1-not a key of parallelism_config",
+    "written3-both 'fsdp' and 'fsdp2'",
+    "written5-'sharding_strategy' is a key of FSDP1",
+    "written6-is a str",
+    "written7-is true. It takes settings",
+    "written8-'version' of parallelism_config.fsdp2 is 1",
+    "written9-'version' of parallelism_config.fsdp is 3",
+    "written10-Did you mean 'sharding_strategy'?",
+    "written11-FSDP2 settings go under 'fsdp2'",
+    "written12-Did you mean 'tied_weights'?",
+    "written13-world size 1",
+    "written14-shard degree 1",
+)
 @pytest.mark.parametrize(
     ("written", "said"),
     [

@@ -318,6 +318,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, row: PatchPoint) -> None:
     monkeypatch.setattr(owner, name, staticmethod(unknown) if static else unknown)
 
 
+@pytest.mark.table(
+    "composer.trainer.trainer:Trainer._accumulate_time_across_ranks",
+    "composer.trainer.trainer:Trainer._train_batch",
+    "composer.checkpoint.load:_torch_load_with_validation",
+    "composer.algorithms.gradient_clipping.gradient_clipping:_apply_agc",
+)
 @pytest.mark.parametrize("row", FEATURES, ids=lambda row: row.target)
 def test_an_unknown_source_switches_its_feature_off(monkeypatch, row: PatchPoint):
     for name in ("RANK", "WORLD_SIZE"):
@@ -460,6 +466,20 @@ _LINK = re.compile(r"https://github.com/[\w-]+/([\w-]+)/blob/v([\d.]+)/(?:src/)?
 _DISTRIBUTIONS = {"composer": "mosaicml", "pytorch": "torch"}
 
 
+@pytest.mark.table(
+    "composer.trainer.trainer:Trainer._train_loop",
+    "composer.trainer.trainer:Trainer._train_microbatches",
+    "composer.trainer.trainer:patch_unshard_for_automicrobatching",
+    "composer.checkpoint.load:load_resumption_checkpoint",
+    "composer.callbacks.checkpoint_saver:CheckpointSaver.init",
+    "composer.callbacks.checkpoint_saver:CheckpointSaver.post_close",
+    "composer.callbacks.nan_monitor:NaNMonitor.after_loss",
+    "composer.callbacks.memory_snapshot:MemorySnapshot.init",
+    "composer.algorithms.layer_freezing.layer_freezing:freeze_layers",
+    "composer.algorithms.swa.swa:AveragedModel",
+    "llmfoundry.optim.adaptive_lion:dist",
+    ("llmfoundry.callbacks.monolithic_ckpt_callback:MonolithicCheckpointSaver._save_checkpoint"),
+)
 @pytest.mark.parametrize("row", PATCHES, ids=lambda row: row.target)
 def test_the_link_is_to_the_lines_that_were_read(row: PatchPoint):
     found = _LINK.fullmatch(row.upstream)
