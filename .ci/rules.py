@@ -40,6 +40,8 @@ MOST_ROWS = 12
 """Rows of a test that runs by default: a longer table belongs to tests/matrix."""
 
 MADE = (
+    ("docs/architecture.md", "tests.support.folders_table"),
+    ("docs/how-it-works.md", "tests.support.transformations_list"),
     ("docs/odd-models.md", "tests.support.odd_models_page"),
     ("docs/reference/api.md", "tests.support.api_page"),
     ("docs/reference/callbacks.md", "tests.support.extension_table"),

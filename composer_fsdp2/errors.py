@@ -1,4 +1,4 @@
-"""The exceptions this package raises for its users."""
+"""Declares the exceptions that users may catch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints of code, for replacements that are right for the sources they were read for alone.
+"""Computes digests of functions, by which a replacement knows the source it was written for.
 
 [Note: fingerprints] A fingerprint is of what Python executes. Comments, docstrings, line breaks,
 quotes and the way a function is indented do not count, so a corrected word of a docstring changes

@@ -1,4 +1,4 @@
-"""A progress bar for reading and writing that takes seconds: on rank 0, and on a terminal alone."""
+"""Shows a progress bar on rank 0 where reading or writing takes seconds, on a terminal alone."""
 
 from __future__ import annotations
 

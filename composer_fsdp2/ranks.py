@@ -1,4 +1,4 @@
-"""Exchanges between ranks: one error on all of them, rank 0's values."""
+"""Exchanges errors and values between ranks: one error on all of them, rank 0's values."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Transformations inside a block: what comes before FSDP2."""
+"""Changes blocks before FSDP2 shards them: checkpointing, compile, fp8, tiled MLP, chunked loss."""

@@ -148,7 +148,7 @@ def plan_activation(
 
 
 class ActivationCheckpointing(Transformation[ActivationPlan]):
-    """`activation_checkpointing` and `activation_cpu_offload`."""
+    """Recomputes or offloads: `activation_checkpointing`, `activation_cpu_offload`."""
 
     exchanges_modules = True
 

@@ -97,7 +97,7 @@ def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
 
 
 class ChunkedLoss(Transformation[ChunkingPlan]):
-    """`chunked_loss`."""
+    """Runs head and loss on one part of the tokens after the other: `chunked_loss`."""
 
     def plan(self, facts: ModelFacts) -> ChunkingPlan | None:
         """Returns the heads that leave their logits to the loss."""

@@ -83,7 +83,7 @@ def plan_compile(
 
 
 class CompileBlocks(Transformation[CompilePlan]):
-    """`compile`, and `activation_checkpointing.memory_budget`, which the compiler keeps."""
+    """Compiles each block: `compile`, `activation_checkpointing.memory_budget`."""
 
     def plan(self, facts: ModelFacts) -> CompilePlan | None:
         """Returns the blocks to compile."""

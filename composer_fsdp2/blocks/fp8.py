@@ -143,7 +143,10 @@ def plan_float8(
 
 
 class Float8Linear(Transformation[Float8Plan]):
-    """`fp8`. What is cast before it is sent is set up after sharding: `shard.fp8_gather`."""
+    """Multiplies in fp8 in linear layers: `fp8`.
+
+    Weights that are sent in fp8 are cast after sharding, by `shard.fp8_gather`.
+    """
 
     def plan(self, facts: ModelFacts) -> Float8Plan | None:
         """Returns the linear layers to convert."""

@@ -72,7 +72,7 @@ def plan_tiling(
 
 
 class TiledMLP(Transformation[TilingPlan]):
-    """`tiled_mlp`."""
+    """Runs MLPs on one part of the sequence after the other: `tiled_mlp`."""
 
     def plan(self, facts: ModelFacts) -> TilingPlan | None:
         """Returns the MLPs to cut."""

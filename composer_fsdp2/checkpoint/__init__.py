@@ -1,1 +1,1 @@
-"""Reading, writing and converting checkpoints; knows nothing of Composer."""
+"""Reads, writes, verifies, compares and converts checkpoints; knows nothing of Composer."""

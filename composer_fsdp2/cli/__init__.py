@@ -1,1 +1,1 @@
-"""The command `composer-fsdp2`, one module a command."""
+"""Defines the command `composer-fsdp2`, one module for each subcommand."""

@@ -1,1 +1,1 @@
-"""Settings of a run: each is declared once, and checked before anything starts."""
+"""Declares every setting once, and checks all of them before anything starts."""

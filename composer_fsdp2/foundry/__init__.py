@@ -1,1 +1,1 @@
-"""LLM Foundry: its config transform and its run files."""
+"""Connects FSDP2 with LLM Foundry: config transform, run files, registries."""

@@ -1,1 +1,1 @@
-"""The optimizer's step: on local shards, norms and clipping, Muon."""
+"""Steps optimizers on local shards: norms, clipping, other forms of state, Muon."""

@@ -1,1 +1,1 @@
-"""Dividing layers between ranks before FSDP2 shards them: tensor parallelism."""
+"""Divides layers and sequences between ranks: tensor and sequence parallelism."""

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class TensorParallel(Transformation[LayerPlan]):
-    """`tensor_parallel`."""
+    """Divides layers between ranks: `tensor_parallel`."""
 
     def plan(self, facts: ModelFacts) -> LayerPlan | None:
         """Returns the layers to divide."""

@@ -1,1 +1,1 @@
-"""Deciding what is done to a model. Pure: names and numbers only."""
+"""Decides units, ties and the mesh, on names and numbers alone."""

@@ -1,1 +1,1 @@
-"""Parts of every step: accumulation, prefetch, order check, watchdog, out of memory."""
+"""Acts in every step: accumulation, prefetch, order check, watchdog, out of memory."""

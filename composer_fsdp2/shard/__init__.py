@@ -1,1 +1,1 @@
-"""Applying a plan: `fully_shard` in a loop, initial weights, optimizer, precision."""
+"""Applies a plan: `fully_shard` in a loop, initial weights, optimizer, precision, averaging."""

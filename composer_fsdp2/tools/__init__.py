@@ -1,1 +1,1 @@
-"""Programs around the product: migrate, parity and doctor."""
+"""Holds the programs around the product: migrate, parity, doctor, pictures."""

@@ -1,1 +1,1 @@
-"""FSDP2 in Composer's Trainer: its conventions as rules, the drop-in, and the patches."""
+"""Connects FSDP2 with Composer's Trainer: conventions as rules, the drop-in, saves and loads."""

@@ -17,7 +17,6 @@ from torch import nn
 from composer_fsdp2 import clip_grad_norm_, install
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.sharding import sharding_of
-from tests.dist.test_tensor_layouts import kept
 from tests.dist.test_tensor_parallel import (
     FAMILIES,
     IN_DOUBLE,
@@ -31,6 +30,7 @@ from tests.dist.test_tensor_parallel import (
     prepared,
 )
 from tests.dist.test_tensor_trainer import SIZE, STEPS, adamw, built, samples, trained_alone
+from tests.matrix.test_tensor_layouts import kept
 from tests.support.parity import TOLERANCE, assert_close, assert_same_values
 from tests.support.training import largest_difference, trainer_for
 

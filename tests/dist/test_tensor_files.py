@@ -29,7 +29,6 @@ from typer.testing import CliRunner
 from composer_fsdp2 import install
 from composer_fsdp2.cli.main import app
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, largest_difference, resume
-from tests.dist.test_tensor_layouts import Odd, kept, optimizer_of
 from tests.dist.test_tensor_parallel import SIZES, grouped
 from tests.dist.test_tensor_trainer import (
     SIZE,
@@ -39,6 +38,7 @@ from tests.dist.test_tensor_trainer import (
     samples,
     trained_alone,
 )
+from tests.matrix.test_tensor_layouts import Odd, kept, optimizer_of
 from tests.support.fsdp1_fixtures import NAMES, expected, fsdp1_on_cpu, tiny_model
 from tests.support.training import Tokens, trainer_for
 from tests.support.training import largest_difference as most_different

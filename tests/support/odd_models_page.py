@@ -12,7 +12,7 @@ HEAD = """\
 # Odd models
 
 What becomes of a model that is built in an unusual way. Each row is a test
-(`tests/dist/test_odd_models.py`): the model is trained on two ranks, and is equal to an unsharded
+(`tests/matrix/test_odd_models.py`): the model is trained on two ranks, and is equal to an unsharded
 copy that was trained on the same batches (losses, weights and buffers), or it is refused by name,
 with the same sentence on every rank and before anything is changed where the model shows it. There
 is no third case.

@@ -1,1 +1,1 @@
-"""A run before its first batch: everything is built as the run builds it, the model on meta."""
+"""Builds a run up to its first batch, with the model on meta."""

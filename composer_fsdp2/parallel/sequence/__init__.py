@@ -1,1 +1,1 @@
-"""Sequence parallelism: each sequence is divided between ranks, which exchange in attention."""
+"""Divides each sequence between ranks, which exchange tensors in attention."""

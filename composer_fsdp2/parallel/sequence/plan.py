@@ -46,7 +46,7 @@ class SequencePlan:
 
 
 class SequenceParallel(Transformation[SequencePlan]):
-    """`sequence_parallel`."""
+    """Divides each sequence between ranks: `sequence_parallel`."""
 
     def plan(self, facts: ModelFacts) -> SequencePlan | None:
         """Returns the attention modules, or refuses the model."""

@@ -1,4 +1,4 @@
-"""The private members of torch that this package reads, wraps or resets, in one place.
+"""Names the private members of torch that this package reads, wraps or resets, in one place.
 
 [Note: private members] FSDP2 has no public way to a unit's unreduced gradients, or to the moments
 at which it gathers and reduces. What is used instead may be renamed in any release of torch. So no

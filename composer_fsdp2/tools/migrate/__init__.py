@@ -1,1 +1,1 @@
-"""From the configuration of other trainers to FSDP2: tables of data, each row with its reason."""
+"""Converts configurations of other trainers to FSDP2: tables of data, each row with its reason."""

@@ -1,1 +1,1 @@
-"""Two runs of one job, compared step by step. Pure: starts nothing and trains nothing."""
+"""Compares two runs of one job step by step. Pure: starts nothing and trains nothing."""

@@ -1,1 +1,1 @@
-"""Drawings of values: a plan, a mesh, a step, two runs. Only `sheet` knows matplotlib."""
+"""Draws a plan, a mesh, a step and two runs. Only `sheet` knows matplotlib."""

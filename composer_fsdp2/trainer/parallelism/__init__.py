@@ -1,1 +1,1 @@
-"""Tensor parallelism in Composer's Trainer."""
+"""Connects tensor and sequence parallelism with Composer's Trainer."""

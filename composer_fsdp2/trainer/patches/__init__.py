@@ -1,7 +1,8 @@
-"""The table of what is replaced in other packages while the plugin is installed, by subject.
+"""Replaces functions of Composer, LLM Foundry, transformers and PEFT, one table a subject.
 
-It is the only place that does. Rows of LLM Foundry count once it has been imported: a run without
-it does not need them, and `transform`, which every run with it calls, installs them.
+No other folder replaces attributes of other packages. Rows of LLM Foundry count once it has been
+imported: a run without it does not need them, and `transform`, which every run with it calls,
+installs them.
 """
 
 from __future__ import annotations

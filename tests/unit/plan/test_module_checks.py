@@ -1,4 +1,4 @@
-"""What of a model is refused by name; `tests/dist/test_odd_models.py` trains the rest."""
+"""What of a model is refused by name; `tests/matrix/test_odd_models.py` trains the rest."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Dialects of their own, and those made of the tables of others."""
+"""Holds the dialects, also those made of the tables of others."""

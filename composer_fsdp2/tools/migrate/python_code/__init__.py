@@ -1,1 +1,1 @@
-"""Python code and notebooks: uses of FSDP1, and reads of shards, with what to write instead."""
+"""Finds uses of FSDP1 and reads of shards in Python code and notebooks, with the replacement."""
