@@ -1,4 +1,4 @@
-"""What goes wrong in Composer today and no other test shows right; see test_upstream_points.py."""
+"""What goes wrong in Composer and no other test shows right; see support/upstream_points.py."""
 
 from __future__ import annotations
 

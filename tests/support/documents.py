@@ -15,19 +15,6 @@ from typer.main import get_command
 
 from composer_fsdp2.cli.main import app
 
-__all__ = [
-    "MIGRATION",
-    "PAGES",
-    "README",
-    "ROOT",
-    "Example",
-    "command_lines",
-    "examples",
-    "parse_command",
-    "programs",
-    "shell_lines",
-]
-
 ROOT = Path(__file__).parents[2]
 README, MIGRATION = ROOT / "README.md", ROOT / "MIGRATION.md"
 _DOCS = sorted(page for page in (ROOT / "docs").rglob("*.md") if "pictures" not in page.parts)
