@@ -11,13 +11,15 @@ Lengths of files and functions are questions: notes, which do not fail. prose.py
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import inspect
+import io
 import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ TIERS = {"data", "dist", "e2e", "fake", "gpu", "matrix", "support", "unit"}
 """Folders of tests/ that a run of the tests selects, and those without tests."""
 BUILT_IN = {"filterwarnings", "parametrize", "skip", "skipif", "usefixtures", "xfail"}
 MOST_ROWS = 12
-"""Rows of a test that runs by default: a longer table belongs to tests/matrix."""
+"""Rows of a test that run by default; the others are of the matrix."""
 
 MADE = (
     ("docs/architecture.md", "tests.support.folders_table"),
@@ -73,12 +75,22 @@ def declared_markers(pyproject: str) -> set[str]:
     return {*re.findall(r'^ *"(\w+)', block, re.MULTILINE), *BUILT_IN}
 
 
-def long_tables(collected: str) -> Iterator[tuple[str, str]]:
-    """Yields tests with more rows than `MOST_ROWS`, from what `pytest --collect-only -q` prints."""
-    lines = (line.partition("[")[0] for line in collected.splitlines() if "::" in line)
-    for test, count in Counter(lines).most_common():
+def long_tables(tests: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields functions with more rows than `MOST_ROWS`, from the names of tests."""
+    for test, count in Counter(test.partition("[")[0] for test in tests).most_common():
         if count > MOST_ROWS:
-            yield test, f"{count} rows; more than {MOST_ROWS} belong to tests/matrix"
+            yield test, f"{count} rows; name {MOST_ROWS} at most in @pytest.mark.table"
+
+
+def unknown_rows(tests: Iterable[str], named: Mapping[str, set[str]]) -> Iterator[tuple[str, str]]:
+    """Yields functions whose `table` mark, in `named`, has a row that is none of theirs."""
+    rows = defaultdict[str, set[str]](set)
+    for test in tests:
+        function, _, row = test.partition("[")
+        rows[function].add(row.removesuffix("]"))
+    for function, names in named.items():
+        for name in sorted(names - rows[function]):
+            yield function, f"@pytest.mark.table names {name!r}, which is no row of it"
 
 
 # --- What needs the package. ---
@@ -219,13 +231,33 @@ def check_made() -> Iterator[str]:
         yield from wrong_links_to_torch(_sources(PACKAGE), Path(torch.__file__).parents[1])
 
 
+class _Collected:
+    """A plugin of pytest that keeps all tests, before options choose among them."""
+
+    items: Sequence[Any] = ()
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self.items = [*items]
+
+
 def check_tables() -> Iterator[str]:
-    """Yields tests of the default tier with long tables."""
-    declared = declared_markers((ROOT / "pyproject.toml").read_text())
-    others = " or ".join(sorted({"gpu", "matrix", "slow"} & declared))
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--ignore=tests/matrix"]
-    tests = _run([*command, "-m", f"not ({others})"])
-    yield from (f"{test}: table: {text}" for test, text in long_tables(tests))
+    """Yields tests with too many rows in the default tier, and names of rows that there are not."""
+    pytest, tiers = (importlib.import_module(name) for name in ("pytest", "tests.support.tiers"))
+    found = _Collected()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = pytest.main(["--collect-only", "-q"], plugins=[found])
+    if code != pytest.ExitCode.OK:
+        raise RuntimeError(f"pytest cannot collect the tests:\n{printed.getvalue()[-2000:]}")
+    named = {}
+    for item in found.items:
+        if (mark := item.get_closest_marker("table")) is not None:
+            named[item.nodeid.partition("[")[0]] = set(mark.args)
+    default = [item.nodeid for item in found.items if tiers.in_default_tier(item)]
+    for test, text in (
+        *long_tables(default),
+        *unknown_rows([item.nodeid for item in found.items], named),
+    ):
+        yield f"{test}: table: {text}"
 
 
 def _run(command: list[str]) -> str:

@@ -107,6 +107,7 @@ def test_migrations_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.world_size(2, timeout=300)
+@pytest.mark.matrix
 def test_python_runs():
     def check(example: Example) -> None:
         try:

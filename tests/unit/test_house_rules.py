@@ -165,11 +165,19 @@ def test_a_circle_is_found():
 
 
 def test_a_long_table_is_found():
-    rows = "".join(f"tests/unit/x.py::test_a[{n}::{n}]\n" for n in range(13))
-    short = "".join(f"tests/unit/x.py::test_b[{n}]\n" for n in range(12))
-    ((test, text),) = rules.long_tables(f"{rows}{short}\n25 tests collected")
+    long = [f"tests/unit/x.py::test_a[{n}::{n}]" for n in range(13)]
+    short = [f"tests/unit/x.py::test_b[{n}]" for n in range(12)]
+    ((test, text),) = rules.long_tables([*long, *short])
     assert test == "tests/unit/x.py::test_a"
     assert text.startswith("13 rows")
+
+
+def test_a_row_that_a_table_has_not_is_found():
+    tests = ["x.py::test_a[1]", "x.py::test_a[b[0]]"]
+    assert list(rules.unknown_rows(tests, {"x.py::test_a": {"1", "b[0]"}})) == []
+    ((test, text),) = rules.unknown_rows(tests, {"x.py::test_a": {"1", "2"}})
+    assert test == "x.py::test_a"
+    assert "names '2'" in text
 
 
 def test_markers_are_read():
