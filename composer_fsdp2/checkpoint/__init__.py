@@ -1,1 +1,1 @@
-"""Reads, writes, verifies, compares and converts checkpoints; knows nothing of Composer."""
+"""Reads, writes, verifies, compares and converts checkpoints; does not depend on Composer."""
