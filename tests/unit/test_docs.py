@@ -239,7 +239,6 @@ def test_tests_of_values_say_what_they_test():
     assert [(n, row.key) for n, row in rows if callable(row.when) and not row.described] == []
 
 
-@pytest.mark.table("'tiled_mlp' and 'compile' are ", "'3", "'4", "'optimizer_state' is set and '")
 def test_every_error_of_the_parser_is_in_the_table():
     messages = [message(written) for written in WRITTEN]
     missing = [s for s in sentences() if not any(all(p in text for p in s) for text in messages)]

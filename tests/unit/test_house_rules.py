@@ -115,11 +115,11 @@ CODE: dict[str, tuple[Any, str, str, str | None]] = {
 }
 
 
-@pytest.mark.parametrize("rule", CODE)
-def test_a_rule_about_code(rule: str):
-    check, file, bad, good = CODE[rule]
-    assert list(check(code.Source(f"composer_fsdp2/{file}", bad)))
-    assert good is None or not list(check(code.Source(f"composer_fsdp2/{file}", good)))
+def test_rules_about_code_find_the_offender_alone():
+    for rule, (check, file, bad, good) in CODE.items():
+        assert list(check(code.Source(f"composer_fsdp2/{file}", bad))), rule
+        found = [] if good is None else list(check(code.Source(f"composer_fsdp2/{file}", good)))
+        assert not found, rule
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,11 @@ PAGES: dict[str, tuple[Any, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("rule", PAGES)
-def test_a_rule_about_pages(rule: str):
-    check, bad, good = PAGES[rule]
-    assert [line for line, _ in check(f"# Title\n\n{bad}\n")] == [3 + bad.startswith("```bash")]
-    assert not list(check(f"# Title\n\n{good}\n"))
+def test_rules_about_pages_find_the_offender_alone():
+    for rule, (check, bad, good) in PAGES.items():
+        found = [line for line, _ in check(f"# Title\n\n{bad}\n")]
+        assert found == [3 + bad.startswith("```bash")], rule
+        assert not list(check(f"# Title\n\n{good}\n")), rule
 
 
 def test_a_second_title_is_found():
