@@ -89,8 +89,8 @@ def name_of(case: Case) -> str:
 
 # The compiler of torch 2.13 looks at the gradients of inputs that are no leaves.
 @pytest.mark.table(
-    "recompute=none gradient_sync=reduce_scatter_only reshard_after_forward=True copi"
-    "es=2 prefetch=0 compile=False precision=islands tie=none"
+    "recompute=none gradient_sync=last reshard_after_forward=False copies=1 prefetch="
+    "0 compile=False precision=fp32 tie=none"
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.world_size(4)

@@ -169,7 +169,6 @@ def tell_in(folder: Path, cfg: dict[str, Any]) -> Told:
         os.chdir(before)
 
 
-@pytest.mark.matrix
 def test_evaluation_is_that_of_the_unsharded_run(ranks, assets, tmp_path):
     both = {
         "eval_loader": loader_of(assets, "val"),

@@ -82,7 +82,7 @@ def _settings(plain: Any, cache: bool) -> dict[str, Any]:
     return {**settings, "eos_token_id": first[0]}
 
 
-@pytest.mark.table("composer-True", "summoned-True")
+@pytest.mark.table("composer-True", "hugging face-False")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(

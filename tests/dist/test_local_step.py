@@ -172,7 +172,7 @@ def test_gives_the_bits_of_dtensors(name: str):
     assert traffic.get_total_counts() == 0
 
 
-@pytest.mark.table("own")
+@pytest.mark.table("adamw fused")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", ["decoupled adamw", "adamw fused", "own"])
 def test_gives_the_bits_of_dtensors_in_hsdp(name: str):
@@ -309,7 +309,6 @@ class ReplacesWithAPlace(Replaces):
 
 
 @pytest.mark.table(
-    "before-Replaces-{'optimizer_state': {'device': 'cpu'}}",
     "before-ReplacesWithAPlace-{'optimizer_state': {'device': 'cpu'}}",
     "later-ReplacesWithAPlace-{'local_step': True}",
 )

@@ -144,7 +144,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.table("bf16", "shared by all layers")
+@pytest.mark.table("kept", "mixed units")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("case", MODELS)
 def test_counts_what_reaches_the_backend(case: str):

@@ -162,7 +162,7 @@ def expected(run: str) -> dict[str, torch.Tensor]:
     return fit(trainer_of(FITS, run))
 
 
-@pytest.mark.table("forward-plain")
+@pytest.mark.table("backward-plain")
 @pytest.mark.smoke
 @pytest.mark.fault("out of memory in a step of the Trainer", "survived")
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def matrix() -> list[Any]:
     ]
 
 
-@pytest.mark.table("forward-ranks31-recomputed", "optimizer-ranks43-recomputed")
+@pytest.mark.table("forward-ranks1-plain", "forward-ranks32-recomputed")
 @OUT_OF_MEMORY
 @pytest.mark.parametrize(("point", "ranks", "run"), matrix())
 def test_ends_with_the_weights_of_a_run_of_that_size(point: str, ranks: set[int], run: str):

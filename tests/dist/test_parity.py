@@ -56,6 +56,7 @@ FROZEN = {
 both_optimizers = pytest.mark.parametrize("optimizer", OPTIMIZERS)
 
 
+@pytest.mark.table("sgd-norm clipping")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @both_optimizers
@@ -63,6 +64,7 @@ def test_recipe(recipe: str, optimizer: str):
     check_parity(Short, {}, optimizer, RECIPES[recipe])
 
 
+@pytest.mark.table("sgd-True")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reshard", [True, False, "auto"])
 @both_optimizers
@@ -70,12 +72,14 @@ def test_reshard(reshard: Any, optimizer: str):
     check_parity(TinyLM, {"reshard_after_forward": reshard}, optimizer)
 
 
+@pytest.mark.table("storage-False-sgd")
 @pytest.mark.world_size(2)
 @parametrize_pairs(tie=TIES, cut=(False, True), optimizer=OPTIMIZERS)
 def test_ties(tie: str, cut: bool, optimizer: str):
     _check_tie(tie, _cut(tie) if cut else {}, optimizer)
 
 
+@pytest.mark.table("AcrossChildren-False-adamw")
 @pytest.mark.world_size(2)
 @parametrize_pairs(
     kind=(TinyComposer, AcrossChildren, Grandchild), cut=(False, True), optimizer=OPTIMIZERS
@@ -84,6 +88,7 @@ def test_composer_models(kind: type[nn.Module], cut: bool, optimizer: str):
     check_parity(kind, CUT if cut else {}, optimizer)
 
 
+@pytest.mark.table("sgd-everything but the head")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("part", FROZEN)
 @both_optimizers
@@ -94,6 +99,7 @@ def test_frozen(part: str, optimizer: str):
     assert kept == [name for name in fresh if name.startswith(FROZEN[part])]
 
 
+@pytest.mark.table("sgd")
 @pytest.mark.world_size(2)
 @both_optimizers
 def test_a_frozen_block_may_run_without_and_with_gradients_through_it(optimizer: str):
@@ -136,6 +142,7 @@ def test_a_frozen_block_may_hide_its_output():
     check_parity(make, {})
 
 
+@pytest.mark.table("beginning-config1")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     "config", [{"reshard_after_forward": 2}, {"data_parallel_replicate_degree": 2}]
@@ -163,6 +170,7 @@ def test_an_embedding_may_also_make_the_logits():
     check_parity(make, {"wrap_policy": {"embeddings": True, "classes": ["Block"]}})
 
 
+@pytest.mark.table("sgd-nested")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     "policy",
@@ -174,6 +182,7 @@ def test_wrap_policy(policy: dict[str, Any], optimizer: str):
     check_parity(TinyLM, {"wrap_policy": policy}, optimizer)
 
 
+@pytest.mark.table("adamw-blocks")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("config", [{}, CUT], ids=["blocks", "cut"])
 @both_optimizers
@@ -194,6 +203,7 @@ def test_a_checkpointed_module_may_hold_a_tie_itself():
     check_parity(make, {"activation_checkpointing": True})
 
 
+@pytest.mark.table("False-sgd")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("recompute", "optimizer"), [(False, "sgd"), (True, "adamw")])
 def test_offloaded_activations(recompute: bool, optimizer: str):
@@ -201,6 +211,7 @@ def test_offloaded_activations(recompute: bool, optimizer: str):
     check_parity(TinyLM, config, optimizer)
 
 
+@pytest.mark.table("4-plain-adamw")
 @pytest.mark.world_size(4)
 @parametrize_pairs(
     replicate=(2, 4), recipe=("plain", "accumulation", "norm clipping"), optimizer=OPTIMIZERS
@@ -210,6 +221,7 @@ def test_hsdp(replicate: int, recipe: str, optimizer: str):
     check_parity(Short, config, optimizer, RECIPES[recipe])
 
 
+@pytest.mark.table("storage")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("tie", TIES[1:])
 def test_hsdp_with_ties(tie: str):
@@ -217,12 +229,14 @@ def test_hsdp_with_ties(tie: str):
     _check_tie(tie, {**_cut(tie), "data_parallel_replicate_degree": 2}, "adamw")
 
 
+@pytest.mark.table("none-sgd")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("tie", "optimizer"), [("none", "sgd"), ("two modules", "adamw")])
 def test_reshard_to_two_of_four_ranks(tie: str, optimizer: str):
     check_parity(functools.partial(TinyLM, tie), {"reshard_after_forward": 2}, optimizer)
 
 
+@pytest.mark.table("sgd-norm clipping")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("recipe", ["accumulation", "norm clipping", "evaluation"])
 @both_optimizers
@@ -230,6 +244,7 @@ def test_recipe_on_four_ranks(recipe: str, optimizer: str):
     check_parity(Short, {"activation_checkpointing": True}, optimizer, RECIPES[recipe])
 
 
+@pytest.mark.table("all layers")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("tie", TIES)
 def test_ties_on_four_ranks(tie: str):

@@ -37,6 +37,7 @@ def settings_in(folder: Path) -> dict[str, Any]:
     return settings
 
 
+@pytest.mark.matrix
 @quiet
 @pytest.mark.world_size(2)
 def test_a_policy_is_trained_like_in_one_process(tmp_path: Path):

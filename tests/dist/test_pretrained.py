@@ -129,6 +129,7 @@ def _ties(model: nn.Module) -> set[tuple[str, ...]]:
     return {tuple(group) for group in names.values() if len(group) > 1}
 
 
+@pytest.mark.table("1-llama, untied", "2-gpt2")
 @every_model
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_equals_from_pretrained(
@@ -137,6 +138,7 @@ def test_equals_from_pretrained(
     ranks(size, _check, name, tmp_path)
 
 
+@pytest.mark.table("llama, tied", "gpt2")
 @pytest.mark.world_size(4)
 @every_model
 def test_equals_from_pretrained_in_two_copies(name: str, tmp_path: Path):
@@ -144,6 +146,7 @@ def test_equals_from_pretrained_in_two_copies(name: str, tmp_path: Path):
     _check(name, tmp_path, degrees)
 
 
+@pytest.mark.table("gpt2")
 @pytest.mark.world_size(2)
 @every_model
 def test_trains_like_an_unsharded_copy(name: str, tmp_path: Path):

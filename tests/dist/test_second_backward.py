@@ -124,7 +124,7 @@ def _train(model: nn.Module, loss: Any, part: slice) -> None:
         optimizer.zero_grad()
 
 
-@pytest.mark.table("kept-between two forwards", "prefetch-forces")
+@pytest.mark.table("prefetch-between two forwards", "every unit watched-one unit")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("way", WAYS)

@@ -39,6 +39,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.table("streamed text")
 @pytest.mark.parametrize("run", RUNS)
 def test_trains_as_without_sharding(run: str, ranks: Any, assets: Path):
     loader, block, change = RUNS[run]
@@ -48,6 +49,7 @@ def test_trains_as_without_sharding(run: str, ranks: Any, assets: Path):
         same(found, alone)
 
 
+@pytest.mark.matrix
 def test_a_model_of_hugging_face_in_evaluation_too(ranks: Any, assets: Path, tmp_path: Path):
     loaders = [
         {**loader_of(assets, "val"), "label": "text"},
@@ -61,6 +63,7 @@ def test_a_model_of_hugging_face_in_evaluation_too(ranks: Any, assets: Path, tmp
         same(found, alone)
 
 
+@pytest.mark.matrix
 def test_resumes_in_the_middle_at_another_degree(ranks: Any, assets: Path, tmp_path: Path):
     saving = {"save_folder": f"{tmp_path}/saved", "save_interval": "1ba", "autoresume": True}
     (alone,) = ranks(1, tell, run_of(assets, STEADY))

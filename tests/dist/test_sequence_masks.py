@@ -148,6 +148,7 @@ WINDOWS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.table("Qwen2, in one layer-ulysses", "Gemma 2-ulysses")
 @pytest.mark.smoke
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", WINDOWS)
@@ -164,6 +165,7 @@ LEFT: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.table("Llama-ulysses", "Qwen3-gather_kv")
 @pytest.mark.smoke
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", LEFT)
@@ -181,6 +183,7 @@ PREFIX: dict[str, tuple[Callable[[], Any], Callable[[torch.Tensor], torch.Tensor
 }
 
 
+@pytest.mark.table("Llama, eager-ulysses", "Gemma 2-ulysses")
 @pytest.mark.smoke
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("family", PREFIX)

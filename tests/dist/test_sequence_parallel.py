@@ -219,7 +219,7 @@ def mean(value: torch.Tensor) -> torch.Tensor:
     return value / dist.get_world_size()
 
 
-@pytest.mark.table
+@pytest.mark.table("Llama, eager-ulysses-plain-4")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
@@ -278,6 +278,7 @@ TENSOR: list[tuple[str, str, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.table("MPT, grouped-gather_kv-packed-settings2")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
@@ -313,6 +314,7 @@ def compare_a_batch(
             assert_close(f"gradient of {name}", alone.grad, full(sharded.grad))
 
 
+@pytest.mark.table("ulysses-3", "gather_kv-None")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("window", [None, 3])
@@ -367,6 +369,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.table("gather_kv-kept")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("settings", WITH)
@@ -456,6 +459,7 @@ class Backwards(transformers.LlamaForCausalLM):
         return torch.zeros(length, length).masked_fill(~seen, -1e9)[None, None]
 
 
+@pytest.mark.table("gather_kv")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
@@ -469,6 +473,7 @@ def test_attention_that_is_not_known_is_an_error_in_the_first_step(method: str):
         model(**batch, use_cache=False)
 
 
+@pytest.mark.table("gather_kv-300-packed")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["plain", "padded", "packed"])

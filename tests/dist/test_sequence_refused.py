@@ -197,6 +197,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
 }
 
 
+@pytest.mark.table(
+    "no model of transformers",
+    "sees later tokens",
+    "heads of the user",
+    "weights of heads",
+    "no positions",
+    "loss outside",
+    "heads",
+)
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:The tokenizer was not provided")
@@ -256,6 +265,9 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.table(
+    "a mask of other tokens-train", "something for each token-eval", "no tokens-eval"
+)
 @VIEWS
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("mode", ["train", "eval"])
@@ -284,6 +296,7 @@ def test_sequences_that_are_longer_than_the_model_knows(make: Callable[[], nn.Mo
         model(**batch, use_cache=False).loss.backward()
 
 
+@pytest.mark.table("ulysses-5")
 @VIEWS
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("length", [2, 5])

@@ -114,6 +114,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.table("MPT-in fsdp2")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:The tokenizer was not provided")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
@@ -187,6 +188,7 @@ MODELS = pytest.mark.filterwarnings("ignore:The tokenizer was not provided")
 VIEWS = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 
 
+@pytest.mark.table("none")
 @VIEWS
 @MODELS
 @pytest.mark.filterwarnings("ignore:SWA has known issues")
@@ -219,6 +221,7 @@ CLIPS: dict[str, tuple[Any, ...]] = {
 }
 
 
+@pytest.mark.table("norm")
 @VIEWS
 @MODELS
 @pytest.mark.world_size(2)
@@ -291,6 +294,7 @@ class RunsOut(Callback):
         self.patch.undo()
 
 
+@pytest.mark.table("ulysses")
 @VIEWS
 @MODELS
 @pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
@@ -313,6 +317,7 @@ def test_microbatches_that_are_found_are_those_that_are_given(method: str):
         assert_same(weights(trainer.state.model), expected)
 
 
+@pytest.mark.table("MixUp")
 @MODELS
 @pytest.mark.filterwarnings("ignore:.* has known issues")
 @pytest.mark.world_size(2)
@@ -322,6 +327,7 @@ def test_what_draws_on_each_rank_is_refused(item: Callable[[], Any]):
         run(DIVIDED, item, "sharded")
 
 
+@pytest.mark.matrix
 @VIEWS
 @MODELS
 @pytest.mark.world_size(2)

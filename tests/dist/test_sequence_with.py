@@ -44,6 +44,7 @@ def convert(model: nn.Module, recipe: Any) -> None:
     apply_float8(model, Float8Plan(modules=names, gathered=(), settings=spec))
 
 
+@pytest.mark.table("gather_kv-padded-rowwise_with_gw_hp-settings1")
 @VIEWS
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
@@ -74,6 +75,7 @@ HALF_A_STEP = 2**-4
 """what rounding to three bits after the first changes a number by at most"""
 
 
+@pytest.mark.table("gather_kv-more1")
 @VIEWS
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
@@ -126,6 +128,7 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.table("offload")
 @VIEWS
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
@@ -155,6 +158,7 @@ def test_what_cannot_be_compiled_is_refused(settings: dict[str, Any], match: str
         prepared(llama(), sequence_parallel=2, **settings)
 
 
+@pytest.mark.table("settings0")
 @VIEWS
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
@@ -169,6 +173,7 @@ def test_attention_that_is_not_known_is_an_error_here_too(settings: dict[str, An
         model(**batch, use_cache=False)
 
 
+@pytest.mark.table("gather_kv")
 @VIEWS
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("method", ["ulysses", "gather_kv"])

@@ -216,6 +216,7 @@ ROWS += [torch.tensor([True, False, False, True]), (ALL, [0]), torch.tensor(1)]
 COLUMNS: list[Any] = [ALL, ..., (ALL, 0), (..., 1), (ALL, slice(0, 2)), (None, ALL), ()]
 
 
+@pytest.mark.table("state dict", "gradient")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", TENSORS)
 def test_elements_are_written_to_the_shards_or_not_at_all(kind: str):
@@ -279,6 +280,7 @@ UNKNOWN: dict[str, Read] = {
 }
 
 
+@pytest.mark.table("histogram", "number of values")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_a_callback_that_asks_for_what_torch_has_not(name: str):

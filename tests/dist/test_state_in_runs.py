@@ -92,6 +92,7 @@ def is_kept(trainer: Trainer) -> bool:
 # --- Checkpoints. ---
 
 
+@pytest.mark.table("bf16-full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -105,6 +106,7 @@ def test_a_resumed_run_is_the_run_that_was_not_interrupted(policy: str, kind: st
     assert largest_difference(state_of(resumed), state_of(whole)) == 0.0
 
 
+@pytest.mark.table("8 bits cpu")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("policy", ["bf16", "8 bits cpu"])
 def test_with_copies(policy: str, tmp_path: Path):
@@ -123,6 +125,7 @@ def _loaded(path: str, policy: str | None) -> State:
     return state_of(run(None, policy, until=0, seed=1, load_path=path))
 
 
+@pytest.mark.table("8 bits-full")
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("policy", ["bf16", "8 bits", "8 bits cpu"])
 def test_saved_on_three_ranks_and_loaded_on_fewer(
@@ -135,6 +138,7 @@ def test_saved_on_three_ranks_and_loaded_on_fewer(
         assert all(torch.equal(value, saved[name]) for name, value in found.items())
 
 
+@pytest.mark.table("8 bits-full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("policy", POLICIES)
@@ -169,6 +173,7 @@ def test_a_checkpoint_that_loses_precision_says_so(tmp_path: Path):
         run(None, "bf16", until=0, seed=1, load_path=str(tmp_path / FORMATS["sharded"]))
 
 
+@pytest.mark.table("sharded_dtensor_4r")
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:optimizer_state has no effect")
 @pytest.mark.parametrize("name", ["full_2r", "full_flatparam_2r", "sharded_dtensor_4r"])
@@ -192,6 +197,7 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.table("adaptive")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.filterwarnings("ignore:S.* has known issues")
@@ -206,6 +212,7 @@ def test_algorithms_find_what_they_find_otherwise(name: str):
     assert 0.0 < largest_difference(found[2], found[1]) < 0.05
 
 
+@pytest.mark.table("SWA")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["EMA", "SWA"])
 @pytest.mark.filterwarnings("ignore:S.* has known issues")
@@ -244,6 +251,7 @@ def test_weights_that_were_written_are_stepped(policy: str):
     assert 0 < (after - 2 * before).abs().max() < 0.1
 
 
+@pytest.mark.table("8 bits-0", "cpu-1")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("start", [0, 1])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -301,6 +309,7 @@ def held_out_loss(policy: str | None) -> float:
         return lm_loss(model(ids), targets).item()
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2)
 def test_the_loss_after_200_steps_is_within_a_hundredth():
     own = held_out_loss(None)

@@ -160,6 +160,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 # --- The step. ---
 
 
+@pytest.mark.table("adamax", "sgd")
 @pytest.mark.world_size(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_on_the_cpu_changes_no_bit(name: str):
@@ -175,6 +176,7 @@ def test_state_on_the_cpu_changes_no_bit(name: str):
     assert traffic.get_total_counts() == 0
 
 
+@pytest.mark.table("adamax-cpu", "rmsprop-cpu")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "asgd"])
@@ -255,6 +257,7 @@ def run_of(policy: str, name: str = "decoupled adamw") -> dict[str, torch.Tensor
     return everything(*pair)
 
 
+@pytest.mark.table("cpu-decoupled adamw", "bf16 cpu-sgd")
 @pytest.mark.parametrize("name", ["decoupled adamw", "sgd"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_two_and_three_ranks_have_the_same_bits(policy: str, name: str, ranks: Any):
@@ -281,6 +284,7 @@ def test_copies_have_the_same_bits(policy: str):
 # --- What others do with it. ---
 
 
+@pytest.mark.table("adamw fused-8 bits cpu", "sgd-cpu")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["decoupled adamw", "adamw fused", "rmsprop", "sgd"])
@@ -352,6 +356,7 @@ def test_state_reads_and_writes_as_a_dictionary_does():
     assert int(optimizer.state[param]["step"]) == 1
 
 
+@pytest.mark.table("adamw foreach", "sgd")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", ["decoupled adamw", "adamw foreach", "sgd"])
 def test_a_closure_runs_once_and_its_gradients_are_stepped(name: str):
@@ -471,6 +476,7 @@ REFUSED: dict[str, tuple[Make, dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.table("no state", "Muon")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name: str):

@@ -60,6 +60,7 @@ def run(sharding: Any, *algorithms: Any, microbatch: int = 4) -> tuple[TinyCompo
 SHARDINGS = {"DDP": None, "FSDP2": {"fsdp2": {}}}
 
 
+@pytest.mark.table("FSDP2")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", SHARDINGS)
 def test_a_recorded_run_equals_one_that_is_not(kind: str, tmp_path: Path):
@@ -69,6 +70,7 @@ def test_a_recorded_run_equals_one_that_is_not(kind: str, tmp_path: Path):
     assert largest_difference(plain, weights(recorded)) == 0
 
 
+@pytest.mark.table("4-FSDP2", "2-FSDP2")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", SHARDINGS)
 @pytest.mark.parametrize("microbatch", [4, 2])

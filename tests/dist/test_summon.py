@@ -260,12 +260,14 @@ def _random_operations(layout: str, seed: int, config: dict[str, Any]) -> Twins:
     return twins
 
 
+@pytest.mark.table("checkpointed")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_sequence_of_operations(layout: str):
     _random_operations(layout, 0, {})
 
 
+@pytest.mark.table("2")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("seed", range(1, 4))
 def test_other_sequences(seed: int):
@@ -289,6 +291,7 @@ def test_any_sequence_of_operations_on_one_rank():
 BEFORE_ANY_FORWARD = ["read", "read on rank 0", "write", "write and evaluate", "fail", "nest"]
 
 
+@pytest.mark.table("read on rank 0", "write and evaluate")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("operation", BEFORE_ANY_FORWARD)
 def test_before_any_forward(operation: str):

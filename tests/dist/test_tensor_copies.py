@@ -100,6 +100,7 @@ def assert_copies_are_equal(model: nn.Module) -> None:
         assert torch.equal(everyone[other], local), name
 
 
+@pytest.mark.table("Llama, tied-sgd-last")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last"])
 @pytest.mark.parametrize(("family", "optimizer"), [("Llama, tied", "sgd"), ("MPT", "adamw")])
@@ -206,6 +207,7 @@ def compare(before: str, after: str, kind: str, state: str, folder: Path, ranks:
     assert {n: d for n, v in expected.items() if (d := (v - got[n]).abs().max().item())} == {}
 
 
+@pytest.mark.table("one process")
 @pytest.mark.parametrize("other", OTHERS)
 def test_checkpoints_resume_without_a_difference(other: str, ranks: Any, tmp_path: Path):
     for number, state in enumerate(("sharded", "full")):

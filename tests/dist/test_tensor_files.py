@@ -54,7 +54,7 @@ TP = {"fsdp2": {"tensor_parallel": 2}}
 # --- FSDP1. ---
 
 
-@pytest.mark.table
+@pytest.mark.table("sharded_dtensor_weights_only_2r")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_fixture_of_fsdp1_goes_on_in_two_dimensions(name: str):
@@ -93,6 +93,7 @@ def odd_trainer(
     return trainer_for(model, optimizer, samples(), parallelism_config=parallelism, **settings)
 
 
+@pytest.mark.table("gpt2-full")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("state", ["sharded", "full"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -123,6 +124,7 @@ def shared(folder: Path) -> Path:
 # --- Composer's own tensor parallelism, beside FSDP1. ---
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("state", ["sharded", "full"])
 def test_a_checkpoint_of_composers_tensor_parallelism_goes_on(state: str, tmp_path: Path):
@@ -204,6 +206,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.table("async_save")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_run_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path):
@@ -254,6 +257,7 @@ def autoresumed(degree: int, until: int, folder: Path) -> None:
         torch.save({"start": start, **found}, folder / f"{until}.pt")
 
 
+@pytest.mark.matrix
 def test_an_elastic_run_goes_on_with_another_degree(request: pytest.FixtureRequest, tmp_path: Path):
     from tests.conftest import POOLS
 
@@ -311,6 +315,7 @@ def run(*args: object) -> str:
     return result.stdout
 
 
+@pytest.mark.table("phi3-full")
 @pytest.mark.parametrize("state", ["sharded", "full"])
 @pytest.mark.parametrize("family", ["phi3", "llama"])
 def test_files_need_no_layout(family: str, state: str, ranks: Any, tmp_path: Path):

@@ -63,6 +63,7 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- What is trained on. ---
 
 
+@pytest.mark.table("tp")
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_trains_as_without_sharding(form: str, ranks: Any, assets: Path):
     """The MDS loader, whose `replication` is set; a batch that four ranks could not share."""
@@ -75,6 +76,7 @@ def test_every_form_trains_as_without_sharding(form: str, ranks: Any, assets: Pa
         same(found, alone)
 
 
+@pytest.mark.table("2")
 @pytest.mark.parametrize("copies", [None, 2])
 def test_a_sampler_deals_to_groups(copies: int | None, ranks: Any, assets: Path):
     """Fine-tuning data, which is no streaming dataset; microbatches weigh by their tokens."""
@@ -89,6 +91,7 @@ def test_a_sampler_deals_to_groups(copies: int | None, ranks: Any, assets: Path)
 SPEED = {"callbacks": {"speed_monitor": {"window_size": 1}}}
 
 
+@pytest.mark.table("400tok")
 @pytest.mark.parametrize("duration", ["24sp", "400tok"])
 def test_samples_and_tokens_count_once(duration: str, ranks: Any, assets: Path):
     change = {"max_duration": duration, "scheduler.t_warmup": f"0{duration.lstrip('0123456789')}"}
@@ -122,6 +125,7 @@ def test_operations_count_once(ranks: Any, assets: Path):
 # --- Evaluation. ---
 
 
+@pytest.mark.table("8")
 @pytest.mark.parametrize("questions", [8, 5])
 def test_evaluation_is_that_of_the_unsharded_run(
     questions: int, ranks: Any, assets: Path, tmp_path: Path
@@ -165,6 +169,7 @@ def degrees(tp: int, kind: str = "sharded") -> dict[str, Any]:
     return {"parallelism_config": {"tp": tensor, "fsdp2": {"state_dict_type": kind}}}
 
 
+@pytest.mark.table("before2-after2-full")
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [((4, 2), (4, 2), "sharded"), ((4, 2), (2, 1), "sharded"), ((2, 1), (2, 2), "full")],

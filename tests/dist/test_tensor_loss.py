@@ -95,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.table("True-4-3")
 @VIEWS
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("tied", "degree", "chunks"), sorted(CASES))
@@ -182,6 +183,7 @@ class Labelled(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
+@pytest.mark.matrix
 @VIEWS
 @pytest.mark.world_size(4)
 def test_metrics_and_evaluation_are_those_of_whole_logits():
@@ -228,6 +230,7 @@ def test_what_else_reads_logits_is_an_error_on_every_rank_and_evaluation_has_the
 # --- Memory, and low precision ---
 
 
+@pytest.mark.table("2")
 @VIEWS
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("degree", [2, 4])
@@ -249,6 +252,7 @@ def test_a_rank_holds_its_part_of_the_logits(degree: int):
     assert peaks[4] < 0.6 * peaks[1]
 
 
+@pytest.mark.matrix
 @VIEWS
 @pytest.mark.world_size(4)
 def test_bf16_computes_as_whole_logits_do():

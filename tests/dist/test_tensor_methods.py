@@ -23,6 +23,7 @@ from tests.dist.test_tensor_parallel import (
 from tests.support.parity import OPTIMIZERS, assert_close, assert_same_values
 
 
+@pytest.mark.table("Phi-3")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["GPT-2", "Phi-3", "Llama, tied"])
@@ -58,6 +59,7 @@ def test_full_parameters_are_those_of_one_process(family: str):
     assert_same_values(oracle, model)
 
 
+@pytest.mark.table("GPT-2")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["Qwen3", "GPT-2"])

@@ -177,6 +177,7 @@ def prepared(
 
 
 # Newer torch warns of blocks that end in a view; nothing in these models changes it in place.
+@pytest.mark.table("GLM-4-adamw")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.world_size(4)
@@ -219,6 +220,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.table("GPT-2-recompute")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("settings", WITH)
@@ -388,6 +390,7 @@ def test_save_pretrained_writes_the_order_of_the_model(family: str, tmp_path: Pa
     assert all(torch.equal(before[name], loaded[name]) for name in before)
 
 
+@pytest.mark.table("False")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("recompute", [False, True])
@@ -423,6 +426,7 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=3e-3, eps=1e-3)
 
 
+@pytest.mark.table("Llama, tied")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["Phi-3", "GPT-2", "Llama, tied"])
@@ -462,6 +466,7 @@ class WithSpare(nn.Module):
         return self.net(ids, **kwargs)
 
 
+@pytest.mark.table("embed_tokens")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("frozen", ["", "q_proj", "embed_tokens"])

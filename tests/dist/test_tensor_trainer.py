@@ -105,6 +105,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.table("layer_plan")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("form", FORMS)
@@ -179,6 +180,7 @@ def test_items_that_have_not_been_tried_are_refused(case: str):
         trainer_for(model, adamw(model), samples(), **settings)
 
 
+@pytest.mark.table("norm")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("kind", ["norm", "value"])

@@ -54,6 +54,7 @@ def odd_batches(steps: int = STEPS) -> torch.Tensor:
     return torch.randint(1, VOCAB, (steps, SIZE, LENGTH), generator=generator)
 
 
+@pytest.mark.table("2-Phi-3")
 @pytest.mark.parametrize("family", ODD_FAMILIES)
 @pytest.mark.parametrize(
     "shards", [pytest.param(n, marks=pytest.mark.world_size(2 * n)) for n in (2, 3)]
@@ -91,6 +92,7 @@ def test_uneven_rows_train_like_one_process(family: str, shards: int):
         assert torch.equal(order.to_ranks(order.to_model(whole)), whole)  # padding stays zero
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_state_dicts_of_uneven_rows_are_loaded_again():
     torch.manual_seed(0)

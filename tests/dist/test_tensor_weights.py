@@ -49,6 +49,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
+@pytest.mark.table("Phi-3", "MPT, grouped")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", EVERY)
 def test_a_model_on_meta_starts_from_the_weights_of_a_run_without(family: str):
@@ -65,6 +66,7 @@ def test_a_model_on_meta_starts_from_the_weights_of_a_run_without(family: str):
     loss_of(model, of_this_group(odd_batches(1)[0])).backward()
 
 
+@pytest.mark.table("Phi-3-meta", "GPT-2, odd-meta")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("family", "start"), STARTS)
 def test_a_folder_is_read_into_two_dimensions(family: str, start: str, tmp_path: Path):

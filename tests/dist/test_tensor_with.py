@@ -98,7 +98,7 @@ def groups_together(
     assert_same_values(oracle, model)
 
 
-@pytest.mark.table
+@pytest.mark.table("order_check: always")
 @VIEWS
 @GRADS
 @pytest.mark.world_size(4)
@@ -252,6 +252,7 @@ def averages_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name.replace("module.", ""): full(value) for name, value in values.items()}
 
 
+@pytest.mark.table("EMA-full")
 @VIEWS
 @pytest.mark.filterwarnings("ignore:SWA has known issues")
 @pytest.mark.world_size(4)
@@ -323,6 +324,7 @@ def mixtral(**changes: Any) -> nn.Module:
     return transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, **sizes))
 
 
+@pytest.mark.table("some without tokens-sgd")
 @VIEWS
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -436,6 +438,7 @@ ADAPTED: dict[str, tuple[Any, list[str]]] = {
 }
 
 
+@pytest.mark.table("Phi-3")
 @VIEWS
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ADAPTED)

@@ -64,6 +64,7 @@ def distilled(config: dict[str, Any], dtype: torch.dtype = torch.float32) -> tup
     return models[0], pair[0], models[1], pair[1]
 
 
+@pytest.mark.table("True", "False")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("reshard", ["auto", True, False])
 def test_a_student_learns_like_in_one_process(reshard: Any):
@@ -210,6 +211,7 @@ CASES: dict[str, tuple[type[LlavaForConditionalGeneration], bool, dict[str, Any]
 """and how many units are in the tower"""
 
 
+@pytest.mark.table("frozen", "recomputed")
 @pytest.mark.fault("ranks leave out a tower", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")

@@ -49,6 +49,7 @@ WAYS_IN = {
 }
 
 
+@pytest.mark.table("Composer's FSDP2Config", "ParallelismConfig of a mapping")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("way", WAYS_IN)
@@ -125,6 +126,7 @@ def _settings(case: str) -> dict[str, Any]:
     return {key: value() if callable(value) else value for key, value in CASES[case].items()}
 
 
+@pytest.mark.table("value clipping-adamw")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
@@ -165,6 +167,7 @@ def _fit_for(model: TinyComposer, *durations: str | None) -> None:
 HSDP = {"data_parallel_replicate_degree": 2}
 
 
+@pytest.mark.table("{'data_parallel_replicate_degree': 2}-adamw")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     ("fsdp2", "name"),
@@ -222,6 +225,7 @@ class Checkpointed(TinyComposer):
         self.net.activation_checkpointing_fn = lambda module: isinstance(module, Block)
 
 
+@pytest.mark.table("activation_checkpointing-TinyComposer", "activation_cpu_offload-TinyComposer")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("make", [TinyComposer, Checkpointed])
 @pytest.mark.parametrize("how", ["activation_checkpointing", "activation_cpu_offload"])
@@ -300,6 +304,7 @@ def _llama(tied: bool) -> Any:
         return HuggingFaceModel(LlamaForCausalLM(config), use_logits=True)
 
 
+@pytest.mark.table("False")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tied", [True, False])

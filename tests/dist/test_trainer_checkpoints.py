@@ -87,6 +87,7 @@ def _check_resume(tmp_path: Path, fsdp2: dict[str, Any], saved: str, **kwargs: A
 FORMATS = {"sharded": "ep0-ba5", "full": "ep0-ba5-rank0.pt"}
 
 
+@pytest.mark.table("none-sharded")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
@@ -97,6 +98,7 @@ def test_five_and_five_steps_are_ten(kind: str, tie: str, tmp_path: Path):
     assert (net.head.weight is net.embed.weight) is (tie == "two modules")
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_hsdp_resumes(kind: str, tmp_path: Path):
@@ -140,6 +142,7 @@ def test_sharded_folder_is_named_as_asked(tmp_path: Path):
     assert largest_difference(loaded, whole) == 0.0
 
 
+@pytest.mark.table("two modules")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("tie", ["none", "two modules"])
 def test_weights_read_by_rank0_alone_reach_every_rank(tie: str, tmp_path: Path):

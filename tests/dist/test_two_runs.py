@@ -128,6 +128,7 @@ def test_two_runs_and_one_file(tmp_path: Path):
     assert path.read_text() == "again"
 
 
+@pytest.mark.table("full")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_two_trainers(kind: str, tmp_path: Path):
@@ -183,6 +184,7 @@ def _one_sentence(error: CheckpointError) -> None:
         assert hidden_in not in text
 
 
+@pytest.mark.table("sharded-3000-None", "full-2000-1")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("rank", [0, 1, None])
 @pytest.mark.parametrize("size_bytes", [0, 100, 1000, 2000, 3000])
@@ -203,6 +205,7 @@ def test_full_disk(kind: str, size_bytes: int, rank: int | None, tmp_path: Path)
     assert sorted(open_checkpoint(tmp_path / FORMATS[kind]).paths) == before
 
 
+@pytest.mark.table("sharded-True", "full-True")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)

@@ -96,6 +96,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.table("kept", "four")
 @pytest.mark.fault("ranks with other numbers of microbatches, or none", "survived")
 @pytest.mark.parametrize(
     "run", [pytest.param(run, marks=pytest.mark.world_size(RUNS[run][0])) for run in RUNS]

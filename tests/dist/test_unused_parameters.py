@@ -118,6 +118,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.table("DeepSeek-V3-2")
 @pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,6 +146,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.table("kept", "recomputed")
 @pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("config", CONFIGS)
@@ -152,6 +154,7 @@ def test_experts_with(config: str):
     train_routed(Sparse, CONFIGS[config], "adamw")
 
 
+@pytest.mark.table("None-last", "fp32-every")
 @pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("sync", ["every", "last"])
@@ -162,6 +165,7 @@ def test_experts_in_microbatches(sync: str, dtype: str | None):
     train_routed(Sparse, config, "adamw", routes, microbatches=2)
 
 
+@pytest.mark.table("last", "reduce_scatter_only")
 @pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last", "reduce_scatter_only"])
@@ -261,6 +265,7 @@ class Twice(NeverSpare):
         return x
 
 
+@pytest.mark.table("NeverSpare-2")
 @pytest.mark.fault("ranks run other branches of a model after the first step", "survived")
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("make", [NeverSpare, Forked, Twice])
@@ -396,6 +401,7 @@ TRAINED = {
 }
 
 
+@pytest.mark.table("all but the embedding", "bridge")
 @pytest.mark.fault("ranks leave out a tower", "survived")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("trained", TRAINED)

@@ -518,7 +518,7 @@ def _marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.world_size(1 if "autoresume" in name else 2))
 
 
-@pytest.mark.table("load-garbage", "safe_torch_load")
+@pytest.mark.table("save-under a file", "load-garbage")
 @pytest.mark.parametrize("name", list(map(_marked, CASES)))
 def test_with_and_without_it(name: str, tmp_path: Path):
     alone, with_ours = both(

@@ -12,7 +12,7 @@ PRELOAD = ["tests.support.odd_models"]
 KINDS = [name for group in kinds().values() for name in group]
 
 
-@pytest.mark.table("frozen_scripted", "compiled_in_place_as_a_graph")
+@pytest.mark.table("scripted", "batch_norm")
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_trains_or_is_refused(name: str):

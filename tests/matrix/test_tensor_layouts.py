@@ -133,7 +133,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return save
 
 
-@pytest.mark.table
+@pytest.mark.table("TP 2 x FSDP 2-one process-llama-sharded")
 @pytest.mark.parametrize(("before", "after", "kind", "state"), CASES)
 def test_resumes_without_a_difference(
     before: str,
