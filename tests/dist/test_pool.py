@@ -125,6 +125,7 @@ def _session(path: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_stopped_ranks_end_with_a_session_that_is_killed(tmp_path: Path):
     file = tmp_path / "pid"
     process = multiprocessing.get_context("spawn").Process(target=_session, args=(file,))

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 
 

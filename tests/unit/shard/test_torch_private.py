@@ -97,6 +97,7 @@ def test_either_of_two_names_will_do(monkeypatch: pytest.MonkeyPatch):
     check_private_members(["x"])
 
 
+@pytest.mark.matrix
 def test_looking_costs_little():
     code = (
         "import time; from composer_fsdp2.trainer import prepare as p;"
