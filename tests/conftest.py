@@ -70,6 +70,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(skips)
     config.pluginmanager.register(tiers)
+    # Or an import of inductor starts two processes, here and in the server of the ranks.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     os.environ[limits.VARIABLE] = str(limits.measure())
     _let_threads_finish()
     config.stash[NUMBERS] = shards.claim_numbers()

@@ -364,7 +364,6 @@ def _environment(rank: int, world_size: int) -> dict[str, str]:
     return {
         **SINGLE_THREADED,
         "GLOO_SOCKET_IFNAME": "lo",
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # Composer reads these even when the process group exists already.
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
