@@ -206,17 +206,11 @@ def _layout(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> _Layo
 
 
 class _View(io.RawIOBase):
-    """A readable, seekable file over bytes in memory, without a copy of them."""
+    """A file over bytes in memory, without a copy of them, as far as `ZipFile` reads a directory."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
         self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._data)}[whence]
