@@ -206,7 +206,7 @@ def _layout(storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> _Layo
 
 
 class _View(io.RawIOBase):
-    """A file over bytes in memory, without a copy of them, as far as `ZipFile` reads a directory."""
+    """A file over bytes in memory, without a copy of them, as far as `ZipFile` reads it."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
