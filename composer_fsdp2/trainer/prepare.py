@@ -46,6 +46,7 @@ from composer_fsdp2.runtime.accumulation import Accumulation
 from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.runtime.explain import explain_in_forward
+from composer_fsdp2.runtime.frozen import CarriedFlags
 from composer_fsdp2.runtime.gathered import watch_gathered
 from composer_fsdp2.runtime.oom import OOMGuard
 from composer_fsdp2.runtime.order_check import OrderCheck, apply_order_check
@@ -323,6 +324,7 @@ def install_step_hooks(
     agreement_of(device)  # made here, where all ranks are
     groups = {name: param_groups(unit) for name, unit in gathered.items()}
     events = UnitEvents(model, groups, watchdog_of(device))
+    events.listeners += (CarriedFlags(groups).hear,)
     order = apply_order_check(events, plan.settings.order_check, device)
     forward, backward = plan.settings.forward_prefetch, plan.settings.backward_prefetch
     if forward or backward:

@@ -22,8 +22,15 @@ from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.trainer.sharding import sharding_of
-from tests.support.models import llama_config
-from tests.support.parity import OPTIMIZERS, Recipe, copy_values, full, train_together
+from tests.support.models import llama_config, lm_loss
+from tests.support.parity import (
+    OPTIMIZERS,
+    Recipe,
+    copy_values,
+    full,
+    model_loss,
+    train_together,
+)
 from tests.support.traffic import Bytes
 from tests.support.training import Tokens, largest_difference, trainer_for
 
@@ -95,6 +102,32 @@ def test_trains_like_one_process(changes: dict[str, Any], config: dict[str, Any]
     pair = [OPTIMIZERS["adamw"](trained(each)) for each in (oracle, model)]
     prepare_fully_shard(model, pair[1], config)
     train_together(oracle.model, pair[0], model.model, pair[1], Recipe(steps=5))
+
+
+def with_reference(model: peft.PeftModel, batch: Any) -> torch.Tensor:
+    """A loss with a term of KL to the model without adapters, in every third step."""
+    model.step = getattr(model, "step", -1) + 1
+    if model.step % 3:
+        return model_loss(model, batch)
+    with torch.no_grad(), model.disable_adapter():
+        reference = torch.log_softmax(model(batch[0]).logits, -1)
+    logits = torch.log_softmax(model(batch[0]).logits, -1)
+    apart = nn.functional.kl_div(logits, reference, log_target=True, reduction="batchmean")
+    return lm_loss(logits, batch[1]) + 0.1 * apart
+
+
+@pytest.mark.table("sgd-auto", "adamw-False")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reshard", ["auto", True, False])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_reference_pass_freezes_no_adapter(reshard: Any, optimizer: str):
+    """PEFT sets `requires_grad` of gathered parameters, in units that stayed gathered."""
+    changes = {"tied": False, "target_modules": ["q_proj", "lm_head", "embed_tokens"]}
+    oracle, model = lora(**changes), lora(**changes)
+    pair = [OPTIMIZERS[optimizer](trained(each)) for each in (oracle, model)]
+    prepare_fully_shard(model, pair[1], {"reshard_after_forward": reshard})
+    models = oracle.model, pair[0], model.model, pair[1]
+    train_together(*models, Recipe(steps=8), with_reference)
 
 
 @pytest.mark.world_size(2)

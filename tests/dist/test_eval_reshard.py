@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.shard.eval_reshard import resharding
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
-from tests.support.parity import OPTIMIZERS
+from tests.support.parity import OPTIMIZERS, Recipe, model_loss, train_together
 from tests.support.traffic import Bytes
 from tests.support.training import (
     built,
@@ -117,3 +118,28 @@ def test_evaluations_of_the_trainer(eval_reshard: bool):
     expected = built(TinyComposer)
     train_alone(expected, OPTIMIZERS["sgd"](expected.parameters()), samples, 8)
     assert largest_difference(model, expected) <= 1e-6
+
+
+def sometimes_evaluated_then_frozen(model: nn.Module, batch: Any) -> torch.Tensor:
+    """In every third step evaluates, then freezes every second parameter, or unfreezes all."""
+    model.step = getattr(model, "step", -1) + 1
+    if model.step % 3 == 0:
+        with torch.no_grad():
+            model(batch[0])
+        for number, param in enumerate(model.parameters()):
+            param.requires_grad_(model.step % 2 == 1 or number % 2 == 0)
+    return model_loss(model, batch)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reshard", ["auto", False])
+def test_what_is_frozen_after_an_evaluation_stays_frozen(reshard: Any):
+    """The evaluation leaves units gathered, and whoever freezes then freezes gathered copies."""
+    torch.manual_seed(0)
+    oracle = TinyLM()
+    model = copy.deepcopy(oracle)
+    pair = [OPTIMIZERS["sgd"](each.parameters()) for each in (oracle, model)]
+    prepare_fully_shard(model, pair[1], {"reshard_after_forward": reshard})
+    train_together(
+        oracle, pair[0], model, pair[1], Recipe(steps=8), sometimes_evaluated_then_frozen
+    )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.shard.torch_private.tensors import storage_id
+from composer_fsdp2.shard.torch_private.units import carry_requires_grad
 
 __all__ = [
     "free",
@@ -62,6 +63,7 @@ def _gather(
 def _free(group: Any, free: Callable[[], None], frees: Callable[[], bool]) -> None:
     # Hooks of `state_dict` and `load_state_dict` call it too, whether the group is gathered or not.
     if not group.is_unsharded or frees():
+        carry_requires_grad(group)
         free()
 
 

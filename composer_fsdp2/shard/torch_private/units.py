@@ -20,6 +20,7 @@ __all__ = [
     "all_reduce_hook",
     "all_reduces",
     "backward_number",
+    "carry_requires_grad",
     "device_of",
     "drop_unreduced",
     "free_after_forward",
@@ -175,6 +176,20 @@ def trained_params(group: Any) -> list[Any]:
     """Returns what autograd may give a gradient; it sees gathered copies, once there are any."""
     params = group.fsdp_params
     return [p for p in params if getattr(p, "_unsharded_param", p.sharded_param).requires_grad]
+
+
+def carry_requires_grad(group: Any) -> None:
+    """Gives the shards of a gathered group the `requires_grad` of their gathered parameters.
+
+    Whoever freezes or unfreezes a gathered parameter, as PEFT's `disable_adapter` does around a
+    reference pass, sets the flag of the gathered copy. Torch copies it the other way alone, at the
+    next gather: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L590
+    """
+    if group.is_unsharded:
+        for param in group.fsdp_params:
+            flag = param._unsharded_param.requires_grad
+            if param.sharded_param.requires_grad != flag:
+                param.sharded_param.requires_grad_(flag)
 
 
 def has_gradient(param: Any) -> bool:
