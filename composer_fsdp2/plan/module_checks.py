@@ -14,7 +14,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.held_tensors import HeldTensor, held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, memory_of
 
-__all__ = ["check_modules", "refuse_unreadable"]
+__all__ = ["check_modules", "refuse_gradients", "refuse_unreadable"]
 
 _SHOWN = 5
 """at most so many of one kind are named"""
@@ -40,6 +40,22 @@ def refuse_unreadable(tree: ModuleTree) -> None:
             f"{_listed(lazy)} has no shape yet: a lazy module gets it in its first call. There is "
             "nothing to shard until then. Call the model once with a batch before it is prepared, "
             "or give the sizes (`nn.Linear` instead of `nn.LazyLinear`)."
+        )
+
+
+def refuse_gradients(tree: ModuleTree) -> None:
+    """Refuses a model with gradients from a backward before it is prepared. Collective: no.
+
+    Raises:
+        PlanError: for gradients that are not zero; shards begin without any.
+    """
+    grads = ((ref.name, ref.param.grad) for ref in tree.params)
+    found = [name for name, grad in grads if grad is not None and not grad.is_meta and grad.any()]
+    if found:
+        raise PlanError(
+            f"{_listed(found)} has a gradient already. It is of the whole parameter, and the first "
+            "step would go without it, because shards begin with no gradient. Prepare the model "
+            "before the first backward, or clear the gradients: `model.zero_grad()`."
         )
 
 

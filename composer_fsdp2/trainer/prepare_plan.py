@@ -33,7 +33,7 @@ from composer_fsdp2.optim.muon_settings import PlannedGroups
 from composer_fsdp2.optim.state_check import check_optimizer_state
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.plan.module_checks import refuse_unreadable
+from composer_fsdp2.plan.module_checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.unit_size import UnitSizes
@@ -158,6 +158,7 @@ def make_plan(
     optimizer = _single_optimizer(optimizers, settings)
     tree = ModuleTree.read(model)
     refuse_unreadable(tree)
+    refuse_gradients(tree)
     check_hooks(tree)
     shape = MeshShape.resolve(settings, dist.get_world_size())
     compute = check_scale(settings, _compute_dtype(precision, place))

@@ -144,6 +144,19 @@ def test_another_version(tmp_path: Path):
             sys.path.remove(str(tmp_path))
 
 
+@ONE_RANK
+@pytest.mark.world_size(2)
+def test_a_gradient_of_before():
+    """Shards would begin without it."""
+    model = TinyLM()
+    if dist.get_rank() == 1:
+        model.norm.weight.grad = torch.ones_like(model.norm.weight)
+    with pytest.raises(PlanError, match=r"'norm\.weight' has a gradient already.*zero_grad"):
+        prepare_fully_shard(model, None, {})
+    model.zero_grad(set_to_none=False)
+    prepare_fully_shard(model, None, {})
+
+
 @pytest.mark.world_size(2)
 def test_two_optimizers():
     model = TinyLM()
