@@ -234,7 +234,7 @@ def _islands(
         if id(module) in decisions or first is None or not has_forward(module):
             continue
         around = gathered_in or first.dtype
-        if around == torch.float32:
+        if around in (torch.float32, torch.float64):  # nothing is rounded to less
             continue
         precision = replace(FP32, output_dtype=str(around))
         settings = UnitSettings(mixed_precision=precision)

@@ -161,6 +161,12 @@ class ReusedEmbedding(nn.Embedding):
 
 
 @pytest.mark.world_size(2)
+def test_what_is_kept_in_fp32_is_float64_in_a_model_of_float64():
+    config = {"keep_fp32": ["norm"], "mixed_precision": "FULL"}
+    check_parity(lambda: TinyLM().double(), config)
+
+
+@pytest.mark.world_size(2)
 def test_an_embedding_may_also_make_the_logits():
     def make() -> TinyLM:
         model = TinyLM()
