@@ -39,7 +39,7 @@ from unittest import mock
 
 import pytest
 
-from tests.support import covered
+from tests.support import covered, mutated
 from tests.support.limits import Limit, scaled
 
 PRELOAD = [
@@ -78,6 +78,7 @@ class Job:
     call: bytes
     filters: list[tuple[Any, ...]]
     covers: bool = False
+    mutant: mutated.Mutant | None = None
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,8 @@ class WorkerPool:
             pytest.skip.Exception: if every rank skipped.
         """
         covers = self.lines is not None
-        job = pickle.dumps(Job(pickle.dumps(call), list(warnings.filters), covers))
+        filters = list(warnings.filters)
+        job = pickle.dumps(Job(pickle.dumps(call), filters, covers, mutated.planted()))
         if any(_thread_count(process.pid) > CROWDED_THREADS for process in self._processes):
             self._kill()
         if not self._processes:
@@ -402,6 +404,7 @@ def _isolated(job: Job) -> Iterator[None]:
     import torch
 
     with warnings.catch_warnings(), mock.patch.dict(os.environ):
+        mutated.plant(job.mutant)
         if job.covers:
             covered.start()
         warnings.resetwarnings()
