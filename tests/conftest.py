@@ -78,7 +78,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[POOLS] = Pools()
     if (file := config.getoption("--covered")) is not None:
         config.stash[COVERED] = file
-        config.stash[POOLS].lines = set()
     handle, path = tempfile.mkstemp(prefix="faults-")
     os.close(handle)
     config.stash[FAULTS] = Path(path)
@@ -116,8 +115,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """Records the lines of the package that a test runs, with `--covered`."""
     if COVERED not in item.config.stash:
         return (yield)
-    on_ranks = item.config.stash[POOLS].lines
-    on_ranks.clear()
     covered.start()
     begun = time.monotonic()
     try:
@@ -125,7 +122,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     finally:
         seconds = round(time.monotonic() - begun, 3)
         lines = dict[str, list[int]]()
-        for file, number in sorted({*covered.take(), *on_ranks}):
+        for file, number in covered.take():
             lines.setdefault(file, []).append(number)
         row = {"test": item.nodeid, "seconds": seconds, "default": tiers.in_default_tier(item)}
         item.config.stash[COVERED].write(json.dumps({**row, "lines": lines}) + "\n")

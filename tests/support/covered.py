@@ -6,7 +6,9 @@ Commands that a test starts as processes of their own are not seen.
 
 from __future__ import annotations
 
+import atexit
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import CodeType
 
@@ -15,7 +17,20 @@ PACKAGE = f"{Path(__file__).parents[2] / 'composer_fsdp2'}/"
 Line = tuple[str, int]
 """A file, below the package, and the number of a line in it."""
 
+_TOOL = "covered"
 _lines: set[Line] = set()
+
+
+def is_on() -> bool:
+    """Whether lines are recorded in this process."""
+    return (
+        sys.version_info >= (3, 12) and sys.monitoring.get_tool(sys.monitoring.COVERAGE_ID) == _TOOL
+    )
+
+
+def add(lines: Iterable[Line]) -> None:
+    """Adds lines that ran on ranks to the record."""
+    _lines.update(lines)
 
 
 def start() -> None:
@@ -23,10 +38,11 @@ def start() -> None:
     monitoring = sys.monitoring
     tool = monitoring.COVERAGE_ID
     if monitoring.get_tool(tool) is None:
-        monitoring.use_tool_id(tool, "covered")
+        monitoring.use_tool_id(tool, _TOOL)
         monitoring.register_callback(tool, monitoring.events.PY_START, _record_start)
         monitoring.register_callback(tool, monitoring.events.LINE, _record_line)
         monitoring.set_events(tool, monitoring.events.PY_START)
+        atexit.register(monitoring.free_tool_id, tool)
     _lines.clear()
     monitoring.restart_events()
 

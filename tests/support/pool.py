@@ -117,8 +117,6 @@ class WorkerPool:
     def __init__(self, world_size: int, backend: str = "gloo") -> None:
         self.world_size = world_size
         self.backend = backend
-        self.lines: set[covered.Line] | None = None
-        """Where to add the lines of the package that ranks run; None does not record them."""
         self.start_seconds = 0.0
         """How long all starts of its ranks took."""
         self._processes: list[ForkServerProcess] = []
@@ -135,9 +133,8 @@ class WorkerPool:
             RankError: if a rank raised, died, or was not done in time.
             pytest.skip.Exception: if every rank skipped.
         """
-        covers = self.lines is not None
         filters = list(warnings.filters)
-        job = pickle.dumps(Job(pickle.dumps(call), filters, covers, mutated.planted()))
+        job = pickle.dumps(Job(pickle.dumps(call), filters, covered.is_on(), mutated.planted()))
         if any(_thread_count(process.pid) > CROWDED_THREADS for process in self._processes):
             self._kill()
         if not self._processes:
@@ -149,8 +146,8 @@ class WorkerPool:
                 conn.send_bytes(job)
         outcomes = self._finish(timeout_seconds)
         self._signal(signal.SIGSTOP)
-        if self.lines is not None:
-            self.lines.update(*(outcome.lines for outcome in outcomes))
+        for outcome in outcomes:
+            covered.add(outcome.lines)
         if outcomes[0].status == "skipped":
             pytest.skip(outcomes[0].text)
         return [pickle.loads(outcome.result) for outcome in outcomes]
@@ -277,8 +274,6 @@ class Pools:
     """The session's pools by size and backend, each started when first used and then kept."""
 
     def __init__(self) -> None:
-        self.lines: set[covered.Line] | None = None
-        """As `WorkerPool.lines`, for all of them; set before the first is started."""
         self._pools: dict[tuple[int, str], WorkerPool] = {}
 
     def get(self, world_size: int, backend: str = "gloo") -> WorkerPool:
@@ -286,7 +281,6 @@ class Pools:
         key = (world_size, backend)
         if key not in self._pools:
             self._pools[key] = WorkerPool(world_size, backend)
-            self._pools[key].lines = self.lines
         return self._pools[key]
 
     @property
