@@ -42,9 +42,15 @@ def start() -> None:
         monitoring.register_callback(tool, monitoring.events.PY_START, _record_start)
         monitoring.register_callback(tool, monitoring.events.LINE, _record_line)
         monitoring.set_events(tool, monitoring.events.PY_START)
-        atexit.register(monitoring.free_tool_id, tool)
+        atexit.register(_stop)
     _lines.clear()
     monitoring.restart_events()
+
+
+def _stop() -> None:
+    monitoring = sys.monitoring
+    for event in (monitoring.events.PY_START, monitoring.events.LINE):
+        monitoring.register_callback(monitoring.COVERAGE_ID, event, None)
 
 
 def take() -> list[Line]:
