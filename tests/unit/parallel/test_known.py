@@ -37,6 +37,14 @@ def test_another_one_of_this_name_is_refused(missing: str, value: Any):
         known_block("attn", MultiheadAttention(**{**SIZES, missing: value}))
 
 
+@pytest.mark.parametrize("key", ["Wqkv", "out_proj"])
+def test_one_with_another_layer_in_it_is_refused(key: str):
+    module = MultiheadAttention(**SIZES)
+    setattr(module, key, nn.Identity())
+    with pytest.raises(PlanError, match=f"its {key} is a Identity"):
+        known_block("attn", module)
+
+
 class Separate(nn.Module):
     """Eight heads of queries and two of keys, 32 wide in a model 16 wide."""
 
