@@ -131,7 +131,7 @@ def matrix() -> list[Any]:
     ]
 
 
-@pytest.mark.table("full_weights_only_2r-1-full")
+@pytest.mark.table("full_weights_only_2r-1-full", "full_flatparam_2r-1-full")
 @pytest.mark.parametrize(("name", "into", "kind"), matrix())
 def test_every_fixture_into_every_run(name: str, into: str, kind: str):
     facts = expected(name)

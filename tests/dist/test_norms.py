@@ -23,6 +23,7 @@ from torch.distributed.tensor import distribute_tensor as distribute
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import clip_grad_norm_, installed, prepare_fully_shard
+from composer_fsdp2.optim.norms import whole_metrics
 from composer_fsdp2.trainer.logged_norms import logged_norms
 from composer_fsdp2.trainer.step_record import gradient_norm
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
@@ -101,6 +102,17 @@ class Params:
 @pytest.mark.parametrize("order", ORDERS)
 def test_one_collective_for_all_dtypes(order: float):
     Params(init_device_mesh("cpu", (2,)), Shard(0)).check(order, 1)
+
+
+@pytest.mark.world_size(2)
+def test_metrics_that_are_norms_share_a_collective():
+    mesh = init_device_mesh("cpu", (2,))
+    whole = [torch.arange(4.0 * number).reshape(number, 4) for number in (2, 3, 5)]
+    metrics = {str(len(w)): distribute(w, mesh, [Shard(0)]).norm() for w in whole}
+    with Seen() as seen:
+        found = whole_metrics(metrics)
+    assert found == pytest.approx({str(len(w)): w.norm().item() for w in whole})
+    assert seen.collectives == 1
 
 
 @pytest.mark.world_size(3)

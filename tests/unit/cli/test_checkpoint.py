@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.checkpoint import convert as convert_module
 from composer_fsdp2.checkpoint.convert import nest
+from composer_fsdp2.checkpoint.diff import compare_checkpoints
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
 from composer_fsdp2.cli.main import app
 from composer_fsdp2.errors import CheckpointError
@@ -345,6 +346,14 @@ def test_diff_shows_twenty_lines_unless_asked(tmp_path: Path):
     assert "Values differ (30):" in text
     assert "... 10 more, see --all" in text
     assert run("diff", *paths, "--all", code=1).count(": at most 1 apart") == 30
+
+
+def test_a_comparison_tells_its_progress(small: Path):
+    told: list[tuple[int, int]] = []
+    pair = open_checkpoint(small), open_checkpoint(small)
+    compare_checkpoints(*pair, lambda done, total: told.append((done, total)))
+    assert told == sorted(told)
+    assert told[0][0] < told[-1][0] == told[-1][1]
 
 
 def test_equal_to_itself(small: Path):
