@@ -75,6 +75,7 @@ def migrate(
     check: Annotated[
         bool, typer.Option("--check", help="Only the report; exit code 1 if a decision is needed.")
     ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Prints the new file to standard output and the report beside it to standard error."""
@@ -88,12 +89,14 @@ def migrate(
                 "--gpus-per-node": gpus_per_node,
                 "--set": decisions,
                 "--strict": strict,
+                "--force": force,
             }
             _refuse_beside_code([name for name, value in others.items() if value])
             raise typer.Exit(_migrate_code(code, check=check, as_json=as_json))
         report = _migrate_config(
             _checked(config),
             None if check else output,
+            force,
             dialect=dialect,
             world_size=world_size,
             gpus_per_node=gpus_per_node,
@@ -103,12 +106,14 @@ def migrate(
         raise typer.Exit(_exit_code(report, strict=strict, check=check or output is not None))
 
 
-def _migrate_config(config: Path, output: Path | None, **settings: Any) -> Report:
+def _migrate_config(config: Path, output: Path | None, force: bool, **settings: Any) -> Report:
     from composer_fsdp2.tools.migrate.engine import migrate as migrate_text
 
+    if output is not None:
+        _check_output(config, output, force)
     report = migrate_text(_read(config), name=str(config), folder=config.parent, **settings)
     if output is not None:
-        _write(config, output, report.text)
+        _write(output, report.text)
     return report
 
 
@@ -149,11 +154,18 @@ def _read(config: Path) -> str:
         ) from None
 
 
-def _write(config: Path, output: Path, text: str) -> None:
+def _check_output(config: Path, output: Path, force: bool) -> None:
     if output.resolve() == config.resolve():
         raise ConfigError(
             f"--output is the input '{config}'. The old settings would be lost. Give another path."
         )
+    if output.exists() and not force:
+        raise ConfigError(
+            f"'{output}' exists. What is in it would be lost. Write another name, or --force."
+        )
+
+
+def _write(output: Path, text: str) -> None:
     try:
         output.write_bytes(text.encode())
     except OSError as error:

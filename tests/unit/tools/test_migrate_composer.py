@@ -449,6 +449,16 @@ def test_command_writes_beside_the_input(tmp_path):
     assert old.read_text() == COMMENTED
 
 
+def test_a_file_that_exists_stays_unless_forced(tmp_path):
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text(COMMENTED)
+    new.write_text("mine: 1\n")
+    run(old, "-o", new, code=2)
+    assert new.read_text() == "mine: 1\n"
+    run(old, "-o", new, "--force")
+    assert new.read_text() == MIGRATED
+
+
 def test_command_exit_codes(tmp_path):
     file = tmp_path / "old.yaml"
     file.write_text(dump({"fsdp_config": {"auto_wrap": False, "use_orig_params": False}}))

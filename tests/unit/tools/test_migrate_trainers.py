@@ -379,7 +379,7 @@ def test_an_open_decision_is_a_comment_at_its_place(tmp_path):
     assert lines[place].endswith("  # per node")
     assert lines[place + 1] == "    verbose: true"
     check_stable(migrate(HYBRID))
-    assert run(old, "-o", new, "--gpus-per-node", 4).exit_code == 0
+    assert run(old, "-o", new, "--force", "--gpus-per-node", 4).exit_code == 0
     assert DEC.value not in new.read_text()
     assert run(old).exit_code == 0
 
