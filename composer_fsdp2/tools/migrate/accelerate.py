@@ -16,7 +16,7 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
     Status,
 )
-from composer_fsdp2.tools.migrate.sequence import sequence_rows
+from composer_fsdp2.tools.migrate.sequence import count_among_shards, sequence_rows
 from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, degree_rows
 
 __all__ = [
@@ -401,6 +401,7 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
         strategy = context.entries.get(f"config.{key}")
         if strategy is not None and strategy.reason.startswith("one copy per node") and not given:
             per_node(context, strategy, "FULL_SHARD")
+    count_among_shards(context)
     precision = context.entries.get("mixed_precision")
     if version2 and precision is not None:
         dtypes = precision.becomes.get("mixed_precision")

@@ -6,9 +6,10 @@ from typing import Any
 
 from composer_fsdp2.tools.migrate.report import Context, Row, Status
 
-__all__ = ["add_degree", "moved_rows", "sequence_rows"]
+__all__ = ["add_degree", "count_among_shards", "moved_rows", "sequence_rows"]
 
 _SETTING = "sequence_parallel"
+_SHARD = "data_parallel_shard_degree"
 _NO_NUMBER = "its value is no number"
 _DIVIDES = "each sequence is divided between ranks next to each other, which read the same batch"
 
@@ -63,3 +64,18 @@ def add_degree(context: Context, key: str, value: Any, method: str) -> None:
     if _is_degree(value) and key not in context.entries:
         settings = {"degree": value, "method": method}
         context.add(f"`{key}`: {_DIVIDES}", **{_SETTING: settings})
+
+
+def count_among_shards(context: Context) -> None:
+    """Counts ranks that divide a sequence among those that hold shards, as here.
+
+    Accelerate and axolotl count them apart: `dp_shard_size` 2 beside `cp_size` 4 are 8 shards.
+    """
+    given = (entry.settings.get(_SETTING) for entry in context.entries.values())
+    degree = next((settings["degree"] for settings in given if settings), 1)
+    for entry in context.entries.values():
+        is_size = entry.row is not None and entry.row.key.endswith("shard_size")
+        if degree > 1 and is_size and _SHARD in entry.settings:
+            shards = entry.settings[_SHARD] * degree
+            reason = f"`{_SHARD}`; the {degree} ranks of a sequence hold shards too, and count here"
+            entry.become(Status.CONVERTED, reason, **{_SHARD: shards})

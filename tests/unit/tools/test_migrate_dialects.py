@@ -562,6 +562,25 @@ def test_degrees_of_accelerate(key, value, status, becomes):
     check(report, ACCELERATE, name, status, becomes, default)
 
 
+AXOLOTL = {"dp_shard_size": 2, "context_parallel_size": 2, "tensor_parallel_size": 2}
+CP = {"parallelism_config_dp_shard_size": 1, "parallelism_config_cp_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("data", "shards"),
+    [
+        ({"fsdp": "full_shard auto_wrap", **AXOLOTL}, 4),
+        ({"distributed_type": "FSDP", "parallelism_config": CP}, 8),
+    ],
+    ids=["axolotl", "accelerate"],
+)
+def test_ranks_of_a_sequence_hold_shards_too(data, shards):
+    """Both count them apart, and so their own file has no contradiction."""
+    report = migrate_data(data)
+    assert settings_of(report)[SHARD] == shards
+    assert not [entry.key for entry in report.entries if entry.status is DEC]
+
+
 def test_settings_of_training_arguments_in_a_file():
     report = migrate_data({"training": {"fsdp": "full_shard auto_wrap", "fsdp_config": "a.json"}})
     assert entry_of(report, "training.fsdp_config").status is DEC
