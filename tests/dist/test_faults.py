@@ -181,7 +181,7 @@ def look(folder: Path) -> str:
     return f"killed with {visible[-1].name.removesuffix('-rank0.pt') if visible else 'nothing'}"
 
 
-@pytest.mark.table("sharded")
+@pytest.mark.matrix
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_ranks_killed_in_a_save(

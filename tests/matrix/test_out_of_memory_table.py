@@ -112,7 +112,6 @@ def parameters() -> list[Any]:
 
 
 # Newer torch looks at it while it compiles, and warns itself.
-@pytest.mark.table("forward_prefetch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.fault
 @pytest.mark.parametrize("name", parameters())
