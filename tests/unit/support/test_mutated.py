@@ -1,0 +1,42 @@
+"""A mutant is in this process and on ranks, and is taken out again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from composer_fsdp2.runtime import watchdog
+from tests.support import mutated
+
+FILE = "composer_fsdp2/runtime/watchdog.py"
+SPANS = "rank - 1:"
+
+
+@pytest.fixture
+def mutant():
+    """Ranks that follow each other are no span any more."""
+    source = (mutated.ROOT / FILE).read_bytes()
+    start = source.index(SPANS.encode())
+    line = source[:start].count(b"\n") + 1
+    yield mutated.Mutant(FILE, line, start, start + len(SPANS), "rank - 2:")
+    mutated.plant(None)
+
+
+def spans() -> str:
+    return watchdog.rank_text([0, 1])
+
+
+def test_it_is_planted_and_taken_out(mutant, ranks):
+    assert (spans(), *ranks(2, spans)) == ("ranks 0-1",) * 3
+    mutated.plant(mutant)
+    assert (spans(), *ranks(2, spans)) == ("ranks 0, 1",) * 3
+    mutated.plant(None)
+    assert (spans(), *ranks(2, spans)) == ("ranks 0-1",) * 3
+
+
+def test_methods_and_wrapped_functions_are_found():
+    module = mutated._function_objects(watchdog)
+    names = {function.__qualname__ for function in module}
+    assert {"rank_text", "CollectiveWatchdog.look"} <= names
+    assert Path(str(watchdog.__file__)) == mutated.ROOT / FILE
