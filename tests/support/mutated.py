@@ -8,7 +8,9 @@ starts sessions with `-p tests.support.mutated`. Commands that a test starts are
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import itertools
 import json
 import os
 import signal
@@ -68,12 +70,28 @@ def plant(mutant: Mutant | None) -> None:
     for function in _function_objects(module):
         code = function.__code__
         if code.co_filename == name and (code.co_name, code.co_firstlineno) == place:
-            replaced.append((function, code))
-            function.__code__ = after[index]
+            replaced += _replace(code, after[index])
     _planted = mutant, replaced
     for value in vars(module).values():
         if hasattr(value, "cache_clear"):
             value.cache_clear()
+
+
+def _replace(old: CodeType, new: CodeType) -> list[tuple[FunctionType, CodeType]]:
+    """Gives functions other code, those inside them too: closures that were made before."""
+    gc.unfreeze()  # what is frozen is not looked through
+    found = [each for each in gc.get_referrers(old) if isinstance(each, FunctionType)]
+    gc.freeze()
+    replaced = list[tuple[FunctionType, CodeType]]()
+    for function in found:
+        with contextlib.suppress(ValueError):  # it uses other names of the function around it
+            function.__code__ = new
+            replaced.append((function, old))
+    inner = [[each for each in code.co_consts if isinstance(each, CodeType)] for code in (old, new)]
+    if len(inner[0]) == len(inner[1]):
+        for pair in zip(*inner, strict=True):
+            replaced += _replace(*pair)
+    return replaced
 
 
 def _functions(code: CodeType) -> list[CodeType]:
@@ -139,7 +157,7 @@ def _try(
 ) -> tuple[str, str, bool]:
     """Returns tier and name of the first test that fails, and whether it passes without."""
     for tier in _TIERS:
-        for item, following in zip(tests[tier], [*tests[tier][1:], None], strict=True):
+        for item, following in itertools.zip_longest(tests[tier], tests[tier][1:]):
             plant(mutant)
             passes = _passes(item, following)
             plant(None)

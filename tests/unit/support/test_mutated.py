@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from composer_fsdp2.config.value_types import count, null_or
 from composer_fsdp2.runtime import watchdog
 from tests.support import mutated
 
@@ -40,3 +41,17 @@ def test_methods_and_wrapped_functions_are_found():
     names = {function.__qualname__ for function in module}
     assert {"rank_text", "CollectiveWatchdog.look"} <= names
     assert Path(str(watchdog.__file__)) == mutated.ROOT / FILE
+
+
+def test_a_closure_that_was_made_before_is_another_one():
+    """The types of settings are made when their file is imported."""
+    file = "composer_fsdp2/config/value_types.py"
+    text = "value is None or values.accepts(value)"
+    source = (mutated.ROOT / file).read_bytes()
+    start = source.index(text.encode())
+    accepts = null_or(count("units")).accepts
+    line = source[:start].count(b"\n") + 1
+    mutated.plant(mutated.Mutant(file, line, start, start + len(text), "False"))
+    assert not accepts(None)
+    mutated.plant(None)
+    assert accepts(None)
