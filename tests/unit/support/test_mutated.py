@@ -46,12 +46,11 @@ def test_methods_and_wrapped_functions_are_found():
 def test_a_closure_that_was_made_before_is_another_one():
     """The types of settings are made when their file is imported."""
     file = "composer_fsdp2/config/value_types.py"
-    text = "value is None or values.accepts(value)"
     source = (mutated.ROOT / file).read_bytes()
-    start = source.index(text.encode())
+    start = source.index(b"value is None or values.accepts(value)")
     accepts = null_or(count("units")).accepts
     line = source[:start].count(b"\n") + 1
-    mutated.plant(mutated.Mutant(file, line, start, start + len(text), "False"))
+    mutated.plant(mutated.Mutant(file, line, start, start + len("value is None"), "False"))
     assert not accepts(None)
     mutated.plant(None)
     assert accepts(None)
