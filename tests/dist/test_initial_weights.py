@@ -224,6 +224,29 @@ def test_what_nothing_initialises_is_named():
     _in_step()
 
 
+class WithMask(Uninitialised):
+    """Its constructor sets the mask too, and its initialiser the parameter alone."""
+
+    def __init__(self, how_wide: int, fill: float) -> None:
+        super().__init__(how_wide, fill)
+        self.register_buffer("mask", torch.ones(how_wide, dtype=torch.bool))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+
+@pytest.mark.world_size(2)
+def test_a_mask_that_nothing_initialises_is_named():
+    def make() -> nn.Module:
+        model = TinyLM()
+        model.extra = WithMask(WIDTH, 2.0)
+        return model
+
+    with pytest.raises(PlanError, match=r"Nothing initialises 'extra\.mask'"):
+        sharded(build(make, "meta"))
+    _in_step()
+
+
 @pytest.mark.world_size(2)
 def test_the_models_own_function_initialises():
     model = build(functools.partial(TinyLM, "inside one module"), "meta")

@@ -47,6 +47,13 @@ def test_a_nested_configuration_too(caplog: pytest.LogCaptureFixture):
     assert not model.config.use_cache
 
 
+def test_configurations_inside_each_other_end():
+    model = LlamaForCausalLM(llama_config())
+    model.config.inner = model.config
+    _applied(model, settings=True)
+    assert not model.config.use_cache
+
+
 def test_offloading_alone_leaves_it(caplog: pytest.LogCaptureFixture):
     model = LlamaForCausalLM(llama_config())
     _applied(model, settings=False, offload=True)

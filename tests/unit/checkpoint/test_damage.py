@@ -118,6 +118,13 @@ def test_flipped_byte_in_metadata(folder: Path):
     assert f"is not what was written beside it in '{CHECKSUMS}'" in text
 
 
+def test_metadata_of_something_else(folder: Path):
+    (folder / CHECKSUMS).unlink()
+    (folder / METADATA).write_bytes(pickle.dumps({"state": 1}))
+    with pytest.raises(CheckpointError, match="holds a dict, not the metadata of a checkpoint"):
+        open_checkpoint(folder)
+
+
 def test_unreadable_metadata(folder: Path):
     (folder / METADATA).write_bytes(b"\x80\x04garbage")
     found_by(folder, METADATA, "is damaged")
