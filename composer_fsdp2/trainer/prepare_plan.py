@@ -156,10 +156,7 @@ def make_plan(
     check_communication(settings.communication, device_type)
     check_order_check(settings.order_check)
     optimizer = _single_optimizer(optimizers, settings)
-    tree = ModuleTree.read(model)
-    refuse_unreadable(tree)
-    refuse_gradients(tree)
-    check_hooks(tree)
+    tree = _read_model(model)
     shape = MeshShape.resolve(settings, dist.get_world_size())
     compute = check_scale(settings, _compute_dtype(precision, place))
     conditional = _conditional(tree, settings)
@@ -199,6 +196,15 @@ def make_plan(
         groups=groups,
         weights=_open_weights(settings.pretrained_weights, tree),
     )
+
+
+def _read_model(model: nn.Module) -> ModuleTree:
+    """Reads a model, and refuses what sharding would lose or cannot decide about."""
+    tree = ModuleTree.read(model)
+    refuse_unreadable(tree)
+    refuse_gradients(tree)
+    check_hooks(tree)
+    return tree
 
 
 def _check_optimizer(

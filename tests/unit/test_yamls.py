@@ -73,6 +73,26 @@ def name_of(path: Path) -> str:
 
 every_yaml = pytest.mark.parametrize("path", YAMLS, ids=name_of)
 every_run = pytest.mark.parametrize("path", RUNS, ids=name_of)
+four_by_default = pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/olmoe-1b-7b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+)
+twelve_by_default = pytest.mark.table(
+    "finetune/gemma-3-4b.yaml",
+    "finetune/llama-3.2-1b.yaml",
+    "finetune/mpt-7b.yaml",
+    "finetune/phi-4.yaml",
+    "finetune/qwen3-8b.yaml",
+    "pretrain/llama-3.1-8b.yaml",
+    "pretrain/mixtral-8x7b.yaml",
+    "pretrain/mpt-7b.yaml",
+    "pretrain/olmoe-1b-7b.yaml",
+    "pretrain/phi-4.yaml",
+    "pretrain/qwen3-30b-a3b.yaml",
+    "pretrain/qwen3-8b.yaml",
+)
 
 
 def load(path: Path) -> DictConfig:
@@ -168,12 +188,7 @@ def test_the_code_of_one_run_leaves_the_next_alone(file: str, tmp_path: Path):
     assert (tmp_path / "data").is_dir()
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/olmoe-1b-7b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-)
+@four_by_default
 @every_run
 def test_its_parts_are_built_by_llm_foundry(path: Path):
     """Optimizer, scheduler, algorithms and callbacks exist under these names with these keys."""
@@ -186,12 +201,7 @@ def test_its_parts_are_built_by_llm_foundry(path: Path):
     assert set(config["callbacks"]) <= set(registry.callbacks.get_all())
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/olmoe-1b-7b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-)
+@four_by_default
 @every_run
 def test_its_data_has_the_keys_of_its_loader(path: Path):
     config = plain(load(path))
@@ -204,12 +214,7 @@ def test_its_data_has_the_keys_of_its_loader(path: Path):
             assert loader["dataset"].keys() <= dataset_keys.keys()
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/olmoe-1b-7b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-)
+@four_by_default
 @every_run
 def test_its_data_are_a_placeholder_in_this_folder(path: Path):
     data = load(path).variables.data
@@ -220,20 +225,7 @@ def test_its_data_are_a_placeholder_in_this_folder(path: Path):
 # --- What the comment says is true. ---
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/llama-3.2-1b.yaml",
-    "finetune/mpt-7b.yaml",
-    "finetune/phi-4.yaml",
-    "finetune/qwen3-8b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/mixtral-8x7b.yaml",
-    "pretrain/mpt-7b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-    "pretrain/phi-4.yaml",
-    "pretrain/qwen3-30b-a3b.yaml",
-    "pretrain/qwen3-8b.yaml",
-)
+@twelve_by_default
 @every_run
 def test_its_commands_start_it(path: Path):
     """On one node, and on several as HSDP."""
@@ -256,20 +248,7 @@ def test_its_mesh_resolves(path: Path):
     assert several.mesh.shard * several.mesh.replicate == 32
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/llama-3.2-1b.yaml",
-    "finetune/mpt-7b.yaml",
-    "finetune/phi-4.yaml",
-    "finetune/qwen3-8b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/mixtral-8x7b.yaml",
-    "pretrain/mpt-7b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-    "pretrain/phi-4.yaml",
-    "pretrain/qwen3-30b-a3b.yaml",
-    "pretrain/qwen3-8b.yaml",
-)
+@twelve_by_default
 @every_run
 def test_its_batch_divides(path: Path):
     for run in runs_of(path):
@@ -303,20 +282,7 @@ def test_the_memory_it_states_is_enough(path: Path):
 # --- The model it trains. ---
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/llama-3.2-1b.yaml",
-    "finetune/mpt-7b.yaml",
-    "finetune/phi-4.yaml",
-    "finetune/qwen3-8b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/mixtral-8x7b.yaml",
-    "pretrain/mpt-7b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-    "pretrain/phi-4.yaml",
-    "pretrain/qwen3-30b-a3b.yaml",
-    "pretrain/qwen3-8b.yaml",
-)
+@twelve_by_default
 @every_run
 def test_its_model_has_the_published_size(path: Path):
     run = runs_of(path)[0]
@@ -324,20 +290,7 @@ def test_its_model_has_the_published_size(path: Path):
     assert elements == pytest.approx(yaml_models.PARAMETERS[hub_name(run)], rel=0.005)
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/llama-3.2-1b.yaml",
-    "finetune/mpt-7b.yaml",
-    "finetune/phi-4.yaml",
-    "finetune/qwen3-8b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/mixtral-8x7b.yaml",
-    "pretrain/mpt-7b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-    "pretrain/phi-4.yaml",
-    "pretrain/qwen3-30b-a3b.yaml",
-    "pretrain/qwen3-8b.yaml",
-)
+@twelve_by_default
 @every_run
 def test_a_unit_is_a_decoder_layer_with_all_of_its_experts(path: Path):
     for run in runs_of(path):
@@ -358,12 +311,7 @@ def test_pretraining_keeps_experts_evenly_used(model: str):
     assert run.model.config.output_router_logits is True
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/olmoe-1b-7b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-)
+@four_by_default
 @every_run
 def test_every_parameter_is_owned_once(path: Path):
     for run in runs_of(path):
@@ -373,20 +321,7 @@ def test_every_parameter_is_owned_once(path: Path):
         assert run.plan.ignored == ()
 
 
-@pytest.mark.table(
-    "finetune/gemma-3-4b.yaml",
-    "finetune/llama-3.2-1b.yaml",
-    "finetune/mpt-7b.yaml",
-    "finetune/phi-4.yaml",
-    "finetune/qwen3-8b.yaml",
-    "pretrain/llama-3.1-8b.yaml",
-    "pretrain/mixtral-8x7b.yaml",
-    "pretrain/mpt-7b.yaml",
-    "pretrain/olmoe-1b-7b.yaml",
-    "pretrain/phi-4.yaml",
-    "pretrain/qwen3-30b-a3b.yaml",
-    "pretrain/qwen3-8b.yaml",
-)
+@twelve_by_default
 @every_run
 def test_its_ties_are_those_of_the_model(path: Path):
     run = runs_of(path)[0]
