@@ -23,6 +23,12 @@ class SequenceSpec:
         "`ulysses` exchanges the sequence for heads, `gather_kv` gathers keys and values; `auto` "
         "takes what sends fewer bytes and the number of heads allows",
     )
+    documents: str = setting(
+        "as_model",
+        choice("as_model", "apart"),
+        "of rows whose `position_ids` begin again: `as_model` sees other documents of a row where "
+        "the model does so in one process, `apart` never",
+    )
 
 
 def _number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:

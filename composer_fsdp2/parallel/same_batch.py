@@ -10,10 +10,48 @@ import torch
 import torch.distributed as dist
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 
-__all__ = ["check_same_batch"]
+__all__ = ["BatchCheck", "check_same_batch", "difference_term"]
+
+_EVERY = 50
+"""batches of training from one comparison to the next: reading a batch waits for the device"""
+
+
+class BatchCheck:
+    """Compares what the ranks of a group compute: the start of training and of each evaluation.
+
+    And every 50th batch of training. Collective: yes, over the default group, for such a batch.
+
+    Args:
+        group: ranks that compute one batch together.
+        why: as of `check_same_batch`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, why: tuple[str, str]) -> None:
+        self._group, self._why = group, why
+        self._seen = {True: 0, False: 0}
+
+    def begin(self) -> None:
+        """Has the next batch compared: data may be others. Collective: no."""
+        self._seen = {True: 0, False: 0}
+
+    def compare(self, inputs: Any, training: bool) -> bool:
+        """Returns whether the batch is the first of training, or of an evaluation.
+
+        Raises:
+            PlanError: the same on every rank, if batches in any group differ.
+        """
+        if is_fake():
+            return False
+        seen = self._seen[training]
+        if seen == 0 or (training and seen % _EVERY == 0):
+            check_same_batch(self._group, inputs, self._why)
+        self._seen[training] += 1
+        if training:
+            self._seen[False] = 0
+        return seen == 0
 
 
 def check_same_batch(group: dist.ProcessGroup, inputs: Any, why: tuple[str, str]) -> None:
@@ -35,6 +73,22 @@ def check_same_batch(group: dist.ProcessGroup, inputs: Any, why: tuple[str, str]
         known = of_group.setdefault(fact["~group"], fact["~batch"])
         if known != fact["~batch"]:
             raise PlanError(_different(fact["~group"], rank, group.size(), why))
+
+
+def difference_term(inputs: Any, index: int, place: int, size: int) -> int:
+    """Returns this rank's term of a sum that is zero where the ranks of every group agree.
+
+    Collective: no. The sum of all ranks of the run is meant, which fits in 64 bits.
+
+    Args:
+        inputs: of the model, in any nesting.
+        index: of the group among all.
+        place: of this rank in its group.
+        size: ranks of a group.
+    """
+    # The group's number is part of the digest: differences of two groups do not cancel.
+    digest = int(hashlib.sha256(f"{index} {_digest(inputs)}".encode()).hexdigest()[:10], 16)
+    return -digest if place else (size - 1) * digest
 
 
 def _different(first: int, rank: int, size: int, why: tuple[str, str]) -> str:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composer_fsdp2.parallel.same_batch import check_same_batch
+from composer_fsdp2.parallel.same_batch import BatchCheck, check_same_batch
 from composer_fsdp2.ranks import is_fake
 
 __all__ = ["TensorGroup", "draw_together", "tensor_group_of"]
@@ -27,14 +27,16 @@ _WHY = "in one group of tensor parallelism", "add up parts of different samples"
 
 
 class TensorGroup:
-    """Compares the first batch of a group, in training and in evaluation; see [Note: one stream].
+    """Compares batches of a group, see `BatchCheck`, and shares random states; [Note: one stream].
 
     Collective: yes, over the default group, in the first forward after `begin`.
     """
 
+    why = _WHY
+
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._checked: set[bool] = set()
+        self._check = BatchCheck(group, _WHY)
         self._model = model
         model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         setattr(model, _GROUP, self)
@@ -46,16 +48,12 @@ class TensorGroup:
 
     def begin(self) -> None:
         """Looks again: data and random states may be others from here on. Collective: no."""
-        self._checked.clear()
+        self._check.begin()
 
     def _before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
-        if module.training in self._checked or is_fake():
-            return
-        self._checked.add(module.training)
-        check_same_batch(self.group, (args, kwargs), _WHY)
-        if module.training:
+        if self._check.compare((args, kwargs), module.training) and module.training:
             _share_random_state(self._model, self.group)
 
 

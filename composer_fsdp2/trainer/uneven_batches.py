@@ -27,6 +27,7 @@ from composer.devices import DeviceCPU
 from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.runtime.agreement import Agreement, agreement_of
 from composer_fsdp2.runtime.order_check import OrderCheck
 from composer_fsdp2.runtime.snapshot import Snapshot
@@ -249,10 +250,11 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
     """Replaces `Trainer._iter_dataloader`. Collective: yes, for every batch.
 
     Raises:
-        PlanError: on every rank, when ranks ran different units in the batch before.
+        PlanError: on every rank, when ranks ran different units in the batch before, or when ranks
+            that compute one batch together read different ones.
     """
     state: State = trainer.state
-    sharding = sharding_of(state.model)
+    sharding, group = sharding_of(state.model), batch_group_of(state.model)
     if sharding is None:
         yield from original(trainer, mode)
         return
@@ -264,9 +266,12 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
         if training:
             trainer.engine.run_event(Event.BEFORE_DATALOADER)
         batch = next(batches, _END)
+        term = 0 if group is None or batch is _END else group.difference_term(batch)
         order = sharding.order if training else None
-        finished = _number_of_ranks(batch is _END, agreement, order)
+        finished, differs = _number_of_ranks(batch is _END, agreement, order, term)
         if not finished:
+            if differs and group is not None:
+                group.raise_different(batch)
             yield batch
     if training:
         # A profiler's marker of the dataloader has to end before the next epoch starts it again.
@@ -280,13 +285,18 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
         )
 
 
-def _number_of_ranks(flag: bool, agreement: Agreement, order: OrderCheck | None) -> int:
-    """Returns how many ranks have the flag; they have run the same units since the last call."""
+def _number_of_ranks(
+    flag: bool, agreement: Agreement, order: OrderCheck | None, term: int
+) -> tuple[int, int]:
+    """Returns how many ranks have the flag, and the sum of terms.
+
+    They have run the same units since the last call.
+    """
     total, squares = (0, 0) if order is None else order.terms()
-    number, total, squares = agreement.total([int(flag), total, squares])
+    number, total, squares, terms = agreement.total([int(flag), total, squares, term])
     if order is not None:
         order.check(total, squares)
-    return number
+    return number, terms
 
 
 def train_microbatches(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -246,7 +248,9 @@ def train_as_one_process(
     oracle, model = twice(make)
     alone(oracle)
     pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
-    settings |= {"sequence_parallel": {"degree": degree, "method": method}}
+    documents = "apart" if kind == "packed" else "as_model"
+    divided = {"degree": degree, "method": method, "documents": documents}
+    settings |= {"sequence_parallel": divided}
     prepare_fully_shard(model, pair[1], {"mixed_precision": "FULL", **settings})
     size = degree * settings.get("tensor_parallel", 1)  # ranks that read the same batch
     groups = dist.get_world_size() // size
@@ -377,7 +381,8 @@ WITH: dict[str, dict[str, Any]] = {
 def test_two_forwards_before_a_backward(method: str, settings: str):
     """As of preferences: a block that runs again sees the sequence of its own forward."""
     oracle, model = twice(llama)
-    prepared(model, sequence_parallel={"degree": 4, "method": method}, **WITH[settings])
+    divided = {"degree": 4, "method": method, "documents": "apart"}
+    prepared(model, sequence_parallel=divided, **WITH[settings])
     (first,), (second,) = batches("padded", 1), batches("packed", 1)
     (whole_loss(oracle, first) + 2 * whole_loss(oracle, second)).backward()
     loss = model(**first, use_cache=False).loss
@@ -473,6 +478,44 @@ def test_attention_that_is_not_known_is_an_error_in_the_first_step(method: str):
         model(**batch, use_cache=False)
 
 
+PACKED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "as it is": (llama, {}),
+    "mask of ones": (llama, {"attention_mask": True}),
+    "eager": (FAMILIES["Llama, eager"], {}),
+    "MPT": (mpt, {}),
+    "MPT, numbers": (mpt, {"sequence_id": True}),
+    "MPT, numbers that are read": (lambda: mpt(attn_uses_sequence_id=True), {"sequence_id": True}),
+}
+
+
+@pytest.mark.table("as it is", "MPT, numbers")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
+@pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
+@pytest.mark.filterwarnings("ignore:MPT received non-None input for `sequence_id`")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_rows_are_seen_as_the_model_sees_them(case: str):
+    make, more = PACKED[case]
+    oracle, model = twice(make)
+    prepared(model, sequence_parallel=2)
+    (batch,) = batches("packed", 1)
+    if "attention_mask" in more:
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    if "sequence_id" in more:
+        batch["sequence_id"] = (batch["position_ids"] == 0).long().cumsum(1) - 1
+    told = io.StringIO()
+    handler = logging.StreamHandler(told)
+    log = logging.getLogger("composer_fsdp2.parallel.sequence.group")
+    log.addHandler(handler)
+    try:
+        compare_a_batch(oracle, model, batch, lambda model, b: model(**b, use_cache=False).loss)
+    finally:
+        log.removeHandler(handler)
+    if case == "as it is" and dist.get_rank() == 0:
+        assert told.getvalue().count("Rows hold several documents") == 1
+
+
 @pytest.mark.table("gather_kv-300-packed")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
@@ -489,6 +532,8 @@ def test_blocks_of_queries(method: str, window: int | None, kind: str):
         return transformers.MistralForCausalLM(config)
 
     oracle, model = twice(make)
-    prepared(model, sequence_parallel={"degree": 2, "method": method})
+    documents = "apart" if kind == "packed" else "as_model"
+    divided = {"degree": 2, "method": method, "documents": documents}
+    prepared(model, sequence_parallel=divided)
     (batch,) = batches(kind, 1, length=length, rows=2, cut=(400, 900))
     compare_a_batch(oracle, model, batch)

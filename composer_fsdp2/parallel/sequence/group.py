@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
@@ -19,15 +20,17 @@ from torch import nn
 
 from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.same_batch import check_same_batch
+from composer_fsdp2.parallel.same_batch import BatchCheck
 from composer_fsdp2.parallel.sequence.attention import attend
 from composer_fsdp2.parallel.sequence.exchange import gather_sequence, whole_loss
 from composer_fsdp2.parallel.sequence.hugging_face import calls_loss_function
 from composer_fsdp2.parallel.sequence.masks import AttentionCall, MaskRules, SharedSequence
 from composer_fsdp2.parallel.sequence.positions import Division
-from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
+from composer_fsdp2.ranks import raise_on_all_ranks
 
 __all__ = ["SequenceGroup", "sequence_group_of"]
+
+log = logging.getLogger(__name__)
 
 _GROUP = "_fsdp2_sequence_group"
 """attribute of a model, for `sequence_group_of`"""
@@ -50,6 +53,13 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 _WHY = "in one group of sequence parallelism", "see tokens of different samples"
 
+_DOCUMENTS = {
+    True: "Rows hold several documents (position_ids begin again). Each token sees its own alone.",
+    False: "Rows hold several documents (position_ids begin again), and this model sees earlier "
+    "documents of a row, as it does in one process. Write sequence_parallel: {documents: apart} "
+    "beside its degree to keep them apart.",
+}
+
 _REBUILT = ("attention_mask", "position_ids", "labels")
 
 
@@ -59,6 +69,8 @@ class SequenceGroup:
     See [Note: one batch, many ranks]. Collective: yes, over the group, in each forward and
     backward.
     """
+
+    why = _WHY
 
     def __init__(
         self,
@@ -99,7 +111,8 @@ class SequenceGroup:
             self._loss = model.loss_function
             model.loss_function = torch.compiler.disable(self._loss_of)  # type: ignore[assignment]
         self._entry, self._attention, self._heads = entry, attention, heads
-        self._is_checked = self._is_idle = self._is_inside = self._is_compared = False
+        self._is_idle = self._is_inside = self._is_compared = self._has_told = False
+        self._check = BatchCheck(group, _WHY)
         setattr(model, _GROUP, self)
         _GROUPS.add(self)
 
@@ -114,8 +127,8 @@ class SequenceGroup:
         self._entry.register_forward_hook(leave, always_call=True)
 
     def begin(self) -> None:
-        """Has the next batch of training checked: data may be others. Collective: no."""
-        self._is_checked = False
+        """Has the next batch checked: data may be others. Collective: no."""
+        self._check.begin()
 
     @property
     def size(self) -> int:
@@ -160,11 +173,10 @@ class SequenceGroup:
         generates = not module.training and given.get("use_cache")
         if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
-        if module.training and not self._is_checked and not is_fake():
-            self._is_checked = True
-            check_same_batch(self.group, given, _WHY)
+        if not self._is_compared and self._check.compare(given, module.training):
             self._refuse_everywhere(given)
-            self._compare(given)
+            if module.training:
+                self._compare(given)
         return (), self._divided(given)
 
     def _refuse_everywhere(self, given: dict[str, Any]) -> None:
@@ -219,11 +231,28 @@ class SequenceGroup:
             rank=self.rank,
             group=self.group,
             rules=rules,
-            documents=_documents(given, division),
+            documents=self._documents(given, mask is not None, is_real is not None, division),
             is_real=is_real,
             mask=own,
             sees_later=own is not None or (begins_later and rules.sees_later),
         )
+
+    def _documents(
+        self, given: Mapping[str, Any], has_mask: bool, has_padding: bool, division: Division
+    ) -> torch.Tensor | None:
+        """Numbers of the documents in each row that tokens do not see: as `documents` is set."""
+        own = given.get("sequence_id")
+        if isinstance(own, torch.Tensor) and self._rules.takes_sequence_id:
+            return _padded(own, division, -1)
+        found = _runs_of(given.get("position_ids"))
+        if found is None:
+            return None
+        apart = {"always": True, "without mask": not has_mask, "without padding": not has_padding}
+        keeps = apart.get(self._rules.documents, False)
+        if not self._has_told and dist.get_rank() == 0:
+            self._has_told = True
+            log.log(logging.INFO if keeps else logging.WARNING, _DOCUMENTS[keeps])
+        return _padded(found, division, -1) if keeps else None
 
     def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of labels that are shifted. Collective: no."""
@@ -472,15 +501,11 @@ def _has_padding(mask: Any) -> bool:
     return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask != 0).all())
 
 
-def _documents(given: Mapping[str, Any], division: Division) -> torch.Tensor | None:
-    """Numbers of the documents in each row: a model's own, or runs of positions."""
-    if isinstance(own := given.get("sequence_id"), torch.Tensor):
-        return _padded(own, division, -1)
-    positions = given.get("position_ids")
+def _runs_of(positions: torch.Tensor | None) -> torch.Tensor | None:
+    """Numbers of the runs of positions in each row, `None` where each row is one run."""
     if positions is None:
         return None
     begins = positions[:, 1:] != positions[:, :-1] + 1
     if not bool(begins.any()):
         return None
-    documents = nn.functional.pad(begins.long().cumsum(1), (1, 0))
-    return _padded(documents, division, -1)
+    return nn.functional.pad(begins.long().cumsum(1), (1, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
@@ -82,14 +83,19 @@ def mask_rules(modules: Mapping[str, nn.Module], attention: str, device: torch.d
     """
     implementation = getattr(modules[attention].config, _IMPLEMENTATION)
     if implementation == "flash_attention_2":
-        return MaskRules(unseeing="zero", takes_masks=False)
+        return MaskRules(unseeing="zero", takes_masks=False, documents="without padding")
     for name, module in modules.items():
         make: Any = getattr(type(module), _MAKES_MASKS, None)
         if make is not None and attention.startswith(f"{name}." if name else ""):
             return _tried_rules(functools.partial(make, module), module, device)
     is_eager = implementation == "eager"
     if importlib.util.find_spec("transformers.masking_utils") is not None:
-        return MaskRules(unseeing="average" if is_eager else "zero", adds_masks=is_eager)
+        masks: Any = importlib.import_module("transformers.masking_utils")
+        return MaskRules(
+            unseeing="average" if is_eager else "zero",
+            adds_masks=is_eager,
+            documents="without mask" if hasattr(masks, _FINDS_DOCUMENTS) else "never",
+        )
     if is_eager:  # has an order of its own beside the mask
         return MaskRules(unseeing="unknown", takes_masks=False)
     return MaskRules(unseeing="average" if device.type == "cpu" else "all", takes_masks=False)
@@ -97,6 +103,10 @@ def mask_rules(modules: Mapping[str, nn.Module], attention: str, device: torch.d
 
 _MAKES_MASKS = "_update_causal_mask"
 """method of a model that makes its masks, where transformers has no module for them"""
+
+
+_FINDS_DOCUMENTS = "find_packed_sequence_indices"
+"""function of newer transformers, which looks for positions that begin again"""
 
 
 def _tried_rules(make: Callable[..., Any], model: Any, device: torch.device) -> MaskRules:

@@ -42,6 +42,12 @@ class MaskRules:
     """what a query sees that may see no key: nothing, every key with the same weight, every key,
     or itself"""
 
+    documents: Literal["never", "without mask", "without padding", "always"] = "never"
+    """when positions that begin again keep the documents of a row apart: where the model is given
+    no mask, or one without padding"""
+    takes_sequence_id: bool = True
+    """whether documents that the batch numbers by itself are kept apart"""
+
     @property
     def sees_later(self) -> bool:
         """Whether a query without any key sees those after it."""

@@ -10,10 +10,10 @@ from torch import nn
 
 from composer_fsdp2.parallel.sequence.attention import fused_attention
 from composer_fsdp2.parallel.sequence.hugging_face import Attend
-from composer_fsdp2.parallel.sequence.masks import AttentionCall
+from composer_fsdp2.parallel.sequence.masks import AttentionCall, MaskRules
 from composer_fsdp2.plan.module_tree import attribute_of
 
-__all__ = ["connect", "heads_of", "is_attention", "why_not"]
+__all__ = ["connect", "heads_of", "is_attention", "mask_rules", "why_not"]
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -49,6 +49,13 @@ def why_not_model(model: Any) -> str | None:
     if attribute_of(model, "rope_impl") == "dail":
         return "rope_impl dail counts positions from the first of each rank (write rope_impl: hf)"
     return None
+
+
+def mask_rules(model: nn.Module) -> MaskRules:
+    """Returns what a model's masks do that its attention is not told. Collective: no."""
+    config: Any = attribute_of(model, "config")
+    reads = config.attn_config["attn_uses_sequence_id"]
+    return MaskRules(takes_masks=False, takes_sequence_id=reads)
 
 
 def connect(module: Any, attend: Attend) -> None:

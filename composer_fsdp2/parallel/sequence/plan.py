@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
@@ -37,6 +38,8 @@ class SequencePlan:
     method: str
     frees: bool
     """whether gathered keys and values are freed until backward"""
+    documents: str
+    """`as_model` or `apart`, as the setting"""
 
     def __str__(self) -> str:
         return (
@@ -72,6 +75,7 @@ class SequenceParallel(Transformation[SequencePlan]):
             degree=spec.degree,
             method=method,
             frees=not recompute or getattr(recompute, "memory_budget", None) is not None,
+            documents=spec.documents,
         )
 
     def apply(self, tree: ModuleTree, plan: SequencePlan) -> None:
@@ -109,9 +113,16 @@ def _mask_rules(
     modules: dict[str, nn.Module], plan: SequencePlan, device: torch.device
 ) -> MaskRules:
     first = plan.attention[0]
-    if _kind_of(modules[first]) is not hugging_face:
-        return MaskRules(takes_masks=not mpt.is_attention(modules[first]))
-    return hugging_face.mask_rules(modules, first, device)
+    kind = _kind_of(modules[first])
+    if kind is hugging_face:
+        rules = hugging_face.mask_rules(modules, first, device)
+    elif kind is mpt:
+        rules = mpt.mask_rules(modules[plan.model])
+    else:
+        rules = MaskRules(documents="always")
+    if plan.documents == "as_model":
+        return rules
+    return dataclasses.replace(rules, documents="always", takes_sequence_id=True)
 
 
 def _kind_of(module: nn.Module) -> Any:

@@ -33,6 +33,7 @@ __all__ = [
     "count_flops_once",
     "counted_once",
     "create_mesh",
+    "deal_later",
     "deal_to_groups",
     "degree_of",
     "root_mesh_of",
@@ -114,9 +115,17 @@ def deal_to_groups(arguments: Mapping[str, Any]) -> None:
     for key in ("train_dataloader", "eval_dataloader"):
         given = arguments.get(key)
         for loader in given if isinstance(given, list | tuple) else (given,):
-            sampler = _sampler_of(loader)
-            if sampler is not None:
-                _deal(sampler, size)
+            _deal(loader, size)
+
+
+def deal_later(model: nn.Module, loader: Any) -> None:
+    """Has a sampler of data that a Trainer is given after its model deal to groups.
+
+    Collective: no. Before the Trainer asks for the number of batches.
+    """
+    group = batch_group_of(model)
+    if group is not None:
+        _deal(loader, group.size)
 
 
 def _mentions_groups(config: Any) -> bool:
@@ -144,9 +153,7 @@ def check_evaluation(model: nn.Module, evaluator: Evaluator) -> None:
             "batch together. One that runs out of memory in the middle of it would leave its "
             "group waiting. Write a number of samples."
         )
-    sampler = _sampler_of(evaluator)
-    if group is not None and sampler is not None:
-        _deal(sampler, group.size)
+    deal_later(model, evaluator)
 
 
 def _loader_of(loader: Any) -> DataLoader[Any] | None:
@@ -164,7 +171,10 @@ def _sampler_of(given: Any) -> DistributedSampler[Any] | None:
     return sampler if dealt == (dist.get_world_size(), dist.get_global_rank()) else None
 
 
-def _deal(sampler: DistributedSampler[Any], degree: int) -> None:
+def _deal(loader: Any, degree: int) -> None:
+    sampler = _sampler_of(loader)
+    if sampler is None:
+        return
     other = DistributedSampler(
         sampler.dataset,
         num_replicas=dist.get_world_size() // degree,

@@ -199,6 +199,22 @@ def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return _evaluate(even, trainer, *args, **kwargs)
 
 
+def _predict(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.parallelism.tensor_groups import deal_later
+
+    given = inspect.signature(original).bind(trainer, *args, **kwargs)
+    deal_later(trainer.state.model, given.arguments["dataloader"])
+    return _evaluate(original, trainer, *args, **kwargs)
+
+
+def _fit(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    from composer_fsdp2.trainer.parallelism.tensor_groups import deal_later
+
+    given = inspect.signature(original).bind(trainer, *args, **kwargs)
+    deal_later(trainer.state.model, given.arguments.get("train_dataloader"))
+    return original(trainer, *args, **kwargs)
+
+
 def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
     from composer_fsdp2.trainer.sharding import sharding_of
 
@@ -293,6 +309,15 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         versions=_VERSIONS,
     ),
     PatchPoint(
+        target=f"{_TRAINER}:Trainer.fit",
+        replacement=_fit,
+        feature=_TENSOR,
+        why="takes data that a sampler dealt to single ranks for that of groups",
+        upstream=f"{_UPSTREAM}/trainer/trainer.py#L1933",
+        takes=frozenset({"train_dataloader"}),
+        versions=_VERSIONS,
+    ),
+    PatchPoint(
         target=f"{_TRAINER}:dist",
         replacement=imported("composer_fsdp2.trainer.parallelism.group_views", "DealsToGroups"),
         feature=_TENSOR,
@@ -332,7 +357,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
     ),
     PatchPoint(
         target=f"{_TRAINER}:Trainer.predict",
-        replacement=_evaluate,
+        replacement=_predict,
         feature=_PREDICTION,
         why="has no other choice between memory and gathers than training has",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3016",
