@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
     from composer_fsdp2.shard.apply import apply_plan
+    from composer_fsdp2.shard.full_tensor import full_tensor
     from composer_fsdp2.shard.summon import summon_full_params
     from composer_fsdp2.trainer.config import TrainerFSDP2Config
     from composer_fsdp2.trainer.monitor import FSDP2Monitor
@@ -50,6 +51,7 @@ _HOMES = {
     "apply_activation": "blocks.activation",
     "apply_plan": "shard.apply",
     "clip_grad_norm_": "optim.clipping",
+    "full_tensor": "shard.full_tensor",
     "install": "trainer.patches",
     "installed": "trainer.patches",
     "parse_config": "config.schema",
@@ -79,6 +81,7 @@ __all__ = [
     "apply_activation",
     "apply_plan",
     "clip_grad_norm_",
+    "full_tensor",
     "install",
     "installed",
     "parse_config",

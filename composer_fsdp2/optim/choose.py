@@ -27,7 +27,6 @@ from composer_fsdp2.optim.state_check import check_optimizer_state, refuse_unkno
 from composer_fsdp2.optim.state_kept import Policy
 from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.optim.trial import try_local_step
-from composer_fsdp2.optim.watched_data import WatchedData
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.agreement import agreement_of
 
@@ -100,7 +99,6 @@ def _apply(
     if wanted.local_step is False:
         if not isinstance(optimizer, Muon) and not is_known(optimizer):
             is_alike(False)  # on DTensors it may fail, too
-            WatchedData(optimizer)
         return None
     check_optimizer_state(optimizer, wanted.state)
     if isinstance(optimizer, Muon):
@@ -114,7 +112,6 @@ def _apply(
             "%s steps DTensors: local shards would give other numbers, or it could not be tried.",
             type(optimizer).__name__,
         )
-        WatchedData(optimizer)
         return None
     policy = Policy(wanted.state)
     kept = None

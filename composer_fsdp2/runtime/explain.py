@@ -327,7 +327,8 @@ def _unknown(scene: _Scene, error: RuntimeError) -> str:
     return (
         f"Code outside the model computed with a sharded tensor{scene.line()} in a way for which "
         f"torch has no rule ({said}). This rank holds a part of the tensor, so the result would be "
-        "of that part. Compute with `param.full_tensor()` on every rank, or inside `with "
+        "of that part. Compute with `composer_fsdp2.full_tensor(model, name)` on every rank, or "
+        "inside `with "
         "composer_fsdp2.summon_full_params(model):`."
     )
 

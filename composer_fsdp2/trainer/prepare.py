@@ -43,6 +43,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.runtime.accumulation import Accumulation
+from composer_fsdp2.runtime.added_parameters import refuse_added_parameters
 from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.runtime.explain import explain_in_forward
@@ -288,6 +289,7 @@ def _connect_optimizer(
         plan.settings.optimizer_state,
     )
     refuse_later_optimizers(model, plan.settings, plan.optimizer)
+    refuse_added_parameters(model, plan.optimizer)
 
 
 def _with_unused(plan: WrapPlan, settings: FSDP2Config, conditional: list[str]) -> list[str]:

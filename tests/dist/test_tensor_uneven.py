@@ -13,7 +13,7 @@ import transformers
 from torch import distributed as dist
 from torch import nn
 
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import PlanError, clip_grad_norm_, full_tensor, prepare_fully_shard
 from composer_fsdp2.parallel.row_order import order_of
 from tests.dist.test_tensor_parallel import SIZES, grouped, llama, loss_of
 from tests.support.parity import STATE_TOLERANCE, assert_close, assert_same_values, full
@@ -158,3 +158,21 @@ def test_another_vocabulary_in_one_process_and_what_is_no_word():
         assert_close("gradient", oracle.lm_head.weight.grad, found)
     with pytest.raises(IndexError, match="index out of range"):
         model(torch.full((1, 3), vocabulary))
+
+
+@pytest.mark.world_size(4)
+def test_full_tensor_has_the_rows_of_the_model():
+    """The DTensors' own has them in another order, with rows of padding."""
+    torch.manual_seed(0)
+    oracle = odd_phi3()
+    model = copy.deepcopy(oracle)
+    prepare_fully_shard(model, None, {"mixed_precision": "FULL", "tensor_parallel": 2})
+    for one in (oracle, model):
+        one(odd_batches(1)[0]).logits.square().mean().backward()
+    for name, alone in oracle.named_parameters():
+        value = full_tensor(model, name)
+        assert value is not None
+        assert torch.equal(value, alone), name
+        assert_close(name, alone.grad, full_tensor(model, name, gradient=True))
+    with pytest.raises(PlanError, match=r"'lm_head.weigth' is no parameter.*'lm_head.weight'"):
+        full_tensor(model, "lm_head.weigth")

@@ -31,6 +31,7 @@ NAMES = [
     "apply_activation",
     "apply_plan",
     "clip_grad_norm_",
+    "full_tensor",
     "install",
     "installed",
     "parse_config",

@@ -1,4 +1,4 @@
-"""Reading numbers out of sharded tensors: whole, or an error that says how.
+"""Reading and writing sharded tensors: whole, or an error that says how.
 
 [Note: numbers of shards] `float(param.norm())` of a DTensor is the norm of this rank's rows alone:
 torch reads one number out of the local part, whatever the tensor stands for. Summing over the ranks
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -31,19 +32,20 @@ _READ_NUMBER = torch.ops.aten._local_scalar_dense.default  # pyright: ignore[rep
 _NUMBER = (
     "One number was read out of a sharded tensor (`.item()`, `float()`, `int()`, `bool()`, `if`). "
     "This rank holds a part of it, so the number would be wrong, and another one on each rank. "
-    "Compute with `param.full_tensor()` on every rank, for example "
-    "`float(param.full_tensor().norm())`, or inside `with "
+    "Compute on every rank with `composer_fsdp2.full_tensor(model, 'name.of.weight')`, with "
+    "`tensor.full_tensor()` of what is no parameter, or inside `with "
     "composer_fsdp2.summon_full_params(model):`."
 )
 _VALUES = (
     "`{name}` was called on a sharded tensor. This rank holds a part of it, so values would be "
-    "missing. Call `tensor.full_tensor().{name}()` on every rank, or read inside `with "
+    "missing. Call `composer_fsdp2.full_tensor(model, 'name.of.weight').{name}()` on every rank, "
+    "`tensor.full_tensor().{name}()` of what is no parameter, or read inside `with "
     "composer_fsdp2.summon_full_params(model):`; `tensor.to_local()` is this rank's part."
 )
 _PICKLED = (
     "A sharded tensor was to be pickled, as `torch.save` does. The file would hold this rank's "
-    "part under the shape of the whole tensor. Save with the Trainer (`save_folder`), or write "
-    "`tensor.full_tensor()` of every tensor on every rank and save on one, or save inside `with "
+    "part under the shape of the whole tensor. Save with the Trainer (`save_folder`), or call "
+    "`composer_fsdp2.full_tensor(model, name)` on every rank and save on one, or save inside `with "
     "composer_fsdp2.summon_full_params(model):`; `tensor.to_local()` is this rank's part."
 )
 
@@ -52,6 +54,19 @@ _WRITTEN = (
     "rank holds a part of the rows, so the value would go to a copy, or to other rows. Write "
     "inside `with composer_fsdp2.summon_full_params(model):`, or to the whole tensor at once "
     "(`param.mul_(mask)`)."
+)
+
+_ASSIGNED = (
+    "Other memory was given to a sharded tensor (`tensor.data = value`). FSDP2 gathers the memory "
+    "that it has made for the shard, so the value would be lost. Change the tensor in place "
+    "(`param.data.copy_(value)`, `param.mul_(0.9)`), or inside `with "
+    "composer_fsdp2.summon_full_params(model):`."
+)
+
+_HOOKED = (
+    "`register_hook` was called on a parameter that is sharded. Autograd computes the gradient of "
+    "the gathered copy, so the hook would never run. Use `register_post_accumulate_grad_hook`, "
+    "which gets the sharded gradient, or change the gradients before the step."
 )
 
 
@@ -116,6 +131,21 @@ def _guard_methods(guard: _Guard) -> None:
         original(self, index, value)
 
     DTensor.__setitem__ = write  # pyright: ignore[reportAttributeAccessIssue]
+    data: Any = torch.Tensor.data
+    register_hook = DTensor.register_hook
+
+    def assign(self: DTensor, value: Any) -> None:
+        if self.device_mesh in guard.meshes:
+            raise ShardReadError(_ASSIGNED)
+        data.__set__(self, value)
+
+    def register(self: DTensor, hook: Callable[..., Any]) -> Any:
+        if isinstance(self, nn.Parameter) and self.device_mesh in guard.meshes:
+            raise ShardReadError(_HOOKED)
+        return register_hook(self, hook)
+
+    DTensor.data = property(data.__get__, assign)  # pyright: ignore[reportAttributeAccessIssue]
+    DTensor.register_hook = register  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _leaves_rows_whole(tensor: DTensor, index: Any) -> bool:

@@ -151,6 +151,6 @@ def test_the_report_names_the_cure_and_asks_for_no_decision(
     shown = " ".join(result.stdout.split())
     assert f"perhaps by hand: {NUMBER}" in shown
     assert "callback.py:1:5" in shown
-    assert "full_tensor()" in shown
+    assert "composer_fsdp2.full_tensor(model, name)" in shown
     assert "composer_fsdp2.summon_full_params(model)" in shown
     assert result.exit_code == 0

@@ -31,7 +31,7 @@ def _row(title: str, names: tuple[str, ...], use: str, reason: str) -> CodeRow:
 _NUMBER = _row(
     "number of a parameter",
     ("item", "float", "int", "bool", "complex", "any", "all"),
-    "float(param.full_tensor().norm()) on every rank, or read inside "
+    "float(composer_fsdp2.full_tensor(model, name).norm()) on every rank, or read inside "
     "composer_fsdp2.summon_full_params(model)",
     "parameters, their gradients and values of state_dict() are shards: one number read out of "
     "them raises ShardReadError",
@@ -39,7 +39,7 @@ _NUMBER = _row(
 _VALUES = _row(
     "values of a parameter",
     ("tolist", "numpy", "asarray", "array"),
-    "param.full_tensor().numpy() on every rank, or read inside "
+    "composer_fsdp2.full_tensor(model, name).numpy() on every rank, or read inside "
     "composer_fsdp2.summon_full_params(model)",
     "a rank holds a part of the values; param.to_local() is that part",
 )

@@ -1,0 +1,60 @@
+"""Gathers a parameter as one process has it."""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.row_order import order_of
+from composer_fsdp2.shard.apply import reshard
+
+__all__ = ["full_tensor"]
+
+
+@torch.no_grad()
+def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch.Tensor | None:
+    """Returns a parameter as one process has it: all rows, in the order of the model.
+
+    A DTensor's own `full_tensor()` has rows in the order of the ranks, and rows of padding, where
+    tensor parallelism divides a layer. Collective: yes, over the ranks that share the parameter;
+    between steps, on every rank.
+
+    Args:
+        model: prepared with `prepare_fully_shard`, or not.
+        name: of the parameter, as `named_parameters()` of the model before preparing.
+        gradient: of it, in place of its value; `None` where it has none.
+
+    Returns:
+        A tensor of the shape that the parameter had before it was sharded. It may share memory
+        with the parameter where nothing is sharded.
+
+    Raises:
+        PlanError: for a name that is no parameter.
+
+    Example:
+        >>> import torch
+        >>> from composer_fsdp2 import full_tensor, prepare_fully_shard
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8))
+        >>> _ = prepare_fully_shard(model, None, {}, device="cpu")
+        >>> full_tensor(model, "0.weight").shape
+        torch.Size([8, 4])
+    """
+    reshard(model)
+    try:
+        param = model.get_parameter(name)
+    except AttributeError as error:
+        known = [other for other, _ in model.named_parameters(remove_duplicate=False)]
+        near = difflib.get_close_matches(name, known, 1)
+        raise PlanError(
+            f"'{name}' is no parameter of the model. Ranks would wait for each other without a "
+            "tensor to gather. Write a name of model.named_parameters()"
+            f"{f', such as {near[0]!r}' if near else ''}."
+        ) from error
+    value = param.grad if gradient else param.detach()
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    order = order_of(param)
+    return whole if whole is None or order is None else order.to_model(whole)
