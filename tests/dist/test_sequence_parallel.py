@@ -508,10 +508,12 @@ def test_packed_rows_are_seen_as_the_model_sees_them(case: str):
     handler = logging.StreamHandler(told)
     log = logging.getLogger("composer_fsdp2.parallel.sequence.group")
     log.addHandler(handler)
+    log.setLevel(logging.INFO)
     try:
         compare_a_batch(oracle, model, batch, lambda model, b: model(**b, use_cache=False).loss)
     finally:
         log.removeHandler(handler)
+        log.setLevel(logging.NOTSET)
     if case == "as it is" and dist.get_rank() == 0:
         assert told.getvalue().count("Rows hold several documents") == 1
 
