@@ -22,8 +22,14 @@ DOCS = ROOT / "docs"
 TOP_LEVEL = ("CHANGELOG.md", "CONTRIBUTING.md", "MIGRATION.md")
 COPIES = "files"
 """Folder of the site with the files that pages link to: YAML files, scripts."""
+ROWS_ARE_SECTIONS = "reference/errors.md"
+"""A page whose rows get an address each, and are found by the search one by one."""
 
 _LINK = re.compile(r"(?<=\]\()([^\s)#:]+)((?:#[^\s)]*)?)(?=\))")
+_TABLE = re.compile(r"^\| (.*) \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", re.MULTILINE)
+_IN_CELL = re.compile(r"(?<=<td>).*?(?=</td>)", re.DOTALL)
+_IN_CODE = re.compile(r"(?<=<code>)[^<]+(?=</code>)")
+_PART_OF_NAME = re.compile(r"(?<=[._/=\[])(?=\w)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -55,7 +61,28 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         target = _target(source, link[1])
         return link[0] if target is None else os.path.relpath(_uri(target), folder) + link[2]
 
+    if page.file.src_uri == "changelog.md":
+        page.meta["search"] = {"exclude": True}  # it has every word, and answers no question
+    if page.file.src_uri == ROWS_ARE_SECTIONS:
+        markdown = _TABLE.sub(_sections, markdown)
     return _LINK.sub(replaced, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Lets long names in tables break between their parts: else the table is cut off."""
+    return _IN_CELL.sub(lambda cell: _IN_CODE.sub(_with_breaks, cell[0]), html)
+
+
+def _with_breaks(code: re.Match[str]) -> str:
+    return _PART_OF_NAME.sub("<wbr>", code[0])
+
+
+def _sections(table: re.Match[str]) -> str:
+    """Returns a heading for each row, its first cell, with the other cells below it."""
+    _, *names = table[1].split(" | ")
+    rows = (row.strip("| ").split(" | ") for row in table[2].splitlines())
+    parts = ((f"### {first}\n", *map("- **{}**: {}".format, names, rest)) for first, *rest in rows)
+    return "".join("\n".join(part) + "\n\n" for part in parts)
 
 
 def notebook_markdown(notebook: dict[str, Any]) -> str:
