@@ -13,17 +13,16 @@ from composer_fsdp2.errors import ConfigError
 
 __all__ = ["HELP", "quickstart", "write_quickstart"]
 
-HELP = """Write `yamls/quickstart.yaml` and the Python file of its data into FOLDER.
+HELP = """Write the folder `yamls` into FOLDER: a first run, and ready runs of many models.
 
-They are the files of a first run, which needs no GPU and no network. A file that exists with other
-content is never replaced.
+`yamls/quickstart.yaml` is the first run, which needs no GPU and no network. The others are to
+pretrain and fine-tune Llama, Qwen, Gemma, Phi, Mixtral, OLMoE and MPT, with LoRA, DPO, distillation,
+long sequences and tensor parallelism. A file that exists with other content is never replaced.
 
 - `composer-fsdp2 quickstart && composer-fsdp2 train yamls/quickstart.yaml`
 
 Exit code 0 if the files were written or were there, 2 if another file has one of their names.
 """
-
-_FILES = ("quickstart.yaml", "quickstart_data.py")
 
 
 def quickstart(
@@ -31,14 +30,14 @@ def quickstart(
 ) -> None:
     """Writes the files and says what to do with them."""
     with reported():
-        for path in write_quickstart(folder):
-            say(f"Wrote {escape(str(path))}")
+        if written := write_quickstart(folder):
+            say(f"Wrote {len(written)} files into {escape(str(folder / 'yamls'))}")
         place = "" if folder == Path() else f"cd {escape(str(folder))} && "
         say(f"Next: {place}composer-fsdp2 train yamls/quickstart.yaml")
 
 
 def write_quickstart(folder: Path) -> list[Path]:
-    """Writes the files of the quickstart into `folder/yamls`.
+    """Writes the quickstart and the ready runs into `folder/yamls`.
 
     Returns:
         The paths of the files that were not there before.
@@ -46,7 +45,12 @@ def write_quickstart(folder: Path) -> list[Path]:
     Raises:
         ConfigError: a file of that name exists with other content; nothing is written then.
     """
-    contents = {folder / "yamls" / name: _source(name).read_bytes() for name in _FILES}
+    source = _source()
+    contents = {
+        folder / "yamls" / path.relative_to(source): path.read_bytes()
+        for path in sorted(source.rglob("*"))
+        if path.suffix in (".py", ".yaml")
+    }
     missing = [path for path in contents if not path.exists()]
     for path in contents:
         if path not in missing and not _holds(path, contents[path]):
@@ -64,7 +68,7 @@ def _holds(path: Path, content: bytes) -> bool:
     return path.is_file() and path.read_bytes() == content
 
 
-def _source(name: str) -> Path:
-    """Returns a file of the quickstart: a wheel has it in the package, a clone beside it."""
-    packed = Path(__file__).parents[1] / "yamls" / name
-    return packed if packed.is_file() else Path(__file__).parents[2] / "yamls" / name
+def _source() -> Path:
+    """Returns the folder of the files: a wheel has it in the package, a clone beside it."""
+    packed = Path(__file__).parents[1] / "yamls"
+    return packed if packed.is_dir() else Path(__file__).parents[2] / "yamls"

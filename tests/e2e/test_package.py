@@ -18,6 +18,7 @@ import pytest
 import composer_fsdp2
 from composer_fsdp2.cli.quickstart import write_quickstart
 from tests.support.limits import scaled
+from tests.unit.cli.test_quickstart import READY
 
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
 
@@ -94,9 +95,9 @@ def test_the_wheel_has_the_package_and_nothing_else(wheel):
         for file in (ROOT / "composer_fsdp2").rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    quickstart = {f"composer_fsdp2/yamls/quickstart{end}" for end in (".yaml", "_data.py")}
+    ready = {f"composer_fsdp2/{path.relative_to(ROOT).as_posix()}" for path in READY}
     about = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
-    assert packed == package | quickstart | {f"{INFO}/{name}" for name in about}
+    assert packed == package | ready | {f"{INFO}/{name}" for name in about}
 
 
 def test_the_source_archive_has_all_that_tests_and_pages_need(sources):
@@ -166,10 +167,8 @@ def test_the_first_commands_of_a_user_of_the_wheel(wheel, tmp_path):
     assert shown.stdout.splitlines()[0] == f"composer-fsdp2 {VERSION}"
     written = run("quickstart", wheel=wheel, folder=tmp_path)
     assert written.returncode == 0, written.stderr
-    files = sorted(path.name for path in (tmp_path / "yamls").iterdir())
-    assert files == ["quickstart.yaml", "quickstart_data.py"]
-    for name in files:
-        assert (tmp_path / "yamls" / name).read_bytes() == (ROOT / "yamls" / name).read_bytes()
+    for path in READY:
+        assert (tmp_path / path.relative_to(ROOT)).read_bytes() == path.read_bytes()
 
 
 def test_the_quickstart_trains_from_the_wheel(wheel, tmp_path):

@@ -11,6 +11,7 @@ from composer_fsdp2.cli.main import app
 
 ROOT = Path(__file__).parents[3]
 NAMES = ("quickstart.yaml", "quickstart_data.py")
+READY = [path for kind in ("yaml", "py") for path in sorted((ROOT / "yamls").rglob(f"*.{kind}"))]
 
 
 def invoke(*arguments: str):
@@ -21,14 +22,15 @@ def test_writes_the_files_of_the_repository(tmp_path):
     done = invoke(str(tmp_path / "run"))
     assert done.exit_code == 0
     assert f"cd {tmp_path}/run && composer-fsdp2 train yamls/quickstart.yaml" in done.stderr
-    for name in NAMES:
-        written = tmp_path / "run" / "yamls" / name
-        assert written.read_bytes() == (ROOT / "yamls" / name).read_bytes()
+    written = {path for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert written == {tmp_path / "run" / path.relative_to(ROOT) for path in READY}
+    for path in written:
+        assert path.read_bytes() == (ROOT / path.relative_to(tmp_path / "run")).read_bytes()
 
 
 def test_here_and_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "Wrote yamls/quickstart.yaml" in invoke().stderr
+    assert f"Wrote {len(READY)} files into yamls\n" in invoke().stderr
     again = invoke()
     assert (again.exit_code, again.stderr) == (
         0,
