@@ -60,7 +60,7 @@ _EVERYTHING = "COMPOSER_FSDP2_IMPORT_EVERYTHING"
 def doctor(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Argument(help="A training run of LLM Foundry.", metavar="[CONFIG]")
+        Path | None, typer.Argument(help="A training run of LLM Foundry.", metavar="CONFIG")
     ] = None,
     overrides: Overrides = None,
     ranks: RanksOfRun = None,

@@ -50,7 +50,7 @@ _QUESTIONS = {
 
 
 def init(
-    file: Annotated[Path, typer.Argument(help="Where to write.", metavar="[FILE]")] = Path(
+    file: Annotated[Path, typer.Argument(help="Where to write.", metavar="FILE")] = Path(
         "run.yaml"
     ),
     model: Annotated[

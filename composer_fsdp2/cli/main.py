@@ -74,6 +74,7 @@ _Version = Annotated[
 app = PlainTyper(
     name="composer-fsdp2",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     epilog=EXIT_CODES,
     # Its tracebacks are pages long and hide the error.
     pretty_exceptions_enable=False,

@@ -11,7 +11,7 @@ __all__ = ["AsJson", "GpusPerNode", "Overrides", "Processes", "RanksOfRun"]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Replaces a setting, as for train.", metavar="[key=value]"),
+    typer.Argument(help="Replaces a setting, as for train.", metavar="key=value"),
 ]
 Processes = Annotated[
     int | None,

@@ -59,8 +59,14 @@ def write_quickstart(folder: Path) -> list[Path]:
                 "another folder, as in `composer-fsdp2 quickstart FOLDER`, or move the file."
             )
     for path in missing:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(contents[path])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(contents[path])
+        except OSError as error:
+            raise ConfigError(
+                f"'{path}' cannot be written: {error.strerror}. There is no run without it. Name "
+                "another folder, as in `composer-fsdp2 quickstart FOLDER`."
+            ) from None
     return missing
 
 

@@ -1,29 +1,24 @@
 """Names in a run that LLM Foundry does not know: found before anything is built.
 
 LLM Foundry looks each name up when it builds the part, which is after the model's weights for an
-optimizer, and after the data for a callback. So it does with the names of a part's arguments.
+optimizer, and after the data for a callback.
 """
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.run_arguments import file_of, unknown_arguments
 from composer_fsdp2.foundry.run_keys import words_of
 
-__all__ = ["NAME", "arguments_of", "checking_names", "unknown_name"]
+__all__ = ["NAME", "checking_names", "unknown_name"]
 
 NAME = "composer_fsdp2_names"
 _SHOWN_NAMES = 40
-_GIVEN = ("self", "params", "train_config")
-"""arguments that no configuration writes"""
-_TAKEN_OUT = {"optimizer": ("disable_grad", "param_groups")}
-"""what LLM Foundry reads itself out of a block"""
 
 
 def unknown_name(where: str, name: Any, names: Iterable[str], place: str) -> tuple[str, str] | None:
@@ -39,17 +34,6 @@ def unknown_name(where: str, name: Any, names: Iterable[str], place: str) -> tup
     )
 
 
-def arguments_of(called: Any) -> list[str] | None:
-    """The arguments that a configuration may write for it; `None` where it takes any."""
-    try:
-        parameters = inspect.signature(called).parameters.values()
-    except (TypeError, ValueError):  # some extension types do not tell
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return [parameter.name for parameter in parameters if parameter.name not in _GIVEN]
-
-
 def checking_names(transforms: Iterable[str]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Returns a config transform that refuses unknown names, of parts and of their arguments.
 
@@ -63,9 +47,10 @@ def checking_names(transforms: Iterable[str]) -> Callable[[dict[str, Any]], dict
         from llmfoundry import registry
 
         known = registry.config_transforms.get_all()
-        words = words_of(_file_of(known[name]) for name in known if name not in harmless)
+        words = words_of(file_of(known[name]) for name in known if name not in harmless)
         if words is not None:
-            found = [*map(_unknown, _named(cfg)), *_unknown_arguments(cfg)]
+            arguments = ((found.what, found.advice) for found in unknown_arguments(cfg))
+            found = [*map(_unknown, _named(cfg)), *arguments]
             wrong = [one for one in found if one is not None and _block_of(one[0]) not in words]
             if wrong:
                 raise ConfigError("\n".join(f"{what} {advice}" for what, advice in wrong))
@@ -74,15 +59,9 @@ def checking_names(transforms: Iterable[str]) -> Callable[[dict[str, Any]], dict
     return check
 
 
-def _file_of(transform: Any) -> Path:
-    """Where a transform is written; for one that does not tell, a place that is no file."""
-    code = getattr(transform, "__code__", None)
-    return Path(code.co_filename) if code is not None else Path()
-
-
 def _block_of(what: str) -> str:
     """The key of the run under which something is wrong."""
-    return re.split(r"[.:]", what, maxsplit=1)[0]
+    return re.split(r"[.:\[]", what, maxsplit=1)[0]
 
 
 def _unknown(asked: tuple[str, Any, Iterable[str], str]) -> tuple[str, str] | None:
@@ -115,40 +94,3 @@ def _named(cfg: Mapping[str, Any]) -> Iterator[tuple[str, Any, Iterable[str], st
         blocks = cfg.get(key)
         for name in blocks if isinstance(blocks, Mapping) else ():
             yield key, name, names, key
-
-
-def _unknown_arguments(cfg: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for where, part, block in _parts(cfg):
-        known = arguments_of(part)
-        if known is None:
-            continue
-        for key in block:
-            if key not in (*known, *_TAKEN_OUT.get(where, ())):
-                hint = nearest(key, known) if isinstance(key, str) else ""
-                shown = ", ".join(known) or "none: it has no arguments"
-                yield (
-                    f"{where}: {part.__name__} has no argument {ascii_repr(key)}.{hint}",
-                    f"Write one of {shown}.",
-                )
-
-
-def _parts(cfg: Mapping[str, Any]) -> Iterator[tuple[str, Any, Mapping[Any, Any]]]:
-    """Each part that is built of its block alone: its place, its class and its arguments."""
-    from llmfoundry import registry
-
-    one: dict[str, Any] = {"optimizer": registry.optimizers, "scheduler": registry.schedulers}
-    for key, known in one.items():
-        block = cfg.get(key)
-        if isinstance(block, Mapping) and block.get("name") in known:
-            yield key, known.get(block["name"]), {k: v for k, v in block.items() if k != "name"}
-    many: dict[str, tuple[Any, ...]] = {
-        "callbacks": (registry.callbacks_with_config, registry.callbacks),
-        "loggers": (registry.loggers,),
-        "algorithms": (registry.algorithms,),
-    }
-    for key, registries in many.items():
-        blocks = cfg.get(key)
-        for name, block in blocks.items() if isinstance(blocks, Mapping) else ():
-            known = next((known for known in registries if name in known), None)
-            if known is not None and isinstance(block, Mapping):
-                yield f"{key}.{name}", known.get(name), block

@@ -25,7 +25,7 @@ from composer_fsdp2.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["OUR_KEY", "check_keys", "describe_unknown", "known_keys", "words_of"]
+__all__ = ["OUR_KEY", "check_keys", "describe_unknown", "known_keys", "words_in", "words_of"]
 
 OUR_KEY = "parallelism_config"
 _CLASSES = {"train": "TrainConfig", "eval": "EvalConfig"}
@@ -128,6 +128,12 @@ def words_of(paths: Iterable[Path]) -> set[str] | None:
             return None
         words |= _all_words(tree)
     return words
+
+
+def words_in(paths: Iterable[Path]) -> set[str]:
+    """Returns names, and words of texts, of files; nothing of a file that cannot be read."""
+    trees = filter(None, map(_parse, paths))
+    return {word for tree in trees for word in _all_words(tree)}
 
 
 def _code_paths(cfg: DictConfig) -> list[Path]:

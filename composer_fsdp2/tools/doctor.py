@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer_fsdp2.config.schema import FSDP2Config
@@ -450,13 +449,6 @@ def _memory(run: Run) -> Findings:
             f"state_dict_type is full on {run.ranks} ranks: at every save rank 0 gathers model and "
             "optimizer in its CPU memory and writes alone, while the others wait.",
             "Write state_dict_type: sharded; 'composer-fsdp2 checkpoint convert' makes one file.",
-        )
-    weights = run.settings.pretrained_weights
-    if weights is not None and not Path(weights).is_dir():
-        yield Finding(
-            "problem",
-            f"pretrained_weights is '{weights}', which is no folder here.",
-            "Give the path of a folder with safetensors that every node can read.",
         )
 
 

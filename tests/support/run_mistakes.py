@@ -22,11 +22,17 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "missing block": ({"scheduler": GONE}, ("'scheduler' is missing",)),
     "block that is a word": ({"optimizer": "adam"}, ("optimizer: 'adam' is no mapping",)),
     "optimizer": ({"optimizer.name": "decoupled_adamv"}, ("optimizer.name", "decoupled_adamw")),
-    "optimizer's key": ({"optimizer.lrr": 1e-3}, ("optimizer: TypeError", "lrr")),
+    "optimizer's key": (
+        {"optimizer.lrr": 1e-3},
+        ("optimizer: DecoupledAdamW has no argument 'lrr'", "'lr'"),
+    ),
     "optimizer's value": ({"optimizer.lr": -1.0}, ("optimizer: ValueError", "-1.0")),
     "optimizer without name": ({"optimizer.name": GONE}, ("optimizer.name: null",)),
     "scheduler": ({"scheduler.name": "constant"}, ("scheduler.name", "constant_with_warmup")),
-    "scheduler's key": ({"scheduler.warmup": "1ba"}, ("scheduler: TypeError", "'warmup'")),
+    "scheduler's key": (
+        {"scheduler.warmup": "1ba"},
+        ("scheduler: ", "no argument 'warmup'", "'t_warmup'"),
+    ),
     "scheduler's time": ({"scheduler.t_warmup": "10xx"}, ("scheduler", "10xx")),
     "callback": ({"callbacks": {"speed_monitr": {}}}, ("callbacks", "'speed_monitor'")),
     "callback's key": (
@@ -36,6 +42,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "callback's interval": (
         {"callbacks": {"hf_checkpointer": {"save_folder": "x", "save_interval": "1xx"}}},
         ("callbacks.hf_checkpointer", "1xx"),
+    ),
+    "callback's key that it deletes": (
+        {"callbacks": {"nan_monitor": {"every": 3}}},
+        ("callbacks.nan_monitor: NaNMonitor has no argument 'every'", "Take it out"),
+    ),
+    "callback's key that its base deletes": (
+        {"callbacks": {"eval_output_logging": {"log_token": True}}},
+        ("callbacks.eval_output_logging", "Did you mean 'log_tokens'?"),
     ),
     "algorithm": ({"algorithms": {"gradient_cliping": {}}}, ("'gradient_clipping'",)),
     "algorithm's key": (
@@ -58,6 +72,14 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"train_loader.dataset.streams": {"a": {"local": "no/where"}}},
         ("streams.a.local", "no/where"),
     ),
+    "dataset's key": (
+        {"train_loader.dataset.shufle": True},
+        ("train_loader.dataset: text has no argument 'shufle'", "Did you mean 'shuffle'?"),
+    ),
+    "evaluation dataset's key": (
+        {"eval_loader": [{"name": "text", "label": "a", "dataset": {"splitt": "val"}}]},
+        ("eval_loader[0].dataset", "Did you mean 'split'?"),
+    ),
     "value of a dataset": (
         {"train_loader.dataset.batching_method": "rnd"},
         ("train_loader", "rnd"),
@@ -73,6 +95,22 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "workers of a loader": ({"train_loader.num_workers": -1}, ("train_loader", "num_workers")),
     "icl tasks": ({"icl_tasks": "no/tasks.yaml"}, ("icl_tasks", "no/tasks.yaml")),
     "model": ({"model.name": "mpt_causal_lmm"}, ("model.name", "'mpt_causal_lm'")),
+    "model's key": (
+        {"model.n_layer": 1},
+        ("has no argument 'n_layer'", "as if it were not there", "Did you mean 'n_layers'?"),
+    ),
+    "key of a model's block": (
+        {"model.init_config": {"emb_init_stdd": 0.02}},
+        ("model.init_config", "Did you mean 'emb_init_std'?"),
+    ),
+    "key of a model's attention": (
+        {"model.attn_config": {"attn_impl": "torch", "kv_heads": 2}},
+        ("model.attn_config", "no argument 'kv_heads'"),
+    ),
+    "tokenizer's key": (
+        {"tokenizer.kwargs.padding_sied": "left"},
+        ("tokenizer.kwargs: ", "Did you mean 'padding_side'?"),
+    ),
     "model's value": ({"model.n_heads": 3}, ("model", "divisible")),
     "loss that is not installed": (
         {"model.loss_fn": "fused_crossentropy"},
@@ -153,7 +191,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"train_loader.dataset.predownload": -1},
         ("predownload: -1",),
     ),
-    "length of a dataset": ({"train_loader.dataset.max_seq_len": "long"}, ("'long'", "tokens")),
+    "length of a dataset": (
+        {"train_loader.dataset.max_seq_len": "long"},
+        ("train_loader", "'long'"),
+    ),
     "packing": ({"train_loader.dataset.packing_ratio": 0.5}, ("packing_ratio: 0.5",)),
     "drop_last": ({"train_loader.drop_last": "no"}, ("train_loader", "drop_last=no")),
     "prefetch_factor": ({"train_loader.prefetch_factor": 4}, ("train_loader", "prefetch_factor")),
@@ -234,4 +275,5 @@ def mistaken(assets: Path, wrong: str) -> dict[str, Any]:
     """The good run with one of the mistakes."""
     changes, _ = MISTAKES[wrong]
     loads = any(key.startswith(("train_loader", "scheduler.t")) for key in changes)
+    loads = loads and wrong != "packing"  # which is of finetuning
     return changed(good(assets, "text" if loads else "finetuning"), changes)

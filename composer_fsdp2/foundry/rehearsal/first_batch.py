@@ -33,6 +33,8 @@ def check_first_batch(
     """Notes what the first batch would stop at, as far as it can be known without one."""
     loaders = dict(_loaders(config))
     for where, block in loaders.items():
+        if any(one.what.startswith(f"{where}:") for one in notes.mistakes):
+            continue  # building it has said so
         _check_dataset(notes, f"{where}.dataset", block.get("dataset") or {})
     _check_microbatch(notes, config.device_train_microbatch_size)
     for algorithm in parts.algorithms:

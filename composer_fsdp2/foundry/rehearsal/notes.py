@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import re
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from composer_fsdp2.config.messages import nearest, shortened
+from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
-from composer_fsdp2.foundry.registry_names import arguments_of, unknown_name
+from composer_fsdp2.foundry.registry_names import unknown_name
 
 __all__ = ["Cluster", "Mistake", "Notes", "is_network_error"]
 
 _OWN = (CheckpointError, ConfigError, PatchError, PlanError)
 _CORRECT = "Correct it there; the run would stop at this place."
 _NETWORK = ("couldn't connect", "max retries exceeded", "connection error", "resolve host")
-_UNEXPECTED = re.compile(
-    r"(?P<function>\S+)\(\) got an unexpected keyword argument '(?P<argument>[^']+)'"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +58,9 @@ class Notes:
 
     def caught(self, where: str, error: Exception | SystemExit, advice: str = _CORRECT) -> None:
         """Adds what a part of the run raised."""
+        noted = any(one.what.startswith(f"{where}:") for one in self.mistakes)
+        if isinstance(error, TypeError) and "missing" in str(error) and noted:
+            return  # the argument that is missing is the misspelt one
         if isinstance(error, _OWN):
             what, _, cure = str(error).rpartition(". ")
             self.add(f"{where}: {what}.", cure)
@@ -70,8 +69,7 @@ class Notes:
         elif is_network_error(error):
             self.unreachable(where, _told(error))
         else:
-            hint, names = _arguments_of(error)
-            self.add(f"{where}: {_told(error)}.{hint}", names or advice)
+            self.add(f"{where}: {_told(error)}.", advice)
 
     def unreachable(self, where: str, told: str) -> None:
         """Something that only the network knows; where the run takes place it may be reachable."""
@@ -121,26 +119,6 @@ def is_network_error(error: BaseException) -> bool:
             return True
         seen = seen.__cause__ or seen.__context__
     return False
-
-
-def _arguments_of(error: BaseException) -> tuple[str, str]:
-    """For an argument that a function does not have: which one was meant, and which there are."""
-    found = _UNEXPECTED.match(str(error))
-    trace = error.__traceback__
-    if not isinstance(error, TypeError) or found is None or trace is None:
-        return "", ""
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    # The error names the function; the frame that called it holds the object.
-    for value in trace.tb_frame.f_locals.values():
-        for called in (value, getattr(value, "__init__", None)):
-            if callable(called) and getattr(called, "__qualname__", "") == found["function"]:
-                names = arguments_of(called) or []
-                # Python 3.13 asks itself.
-                asked = "Did you mean" in str(error)
-                hint = "" if asked else nearest(found["argument"], names)
-                return hint, f"Write one of {', '.join(names)}."
-    return "", ""
 
 
 def _told(error: BaseException) -> str:

@@ -28,6 +28,7 @@ from composer_fsdp2.foundry.rehearsal import data, model, trainer
 from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED, environment_of
 from composer_fsdp2.foundry.rehearsal.first_batch import check_first_batch
 from composer_fsdp2.foundry.rehearsal.notes import Cluster, Mistake, Notes
+from composer_fsdp2.foundry.run_arguments import unknown_arguments
 from composer_fsdp2.foundry.run_keys import OUR_KEY, describe_unknown
 from composer_fsdp2.foundry.transform import parse_run_config
 from composer_fsdp2.plan.frozen import frozen_elements
@@ -184,7 +185,8 @@ def _read_config(notes: Notes, cfg: DictConfig) -> tuple[Any, dict[str, Any]]:
             missing.append(key)
     if not missing:
         # Last, as in a run: a config transform may take a key of its own out.
-        transforms = [*_registered_transforms(), functools.partial(_known_part, notes)]
+        own = (_known_part, _known_arguments)
+        transforms = [*_registered_transforms(), *(functools.partial(one, notes) for one in own)]
         with notes.step("The configuration"), environment_of(notes.cluster):
             logged, config = make_dataclass_and_log_config(
                 OmegaConf.create(cut), TrainConfig, TRAIN_CONFIG_KEYS, transforms=transforms
@@ -204,6 +206,15 @@ def _known_part(notes: Notes, cfg: dict[str, Any]) -> dict[str, Any]:
     from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
 
     return {key: value for key, value in cfg.items() if _is_known(notes, key, TRAIN_CONFIG_KEYS)}
+
+
+def _known_arguments(notes: Notes, cfg: dict[str, Any]) -> dict[str, Any]:
+    """Notes the arguments that no part takes, and takes them out: they hide what else is wrong."""
+    cfg = copy.deepcopy(cfg)
+    for found in list(unknown_arguments(cfg)):
+        notes.add(found.what, found.advice)
+        del found.block[found.key]
+    return cfg
 
 
 def _is_known(notes: Notes, key: Any, known: set[str]) -> bool:

@@ -165,6 +165,20 @@ def test_as_a_rank_it_says_when_fsdp2_is_not_requested(train, write, monkeypatch
     assert said is None or said in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("command", "usage"),
+    [
+        ("init", "init [OPTIONS] [FILE] "),
+        ("doctor", "doctor [OPTIONS] [CONFIG] [key=value]... "),
+        ("checkpoint convert", "convert [OPTIONS] "),
+    ],
+)
+def test_short_help_and_usage(command, usage):
+    done = CliRunner().invoke(main.app, [*command.split(), "-h"])
+    assert done.exit_code == 0
+    assert usage in done.output
+
+
 def test_help_is_quick_and_lists_the_commands():
     code = "import sys; from composer_fsdp2.cli.main import app; "
     code += "app(['--help'], standalone_mode=False); print('torch' in sys.modules)"

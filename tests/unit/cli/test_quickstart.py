@@ -48,3 +48,12 @@ def test_another_file_of_that_name_stays(tmp_path, name):
     assert f"'{own}' exists with other content" in " ".join(done.stderr.split())
     assert [path.name for path in own.parent.iterdir()] == [name]
     assert own.read_text() == "mine: 1\n"
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/run", "/proc/run"])
+def test_a_folder_that_cannot_be_made(folder):
+    done = invoke(folder)
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.split())
+    assert "cannot be written" in said
+    assert "Name another folder" in said

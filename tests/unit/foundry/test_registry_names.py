@@ -10,9 +10,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 from composer_fsdp2 import ConfigError
 from tests.support.foundry import FSDP2, run_of, write_assets
+
+ROOT = Path(__file__).parents[3]
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -76,6 +79,42 @@ def test_an_unknown_name_is_refused(good: dict[str, Any], changes: dict[str, Any
             "GradientClipping has no argument 'threshold'.*'clipping_threshold'",
         ),
         ({"loggers": {"tensorboard": {"log_folder": "x"}}}, "no argument 'log_folder'.*'log_dir'"),
+        (
+            {"callbacks": {"nan_monitor": {"every": 3}}},
+            "NaNMonitor has no argument 'every'.*Take it out",
+        ),
+        (
+            {"callbacks": {"eval_output_logging": {"log_token": True}}},
+            "EvalOutputLogging has no argument 'log_token'.*'log_tokens'",
+        ),
+        (
+            {"train_loader": {"name": "finetuning", "dataset": {"splitt": "train"}}},
+            "train_loader.dataset: finetuning has no argument 'splitt'.*'split'",
+        ),
+        (
+            {"eval_loader": {"name": "text", "num_worker": 2}},
+            "eval_loader: build_text_dataloader has no argument 'num_worker'.*'num_workers'",
+        ),
+        (
+            {"eval_loaders": [{"name": "text", "label": "a", "dataset": {"shufle": True}}]},
+            r"eval_loader\[0\].dataset: text has no argument 'shufle'.*were not there.*'shuffle'",
+        ),
+        (
+            {"model": {"name": "mpt_causal_lm", "n_layer": 2}},
+            "model: ComposerMPTCausalLM has no argument 'n_layer'.*as if it were not.*'n_layers'",
+        ),
+        (
+            {"model": {"name": "mpt_causal_lm", "init_config": {"init_stdd": 1.0}}},
+            "model.init_config: .* has no argument 'init_stdd'.*'init_std'",
+        ),
+        (
+            {"model": {"name": "contrastive_lm", "d_modell": 2}},
+            "model: ContrastiveModel has no argument 'd_modell'.*'d_model'",
+        ),
+        (
+            {"model": {"name": "hf_causal_lm", "pretraned": True}},
+            "model: ComposerHFCausalLM has no argument 'pretraned'.*'pretrained'",
+        ),
     ],
 )
 def test_an_unknown_argument_is_refused(good: dict[str, Any], changes: dict[str, Any], said: str):
@@ -99,11 +138,102 @@ def test_an_unknown_argument_is_refused(good: dict[str, Any], changes: dict[str,
         {"callbacks": {"hf_checkpointer": {"save_folder": "a", "save_interval": "1ba"}}},
         {"callbacks": {"run_timeout": {"timeout": 3}, "curriculum_learning": {"schedule": []}}},
         {"callbacks": {"lr_monitor": None}, "scheduler": {"name": "constant_with_warmup"}},
+        {"callbacks": {"generate_callback": {"prompts": [], "interval": "1ba", "top_k": 3}}},
+        {
+            "model": {
+                "name": "mpt_causal_lm",
+                "fuse_norm_attn_norm": True,
+                "activation_checkpointing_target": "mptblock",
+                "master_weights_dtype": "bf16",
+                "attn_config": {"attn_type": "grouped_query_attention", "kv_n_heads": 2},
+                "init_config": {"name": "baseline_", "init_std": 0.02},
+                "bos_token_id": 0,
+                "output_hidden_states": True,
+                "num_labels": 2,
+            }
+        },
+        {"model": {"name": "hf_causal_lm", "config_overrides": {"anything": 1}}},
+        {"model": {"name": "contrastive_lm", "pretrained_model_name_or_path": "a", "any": 1}},
+        {
+            "train_loader": {
+                "name": "text",
+                "dataset": {
+                    "max_seq_len": 2,
+                    "eos_token_id": 0,
+                    "mlm_probability": 0.1,
+                    "override_eos_token_id_mismatch_error": True,
+                    "token_encoding_type": "int64",
+                    "streams": {},
+                    "cache_limit": "1gb",
+                },
+                "timeout": 1,
+            }
+        },
+        {
+            "eval_loaders": [
+                {
+                    "name": "finetuning",
+                    "label": "a",
+                    "dataset": {
+                        "hf_name": "a",
+                        "shuffle_seed": 3,
+                        "safe_load": True,
+                        "pad_to_longest": True,
+                        "max_leftover_bins_to_keep": 1,
+                        "target_prompts": "none",
+                        "preprocessing_fn": None,
+                    },
+                }
+            ]
+        },
     ],
 )
 def test_arguments_of_every_kind_pass(good: dict[str, Any], changes: dict[str, Any]):
     cfg = {**good, **changes}
     assert check(cfg) == cfg
+
+
+def tokenizer(good: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    return {**good, "tokenizer": {**good["tokenizer"], "kwargs": kwargs}}
+
+
+@pytest.mark.parametrize(("key", "meant"), [("padding_sied", "padding_side"), ("add_bos", "")])
+def test_an_argument_that_a_tokenizer_does_not_read(good: dict[str, Any], key: str, meant: str):
+    with pytest.raises(ConfigError, match=f"tokenizer.kwargs: .* no argument '{key}'.*{meant}"):
+        check(tokenizer(good, **{key: "left"}))
+
+
+def test_arguments_that_a_tokenizer_reads(good: dict[str, Any]):
+    told = {"model_max_length": 3, "padding_side": "left", "use_fast": True, "revision": "a"}
+    told |= {"trust_remote_code": False, "pad_token": "a", "add_prefix_space": True, "token": "a"}
+    check(tokenizer(good, **told))
+    unknown_class = {"name": "no/such/tokenizer", "kwargs": {"anything": 1}}
+    check({**good, "tokenizer": unknown_class})
+
+
+class OwnMPT:
+    """Stands for nothing but its arguments."""
+
+    def __init__(self, own: int = 1, **kwargs: Any) -> None:
+        self.kept = {"own": own, **kwargs}
+
+
+def test_a_part_that_keeps_its_arguments_may_take_any(good: dict[str, Any]):
+    from llmfoundry.registry import models
+    from llmfoundry.utils.registry_utils import save_registry
+
+    with save_registry():
+        models.register("own", func=OwnMPT)  # pyright: ignore[reportArgumentType]
+        check({**good, "model": {"name": "own", "anything": 1}})
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "yamls").rglob("*.yaml")), ids=lambda path: path.stem
+)
+def test_every_run_of_the_repository_passes(path: Path):
+    from composer_fsdp2.foundry.run_arguments import unknown_arguments
+
+    assert list(unknown_arguments(yaml.safe_load(path.read_text()))) == []
 
 
 def test_all_are_named_at_once(good: dict[str, Any]):

@@ -233,13 +233,6 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "full on 16 ranks",
         "checkpoint convert",
     ),
-    "no weights": (
-        MACHINE,
-        run({"pretrained_weights": "no/where"}),
-        "problem",
-        "'no/where', which is no folder",
-        "safetensors",
-    ),
     "gloo": (MACHINE, run(**CPU), "warning", "sums gradients", "Nothing here"),
 }
 
