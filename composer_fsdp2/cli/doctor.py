@@ -284,6 +284,7 @@ def _rehearse(
         return run, [], None
     from composer_fsdp2.foundry.rehearsal.notes import Cluster
     from composer_fsdp2.foundry.rehearsal.run import rehearse
+    from composer_fsdp2.foundry.run_file import epochs_meant
 
     cluster = Cluster(
         ranks=run.ranks,
@@ -295,6 +296,8 @@ def _rehearse(
     units = None if found.units is None else len(found.units.units)
     run = dataclasses.replace(run, builds_on_meta=found.builds_on_meta, units=units)
     findings = [Finding(one.level, one.what, one.advice) for one in found.mistakes]
+    if (meant := epochs_meant(cfg)) is not None:
+        findings.append(Finding("warning", *meant))
     return run, findings, found.units
 
 

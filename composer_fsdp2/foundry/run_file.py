@@ -18,6 +18,7 @@ __all__ = [
     "check_installed",
     "check_named",
     "check_ranks",
+    "epochs_meant",
     "load_run",
     "merge",
     "read_parallelism",
@@ -132,6 +133,17 @@ def read_setting(cfg: DictConfig, key: str) -> Any:
         return OmegaConf.select(cfg, key)
     except OmegaConfBaseException:
         return None
+
+
+def epochs_meant(cfg: DictConfig) -> tuple[str, str] | None:
+    """Returns what a duration without a unit means, and what to write; `None` with a unit."""
+    length = read_setting(cfg, "max_duration")
+    if isinstance(length, bool) or not isinstance(length, int):
+        return None
+    return (
+        f"max_duration is {length} without a unit, which is {length} epochs to Composer.",
+        f"Write {length}ep, or {length}ba for batches.",
+    )
 
 
 def check_installed() -> None:

@@ -179,6 +179,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": "x"}}},
         ("algorithms.gradient_clipping", "'x'"),
     ),
+    "threshold below 0": (
+        {"algorithms": {"gradient_clipping": {"clipping_type": "norm", "clipping_threshold": -1}}},
+        ("algorithms.gradient_clipping", "clipping_threshold of -1"),
+    ),
+    "vocabulary on meta": (
+        {"model.vocab_size": 100, "model.init_device": "meta"},
+        ("model.vocab_size: 100 is less than", "init_device: cpu"),
+    ),
+    "save_folder on what is read only": ({"save_folder": "/proc/runs"}, ("'/proc' cannot be",)),
     "shuffle of streaming": (
         {"train_loader.dataset.shuffle": True, "train_loader.dataset.shuffle_algo": "py2ss"},
         ("shuffle_algo", "'py2ss'", "'py2s'"),

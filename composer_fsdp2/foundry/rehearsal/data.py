@@ -6,6 +6,7 @@ import copy
 import glob
 import inspect
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -312,5 +313,13 @@ def _check_writable(notes: Notes, folder: Path) -> None:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not there.is_dir():
         notes.add(f"save_folder: '{there}' is a file.", "Write another folder.")
-    elif not os.access(there, os.W_OK):
-        notes.add(f"save_folder: '{there}' may not be written.", "Write another folder.")
+        return
+    try:
+        # The rights do not tell it of a system that is read-only, or to the superuser.
+        os.rmdir(tempfile.mkdtemp(dir=there))
+    except OSError as error:
+        notes.add(
+            f"save_folder: '{there}' cannot be written: {error.strerror}. The first save would "
+            "stop the run.",
+            "Write another folder.",
+        )

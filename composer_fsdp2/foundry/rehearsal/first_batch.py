@@ -28,9 +28,18 @@ _SAVE_FILENAME = "ep{epoch}-ba{batch}-rank{rank}.pt"
 
 
 def check_first_batch(
-    notes: Notes, config: Any, parts: Parts, model: nn.Module | None, run_name: str
+    notes: Notes, config: Any, parts: Parts, model: nn.Module | None, loader: Any, run_name: str
 ) -> None:
-    """Notes what the first batch would stop at, as far as it can be known without one."""
+    """Notes what the first batch would stop at, as far as it can be known without one.
+
+    Args:
+        notes: take what is found.
+        config: the run, as LLM Foundry reads it.
+        parts: what is handed to the Trainer.
+        model: on meta; `None` if it could not be built.
+        loader: of training; `None` if it was not built.
+        run_name: in the names of folders.
+    """
     loaders = dict(_loaders(config))
     for where, block in loaders.items():
         if any(one.what.startswith(f"{where}:") for one in notes.mistakes):
@@ -43,7 +52,7 @@ def check_first_batch(
                 _clip(algorithm)
     _check_names_of_files(notes, config, run_name)
     if model is not None:
-        _check_lengths(notes, model, loaders)
+        _check_lengths(notes, model, loaders, loader)
         _check_kernels(notes, model)
 
 
@@ -106,6 +115,8 @@ def _clip(algorithm: GradientClipping) -> None:
         parameter.grad = torch.ones_like(parameter)
     kind, threshold = algorithm.clipping_type, algorithm.clipping_threshold
     apply_gradient_clipping(model, kind, threshold, fsdp_enabled=False)
+    if not threshold > 0:
+        raise ValueError(f"a clipping_threshold of {threshold} turns gradients round, or to 0")
 
 
 def _check_names_of_files(notes: Notes, config: Any, run_name: str) -> None:
@@ -131,18 +142,35 @@ def _check_names_of_files(notes: Notes, config: Any, run_name: str) -> None:
 
 
 def _check_lengths(
-    notes: Notes, model: nn.Module, loaders: Mapping[str, Mapping[str, Any]]
+    notes: Notes, model: nn.Module, loaders: Mapping[str, Mapping[str, Any]], loader: Any
 ) -> None:
+    """Samples that a data set holds may be shorter than its max_seq_len, and are trained then."""
     limits = list(_limits(model))
     for where, block in loaders.items():
-        length = (block.get("dataset") or {}).get("max_seq_len")
-        short = [limit for limit in limits if isinstance(length, int) and limit[1] < length]
-        for name, limit in short[:1]:
-            notes.add(
-                f"{where}.dataset.max_seq_len is {length}, and {name} of the model ends at "
-                f"{limit}. The first batch would be longer than the model can take.",
-                f"Write a max_seq_len of {limit} or less there, or build the model for {length}.",
-            )
+        dataset = block.get("dataset") or {}
+        longest = dataset.get("max_seq_len")
+        short = [limit for limit in limits if isinstance(longest, int) and limit[1] < longest]
+        with notes.step(where):
+            found = _first_length(loader) if short and where == "train_loader" else None
+            padded = block.get("name") == "finetuning" and not dataset.get("allow_pad_trimming")
+            for name, limit in short[:1]:
+                if found is None or found > limit:
+                    notes.add(
+                        f"{where}.dataset.max_seq_len is {longest}, and {name} of the model ends "
+                        f"at {limit}. A batch that is longer stops the run.",
+                        f"Write a max_seq_len of {limit} or less there, or build the model for "
+                        f"{longest}.",
+                        "problem" if found or padded else "warning",
+                    )
+
+
+def _first_length(loader: Any) -> int | None:
+    """Returns the number of tokens of the first sample; `None` where no data are here."""
+    dataset = getattr(getattr(loader, "dataloader", None), "dataset", None)
+    if dataset is None:
+        return None
+    sample = dataset[0]
+    return len(sample["input_ids"] if isinstance(sample, Mapping) else sample)
 
 
 def _limits(model: nn.Module) -> Iterator[tuple[str, int]]:

@@ -55,10 +55,22 @@ def build(notes: Notes, config: Any, tokenizer: Any) -> Built:
         if settle_name(notes, f"model.{_PRETRAINED}", block[_PRETRAINED]) != "here":
             return built
         _check_weights(notes, block)
+    if not _vocabulary_fits(notes, block, tokenizer):
+        return built
     # What cpu builds on every rank, and mixed on the first, is built here as on the second.
     instead = "mixed" if init == "cpu" else None
     with notes.step("model"):
-        built.model = _build(config, tokenizer, instead)
+        try:
+            built.model = _build(config, tokenizer, instead)
+        except (NotImplementedError, RuntimeError) as error:
+            if instead is None or "meta tensor" not in str(error):
+                raise
+            notes.add(
+                "model: it cannot be built on meta, and is not built here with its weights. Its "
+                "units are not known.",
+                "Nothing here: init_device is cpu, which does without meta.",
+                "warning",
+            )
     if init == "meta":
         built.on_meta = built.model is not None
     elif init == "mixed" and built.model is not None:
@@ -67,6 +79,23 @@ def build(notes: Notes, config: Any, tokenizer: Any) -> Built:
             _build(config, tokenizer, "meta")
         built.on_meta = not quiet.mistakes
     return built
+
+
+def _vocabulary_fits(notes: Notes, block: Any, tokenizer: Any) -> bool:
+    """Whether the embedding has a row for each token, or can be given more when it is built."""
+    size = block.get("vocab_size")
+    if tokenizer is None or not isinstance(size, int) or size >= len(tokenizer):
+        return True
+    if block.get("init_device", "cpu") == "cpu":
+        block["vocab_size"] = len(tokenizer)  # as LLM Foundry would, on weights that have values
+        return True
+    notes.add(
+        f"model.vocab_size: {size} is less than the {len(tokenizer)} tokens of the tokenizer. LLM "
+        "Foundry would add rows to the embedding, which it cannot without values (init_device: "
+        f"{block['init_device']}).",
+        f"Write vocab_size: {len(tokenizer)} or more, or init_device: cpu.",
+    )
+    return False
 
 
 def _check_weights(notes: Notes, block: Any) -> None:

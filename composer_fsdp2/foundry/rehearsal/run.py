@@ -284,7 +284,7 @@ class _Run:
         trainer.check_arguments(notes, config)
         built = model.build(notes, config, tokenizer)
         parts.optimizer = model.build_optimizer(notes, config, built)
-        check_first_batch(notes, config, parts, built.model, self.name)
+        check_first_batch(notes, config, parts, built.model, loader, self.name)
         units, sizes, frozen = None, None, {}
         if built.model is not None:
             trainer.start(notes, config, parts, built.model, loader, self.name)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -88,6 +89,9 @@ def test_a_good_run_passes(doctor, assets: Path, kind: str):
     "dataset's key",
     "tokenizer's key",
     "callback's key that it deletes",
+    "threshold below 0",
+    "vocabulary on meta",
+    "save_folder on what is read only",
 )
 @pytest.mark.parametrize("wrong", MISTAKES)
 def test_a_mistake_is_exit_code_1(doctor, assets: Path, wrong: str):
@@ -152,6 +156,60 @@ def test_a_folder_with_later_checkpoints(doctor, assets: Path, tmp_path: Path):
     assert doctor({**settings, "save_overwrite": True})[0] == 0
     assert doctor({**settings, "autoresume": True})[0] == 0
     assert doctor({**settings, "load_path": str(assets)})[0] == 0
+
+
+def test_a_small_vocabulary_is_enlarged_where_weights_have_values(doctor, assets: Path):
+    code, said = doctor(changed(good(assets), {"model.vocab_size": 100}))
+    assert code == 0, said
+    assert "problem" not in said
+
+
+@pytest.mark.parametrize(("length", "exit_code"), [(16, 0), (20, 1)])
+def test_samples_are_as_long_as_they_are(
+    doctor, assets: Path, tmp_path: Path, length: int, exit_code: int
+):
+    from streaming import MDSWriter
+
+    with MDSWriter(out=str(tmp_path / "train"), columns={"tokens": "ndarray:int32"}) as writer:
+        for _ in range(16):
+            writer.write({"tokens": np.ones(length, np.int32)})
+    changes = {"train_loader.dataset.local": str(tmp_path), "model.max_seq_len": 16}
+    code, said = doctor(changed(good(assets, "text"), changes))
+    assert code == exit_code, said
+    assert ("max_seq_len is 24" in said) == (exit_code == 1)
+
+
+def test_lengths_that_are_not_known_are_a_warning(doctor, assets: Path):
+    changes = {"model.max_seq_len": 8, "train_loader.dataset.allow_pad_trimming": True}
+    code, said = doctor(changed(good(assets), changes))
+    assert code == 0, said
+    assert "warning: train_loader.dataset.max_seq_len is 24" in said
+
+
+def test_a_duration_without_unit_is_said(doctor, assets: Path):
+    code, said = doctor(changed(good(assets), {"max_duration": 300}))
+    assert code == 0, said
+    assert "warning: max_duration is 300 without a unit" in said
+    assert "300 epochs" in said
+    assert "Write 300ep, or 300ba for batches." in said
+
+
+def test_a_model_that_cannot_be_on_meta(doctor, assets: Path, tmp_path: Path):
+    code = tmp_path / "own_model.py"
+    code.write_text(
+        "from llmfoundry import registry\n"
+        "from llmfoundry.models.mpt import ComposerMPTCausalLM\n"
+        "@registry.models.register('own')\n"
+        "class Own(ComposerMPTCausalLM):\n"
+        "    def __init__(self, **kwargs):\n"
+        "        super().__init__(**kwargs)\n"
+        "        self.norm = next(self.parameters()).norm().item()\n"
+    )
+    changes = {"code_paths": [str(code)], "model.name": "own"}
+    exit_code, said = doctor(changed(good(assets), changes))
+    assert exit_code == 0, said
+    assert "warning: model: it cannot be built on meta" in said
+    assert doctor(changed(good(assets), {**changes, "model.init_device": "meta"}))[0] == 1
 
 
 def test_a_table_of_positions_ends_before_the_data(doctor, assets: Path, tmp_path: Path):
