@@ -87,13 +87,14 @@ def init(
         text = starter_yaml(answers)
         _write(file, text)
         say(f"[green]Wrote {escape(str(file))}[/]")
-        _warn_of_missing(answers)
         say(f"Check it:  composer-fsdp2 doctor {escape(_for_doctor(file, answers))}")
         say(f"Train:     {escape(_for_training(file, answers))}")
 
 
 def _ask(given: dict[str, Any]) -> dict[str, Any]:
     """Asks for what is not given; nobody can answer where there is no terminal."""
+    from composer_fsdp2.tools.starter import check_answers
+
     missing = [name for name, value in given.items() if value is None]
     if missing and not _is_terminal():
         flags = " ".join(f"--{name} ..." for name in missing)
@@ -101,11 +102,29 @@ def _ask(given: dict[str, Any]) -> dict[str, Any]:
             f"No answer for {', '.join(missing)}, and standard input is no terminal. Nobody can be "
             f"asked. Write {flags}"
         )
+    check_answers(given)
+    _warn_of_missing(given["data"])
     for name in missing:
-        kind = int if name == "gpus" else str
-        default = _local_gpus() if name == "gpus" else None
-        given[name] = typer.prompt(_QUESTIONS[name], type=kind, default=default, err=True)
+        while given[name] is None:
+            default = str(_local_gpus()) if name == "gpus" else None
+            text = typer.prompt(_QUESTIONS[name], default=default, err=True)
+            given[name] = _accepted(name, text.strip(), given)
     return given
+
+
+def _accepted(name: str, text: str, given: dict[str, Any]) -> Any:
+    """Returns an answer; `None` if it cannot be, which is said, and the others stay."""
+    from composer_fsdp2.tools.starter import check_answers, read_gpus
+
+    try:
+        answer = read_gpus(text) if name == "gpus" else text
+        check_answers({**given, name: answer})
+    except ConfigError as error:
+        say(f"[red]{escape(str(error))}[/]")
+        return None
+    if name == "data":
+        _warn_of_missing(text)
+    return answer
 
 
 def _is_terminal() -> bool:
@@ -129,9 +148,10 @@ def _write(file: Path, text: str) -> None:
         ) from None
 
 
-def _warn_of_missing(answers: Answers) -> None:
+def _warn_of_missing(data: str | None) -> None:
     """Says what a path that is not there needs; doctor says it again."""
-    data = answers.data
+    if data is None:
+        return
     local = data.startswith((".", "/", "~")) or "/" not in data
     if local and not Path(data).exists():
         say(f"[yellow]There is no '{escape(data)}' yet. The run cannot start without it.[/]")

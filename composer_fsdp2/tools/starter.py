@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["GOALS", "SHAPES", "Answers", "Goal", "check_answers", "starter_yaml"]
+__all__ = ["GOALS", "SHAPES", "Answers", "Goal", "check_answers", "read_gpus", "starter_yaml"]
 
 Goal = Literal["pretrain", "finetune", "lora"]
 GOALS: tuple[Goal, ...] = ("pretrain", "finetune", "lora")
@@ -60,31 +61,49 @@ class Answers:
         return -(-self.gpus // _GPUS_PER_NODE) if self.gpus else 1
 
 
-def check_answers(answers: Answers) -> None:
+def read_gpus(text: str) -> int:
+    """Reads a number of GPUs.
+
+    Raises:
+        ConfigError: the text is no number.
+    """
+    if not text.strip().isdecimal():
+        raise ConfigError(
+            f"'{text}' is no number of GPUs. Ranks are counted from it. Write 0 for the CPU, or a "
+            "whole number, for example 8."
+        )
+    return int(text)
+
+
+def check_answers(given: Mapping[str, Any]) -> None:
     """Refuses answers from which no run can be made.
+
+    Args:
+        given: the answers by the names of `Answers`; what is `None` is not checked yet.
 
     Raises:
         ConfigError: a goal without weights to start from, or GPUs that fill no nodes.
     """
-    if answers.goal not in GOALS:
+    model, gpus, goal = given.get("model"), given.get("gpus"), given.get("goal")
+    if goal is not None and goal not in GOALS:
         raise ConfigError(
-            f"The goal {answers.goal!r} is none that init knows.{nearest(answers.goal, GOALS)} "
+            f"The goal {goal!r} is none that init knows.{nearest(goal, GOALS)} "
             "Without one there is no loss and no data format. Write one of "
             f"{', '.join(GOALS)}; for DPO and distillation see the recipes in docs/."
         )
-    if answers.model in SHAPES and answers.goal != "pretrain":
+    if model in SHAPES and goal not in (None, "pretrain"):
         raise ConfigError(
-            f"The model {answers.model} has random weights, and the goal is {answers.goal}. There "
+            f"The model {model} has random weights, and the goal is {goal}. There "
             "is nothing to start from. Write a folder or a name on the Hugging Face hub, or the "
             "goal pretrain."
         )
-    if answers.gpus < 0:
+    if gpus is not None and gpus < 0:
         raise ConfigError(
-            f"{answers.gpus} is no number of GPUs. Ranks are counted from it. Write 0 for the CPU."
+            f"{gpus} is no number of GPUs. Ranks are counted from it. Write 0 for the CPU."
         )
-    if answers.gpus > _GPUS_PER_NODE and answers.gpus % _GPUS_PER_NODE:
+    if gpus is not None and gpus > _GPUS_PER_NODE and gpus % _GPUS_PER_NODE:
         raise ConfigError(
-            f"{answers.gpus} GPUs do not fill nodes of {_GPUS_PER_NODE}. Launchers start the same "
+            f"{gpus} GPUs do not fill nodes of {_GPUS_PER_NODE}. Launchers start the same "
             f"number of ranks on each node. Write a multiple of {_GPUS_PER_NODE}."
         )
 
@@ -95,7 +114,7 @@ def starter_yaml(answers: Answers) -> str:
     Raises:
         ConfigError: as `check_answers`.
     """
-    check_answers(answers)
+    check_answers(dataclasses.asdict(answers))
     length = answers.max_seq_len or _default_length(answers)
     settings: dict[str, Any] = {
         "parallelism_config": {"fsdp2": _fsdp2(answers)},

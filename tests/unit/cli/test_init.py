@@ -89,6 +89,36 @@ def test_asks_on_a_terminal_for_what_is_missing(init, monkeypatch, assets):
     assert yaml.safe_load(Path("run.yaml").read_text())["variables"]["data"] == f"{assets}/mds"
 
 
+def test_a_mistake_is_said_at_once_and_the_other_answers_stay(init, monkeypatch, assets):
+    from composer_fsdp2.cli import init as module
+
+    monkeypatch.setattr(module, "_is_terminal", lambda: True)
+    typed = f"mpt-tiny\n{assets}/mds\neight\n-1\n12\n0\nlora\npretain\n pretrain \n"
+    done = init(typed=typed)
+    assert done.exit_code == 0, done.output
+    said = " ".join(done.stderr.split())
+    for part in (
+        "'eight' is no number of GPUs",
+        "'-1' is no number of GPUs",
+        "12 GPUs do not fill nodes of 8",
+        "The model mpt-tiny has random weights, and the goal is lora",
+        "Did you mean 'pretrain'?",
+    ):
+        assert said.count(part) == 1
+    assert said.count("Model: ") == said.count("Data: ") == 1
+    assert "valid integer" not in said
+
+
+def test_a_wrong_option_is_said_before_the_first_question(init, monkeypatch):
+    from composer_fsdp2.cli import init as module
+
+    monkeypatch.setattr(module, "_is_terminal", lambda: True)
+    done = init("--gpus", 12)
+    assert done.exit_code == 2
+    assert "12 GPUs do not fill nodes" in done.stderr
+    assert "Model: " not in done.stderr
+
+
 def test_a_file_that_exists_stays(init, assets):
     Path("run.yaml").write_text("mine: 1\n")
     given = options("mpt-tiny", assets / "mds", "pretrain")
