@@ -1,4 +1,4 @@
-"""Data and console output of `quickstart.yaml`; loaded by LLM Foundry through `code_paths`.
+"""Data and summary of `quickstart.yaml`; loaded by LLM Foundry through `code_paths`.
 
 The text is what every machine with Python has: the source files of the standard library. A
 byte-level BPE tokenizer is trained on it; the tokens are packed into sequences and written once as
@@ -22,7 +22,6 @@ from composer.utils import dist
 from llmfoundry import registry
 from streaming import MDSWriter
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
 
 END_OF_TEXT = "<|endoftext|>"
@@ -173,16 +172,11 @@ def write_split(folder: Path, sequences: Iterable[np.ndarray]) -> None:
             writer.write({"tokens": tokens})
 
 
-@registry.loggers.register("quickstart_console")
-class QuickstartConsole(LoggerDestination):
-    """One line per interval and a summary at the end, on rank 0.
+@registry.loggers.register("quickstart_summary")
+class QuickstartSummary(LoggerDestination):
+    """What the run achieved, on rank 0 at its end."""
 
-    Args:
-        every: Batches between two lines.
-    """
-
-    def __init__(self, every: int = 25) -> None:
-        self.every = every
+    def __init__(self) -> None:
         self.metrics: dict[str, float] = {}
         self.evals: list[tuple[int, float]] = []  # batch and loss
         self.finished = False
@@ -191,25 +185,10 @@ class QuickstartConsole(LoggerDestination):
         """Keep the newest value of every metric."""
         self.metrics.update(metrics)
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Say where a resumed run is."""
-        if batch := state.timestamp.batch.value:
-            say(f"Going on from the checkpoint of batch {batch}.")
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Print loss and speed."""
-        batch = state.timestamp.batch.value
-        if batch % self.every == 0 or batch == 1:
-            speed = self.metrics.get("throughput/tokens_per_sec")
-            loss = float(self.metrics["loss/train/total"])
-            rate = f"{speed:,.0f} tokens/s" if speed else ""
-            say(f"batch {batch:4d}   training loss {loss:6.3f}   {rate}")
-
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Print the loss on held-out files."""
+        """Keep the loss on held-out files."""
         loss = float(self.metrics["metrics/eval/LanguageCrossEntropy"])
         self.evals.append((state.timestamp.batch.value, loss))
-        say(f"batch {self.evals[-1][0]:4d}   held-out loss {loss:6.3f}")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Training came to its end; one more evaluation may follow."""
@@ -224,7 +203,7 @@ class QuickstartConsole(LoggerDestination):
         self.evals = list(state["evals"])
 
     def post_close(self) -> None:
-        """Say what the runs achieved and how to go on, when the progress bars are gone."""
+        """Say what the runs achieved and how to go on, when all else is said."""
         if not self.finished or len(self.evals) < 2 or dist.get_global_rank() != 0:
             return
         (start, before), (end, after) = self.evals[0], self.evals[-1]
@@ -234,9 +213,3 @@ class QuickstartConsole(LoggerDestination):
             "`max_duration=...` goes on from the checkpoint.",
             flush=True,
         )
-
-
-def say(text: str) -> None:
-    """Print on rank 0 without tearing the progress bar."""
-    if dist.get_global_rank() == 0:
-        tqdm.write(text)

@@ -28,7 +28,7 @@ SMALL = [
     "eval_subset_num_batches=2",
     "save_interval=4ba",
     "scheduler.t_warmup=1ba",
-    "loggers.quickstart_console.every=2",
+    "console_log_interval=2ba",
     # A rank that waits for another must fail the test, not outlast it.
     f"dist_timeout={scaled(60):.0f}",
 ]
@@ -82,6 +82,13 @@ def test_trains_to_the_end(first_run):
     assert after < before
 
 
+def test_a_batch_has_one_line(first_run):
+    lines = re.findall(r"^batch +(\d+)", first_run.stdout + first_run.stderr, re.MULTILINE)
+    evaluated = re.findall(r"^batch (\d+)/4   evaluated on eval", first_run.stderr, re.MULTILINE)
+    assert evaluated == ["0", "4"]
+    assert sorted(lines) == ["0", "1", "2", "4", "4"]
+
+
 def test_the_checkpoint_is_sharded_over_both_ranks(first_run, folder):
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -104,7 +111,7 @@ def test_resumes_with_a_longer_duration(first_run, folder):
     second = forked.command(*arguments(folder, *overrides), "--ranks=2")
     assert second.returncode == 0, second.stderr
     assert re.search(r"^FSDP2: \d+ units, .* mesh dp_shard 2, ", second.stderr, re.MULTILINE)
-    assert "Going on from the checkpoint of batch 4." in second.stdout
+    assert "goes on after batch 4\n" in second.stderr
     assert "Preparing data" not in second.stdout
     before, start, after, end = summary(second.stdout)
     assert (before, start) == summary(first_run.stdout)[:2]
