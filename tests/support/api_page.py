@@ -16,6 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
 GROUPS = {
     "Shard a model": (
         "prepare_fully_shard",
+        "full_tensor",
         "summon_full_params",
         "sequence_attention",
         "install",
