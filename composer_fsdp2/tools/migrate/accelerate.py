@@ -22,6 +22,7 @@ from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, degree_rows
 __all__ = [
     "ACCELERATE",
     "BLOCK",
+    "DEGREES",
     "FSDP_ROWS",
     "OFF",
     "ON",
@@ -32,6 +33,7 @@ __all__ = [
     "find_ranks",
     "finish_fsdp",
     "fsdp_block",
+    "ignore_degrees",
     "is_launchers",
     "is_names",
     "is_nothing",
@@ -289,7 +291,7 @@ TOP_ROWS = (
         options=("mixed_precision=bf16",),
     ),
 )
-_DEGREES = (
+DEGREES = (
     Row(f"{_SIZE}_replicate_size", _NOT, "one copy is the default", (1, None)),
     Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
     Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
@@ -297,7 +299,15 @@ _DEGREES = (
     *degree_rows("parallelism_config_tp_size", (1, None)),
     *sequence_rows("parallelism_config_cp_size"),
     *sequence_rows("parallelism_config_sp_size", method="ulysses"),
-    Row("parallelism_config_cp_comm_strategy", _NOT, "only for context parallelism"),
+    *(
+        Row(f"parallelism_config_{kind}_{name}", _NOT, "how attention exchanges a sequence is ours")
+        for kind in ("cp", "sp")
+        for name in ("attn_implementation", "backend", "comm_strategy", "seq_length")
+    ),
+    *(
+        Row(f"parallelism_config_{kind}_seq_length_is_variable", _NOT, "any length is divided")
+        for kind in ("cp", "sp")
+    ),
 )
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
 
@@ -380,11 +390,16 @@ def find_ranks(data: Mapping[str, Any]) -> Ranks:
 
 def _finish_accelerate(context: Context) -> None:
     finish_fsdp(context, "config.version")
+    ignore_degrees(context)
+    add_precision(context, ("mixed_precision",), "Accelerate")
+
+
+def ignore_degrees(context: Context) -> None:
+    """Drops the degrees of a file that switches them off."""
     if context.value("use_parallelism_config") is False:
         for key, entry in context.entries.items():
             if key.startswith("degrees."):
                 entry.become(_NOT, "use_parallelism_config is false: it is not read")
-    add_precision(context, ("mixed_precision",), "Accelerate")
 
 
 def finish_fsdp(context: Context, *version_keys: str) -> bool:
@@ -471,7 +486,7 @@ ACCELERATE = Dialect(
     "accelerate",
     "Accelerate with FSDP",
     _find_accelerate,
-    (*TOP_ROWS, *under("config", FSDP_ROWS), *under("degrees", _DEGREES)),
+    (*TOP_ROWS, *under("config", FSDP_ROWS), *under("degrees", DEGREES)),
     finish=_finish_accelerate,
     prefix="fsdp_",
     ranks=find_ranks,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision, parallel_rows
@@ -11,7 +11,16 @@ from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, R
 from composer_fsdp2.tools.migrate.sequence import sequence_rows
 from composer_fsdp2.tools.migrate.tensor import block_rows
 
-__all__ = ["DEEPSPEED", "PRECISION_SWITCHES", "fill_in", "finish_deepspeed"]
+__all__ = [
+    "ALL_MOVES",
+    "DEEPSPEED",
+    "PRECISION_SWITCHES",
+    "STATE_MOVES",
+    "STATE_ON_CPU",
+    "fill_in",
+    "finish_deepspeed",
+    "join_offloads",
+]
 
 _R, _C = Status.RENAMED, Status.CONVERTED
 _NOT, _CH = Status.NOT_NEEDED, Status.CHANGES
@@ -51,13 +60,24 @@ def _is_in_cpu_memory(value: Any) -> bool:
     return value is True or (isinstance(value, Mapping) and value.get("device") == "cpu")
 
 
-def _cpu_offload(value: Any) -> dict[str, Any]:
+def _is_pinned(value: Any) -> bool:
     # DeepSpeed's default is not to pin; ours is, as torch's.
-    pinned = not isinstance(value, Mapping) or value.get("pin_memory", False)
-    return {"cpu_offload": True if pinned else {"pin_memory": False}}
+    return not isinstance(value, Mapping) or value.get("pin_memory", False)
 
 
-def _switch(name: str) -> tuple[Row, ...]:
+def _cpu_offload(value: Any) -> dict[str, Any]:
+    return {"cpu_offload": True if _is_pinned(value) else {"pin_memory": False}}
+
+
+STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
+STATE_MOVES = (
+    "the optimizer's state is in CPU memory between steps; master weights stay on the GPU, where "
+    "the optimizer steps, and DeepSpeed steps on the CPU"
+)
+ALL_MOVES = "`cpu_offload` keeps parameters, gradients and optimizer state in CPU memory together"
+
+
+def _switch(name: str, dtype: str) -> tuple[Row, ...]:
     reason = (
         "parameters and reduction in this dtype, over master weights in fp32; under autocast "
         "operations like softmax stay in fp32"
@@ -68,8 +88,8 @@ def _switch(name: str) -> tuple[Row, ...]:
             _C,
             reason,
             (True,),
-            {"mixed_precision": {"param_dtype": name, "reduce_dtype": name}},
-            trainer={"precision": f"amp_{name}"},
+            {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
+            trainer={"precision": f"amp_{dtype}"},
         ),
         Row(f"{name}.enabled", _NOT, "off", (False, None)),
         Row(
@@ -82,17 +102,11 @@ def _switch(name: str) -> tuple[Row, ...]:
     )
 
 
-def _offload(name: str) -> tuple[Row, ...]:
+def _offload(name: str, reason: str, settings: Any) -> tuple[Row, ...]:
     key = f"{_ZERO}.{name}"
     return (
         Row(key, _NOT, "none is what FSDP2 does", _is_nowhere),
-        Row(
-            key,
-            _CH,
-            "`cpu_offload` keeps parameters, gradients and optimizer state in CPU memory together",
-            _is_in_cpu_memory,
-            _cpu_offload,
-        ),
+        Row(key, _CH, reason, _is_in_cpu_memory, settings),
         Row(
             key,
             _DEC,
@@ -148,7 +162,12 @@ def _clipping(value: Any) -> dict[str, Any]:
 
 _DTYPES = ("fp32", "fp16", "bf16", "bfp16")
 _CHECKPOINTING = "activation_checkpointing"
-PRECISION_SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled", "amp.enabled")
+_SWITCHES = ("bf16.enabled", "bfloat16.enabled", "fp16.enabled", "torch_autocast.enabled")
+PRECISION_SWITCHES = (*_SWITCHES, "amp.enabled")
+_SCALES = (
+    *("auto_cast", "consecutive_hysteresis", "hysteresis", "initial_scale_power"),
+    *("loss_scale_window", "min_loss_scale"),
+)
 
 _ROWS = (
     Row(f"{_ZERO}.stage", _C, "ZeRO-3", (3,), {"reshard_after_forward": "auto"}),
@@ -194,8 +213,13 @@ _ROWS = (
     Row(f"{_ZERO}.mics_hierarchical_params_gather", _NOT, "gathering is NCCL's"),
     *(
         row
-        for name in ("offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param")
-        for row in _offload(name)
+        for name in ("offload_param", "cpu_offload_params", "cpu_offload_param")
+        for row in _offload(name, ALL_MOVES, _cpu_offload)
+    ),
+    *(
+        row
+        for name in ("offload_optimizer", "cpu_offload")
+        for row in _offload(name, STATE_MOVES, STATE_ON_CPU)
     ),
     *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in TUNING),
     *(Row(f"{_ZERO}.{name}", _NOT, "only for DeepSpeed's own engine") for name in INTERNAL),
@@ -207,23 +231,30 @@ _ROWS = (
     *_unless_off("zero_quantized_gradients", "gradients are reduced in `reduce_dtype`"),
     *_unless_off("zeropp_loco_param", "gradients are reduced without compression"),
     *_unless_off("zenflow", "the optimizer runs on the GPU, in step with training"),
-    *_switch("bf16"),
-    *_switch("fp16"),
+    *_switch("bf16", "bf16"),
+    *_switch("bfloat16", "bf16"),
+    *_switch("fp16", "fp16"),
     *(
-        Row(f"bf16.{name}", _NOT, "only for DeepSpeed's own engine")
-        for name in ("immediate_grad_update", "check_grad_overflow")
+        Row(f"{block}.{name}", _NOT, "only for DeepSpeed's own engine")
+        for block in ("bf16", "bfloat16")
+        for name in ("immediate_grad_update", "check_grad_overflow", "check_overflow")
     ),
+    *(Row(f"bf16.{name}", _NOT, "bf16 needs no loss scale") for name in (*_SCALES, "loss_scale")),
     *(
         row
-        for name in (
-            "bf16.bf16_master_weights_and_grads",
-            "bf16.bf16_optimizer_states",
-            "fp16.fp16_master_weights_and_grads",
-        )
+        for name in ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
         for row in (
             Row(name, _NOT, "off: master weights in fp32, as here", (False, None)),
-            Row(name, _UN, "master weights and states are in fp32", options=(f"{name}=false",)),
+            Row(name, _UN, "master weights are in fp32", options=(f"{name}=false",)),
         )
+    ),
+    Row("bf16.bf16_optimizer_states", _NOT, "off: states in fp32, as here", (False, None)),
+    Row(
+        "bf16.bf16_optimizer_states",
+        _CH,
+        "states in bf16 too, rounded up or down by chance, so that small changes add up",
+        (True,),
+        {"optimizer_state": {"dtype": "bf16"}},
     ),
     Row(
         "fp16.loss_scale",
@@ -234,15 +265,7 @@ _ROWS = (
     ),
     *(
         Row(f"fp16.{name}", _NOT, "Composer's own loss scaling is used, with `precision: amp_fp16`")
-        for name in (
-            "auto_cast",
-            "consecutive_hysteresis",
-            "hysteresis",
-            "initial_scale_power",
-            "loss_scale",
-            "loss_scale_window",
-            "min_loss_scale",
-        )
+        for name in (*_SCALES, "loss_scale")
     ),
     Row("torch_autocast.enabled", _NOT, "off", (False, None)),
     Row(
@@ -352,7 +375,7 @@ _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def _is_deepspeed(data: Mapping[str, Any]) -> bool:
-    switches = [data.get(name) for name in ("bf16", "fp16", "amp")]
+    switches = [data.get(name) for name in ("bf16", "bfloat16", "fp16", "amp")]
     switched = any(isinstance(value, Mapping) and "enabled" in value for value in switches)
     known = {row.key.partition(".")[0] for row in _ROWS} - {"gradient_clipping", *_OTHERS}
     tensor = data.get("tensor_parallel")
@@ -397,9 +420,9 @@ def finish_deepspeed(context: Context, prefix: str) -> None:
     if stage is not None and group is not None and group.becomes:
         stage.becomes.pop("reshard_after_forward", None)
     _choose_autocast(entries)
-    _choose_pinned(entries)
+    join_offloads(entries.values())
     for key in ("communication_data_type", "fp32_allreduce"):
-        for name in ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled"):
+        for name in _SWITCHES:
             if key in entries and entries[key].becomes and name in entries:
                 entries[name].becomes.get("mixed_precision", {}).pop("reduce_dtype", None)
     _drop_scale(entries)
@@ -418,12 +441,15 @@ def _choose_autocast(entries: Mapping[str, Entry]) -> None:
     switch.beside = {"precision": f"amp_{name}"}
 
 
-def _choose_pinned(entries: Mapping[str, Entry]) -> None:
-    """One of several offloads with pinned memory pins all there is."""
-    found = [entry for entry in entries.values() if "cpu_offload" in entry.becomes]
-    if any(entry.becomes["cpu_offload"] is True for entry in found):
-        for entry in found:
+def join_offloads(entries: Collection[Entry]) -> None:
+    """Lets the offload of parameters hold the optimizer's state too, pinned if one of them is."""
+    whole = [entry for entry in entries if "cpu_offload" in entry.becomes]
+    states = [entry for entry in entries if entry.becomes == STATE_ON_CPU]
+    if any(_is_pinned(entry.value) for entry in (*whole, *states)):
+        for entry in whole:
             entry.becomes["cpu_offload"] = True
+    for entry in states if whole else ():
+        entry.become(_CH, ALL_MOVES)
 
 
 def _drop_scale(entries: Mapping[str, Entry]) -> None:

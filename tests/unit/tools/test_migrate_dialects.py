@@ -108,6 +108,10 @@ TOP = [
 ]
 # In Accelerate's block `parallelism_config`, with that prefix.
 ULYSSES = {"sequence_parallel": {"degree": 2, "method": "ulysses"}}
+EXCHANGES = [
+    *("attn_implementation", "backend", "comm_strategy"),
+    *("seq_length", "seq_length_is_variable"),
+]
 DEGREES = [
     ("dp_replicate_size", 1, NOT, {}),
     ("dp_replicate_size", 2, R, {REPLICATE: 2}),
@@ -121,7 +125,7 @@ DEGREES = [
     ("sp_size", 1, NOT, {}),
     ("sp_size", 2, C, ULYSSES),
     ("sp_size", "many", DEC, {}),
-    ("cp_comm_strategy", "allgather", NOT, {}),
+    *((f"{kind}_{name}", "x", NOT, {}) for kind in ("cp", "sp") for name in EXCHANGES),
 ]
 LAUNCHING = [
     row.key for row in ACCELERATE.rows if "launcher" in row.reason and row.key != "distributed_type"
@@ -225,7 +229,10 @@ GATHERED = [
     "stage3_gather_fp16_weights_on_model_save",
 ]
 UNPINNED = {"cpu_offload": {"pin_memory": False}}
-OFFLOADS = ["offload_param", "offload_optimizer", "cpu_offload", "cpu_offload_param"]
+STATE = {"optimizer_state": {"device": "cpu"}}
+PARAMETERS = ["offload_param", "cpu_offload_params", "cpu_offload_param"]
+STATES = ["offload_optimizer", "cpu_offload"]
+OFFLOADS = [*PARAMETERS, *STATES]
 FEATURES = [
     "zero_quantized_weights",
     "zero_quantized_nontrainable_weights",
@@ -239,10 +246,8 @@ PARALLEL = [
 ]
 SEQUENCE = ("sequence_parallel_size", "context_parallel_size")
 TENSOR = ("tensor_parallel", "autotp_size", "tp_size")
-MASTERS = [
-    *("bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"),
-    "fp16.fp16_master_weights_and_grads",
-]
+MASTERS = ["bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"]
+BF16_STATES = "bf16.bf16_optimizer_states"
 CHECKPOINTED = {"activation_checkpointing": True, "activation_cpu_offload": True}
 AC = "activation_checkpointing"
 DEEP = [
@@ -261,6 +266,12 @@ DEEP = [
     ("context_parallel_size", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
     *((key, False, NOT, {}) for key in MASTERS),
     *((key, True, UN, {}) for key in MASTERS),
+    (BF16_STATES, False, NOT, {}),
+    (BF16_STATES, True, CH, {"optimizer_state": {"dtype": "bf16"}}),
+    ("bf16.loss_scale", 0, NOT, {}),
+    ("bfloat16.enabled", True, C, BF16),
+    ("bfloat16.enabled", False, NOT, {}),
+    ("bfloat16.enabled", "auto", DEC, {}),
     ("fp16.loss_scale", 0, NOT, {}),
     ("fp16.loss_scale", 128, NOT, {}),
     ("torch_autocast.enabled", False, NOT, {}),
@@ -296,8 +307,9 @@ DEEP = [
     (f"{Z}.mics_shard_size", 4, C, NODES),
     (f"{Z}.mics_hierarchical_params_gather", True, NOT, {}),
     *((f"{Z}.{name}", {"device": "none", "pin_memory": True}, NOT, {}) for name in OFFLOADS),
-    *((f"{Z}.{name}", {"device": "cpu"}, CH, UNPINNED) for name in OFFLOADS),
-    *((f"{Z}.{name}", True, CH, {"cpu_offload": True}) for name in OFFLOADS),
+    *((f"{Z}.{name}", {"device": "cpu"}, CH, UNPINNED) for name in PARAMETERS),
+    *((f"{Z}.{name}", True, CH, {"cpu_offload": True}) for name in PARAMETERS),
+    *((f"{Z}.{name}", value, CH, STATE) for name in STATES for value in (True, {"device": "cpu"})),
     *((f"{Z}.{name}", {"device": "nvme"}, UN, {}) for name in OFFLOADS),
     *((f"{Z}.{name}", True, C, {"state_dict_type": "full"}) for name in GATHERED),
     *((f"{Z}.{name}", False, C, {"state_dict_type": "sharded"}) for name in GATHERED),
@@ -322,7 +334,7 @@ SWITCHED = [(True, CH, KEEP), (False, C, COPIES)]
 ALWAYS = [
     row.key
     for row in DEEPSPEED.rows
-    if "no buckets" in row.reason or "loss scaling" in row.reason or "own engine" in row.reason
+    if any(w in row.reason for w in ("no buckets", "loss scal", "own engine"))
 ]
 
 
@@ -468,6 +480,17 @@ def test_deepspeed(key, value, status, becomes):
         becomes,
         {} if key == f"{Z}.stage" else KEEP,
     )
+
+
+@pytest.mark.parametrize("pinned", ["offload_param", "offload_optimizer", None])
+def test_parameters_in_cpu_memory_take_the_state_with_them(pinned):
+    """One of both with pinned memory pins all there is."""
+    names = ("offload_optimizer", "offload_param")
+    zero = {name: {"device": "cpu", "pin_memory": name == pinned} for name in names}
+    report = migrate_data({Z: {"stage": 3, **zero}})
+    offload = {"cpu_offload": True} if pinned else UNPINNED
+    assert settings_of(report) == {**AUTO, **offload}
+    assert not report.having(DEC, UN)
 
 
 def test_what_trainers_have_beside_the_block():

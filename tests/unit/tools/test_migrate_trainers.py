@@ -29,6 +29,7 @@ SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree
 RESHARD = "reshard_after_forward"
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16"}
 ZERO3 = {"zero_optimization": {"stage": 3}}
+STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
 COPIES = {SHARD: 1, REPLICATE: -1, RESHARD: False}
 
 
@@ -66,6 +67,11 @@ PLUGIN = [
     ("zero3_init_flag: true", {RESHARD: False}),
     ("offload_param_device: cpu", {RESHARD: False, "cpu_offload": True}),
     ("offload_optimizer_device: none", {RESHARD: False}),
+    ("offload_optimizer_device: cpu", {RESHARD: False, **STATE_ON_CPU}),
+    (
+        "offload_optimizer_device: cpu\n  offload_param_device: cpu",
+        {RESHARD: False, "cpu_offload": True},
+    ),
     ("zero3_save_16bit_model: true", {RESHARD: False, "state_dict_type": "full"}),
     ("zero3_save_16bit_model: false", {RESHARD: False, "state_dict_type": "sharded"}),
 ]
@@ -79,6 +85,28 @@ def test_deepspeed_of_accelerate(settings, expected):
     assert beside(report) == {"precision": "fp32"}
     assert "# ZeRO" in report.text
     check_stable(report)
+
+
+DEGREES = """
+parallelism_config:
+  parallelism_config_dp_replicate_size: 1
+  parallelism_config_dp_shard_size: 2
+  parallelism_config_{kind}_size: {size}
+  parallelism_config_{kind}_backend: deepspeed
+"""
+
+
+@pytest.mark.parametrize("kind", ["sp", "cp"])
+def test_sequence_ranks_of_deepspeed_are_read(kind):
+    """ZeRO shards over all ranks, so that the other degrees say nothing more."""
+    text = ACCELERATE.format(settings="zero_stage: 3")
+    report = migrate(text + DEGREES.format(kind=kind, size=4))
+    ulysses = {"sequence_parallel": {"degree": 4, "method": "ulysses"}}
+    assert fsdp2(report) == {RESHARD: "auto", **ulysses}
+    assert report.having(DEC, UN) == []
+    off = migrate(text + DEGREES.format(kind=kind, size=4) + "use_parallelism_config: false\n")
+    assert fsdp2(off) == {RESHARD: "auto"}
+    assert fsdp2(migrate(text + DEGREES.format(kind=kind, size=1))) == {RESHARD: "auto"}
 
 
 @pytest.mark.parametrize(
@@ -105,14 +133,29 @@ PLUGIN_CASES = [
     ("zero3_init_flag", True),
     *(("zero3_save_16bit_model", value) for value in (True, False)),
     ("deepspeed_moe_layer_cls_names", "A"),
+    ("seq_parallel_communication_data_type", "bf16"),
     *((f"deepspeed_{name}", "x") for name in ("hostfile", "multinode_launcher")),
     *((f"deepspeed_{name}", "x") for name in ("exclusion_filter", "inclusion_filter")),
+]
+
+
+DEGREE_CASES = [
+    *((f"{kind}_size", size) for kind in ("cp", "sp") for size in (1, 2, "many")),
+    *((f"{name}_size", size) for name in ("dp_shard", "dp_replicate", "tp") for size in (1, 2)),
+    *(
+        (f"{kind}_{name}", "x")
+        for kind in ("cp", "sp")
+        for name in ("attn_implementation", "backend", "comm_strategy", "seq_length")
+    ),
+    *((f"{kind}_seq_length_is_variable", True) for kind in ("cp", "sp")),
 ]
 
 
 def plugin_reports():
     """One migration of every row that is Accelerate's own."""
     data = [{"deepspeed_config": {key: value}} for key, value in PLUGIN_CASES]
+    degrees = ((f"parallelism_config_{key}", value) for key, value in DEGREE_CASES)
+    data += [{"parallelism_config": {key: value}} for key, value in degrees]
     return [migrate(yaml.safe_dump({"distributed_type": "DEEPSPEED", **one})) for one in data]
 
 
@@ -127,7 +170,7 @@ KINDS = ("MULTI_GPU", "MEGATRON_LM", "XLA", "SOMETHING")
 OWN_ROWS = [
     row
     for row in ACCELERATE_DEEPSPEED.rows
-    if row.key.startswith("config.") and ".deepspeed_config_file." not in row.key
+    if row.key.startswith(("config.", "degrees.")) and ".deepspeed_config_file." not in row.key
 ]
 
 

@@ -8,18 +8,24 @@ from typing import Any
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.accelerate import (
     BLOCK,
+    DEGREES,
     TOP_ROWS,
     add_precision,
     distributed_type,
     find_ranks,
+    ignore_degrees,
     is_launchers,
     under,
 )
 from composer_fsdp2.tools.migrate.deepspeed import (
+    ALL_MOVES,
     DEEPSPEED,
     PRECISION_SWITCHES,
+    STATE_MOVES,
+    STATE_ON_CPU,
     fill_in,
     finish_deepspeed,
+    join_offloads,
 )
 from composer_fsdp2.tools.migrate.dialects.arguments import (
     CHECKPOINTING_ROWS,
@@ -27,6 +33,7 @@ from composer_fsdp2.tools.migrate.dialects.arguments import (
     PRECISION_ROWS,
 )
 from composer_fsdp2.tools.migrate.report import Context, Dialect, Path, Row, Site, Status
+from composer_fsdp2.tools.migrate.sequence import sequence_rows
 
 __all__ = ["ACCELERATE_DEEPSPEED", "ARGUMENTS_DEEPSPEED"]
 
@@ -65,17 +72,11 @@ _JSON = (
 # --- Accelerate: `distributed_type: DEEPSPEED`. ---
 
 
-def _offload(part: str) -> tuple[Row, ...]:
+def _offload(part: str, reason: str, settings: Mapping[str, Any]) -> tuple[Row, ...]:
     key = f"offload_{part}_device"
     return (
         Row(key, _NOT, "none is what FSDP2 does", ("none", None, False)),
-        Row(
-            key,
-            _CH,
-            "`cpu_offload` keeps parameters, gradients and optimizer state in CPU memory together",
-            ("cpu",),
-            {"cpu_offload": True},
-        ),
+        Row(key, _CH, reason, ("cpu",), settings),
         Row(key, _UN, "there is CPU memory, no NVMe", ("nvme",), options=(f"{key}=none",)),
         Row(f"offload_{part}_nvme_path", _NOT, "only for NVMe"),
     )
@@ -90,8 +91,8 @@ _PLUGIN = (
     _stages(2, _C, "ZeRO-2: parameters are kept until after backward", _TWO),
     _stages(1, _CH, "gradients are sharded too, as in ZeRO-2: less memory, the same result", _TWO),
     _stages(0, _C, "a whole copy on every rank", {_SHARD: 1, _REPLICATE: -1, **_TWO}),
-    *_offload("optimizer"),
-    *_offload("param"),
+    *_offload("optimizer", STATE_MOVES, STATE_ON_CPU),
+    *_offload("param", ALL_MOVES, {"cpu_offload": True}),
     *(row for row in DEEPSPEED.rows if row.key == "gradient_clipping"),
     Row(
         "gradient_accumulation_steps",
@@ -114,12 +115,28 @@ _PLUGIN = (
         {"state_dict_type": "sharded"},
     ),
     Row("deepspeed_moe_layer_cls_names", _NOT, "experts are gathered with the unit they are in"),
+    Row("seq_parallel_communication_data_type", _NOT, "exchanged in the dtype of activations"),
     *(
         Row(f"deepspeed_{key}", _NOT, "the launcher says how the ranks start")
         for key in ("hostfile", "multinode_launcher", "exclusion_filter", "inclusion_filter")
     ),
 )
 _UNREAD = "`distributed_type: DEEPSPEED` does not read it"
+_ALL = "ZeRO shards over all ranks, those of a sequence among them"
+_DEGREES = (
+    *(Row(f"parallelism_config_{name}_size", _NOT, _ALL) for name in ("dp_shard", "dp_replicate")),
+    *(
+        row
+        for name in ("cp", "sp")
+        for row in sequence_rows(f"parallelism_config_{name}_size", method="ulysses")
+    ),
+    *(
+        row
+        for row in DEGREES
+        if not row.key.endswith(("_shard_size", "_replicate_size", "_cp_size", "_sp_size"))
+    ),
+)
+"""Accelerate's degrees as DeepSpeed reads them"""
 _LAUNCHER = tuple(row for row in TOP_ROWS if row.key != _CONFIG)
 
 
@@ -127,12 +144,15 @@ def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
     kind, block = distributed_type(data), data.get(_CONFIG)
     if kind != "DEEPSPEED" and (kind or not block or not is_launchers(data)):
         return []
-    known = {row.key for row in _LAUNCHER} | {BLOCK, "parallelism_config"}
+    known = {row.key for row in _LAUNCHER} | {BLOCK}
     keys = {key: key for key in data if key in known}
+    if "parallelism_config" in data:
+        keys["parallelism_config"] = "degrees"
     return [Site((), {**keys, _CONFIG: "config"} if _CONFIG in data else keys)]
 
 
 def _finish_accelerate(context: Context) -> None:
+    ignore_degrees(context)
     read = any(key.startswith(f"{_FILE}.") for key in context.entries)
     precision = context.value("mixed_precision")
     for name, words in (("bf16", ("bf16",)), ("fp16", ("fp16",))):
@@ -143,8 +163,10 @@ def _finish_accelerate(context: Context) -> None:
             context, f"{_FILE}.", "gradient_clipping", context.value("config.gradient_clipping")
         )
         finish_deepspeed(context, f"{_FILE}.")
-    elif "config.zero_stage" not in context.entries and _FILE not in context.entries:
-        context.add("Accelerate's default is stage 2", **_TWO)
+    else:
+        join_offloads(context.entries.values())
+        if "config.zero_stage" not in context.entries and _FILE not in context.entries:
+            context.add("Accelerate's default is stage 2", **_TWO)
     switches = tuple(f"{_FILE}.{key}" for key in PRECISION_SWITCHES)
     file = context.entries.get(_FILE)
     if file is None or not file.is_open:
@@ -157,7 +179,8 @@ ACCELERATE_DEEPSPEED = Dialect(
     _find_accelerate,
     (
         *_LAUNCHER,
-        *(Row(key, _NOT, _UNREAD) for key in (BLOCK, "parallelism_config")),
+        Row(BLOCK, _NOT, _UNREAD),
+        *under("degrees", _DEGREES),
         *under("config", _PLUGIN),
         *under(_FILE, _JSON),
     ),
