@@ -211,19 +211,30 @@ def _describe(report: Report) -> list[str]:
         entries = [e for e in report.having(status) if e not in untouched]
         if entries:
             lines += ["", f"{status.value}:"]
-            lines += [line for entry in entries for line in _describe_entry(entry)]
+            lines += [line for group in _alike(entries) for line in _describe_group(group)]
     if untouched:
         count = "1 other key is" if len(untouched) == 1 else f"{len(untouched)} other keys are"
         lines += ["", f"{count} not about sharding and left as written; --json lists them."]
     return lines + [line for remark in report.remarks for line in ("", remark)]
 
 
-def _describe_entry(entry: Entry) -> list[str]:
+def _alike(entries: list[Entry]) -> list[list[Entry]]:
+    """Puts keys together that become nothing and have the same reason."""
+    groups: dict[object, list[Entry]] = {}
+    for entry in entries:
+        own = entry.settings or entry.beside or entry.options
+        groups.setdefault(entry.path if own else entry.reason, []).append(entry)
+    return list(groups.values())
+
+
+def _describe_group(group: list[Entry]) -> list[str]:
+    entry = group[0]
     settings = {**entry.settings, **entry.beside}
     new = ", ".join(f"{name}: {value}" for name, value in settings.items())
     arrow = f" -> {new}" if new else ""
-    old = "" if entry.status.value == "added" else f": {_short(entry.value)}"
-    lines = [f"  {entry.key}{old}{arrow}", f"      {entry.reason}"]
+    added = entry.status.value == "added"
+    keys = ", ".join(one.key if added else f"{one.key}: {_short(one.value)}" for one in group)
+    lines = [f"  {keys}{arrow}", f"      {entry.reason}"]
     return lines + [f"      decide: {option}" for option in entry.options]
 
 

@@ -427,6 +427,18 @@ def test_an_open_decision_is_a_comment_at_its_place(tmp_path):
     assert run(old).exit_code == 0
 
 
+def test_keys_with_one_reason_share_a_line(tmp_path):
+    old = tmp_path / "old.yaml"
+    keys = "".join(f"{key}: x\n" for key in ("debug", "machine_rank", "rdzv_backend", "use_cpu"))
+    old.write_text(f"{keys}distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\n")
+    lines = run(old, "--check").output.splitlines()
+    said = [number for number, line in enumerate(lines) if "how the ranks start" in line]
+    assert len(said) == 1
+    assert lines[said[0] - 1].startswith("  debug: x, machine_rank: x, rdzv_backend: x, use_cpu: x")
+    kept = run(old, "--json").output
+    assert kept.count("how the ranks start") == 5
+
+
 def test_what_is_not_supported_is_a_comment_too(tmp_path):
     old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
     old.write_text("zero_optimization:\n  stage: 3\n  offload_param: {device: nvme}\n")
