@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-__all__ = ["Cut", "Kind", "is_adapted", "is_conv1d", "is_linear", "rows_and_columns"]
+__all__ = ["Cut", "Kind", "has_weight", "is_adapted", "is_conv1d", "is_linear", "rows_and_columns"]
 
 Kind = Literal["columns", "rows", "embedding", "norm"]
 """`columns`: each rank computes a part of the output. `rows`: each rank has a part of the input,
@@ -51,6 +51,11 @@ def is_linear(module: nn.Module) -> bool:
     module = _layer_of(module)
     usual = type(module).forward is nn.Linear.forward and isinstance(module, nn.Linear)
     return usual or is_conv1d(module)
+
+
+def has_weight(module: nn.Module) -> bool:
+    """Whether the matrix of a linear layer is a parameter, and not computed from others."""
+    return _layer_of(module)._parameters.get("weight") is not None
 
 
 def rows_and_columns(module: nn.Module) -> tuple[int, int]:

@@ -17,7 +17,14 @@ from torch import nn
 from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.adapters import adapter_cuts, home_of
-from composer_fsdp2.parallel.cuts import Cut, is_adapted, is_conv1d, is_linear, rows_and_columns
+from composer_fsdp2.parallel.cuts import (
+    Cut,
+    has_weight,
+    is_adapted,
+    is_conv1d,
+    is_linear,
+    rows_and_columns,
+)
 from composer_fsdp2.parallel.known import KnownBlock, known_block
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_groups
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
@@ -89,6 +96,7 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
     """
     search = _Search(tree, spec, shard, dict(tree.modules()))
     search.asked = _asked(tree, spec)
+    _check_weights(search)
     _find_cuts(search)
     _leave_heads_whole(search)
     if not search.cuts:
@@ -131,6 +139,18 @@ def _asked(tree: ModuleTree, spec: TensorSpec) -> dict[str, str]:
             )
         found.update(dict.fromkeys(named, style))
     return found
+
+
+def _check_weights(search: _Search) -> None:
+    for name, module in search.modules.items():
+        if is_linear(module) and search.asked.get(name) != "whole" and not has_weight(module):
+            raise PlanError(
+                f"The weight of '{name}' is computed from other parameters in every forward, as "
+                "weight_norm and spectral_norm do. Tensor parallelism divides a weight once, and "
+                "what is computed anew would be whole. Keep it, and the layers it works with, "
+                f"whole in tensor_parallel.layer_plan ({{'{name}': whole}}), or leave one of the "
+                "two out."
+            )
 
 
 def _find_cuts(search: _Search) -> None:
