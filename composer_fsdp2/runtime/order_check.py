@@ -18,12 +18,13 @@ import weakref
 import zlib
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.runtime.agreement import gloo_group
+from composer_fsdp2.runtime.agreement import agreement_of, gloo_group
 from composer_fsdp2.runtime.events import Event, UnitEvents
 from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, timed_out, unit_text
 from composer_fsdp2.shard.torch_private.units import backward_number
@@ -84,7 +85,8 @@ def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup 
     """The group for comparing, `None` with a warning where gloo does not get through."""
     world = dist.group.WORLD
     assert world is not None
-    if world in _channels:
+    # A rank has no channel when the first model is prepared, and after a collective of it failed.
+    if not agreement_of(device).any_rank(world not in _channels):
         return _channels[world]
     # A rank can only end when what it has sent is done, or late.
     timeout = datetime.timedelta(seconds=timeout_seconds)
@@ -98,6 +100,15 @@ def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup 
         return None
     _channels[world] = channel
     return channel
+
+
+def _reduce(numbers: torch.Tensor, operation: Any, channel: dist.ProcessGroup) -> None:
+    try:
+        dist.all_reduce(numbers, operation, channel)
+    except RuntimeError:
+        # Gloo raises the same error in every later collective of the group.
+        _channels.clear()
+        raise
 
 
 class _Check:
@@ -141,7 +152,7 @@ class _Check:
         code = zlib.crc32(what.encode())
         found = torch.tensor([code, -code])
         try:
-            dist.all_reduce(found, dist.ReduceOp.MAX, self._channel)
+            _reduce(found, dist.ReduceOp.MAX, self._channel)
         except RuntimeError as error:
             if not timed_out(error):
                 raise  # a rank has ended
@@ -200,7 +211,7 @@ class OrderCheck:
     def _compare(self) -> None:
         checksum = self._checksum % _CHECKSUM
         sums = torch.tensor([checksum, checksum**2])
-        dist.all_reduce(sums, group=self._channel)
+        _reduce(sums, dist.ReduceOp.SUM, self._channel)
         self.check(*sums.tolist())
 
     def check(self, total: int, squares: int) -> None:

@@ -31,6 +31,7 @@ from composer_fsdp2.shard.torch_private.tensors import default_store, flight_rec
 __all__ = [
     "CollectiveWatchdog",
     "add_rank_report",
+    "is_broken",
     "rank_text",
     "store",
     "timed_out",
@@ -43,6 +44,8 @@ _LATE = 0.8
 """share of the timeout after which something is said; a rank may be slow in its first step"""
 _SILENT = "has not told: it goes on, or has ended"
 _TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
+_LOST = ("Connection closed by peer", "Connection reset by peer", "caused pair closure")
+"""what gloo says of a rank that gave up, and of one that it gave up on"""
 _RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
@@ -55,6 +58,11 @@ def timed_out(error: RuntimeError) -> bool:
 def unit_text(name: str) -> str:
     """A unit in the text of an error."""
     return f"'{name}'" if name else "the root"
+
+
+def is_broken(error: RuntimeError) -> bool:
+    """Whether a collective raised it because ranks have lost each other, then or earlier."""
+    return timed_out(error) or any(part in str(error) for part in _LOST)
 
 
 class CollectiveWatchdog:

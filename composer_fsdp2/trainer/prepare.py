@@ -8,11 +8,12 @@ that it can be.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ from composer_fsdp2.blocks.transformation import Transformation
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
@@ -58,7 +59,7 @@ from composer_fsdp2.runtime.unused_parameters import (
     force_backward_through,
     reduce_unused,
 )
-from composer_fsdp2.runtime.watchdog import watchdog_of
+from composer_fsdp2.runtime.watchdog import is_broken, watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
 from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
@@ -176,12 +177,29 @@ def prepare_fully_shard(
         facts = plan.facts()
     except Exception as caught:  # whatever it is, the other ranks must hear of it
         error = caught
-    everyone = raise_on_all_ranks(facts, error)
+    with _explained_group():
+        everyone = raise_on_all_ranks(facts, error)
     assert plan is not None
     reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
     check_meta_device_reports(reports)
     units = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
     return [OOMGuard(units.values())] if auto_microbatching else [], units
+
+
+@contextlib.contextmanager
+def _explained_group() -> Generator[None]:
+    """Says in a sentence that the process group is of no use any more. Collective: no."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_broken(error):
+            raise
+        raise PlanError(
+            "The process group gave up waiting, here or in an earlier collective, because a rank "
+            "did not come in time. Gloo raises that again in every later collective of the group, "
+            "so nothing can be prepared with it. Start the processes anew, or call "
+            "torch.distributed.destroy_process_group() and init_process_group on every rank."
+        ) from error
 
 
 def _check_arguments(te_rng_seed: int) -> None:

@@ -250,7 +250,16 @@ def one_rank_is_late_in_the_first_step(folder: Path) -> float:
         assert said.startswith("the next forward of training is next on this rank")
         assert "The last unit each rank entered:\n  ranks 0-1: no unit yet\n" in said
         assert said.endswith("for data, a metric or a checkpoint.")
-    return time.monotonic() - start
+    seconds = time.monotonic() - start
+    step(turned())  # what is prepared from here on begins anew
+    if dist.get_rank() == 1:
+        time.sleep(1.2 * TIMEOUT_SECONDS)
+    with pytest.raises(RuntimeError, match=r"imed out|Connection closed"):
+        dist.barrier()
+    for _ in range(2):
+        with pytest.raises(PlanError, match="The process group gave up waiting, here or in an ear"):
+            turned()
+    return seconds
 
 
 @pytest.mark.matrix
