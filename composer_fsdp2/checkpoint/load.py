@@ -38,6 +38,8 @@ _OPTIONAL = (
     "state.schedulers.*._is_initial",
     "state.optimizers.*.param_groups.*.decoupled_weight_decay",
     "state.optimizers.*.param_groups.*.fused",
+    # Schedulers note it when they are made; a run without any has none.
+    "state.optimizers.*.param_groups.*.initial_lr",
     # A run that was on another kind of device.
     "rng.*.cuda",
 )
@@ -92,7 +94,7 @@ def check_fit(
         elif key not in saved.tensors and not _holds(saved, key):
             optional = any(fnmatch.fnmatchcase(key, pattern) for pattern in _OPTIONAL)
             optional = optional and not _is_learned(key, value)
-            optional = optional or _is_new_callback(saved, key)
+            optional = optional or _is_new_part(saved, key)
             optional = optional or (not strict and key.startswith(_MODEL))
             (fit.left_out if optional else fit.missing).append(key)
     parts = {key.split(".")[1] for key in wanted if key.startswith(("state.model", "state.opt"))}
@@ -126,10 +128,13 @@ def _holds(saved: Checkpoint, key: str) -> bool:
     return False
 
 
-def _is_new_callback(saved: Checkpoint, key: str) -> bool:
-    """Whether it belongs to a callback or algorithm the saved run did not have at all."""
+_PARTS = ("callbacks", "algorithms", "schedulers")
+
+
+def _is_new_part(saved: Checkpoint, key: str) -> bool:
+    """Whether it is of a callback, algorithm or scheduler that the saved run did not have."""
     parts = key.split(".")
-    if parts[:2] not in (["state", "callbacks"], ["state", "algorithms"]):
+    if parts[0] != "state" or parts[1] not in _PARTS:
         return False
     name = ".".join(parts[:3])
     return not any(k == name or k.startswith(f"{name}.") for k in (*saved.objects, *saved.tensors))

@@ -196,6 +196,7 @@ class _Load:
         flat, _ = flatten(wanted)
         globs = () if callable(self.ignore) else tuple(self.ignore or ())
         globs += tuple(self.carried.ignored) if self.carried else ()
+        globs += tuple(f"state/optimizers/*/state/{name}" for name in _frozen_names(self.state))
         fit = check_fit(self.saved, flat, strict=self.strict, ignored=globs)
         self.strict = self.strict and not fit.left_out
         self.notes = [*lossy_notes(self.saved, flat), *left_out_notes(self.saved, fit)]
@@ -225,8 +226,13 @@ class _Load:
         """Compares parameter groups by name. Collective: no."""
         if self.carried:
             return  # the groups are the run's own
+        frozen = _frozen_names(self.state)
         for name, groups in saved.items():
-            check_groups(groups, _groups_of(self.state, name), str(self.saved.path))
+            theirs, ours = (
+                [set(group) - frozen for group in side]
+                for side in (groups, _groups_of(self.state, name))
+            )
+            check_groups(theirs, ours, str(self.saved.path))
 
     def _check_schedulers(self, loaded: StateDict) -> None:
         """A schedule has one learning rate for each group; this differs if groups are ignored."""
@@ -404,6 +410,8 @@ class _FullLoad(_Load):
         names = self.check_parts(wanted)
         optimizers = values["state"].get("optimizers", {})
         lions = ADAPTIVE_LIONS.intersection(names)
+        for name in names:
+            _drop_initial_rates(optimizers[name], _optimizer_of(self.state, name))
         optimizers.update({name: lion_as_text(optimizers[name]) for name in lions})
         self.check_groups({n: [g["params"] for g in optimizers[n]["param_groups"]] for n in names})
         self.check_names(wanted)
@@ -443,8 +451,21 @@ def _rename_scaler(state_dict: StateDict, name: str) -> None:
         state_dict["scaler"] = {name: next(iter(scalers.values()))}
 
 
+def _drop_initial_rates(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
+    """Drops what a scheduler noted in the groups, where this run has no scheduler that would."""
+    for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=False):
+        if "initial_lr" not in ours:
+            theirs.pop("initial_lr", None)
+
+
 def _optimizer_of(state: State, name: str) -> torch.optim.Optimizer:
     return next(o for o in state.optimizers if type(o).__qualname__ == name)
+
+
+def _frozen_names(state: State) -> set[str]:
+    """Names of parameters that the run does not train: it has no use for their saved state."""
+    params = state.model.named_parameters(remove_duplicate=False)
+    return {plain_name(name) for name, param in params if not param.requires_grad}
 
 
 def _groups_of(state: State, name: str) -> list[list[str]]:

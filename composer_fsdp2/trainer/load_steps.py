@@ -80,15 +80,22 @@ def _copied_containers(value: Any) -> Any:
 
 
 def remove_keys(values: StateDict, keys: Sequence[str]) -> None:
-    """Takes keys out of a nested state dict, so that nobody asks the checkpoint for them."""
+    """Takes keys out of a nested state dict, so that nobody asks the checkpoint for them.
+
+    What has none left goes too: it is for its owner to keep what it has, not to load nothing.
+    """
     _, ways = flatten(values)
     for key in keys:
         if key in ways:
             *outer, last = ways[key]
-            holder: Any = values
+            holders: list[Any] = [values]
             for part in outer:
-                holder = holder[part]
-            del holder[last]
+                holders.append(holders[-1][part])
+            del holders[-1][last]
+            for holder, part in zip(reversed(holders[:-1]), reversed(outer), strict=True):
+                if holder[part] != {}:
+                    break
+                del holder[part]
 
 
 def lossy_notes(saved: Checkpoint, flat: Mapping[str, Any]) -> Iterator[str]:

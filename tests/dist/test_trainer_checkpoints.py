@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from composer import Trainer
+from composer.optim import LinearScheduler
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 from composer_fsdp2 import installed
 from tests.support.models import TinyComposer
@@ -175,3 +177,89 @@ def test_weights_alone_are_loaded(tmp_path: Path):
         )
     assert largest_difference(loaded, model) == 0.0
     trainer.close()
+
+
+# --- What may differ between runs, as in Composer without sharding. ---
+
+SCHEDULES: dict[str, Any] = {
+    "none": lambda _: None,
+    "Composer's": lambda _: LinearScheduler(alpha_f=0.1),
+    "torch's": lambda optimizer: ExponentialLR(optimizer, 0.9),
+    "another of torch's": lambda optimizer: StepLR(optimizer, 3),
+    "two of torch's": lambda optimizer: [ExponentialLR(optimizer, 0.9), StepLR(optimizer, 3)],
+}
+EXCHANGES = [
+    ("none", "Composer's"),
+    ("Composer's", "none"),
+    ("none", "torch's"),
+    ("torch's", "Composer's"),
+    ("Composer's", "torch's"),
+    ("torch's", "another of torch's"),
+    ("torch's", "two of torch's"),
+]
+
+
+def _continued(
+    folder: Path, kind: str | None, schedules: tuple[str, str], frozen: tuple[str, ...], lists: bool
+) -> tuple[TinyComposer, list[float]]:
+    """Weights and rates of a run that goes on with other schedules, or without some layers.
+
+    Args:
+        folder: of both runs.
+        kind: of the checkpoint; `None` for runs without FSDP2, on the same samples.
+        schedules: names of the first and the second run's.
+        frozen: parts of names of what the second run does not train.
+        lists: whether the optimizer is given the frozen parameters too.
+    """
+    alone = kind is None
+    for number, until in enumerate((HALF, STEPS)):
+        model = built(TinyComposer, number)
+        for name, param in model.named_parameters():
+            param.requires_grad_(number == 0 or not any(part in name for part in frozen))
+        params = [param for param in model.parameters() if lists or param.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=1e-2)
+        saved = folder / "0" / FORMATS[kind or "full"]
+        with installed():
+            trainer = trainer_for(
+                model,
+                optimizer,
+                samples_of(STEPS, 8),
+                {"state_dict_type": kind},
+                max_duration=f"{until}ba",
+                schedulers=SCHEDULES[schedules[number]](optimizer),
+                save_folder=str(folder / str(number)),
+                save_interval=f"{HALF}ba",
+                load_path=str(saved) if number else None,
+                **({"parallelism_config": None} if alone else {}),
+            )
+            trainer.fit()
+        trainer.close()
+        dist.barrier()
+    return model, [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.filterwarnings("ignore:.*is not in the state_dict:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*do not both have .*schedulers")
+@pytest.mark.filterwarnings("ignore:.*do not both have .*initial_lr")
+@pytest.mark.table("none to Composer's-sharded", "torch's to another of torch's-sharded")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("schedules", EXCHANGES, ids=" to ".join)
+def test_a_schedule_that_is_added_or_exchanged(
+    schedules: tuple[str, str], kind: str, tmp_path: Path
+):
+    oracle, rates = _continued(tmp_path / "alone", None, schedules, (), True)
+    model, found = _continued(tmp_path / "sharded", kind, schedules, (), True)
+    assert found == rates
+    assert largest_difference(model, oracle) < 1e-5
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("lists", [True, False], ids=["in the optimizer", "not in the optimizer"])
+def test_layers_frozen_between_runs(lists: bool, kind: str, tmp_path: Path):
+    frozen, schedules = ("embed", "blocks.0"), ("Composer's", "Composer's")
+    oracle, rates = _continued(tmp_path / "alone", None, schedules, frozen, lists)
+    model, found = _continued(tmp_path / "sharded", kind, schedules, frozen, lists)
+    assert found == rates
+    assert largest_difference(model, oracle) < 1e-5
