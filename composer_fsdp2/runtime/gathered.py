@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
@@ -345,6 +346,7 @@ def _holders_of(suspects: list[_Param]) -> Iterator[tuple[_Param, Any]]:
     """Pairs of a parameter and an object that holds it, or shares its memory."""
     by_memory: dict[int | None, _Param] = {memory_id(param.record): param for param in suspects}
     ours = {id(gathered_param(p.record)) for p in suspects}
+    ours |= _noted_by_torch()
     for obj in gc.get_objects():
         if issubclass(type(obj), torch.Tensor) and id(obj) not in ours:
             param = by_memory.get(_storage_of(obj))
@@ -358,6 +360,13 @@ def _holders_of(suspects: list[_Param]) -> Iterator[tuple[_Param, Any]]:
                 continue
             yield param, whole
             break
+
+
+def _noted_by_torch() -> set[int]:
+    """Ids of what CommDebugMode notes of each module for its tables, which nobody computes with."""
+    modes = (mode for mode in gc.get_objects() if type(mode) is CommDebugMode)
+    notes = (params for mode in modes for params in mode.get_parameter_info().values())
+    return {id(param) for params in notes for param in params.values()}
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:

@@ -70,9 +70,9 @@ def reduce_unused(
         always: names of those that hold experts or a tower, which ranks often leave out.
 
     Returns:
-        What watches them, or None where there are no other ranks.
+        What watches them, or None where there are no other ranks, or no parameters.
     """
-    if dist.get_world_size() == 1 or is_fake():
+    if dist.get_world_size() == 1 or is_fake() or not any(map(param_groups, units.values())):
         return None
     return UnusedParameters(units, always)
 

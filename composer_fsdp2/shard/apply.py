@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import gc
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from composer_fsdp2.shard.torch_private.tensors import (
     tree_leaves,
     unsafe_view,
 )
+from composer_fsdp2.shard.torch_private.units import gather_again, hear_backward, lazy_init
 from composer_fsdp2.shard.weight_source import WeightSource
 
 __all__ = [
@@ -326,6 +328,7 @@ def _shard_unit(
     if ignored:
         kwargs["ignored_params"] = ignored
     cast, policy = InputCast.taken_from(policy)
+    module.register_forward_hook(_hear_backward_of_fields)
     # Before `fully_shard`: hooks after a forward run in the order of registration, and FSDP2's own
     # puts its gradient hooks on the tensors that this one returns.
     module.register_forward_hook(_own_output if isinstance(module, nn.Linear) else _whole_output)
@@ -336,6 +339,9 @@ def _shard_unit(
         mp_policy=policy,
         **kwargs,
     )
+    # Before FSDP2's own, which is prepended too.
+    module.register_forward_pre_hook(_before_forward, prepend=True)
+    type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]
     if unit.role == "fp32":
         without_autocast(module, reduction.mesh.device_type)
     if cast.dtype is not None:
@@ -376,6 +382,42 @@ def _whole_output(_module: nn.Module, _args: object, output: object) -> object:
     if type(output) is dict:
         return {key: _whole_output(_module, _args, one) for key, one in output.items()}
     return output
+
+
+def _refuse_copy(module: nn.Module, _memo: object) -> None:
+    raise PlanError(
+        f"A {type(module).__name__.removeprefix('FSDP')} that FSDP2 shards was to be copied, by "
+        "copy.deepcopy or by something that calls it, such as torch's AveragedModel. The copy "
+        "would gather and reduce the parameters of the original. Copy the model before it is "
+        "prepared, and prepare the copy too; for averages of weights use Composer's EMA or SWA, "
+        "or keep `param.detach().clone()` of each parameter, which is the average's shard."
+    )
+
+
+def _before_forward(module: nn.Module, _args: object) -> None:
+    if torch.is_inference_mode_enabled():
+        # The first forward may make shards anew, which the optimizer steps.
+        with torch.inference_mode(False):
+            lazy_init(_unit(module))
+    gather_again(_unit(module))
+
+
+def _hear_backward_of_fields(module: nn.Module, _args: object, output: object) -> None:
+    """Has FSDP2 learn of backward from tensors in dataclasses, where older torch does not look."""
+    if isinstance(output, torch.Tensor) or not torch.is_grad_enabled():
+        return
+    leaves = (leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor))
+    if hidden := [tensor for leaf in leaves for tensor in _in_fields(leaf)]:
+        hear_backward(_unit(module), hidden)
+
+
+def _in_fields(leaf: Any) -> Iterator[torch.Tensor]:
+    if isinstance(leaf, torch.Tensor):
+        yield leaf
+    elif dataclasses.is_dataclass(leaf):
+        for field in dataclasses.fields(leaf):
+            for inside in tree_leaves(getattr(leaf, field.name)):
+                yield from _in_fields(inside)
 
 
 class _Returned(torch.autograd.Function):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -404,3 +405,18 @@ def test_contents_are_read_in_the_first_step_alone():
     with ContentsRead() as seen, torch.no_grad():
         model(batches(1, 4)[0][0])
     assert seen.count > 0
+
+
+@pytest.mark.world_size(2)
+def test_torchs_debug_mode_may_stay_alive():
+    """It notes the parameters of modules, and computes nothing with them."""
+    modes = []
+    model = TinyLM()
+    prepare_fully_shard(model, None, {})
+    ids, targets = batches(1, 4)[0]
+    for _ in range(3):
+        with CommDebugMode() as mode:
+            lm_loss(model(ids), targets).backward()
+        assert mode.get_total_counts() > 0
+        modes.append(mode)
+    lm_loss(model(ids), targets).backward()

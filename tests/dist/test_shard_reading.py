@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import math
@@ -356,3 +357,24 @@ def test_changes_that_would_be_lost_are_refused(name: str):
     before = full(model.layer.weight)
     model.layer.weight.data.mul_(2)  # what the error advises is no loss
     assert torch.equal(full(model.layer.weight), 2 * before)
+
+
+@pytest.mark.world_size(2)
+def test_comparisons_are_of_all_shards():
+    """As tests of Composer compare parameters, before and after a block that summons them."""
+    model = prepared()
+    param = model.layer.weight
+    kept = param.data.clone()
+    assert torch.all(param.data == kept)
+    assert not torch.isnan(param).any()
+    with summon_full_params(model):
+        model.layer.weight.data.fill_(7.0)
+    assert torch.all(param.data == 7.0)
+    assert not torch.all(param.data == kept - 100)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            param.to_local().zero_()
+    dist.barrier()
+    # Torch 2.7 does not keep whether it was `all` or `any`.
+    with contextlib.suppress(ShardReadError):
+        assert not torch.all(param.data == 7.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable
@@ -16,13 +18,21 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
-from tests.support.models import Block, TinyComposer, TinyLM, batches
-from tests.support.parity import OPTIMIZERS, Recipe, check_parity, model_loss, train_together
+from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches, lm_loss
+from tests.support.parity import (
+    OPTIMIZERS,
+    Recipe,
+    assert_same_values,
+    check_parity,
+    model_loss,
+    train_together,
+)
 from tests.support.traffic import Bytes
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
@@ -383,3 +393,123 @@ def test_another_mesh_is_refused(mesh: tuple[int, ...]):
     degrees = {} if len(mesh) == 2 else {"data_parallel_replicate_degree": 2}
     with pytest.raises(ConfigError, match=r"'blocks\.1' its own 'device_mesh', the ranks"):
         prepare_fully_shard(Configured(device_mesh=part), None, degrees)
+
+
+# --- What torch's own hooks do not see. ---
+
+
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.mark.world_size(2)
+def test_a_model_without_parameters():
+    model = sharded(Doubles(), {})
+    for _ in range(2):
+        x = torch.ones(2, requires_grad=True)
+        model(x).sum().backward()
+        assert torch.equal(x.grad, torch.full((2,), 2.0))  # pyright: ignore[reportArgumentType]
+
+
+def trains_alike(oracle: nn.Module, model: nn.Module, loss: Callable[[nn.Module], Any]) -> None:
+    """Both after two steps of SGD; the ranks see the same."""
+    pairs = [(m, OPTIMIZERS["sgd"](m.parameters())) for m in (oracle, model)]
+    for _ in range(2):
+        for trained, optimizer in pairs:
+            loss(trained).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(oracle, model)
+
+
+@dataclasses.dataclass
+class Handed:
+    """What one unit hands to the next."""
+
+    x: torch.Tensor
+    more: Any = None
+
+
+class Hands(nn.Module):
+    """Reads and returns a dataclass, in which tensors may lie deep."""
+
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.layer, self.deep = nn.Linear(WIDTH, WIDTH), deep
+
+    def forward(self, handed: Handed) -> Any:
+        x = self.layer(handed.more["inside"][0].x if self.deep else handed.x)
+        return Handed(x.detach(), {"inside": [Handed(x)]}) if self.deep else Handed(x)
+
+
+class HandsOn(nn.Module):
+    def __init__(self, deep: bool) -> None:
+        super().__init__()
+        self.parts, self.deep = nn.ModuleList(Hands(deep) for _ in range(3)), deep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        handed = Handed(x, {"inside": [Handed(x)]})
+        for part in self.parts:
+            handed = part(handed)
+        return handed.more["inside"][0].x if self.deep else handed.x
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_units_that_hand_on_dataclasses(deep: bool, recompute: bool):
+    """Torch 2.7 looks for tensors in plain containers alone."""
+    torch.manual_seed(0)
+    model = HandsOn(deep)
+    oracle = copy.deepcopy(model)
+    policy = {"classes": ["Hands"], "min_unit_bytes": 1}
+    sharded(model, {"wrap_policy": policy, "activation_checkpointing": recompute})
+    trains_alike(oracle, model, lambda one: one(torch.ones(2, WIDTH)).square().mean())
+
+
+class Recomputes(TinyLM):
+    """As transformers does with `gradient_checkpointing_enable`."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("forwards", [2, 3])
+@pytest.mark.parametrize("inner", ["Linear", "LayerNorm"])
+def test_forwards_before_one_backward_through_recomputed_units(inner: str, forwards: int):
+    """As a loss of preferences does: torch 2.7 gathers inner units for the first of them alone."""
+    torch.manual_seed(0)
+    model = Recomputes()
+    oracle = copy.deepcopy(model)
+    sharded(model, {"wrap_policy": {"classes": ["Block", inner], "min_unit_bytes": 1}})
+    data = batches(forwards, 4)
+
+    def loss(one: nn.Module) -> torch.Tensor:
+        losses = [lm_loss(one(ids), targets) for ids, targets in data]
+        return losses[0] - 0.5 * sum(losses[1:])
+
+    trains_alike(oracle, model, loss)
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reshard", [True, False])
+def test_a_forward_in_inference_mode_before_and_between_steps(reshard: bool):
+    torch.manual_seed(0)
+    model = TinyLM()
+    oracle = copy.deepcopy(model)
+    sharded(model, {"reshard_after_forward": reshard})
+    ids, targets = batches(1, 4)[0]
+
+    def loss(one: nn.Module) -> torch.Tensor:
+        with torch.inference_mode():
+            seen = lm_loss(one(ids), targets).item()
+        found = lm_loss(one(ids), targets)
+        assert found.item() == pytest.approx(seen, abs=1e-6)
+        return found
+
+    trains_alike(oracle, model, loss)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.shard.torch_private.tensors import storage_id
+from composer_fsdp2.shard.torch_private.tensors import local_tensor, storage_id
 from composer_fsdp2.shard.torch_private.units import carry_requires_grad
 
 __all__ = [
@@ -44,9 +44,19 @@ def wrap_transitions(
         after: called when they have.
         frees: called before the memory is freed, and says whether it may be.
     """
+    group.wait_for_unshard = partial(_wait, group.wait_for_unshard)
     group._to_unsharded = partial(_gather, group, group._to_unsharded, before, after)
     for name in _FREES:
         setattr(group, name, partial(_free, group, getattr(group, name), frees))
+
+
+def _wait(wait: Callable[[], None]) -> None:
+    """Makes the whole parameters outside of inference mode: training computes with them as well."""
+    if not torch.is_inference_mode_enabled():
+        wait()
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        wait()
 
 
 def _gather(
@@ -113,9 +123,9 @@ def stands_in(param: Any, found: object) -> bool:
 
 def gathered_memory(param: Any) -> torch.Tensor | None:
     """Returns the whole parameter as a plain tensor; `None` for one of a class of its own."""
-    whole = param._unsharded_param.detach()
-    if isinstance(whole, DTensor):
-        whole = whole.to_local()
+    whole = param._unsharded_param
+    # A DTensor cannot be detached in inference mode.
+    whole = (local_tensor(whole) if isinstance(whole, DTensor) else whole).detach()
     return whole if type(whole) is torch.Tensor else None
 
 

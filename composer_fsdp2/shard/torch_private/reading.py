@@ -5,7 +5,9 @@ torch reads one number out of the local part, whatever the tensor stands for. Su
 instead would be right only where every rank reads, and a callback that reads on rank 0 alone would
 wait for the others forever. So reading raises on every rank at once, and names `full_tensor()`,
 which whoever calls it knows to be collective. The same holds for `torch.save`, which writes the
-local rows under the whole shape.
+local rows under the whole shape. The truth value of a comparison (`torch.all(param == other)`) is
+reduced, as newer torch does itself and older torch in `torch.equal`: whoever compares parameters
+does so on every rank.
 
 Only DTensors on the meshes of models that were prepared here are guarded, with all that is computed
 from them. Those that are replicated, or on one rank, hold the whole value and are read as ever. All
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -87,11 +90,29 @@ class _Guard:
     def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = args[0]
         if self.is_part(tensor):
-            raise ShardReadError(_NUMBER)
+            return _agreed(tensor)
         if self.before is not None:
             return self.before(op, args, kwargs)
         # As torch does: a rank outside the mesh has nothing.
         return op(tensor._local_tensor) if tensor.device_mesh.get_coordinate() is not None else None
+
+
+def _agreed(tensor: DTensor) -> bool:
+    """Returns the truth value of `all` or `any` over shards. Collective: yes, for a truth value.
+
+    Torch does not keep which of both it was, but where all ranks say the same it is the answer.
+    """
+    if tensor.dtype is not torch.bool or tensor.numel() != 1 or tensor.to_local().numel() != 1:
+        raise ShardReadError(_NUMBER)
+    said = tensor.to_local().long()
+    ranks = 1
+    for axis, placement in enumerate(tensor.placements):
+        if not placement.is_replicate():
+            dist.all_reduce(said, group=tensor.device_mesh.get_group(axis))
+            ranks *= tensor.device_mesh.size(axis)
+    if said.item() not in (0, ranks):
+        raise ShardReadError(_NUMBER)
+    return bool(said.item())
 
 
 def guard_reading(tensors: Iterable[torch.Tensor]) -> None:

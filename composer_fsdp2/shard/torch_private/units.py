@@ -25,8 +25,10 @@ __all__ = [
     "drop_unreduced",
     "free_after_forward",
     "frees_after_forward",
+    "gather_again",
     "has_gradient",
     "has_run",
+    "hear_backward",
     "init_all_gather_extensions",
     "is_busy",
     "is_gathered",
@@ -96,6 +98,24 @@ def is_root(unit: FSDPModule) -> bool | None:
 def is_busy(unit: FSDPModule) -> bool:
     """Whether it is in the middle of a forward or backward."""
     return _state(unit)._training_state.name != "IDLE"
+
+
+def hear_backward(unit: FSDPModule, outputs: Sequence[torch.Tensor]) -> None:
+    """Has the unit gather when backward comes to one of these outputs of its forward."""
+    _state(unit)._register_pre_backward_hook(outputs)
+
+
+def gather_again(unit: FSDPModule) -> None:
+    """Gathers a unit whose forward is run again in backward, after its gradients were reduced.
+
+    Two forwards before one backward do that to a unit inside a recomputed block. Older torch takes
+    it for gathered from the first time on, until the backward ends:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L219
+    """
+    if _state(unit)._training_state.name == "PRE_BACKWARD":
+        for group in param_groups(unit):
+            if not group.is_unsharded:
+                group.pre_backward(False)
 
 
 def is_inside_unit(module: nn.Module) -> bool:

@@ -79,6 +79,28 @@ class DataclassInside(nn.Module):
         return self.second(answer.first + answer.second)
 
 
+class Hands(One):
+    """Reads and returns a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Any) -> Any:
+        return Answer(self.inner(x.first) * self.scale, x.second)
+
+
+@odd("parts inside hand a dataclass to each other")
+class DataclassBetween(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Hands(), Hands()
+
+    def forward(self, x: Tensor) -> Any:
+        answer = self.second(self.first(Answer(x, x)))
+        return answer.first + answer.second
+
+
 @odd("returns a Hugging Face `ModelOutput`")
 class ReturnsModelOutput(Two):
     def forward(self, x: Tensor) -> Any:
