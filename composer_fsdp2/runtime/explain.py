@@ -55,7 +55,10 @@ class _Explained:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._forward(*args, **kwargs)
-        except RuntimeError as error:
+        except UnitError as error:
+            self._events.tell("error", str(error))
+            raise
+        except (RuntimeError, ValueError) as error:
             explanation = _explain(self._model, error)
             if explanation is None:
                 raise
@@ -64,9 +67,6 @@ class _Explained:
             except PlanError as common:
                 raise common from error
             raise explanation from error
-        except UnitError as error:
-            self._events.tell("error", str(error))
-            raise
 
 
 class UnitError(PlanError):
@@ -84,7 +84,7 @@ def explained(model: nn.Module) -> Generator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:  # newer torch asserts where older torch raises a RuntimeError
         explanation = _explain(model, error)
         if explanation is None:
             raise
@@ -104,13 +104,13 @@ def explained_reading(model: nn.Module) -> Generator[None]:
         yield
     except ShardReadError:
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if not _is_unknown_of_shards(error):
             raise
         raise ShardReadError(_unknown(_Scene(model, error), error)) from error
 
 
-def _is_unknown_of_shards(error: RuntimeError) -> bool:
+def _is_unknown_of_shards(error: Exception) -> bool:
     """Whether torch was asked for something of a DTensor for which it has no rule."""
     return type(error).__name__ in _NO_RULE_KINDS or any(part in str(error) for part in _NO_RULE)
 
@@ -162,6 +162,8 @@ _NO_RULE = (
     "not supported for tensor subclasses, got DTensor",
     "access the data pointer on an invalid python storage",  # safetensors
     "mixed torch.Tensor and DTensor",
+    "different mesh",  # of layers that tensor parallelism divides, and of those that are whole
+    "same mesh",
 )
 _NO_RULE_KINDS = ("DataDependentOutputException", "DynamicOutputShapeException")
 """raised for DTensors by torch's own shape propagation"""
@@ -177,12 +179,12 @@ _DTYPES = (
 )
 
 
-def _explain(model: nn.Module, error: RuntimeError) -> PlanError | None:
+def _explain(model: nn.Module, error: Exception) -> PlanError | None:
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
         return None  # nothing of it may be looked at: that would keep alive what it should free
     scene = _Scene(model, error)
-    if "mixed torch.Tensor and DTensor" in text:
+    if "mixed torch.Tensor and DTensor" in text or scene.is_of_shards(error):
         return PlanError(_mixed(scene))
     if _is_unknown_of_shards(error) and scene.shard() is not None:
         return PlanError(_mixed(scene))
@@ -208,6 +210,11 @@ class _Scene:
             if isinstance(holder := frame.f_locals.get("self"), nn.Module)
             and id(holder) in self._names
         ]
+
+    def is_of_shards(self, error: Exception) -> bool:
+        """Whether DTensor asserts something, as it does where one is added to a plain tensor."""
+        inside = self.frames[-1][0].f_globals.get("__name__", "") if self.frames else ""
+        return isinstance(error, AssertionError) and inside.startswith("torch.distributed.tensor.")
 
     @property
     def module(self) -> nn.Module | None:
@@ -305,7 +312,11 @@ def _mixed(scene: _Scene) -> str:
     shard = scene.shard()
     name, unit = shard if shard is not None else ("a parameter", None)
     what = f"'{name}'" if shard is not None else name
-    return _outside(scene.title(scene.module), what, unit, scene.line(), scene.methods())
+    outside = _outside(scene.title(scene.module), what, unit, scene.line(), scene.methods())
+    return (
+        f"{outside} A penalty over all parameters is the optimizer's weight_decay, or is computed "
+        "with `param.full_tensor()` of each parameter that is a DTensor."
+    )
 
 
 def _outside(module: str, param: str, unit: str | None, line: str, methods: list[str]) -> str:
@@ -322,14 +333,14 @@ def _outside(module: str, param: str, unit: str | None, line: str, methods: list
     )
 
 
-def _unknown(scene: _Scene, error: RuntimeError) -> str:
+def _unknown(scene: _Scene, error: Exception) -> str:
     said = " ".join(str(error).split())[:100]
     return (
         f"Code outside the model computed with a sharded tensor{scene.line()} in a way for which "
         f"torch has no rule ({said}). This rank holds a part of the tensor, so the result would be "
         "of that part. Compute with `composer_fsdp2.full_tensor(model, name)` on every rank, or "
-        "inside `with "
-        "composer_fsdp2.summon_full_params(model):`."
+        "inside `with composer_fsdp2.summon_full_params(model):`; clip with "
+        "composer_fsdp2.clip_grad_norm_."
     )
 
 

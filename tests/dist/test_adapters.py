@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
-from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2 import installed, prepare_fully_shard, summon_full_params
 from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
-from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.trainer.sharding import sharding_of
 from tests.support.models import llama_config, lm_loss
@@ -264,3 +265,26 @@ def test_the_blocks_of_a_model_with_adapters_are_its_layers():
     assert sharding is not None
     blocks = [name.rpartition(".model.")[2] for name in sharding.plan.blocks()]
     assert blocks == ["layers.0", "layers.1"]
+
+
+@pytest.mark.world_size(2)
+def test_adapters_on_weights_that_were_sharded_before():
+    """What the error says to do instead of sharding the model again."""
+    config = llama_config(True, hidden_size=16, vocab_size=32, use_cache=False)
+    adapters = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    loaded = LlamaForCausalLM(config)
+    prepare_fully_shard(loaded, None, {})
+    with summon_full_params(loaded):
+        weights = {name: value.clone() for name, value in loaded.state_dict().items()}
+    with pytest.raises(
+        PlanError, match=r"sharded by FSDP2 already.* before adapters are put on it"
+    ):
+        prepare_fully_shard(peft.get_peft_model(loaded, adapters), None, {})
+    base = LlamaForCausalLM(config)
+    base.load_state_dict(weights)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(base, adapters)
+    oracle = copy.deepcopy(model)
+    prepare_fully_shard(model, None, {})
+    assert largest_difference(model, oracle) == 0.0
+    model(torch.ones(2, 3, dtype=torch.long)).logits.sum().backward()

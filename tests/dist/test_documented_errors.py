@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -126,6 +127,12 @@ def run_with(optimizer: dict[str, Any]) -> None:
 
 def nothing_to_checkpoint() -> None:
     prepare(nn.Sequential(nn.Linear(2, 2)), {"activation_checkpointing": True})
+
+
+def copied() -> None:
+    model = TinyLM()
+    prepare(model)
+    copy.deepcopy(model)
 
 
 def sharded_twice() -> None:
@@ -384,6 +391,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     ),
     "torchao is not installed": lambda _: without_torchao(),
     "is sharded by FSDP2 already": lambda _: sharded_twice(),
+    "that FSDP2 shards was to be copied": lambda _: copied(),
     "hold a different plan": lambda _: prepare(TinyLM(layers=2 + dist.get_rank())),
     "The next collective is": lambda _: another_order(),
     "computed with this rank's shard of": lambda _: another_method(),

@@ -13,11 +13,16 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from transformers import LlamaForCausalLM
 
-from composer_fsdp2 import PlanError, installed, prepare_fully_shard
-from tests.support.models import Block, TinyComposer, TinyLM, batches, lm_loss
-from tests.support.training import samples_of, trainer_for
+from composer_fsdp2 import PlanError, clip_grad_norm_, installed, prepare_fully_shard
+from composer_fsdp2.errors import ShardReadError
+from composer_fsdp2.runtime.explain import explained as explaining
+from composer_fsdp2.runtime.explain import explained_reading
+from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
+from tests.support.training import largest_difference, samples_of, train_alone, trainer_for
 
 WIDTH = 10
 NAMES = ["blocks.0", "blocks.1", "blocks.2"]
@@ -264,3 +269,100 @@ def test_a_view_that_nobody_changes_is_right():
         step(one)
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad.full_tensor(), atol=1e-6)
+
+
+class Penalized(TinyComposer):
+    """Adds a penalty over all parameters to its loss."""
+
+    penalty: Any = None
+
+    def loss(self, outputs: Any, batch: Any, *args: Any) -> torch.Tensor:
+        return super().loss(outputs, batch) + type(self).penalty(self)
+
+
+class SquaresPenalized(Penalized):
+    penalty = staticmethod(lambda model: 1e-3 * sum(p.square().sum() for p in model.parameters()))
+
+
+class AbsolutesPenalized(Penalized):
+    penalty = staticmethod(lambda model: 1e-3 * sum(p.abs().sum() for p in model.parameters()))
+
+
+class WholePenalized(Penalized):
+    """As the sentence says."""
+
+    @staticmethod
+    def penalty(model: nn.Module) -> torch.Tensor:
+        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+        return 1e-2 * sum((p.square().sum() for p in whole), start=torch.zeros(()))
+
+
+def fitted(make: type[Penalized]) -> nn.Module:
+    torch.manual_seed(0)
+    model = make()
+    settings = {"wrap_policy": {"classes": ["Block"], "min_unit_bytes": 1}}
+    with installed():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = trainer_for(model, optimizer, samples_of(3, 8), settings)
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+    return model
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("make", [SquaresPenalized, AbsolutesPenalized])
+def test_a_penalty_over_all_parameters(make: type[Penalized]):
+    said = r"A penalty over all parameters is the optimizer's weight_decay, or .*full_tensor\(\)"
+    with explained(said, cause=Exception):
+        fitted(make)
+
+
+@pytest.mark.world_size(2)
+def test_a_penalty_as_the_error_says():
+    torch.manual_seed(0)
+    oracle = WholePenalized()
+    train_alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1), samples_of(3, 8), 8)
+    assert largest_difference(fitted(WholePenalized), oracle) < 1e-5
+
+
+COPIES: dict[str, Any] = {
+    "the model": copy.deepcopy,
+    "a list of units": lambda model: copy.deepcopy(model.blocks),
+    "averages": torch.optim.swa_utils.AveragedModel,
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("what", COPIES)
+def test_a_copy_of_a_sharded_model(what: str):
+    model = TinyLM()
+    prepare_fully_shard(model, None, POLICY)
+    with explained("that FSDP2 shards was to be copied, .* Copy the model before", cause=None):
+        COPIES[what](model)
+    step(model)
+
+
+class LlamaPenalized(LlamaForCausalLM):
+    def penalty(self) -> Any:
+        return sum(param.square().sum() for param in self.parameters())
+
+
+@pytest.mark.world_size(4)
+def test_parameters_that_are_divided_differently():
+    """Torch itself cannot add up norms of both kinds."""
+    model = LlamaPenalized(llama_config(False, num_attention_heads=2, num_key_value_heads=2))
+    prepare_fully_shard(model, None, {"tensor_parallel": 2})
+    model(torch.ones(2, 3, dtype=torch.long), use_cache=False).logits.sum().backward()
+    with (
+        pytest.raises(ShardReadError, match=r"clip with composer_fsdp2\.clip_grad_norm_"),
+        explained_reading(model),
+    ):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_norm_(model.parameters(), 1.0)
+    with (
+        pytest.raises(PlanError, match=r"\(LlamaPenalized\) computed .* A penalty over all param"),
+        explaining(model),
+    ):
+        model.penalty()
