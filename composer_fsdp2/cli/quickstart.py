@@ -16,8 +16,9 @@ __all__ = ["HELP", "quickstart", "write_quickstart"]
 HELP = """Write the folder `yamls` into FOLDER: a first run, and ready runs of many models.
 
 `yamls/quickstart.yaml` is the first run, which needs no GPU and no network. The others are to
-pretrain and fine-tune Llama, Qwen, Gemma, Phi, Mixtral, OLMoE and MPT, with LoRA, DPO, distillation,
-long sequences and tensor parallelism. A file that exists with other content is never replaced.
+pretrain and fine-tune Llama, Qwen, Gemma, Phi, Mixtral, OLMoE and MPT, with LoRA, DPO,
+distillation, long sequences and tensor parallelism. A file that exists with other content is never
+replaced.
 
 - `composer-fsdp2 quickstart && composer-fsdp2 train yamls/quickstart.yaml`
 
@@ -58,15 +59,15 @@ def write_quickstart(folder: Path) -> list[Path]:
                 f"'{path}' exists with other content. The quickstart would replace it. Name "
                 "another folder, as in `composer-fsdp2 quickstart FOLDER`, or move the file."
             )
-    for path in missing:
-        try:
+    try:
+        for path in missing:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(contents[path])
-        except OSError as error:
-            raise ConfigError(
-                f"'{path}' cannot be written: {error.strerror}. There is no run without it. Name "
-                "another folder, as in `composer-fsdp2 quickstart FOLDER`."
-            ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"'{error.filename}' cannot be written: {error.strerror}. There is no run without it. "
+            "Name another folder, as in `composer-fsdp2 quickstart FOLDER`."
+        ) from None
     return missing
 
 
