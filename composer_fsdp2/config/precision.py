@@ -65,8 +65,11 @@ class PrecisionSpec:
         _DTYPE,
         "dtype that floating point buffers are cast to for good, in checkpoints too",
     )
-    cast_forward_inputs: bool = setting(
-        True, BOOLEAN, "casts floating point inputs to `param_dtype`"
+    cast_forward_inputs: bool | None = setting(
+        None,
+        null_or(BOOLEAN),
+        "casts floating point inputs to `param_dtype`: of every unit, of none, or (null) as FSDP1 "
+        "did, of the top-level units, and of units with a `mixed_precision` of their own",
     )
 
 

@@ -371,9 +371,10 @@ def _other_dtype(scene: _Scene) -> str:
     where = f"unit '{unit}'" if unit else "the root unit"
     return (
         f"{scene.title(scene.module)} computes in another dtype than that in which {where} gathers "
-        f"its parameters{scene.line()}. FSDP2 casts the inputs of a unit, not what its forward "
-        "casts itself. Cast to the weight's dtype (x.to(self.weight.dtype)), train with an amp "
-        "precision, which casts both, or keep the unit's parameters in their own dtype: "
-        "mixed_precision: FULL for the unit in `fsdp_wrap_fn` or `wrap_policy`; keep_fp32, if that "
-        "is float32."
+        f"its parameters{scene.line()}. What comes into the model is cast, not what its modules "
+        "compute in another dtype or cast themselves. Cast to the weight's dtype "
+        "(x.to(self.weight.dtype)), train with an amp precision, which casts both, have each unit "
+        "cast its inputs (cast_forward_inputs: true in mixed_precision), or keep the unit's "
+        "parameters in their own dtype: mixed_precision: FULL for the unit in `fsdp_wrap_fn` or "
+        "`wrap_policy`; keep_fp32, if that is float32."
     )

@@ -46,10 +46,15 @@ def resolve_precision(
     Args:
         mixed_precision: as `FSDP2Config.mixed_precision`.
         compute: dtype of the training precision; `None` keeps the parameters' own.
-        inner: of a unit whose output stays in the model, and has the dtype it is computed in.
+        inner: of a unit whose output stays in the model, and has the dtype it is computed in. Its
+            inputs keep theirs unless the spec asks for the cast: FSDP1 cast what comes into the
+            model alone, and MPT's blocks, for example, take slopes of ALiBi that have to be fp32.
     """
     policy = _resolve(mixed_precision, compute)
-    return dataclasses.replace(policy, output_dtype=None) if inner else policy
+    if not inner:
+        return policy
+    asked = isinstance(mixed_precision, PrecisionSpec) and mixed_precision.cast_forward_inputs
+    return dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=bool(asked))
 
 
 def _resolve(
@@ -60,7 +65,7 @@ def _resolve(
             param_dtype=_dtype(mixed_precision.param_dtype),
             reduce_dtype=_dtype(mixed_precision.reduce_dtype),
             output_dtype=_dtype(mixed_precision.output_dtype),
-            cast_forward_inputs=mixed_precision.cast_forward_inputs,
+            cast_forward_inputs=mixed_precision.cast_forward_inputs is not False,
         )
     if mixed_precision == "FULL" or compute is None:
         return MixedPrecisionPolicy()

@@ -110,12 +110,13 @@ def test_a_teacher_in_bf16_beside_a_student_in_fp32():
 @pytest.mark.world_size(2)
 def test_a_tower_that_keeps_its_inputs_by_name():
     bf16 = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
-    names = {"0": {"mixed_precision": {**bf16, "cast_forward_inputs": False}}, "1": {}}
+    names = {"0": {**bf16, "cast_forward_inputs": False}, "1": bf16}
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
     seen: list[torch.dtype] = []
     for linear in (model[0], model[1][0]):
         linear.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
-    prepare_fully_shard(model, None, {"mixed_precision": bf16, "wrap_policy": {"names": names}})
+    policy = {"names": {name: {"mixed_precision": spec} for name, spec in names.items()}}
+    prepare_fully_shard(model, None, {"mixed_precision": bf16, "wrap_policy": policy})
     with torch.autocast("cpu", torch.bfloat16):
         model[1](model[0](torch.randn(2, WIDTH)).float())
     assert seen == [torch.float32, torch.bfloat16]

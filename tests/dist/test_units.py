@@ -256,6 +256,66 @@ def test_inputs_are_left_alone_when_told_so():
     assert seen == [fp32]
 
 
+class Slopes(Block):
+    """A block with an argument that it wants in fp32, as ALiBi's slopes and rotary tables are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        self.seen.append(slopes.dtype)
+        return super().forward(x) * slopes.to(x.dtype).mean()
+
+
+class WithSlopes(TinyLM):
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.blocks.extend(Slopes() for _ in range(2))
+
+    def forward(self, ids: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        self.scale = scale.dtype
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, slopes=torch.linspace(0.9, 1.1, 7))
+        return self.head(self.norm(x))
+
+
+CASTS: dict[str, tuple[dict[str, Any], list[torch.dtype]]] = {
+    # of the model's input, then of the blocks'
+    "of the model alone": ({}, [bf16, fp32, fp32]),
+    "of every unit": ({"cast_forward_inputs": True}, [bf16, bf16, bf16]),
+    "none": ({"cast_forward_inputs": False}, [fp32, fp32, fp32]),
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("casts", CASTS)
+def test_which_inputs_are_cast(casts: str, recompute: bool):
+    """As in FSDP1, what the model hands to its blocks keeps its dtype, also computed again."""
+    spec, expected = CASTS[casts]
+    config = {"mixed_precision": {**BF16, **spec}, "activation_checkpointing": recompute}
+    model = sharded(WithSlopes(), config)
+    with torch.autocast("cpu", bf16):
+        logits = model(batches(1, 2)[0][0], torch.ones(()))
+    assert [model.scale, *(dtype for block in model.blocks for dtype in block.seen)] == expected
+    for block in model.blocks:
+        block.seen.clear()
+    logits.float().sum().backward()
+    again = [dtype for block in model.blocks for dtype in block.seen]
+    assert again == (expected[1:] if recompute else [])
+
+
+@pytest.mark.world_size(2)
+def test_a_unit_with_a_precision_of_its_own_casts_its_inputs():
+    names = {"blocks.0": {}, "blocks.1": {"mixed_precision": BF16}}
+    model = sharded(WithSlopes(), {"wrap_policy": {"names": names}})
+    with torch.autocast("cpu", bf16):
+        model(batches(1, 2)[0][0], torch.ones(()))
+    assert [block.seen for block in model.blocks] == [[fp32], [bf16]]
+
+
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_low_precision_trains(recompute: bool):

@@ -54,7 +54,7 @@ _PRECISION = (
     Row(
         "mixed_precision",
         _CH,
-        "FSDP2 reduces in reduce_dtype alone, and casts the inputs of every unit",
+        "FSDP2 reduces in reduce_dtype alone, and casts the inputs of the top-level units",
         _has_dropped_dtypes,
         _without_dropped,
     ),

@@ -17,7 +17,6 @@ PLAIN = "`nn.Parameter` with an attribute of your own, which is kept"
 
 
 # A unit gathers in the dtype of the run, which a module that casts its own inputs does not expect.
-WHOLE = ("one unit", "automatic")
 OTHER = "in another dtype"
 CASTS = "`mixed_precision: FULL`, for the module or all, or `x.to(self.weight.dtype)`"
 
@@ -179,7 +178,7 @@ class Complex(nn.Module):
         return self.inner(x) @ self.turn
 
 
-@odd("a parameter of float64 beside those of float32", refused=OTHER, only=WHOLE, instead=CASTS)
+@odd("a parameter of float64 beside those of float32", refused=OTHER, instead=CASTS)
 def float64() -> nn.Module:
     return Chain(layer(), Cast(torch.float64), layer())
 
@@ -198,7 +197,6 @@ class Cast(nn.Module):
 @odd(
     "a block of bf16 in a model of float32",
     refused=OTHER,
-    only=WHOLE,
     instead=CASTS,
     tolerance=2e-2,
 )
@@ -209,7 +207,6 @@ def bf16_block() -> nn.Module:
 @odd(
     "a block of fp16 in a model of float32",
     refused=OTHER,
-    only=WHOLE,
     instead=CASTS,
     tolerance=2e-2,
 )
@@ -220,7 +217,6 @@ def fp16_block() -> nn.Module:
 @odd(
     "blocks of four dtypes",
     refused=OTHER,
-    only=WHOLE,
     instead=CASTS,
     tolerance=2e-2,
 )
@@ -368,7 +364,7 @@ class Adapter(nn.Module):
 @odd(
     "adapters of float32 beside frozen weights of bf16",
     refused=OTHER,
-    only=("automatic",),
+    only=("automatic", "every module"),
     depends=("one unit",),
     instead=CASTS,
     tolerance=2e-2,

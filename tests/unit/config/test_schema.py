@@ -617,7 +617,7 @@ precisions = st.sampled_from(["DEFAULT", "PURE", "FULL"]) | st.fixed_dictionarie
         "reduce_dtype": dtypes,
         "output_dtype": dtypes,
         "buffer_dtype": dtypes,
-        "cast_forward_inputs": st.booleans(),
+        "cast_forward_inputs": st.none() | st.booleans(),
     }
 )
 unit_settings = st.fixed_dictionaries(
