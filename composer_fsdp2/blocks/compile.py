@@ -58,12 +58,23 @@ def plan_compile(
         memory_budget: that of `activation_checkpointing`.
 
     Raises:
-        ConfigError: for a backend or mode that torch does not have.
+        ConfigError: for a backend or mode that torch does not have or that records CUDA graphs.
         PlanError: when there are no blocks.
     """
     _check_known("backend", settings.backend, compiler_backends())
+    modes = compiler_modes()
     if settings.mode is not None:
-        _check_known("mode", settings.mode, compiler_modes())
+        _check_known("mode", settings.mode, list(modes))
+    for key, value, records in (
+        ("mode", settings.mode, settings.mode is not None and modes[settings.mode]),
+        ("backend", settings.backend, settings.backend == "cudagraphs"),
+    ):
+        if records:
+            raise ConfigError(
+                f"'compile.{key}' is '{value}', with which torch records CUDA graphs. They read "
+                "weights where these were when they were recorded, and FSDP2 gathers to another "
+                "address each time. Leave it out, or write mode: max-autotune-no-cudagraphs."
+            )
     for key, value, able in (
         ("compile.mode", settings.mode, ("inductor",)),
         ("activation_checkpointing.memory_budget", memory_budget, _KEEPS_BUDGETS),

@@ -167,7 +167,7 @@ class CompileSpec:
 
     backend: str = setting("inductor", text("the name of a backend"), "a backend torch knows")
     mode: str | None = setting(
-        None, null_or(text("a mode of torch.compile")), "a mode that the backend knows"
+        None, null_or(text("a mode of torch.compile")), "a mode of inductor without CUDA graphs"
     )
     fullgraph: bool = setting(False, BOOLEAN, "a block that is not one graph is an error")
     dynamic: bool | None = setting(

@@ -234,6 +234,9 @@ def _keep(saved: list[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
     [
         ({"compile": {"backend": "inductr"}}, "Did you mean 'inductor'"),
         ({"compile": {"mode": "max-tune"}}, "Did you mean 'max-autotune'"),
+        ({"compile": {"mode": "max-autotune"}}, "records CUDA graphs.*max-autotune-no-cudagraphs"),
+        ({"compile": {"mode": "reduce-overhead"}}, "'reduce-overhead', with which torch records"),
+        ({"compile": {"backend": "cudagraphs"}}, "'cudagraphs', with which torch records"),
         (
             {"compile": {"backend": "aot_eager", "mode": "default"}},
             "backend aot_eager has no use for",

@@ -250,9 +250,12 @@ def compiler_backends() -> list[str]:
     return importlib.import_module("torch._dynamo").list_backends(exclude_tags=())
 
 
-def compiler_modes() -> list[str]:
-    """Returns what `torch.compile` takes as `mode`."""
-    return list(importlib.import_module("torch._inductor").list_mode_options())
+def compiler_modes() -> dict[str, bool]:
+    """Returns what `torch.compile` takes as `mode`, and whether it records CUDA graphs then."""
+    modes: dict[str, dict[str, Any]] = importlib.import_module(
+        "torch._inductor"
+    ).list_mode_options()
+    return {mode: bool(options.get("triton.cudagraphs")) for mode, options in modes.items()}
 
 
 def compile_within(budget: float, backend: str, mode: str | None, graph: Any, inputs: Any) -> Any:
