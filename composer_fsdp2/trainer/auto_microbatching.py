@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -35,6 +36,7 @@ from composer_fsdp2.trainer.sharding import sharding_of
 
 __all__ = [
     "clear_attempt",
+    "count_thrashes",
     "evaluate",
     "guard_again",
     "leaving_together",
@@ -45,6 +47,8 @@ __all__ = [
 
 _ATTEMPTS = "_fsdp2_attempts"
 """attribute of a State"""
+_THRASHES = 2
+"""batches in a row with retried allocations, at which Composer lowers the size"""
 
 
 @contextmanager
@@ -248,6 +252,26 @@ def clear_attempt(original: Callable[[State], None], state: State) -> None:
     original(state)
     if hasattr(state, _ATTEMPTS):
         getattr(state, _ATTEMPTS).undo()
+
+
+def count_thrashes(original: Callable[..., int], state: State, thrashes: int, retries: int) -> int:
+    """Replaces `_update_num_consecutive_thrashes`. Collective: yes.
+
+    At two batches in a row in which an allocation had to be tried again, Composer lowers the size
+    and trains on the second one once more, though its step is done. Here the size is for the next.
+    """
+    found, size = original(state, thrashes, retries), state.device_train_microbatch_size
+    if found < _THRASHES or not _units(state.model):
+        return found
+    if size is not None and size > 1:
+        state.device_train_microbatch_size = size // 2
+        warnings.warn(
+            "CUDA out of memory or excessive memory allocation retries detected. Train microbatch "
+            f"size will be decreased from {size} -> {size // 2} in the next batch.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return 0
 
 
 # --- Evaluation. ---

@@ -325,6 +325,59 @@ def test_without_guards_a_forward_is_tried_again():
     assert_equal(found, wanted)
 
 
+class Instead:
+    """A module with other values for some of its names."""
+
+    def __init__(self, module: Any, **values: Any) -> None:
+        self.module = module
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+class Retries(Callback):
+    """The CUDA allocator of rank 1 frees its cache and tries again in some batches."""
+
+    def __init__(self, batches: set[int]) -> None:
+        self.batches, self.stats = batches, {"num_alloc_retries": 0}
+        self.sizes: list[int | None] = []
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        self.sizes.append(state.device_train_microbatch_size)
+        if dist.get_rank() == 1 and state.timestamp.batch.value in self.batches:
+            self.stats["num_alloc_retries"] += 1
+
+
+@pytest.mark.fault("the CUDA allocator retries, which costs time", "survived")
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize(
+    ("batches", "sizes"),
+    [({0, 1}, [8, 8, *[4] * 6]), ({4, 5, 6}, [*[8] * 6, 4, 4]), ({3, 5, 7}, [8] * 8)],
+    ids=str,
+)
+def test_retried_allocations_lower_the_size_of_the_next_batch(batches: set[int], sizes: list[int]):
+    """Each batch is trained on once."""
+
+    class Sizes(Callback):
+        def batch_start(self, state: State, logger: Logger) -> None:
+            state.device_train_microbatch_size = sizes[state.timestamp.batch.value]
+
+    retries = Retries(batches)
+    with installed():
+        wanted = fit(trainer_of(8, "plain", 8, callbacks=[Sizes()]))
+        trainer = trainer_of("auto", "plain", 8, callbacks=[retries])
+        with pytest.MonkeyPatch.context() as patch:
+            # For Composer's loop alone, which asks a GPU's allocator.
+            cuda = Instead(
+                torch.cuda, is_available=lambda: True, memory_stats=lambda: retries.stats
+            )
+            patch.setattr("composer.trainer.trainer.torch", Instead(torch, cuda=cuda))
+            found = fit(trainer)
+    assert retries.sizes == sizes
+    assert_equal(found, wanted)
+
+
 @pytest.mark.fault("out of memory where nothing can be tried again", "reported")
 @pytest.mark.world_size(2)
 def test_without_guards_a_step_is_not_tried_again():

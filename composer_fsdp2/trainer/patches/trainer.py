@@ -390,6 +390,14 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         _AUTO,
     ),
     _row(
+        f"{_TRAINER}:_update_num_consecutive_thrashes",
+        imported(_MICROBATCHING, "count_thrashes"),
+        "eee383ef46fa85e9",
+        "trains twice on a batch in which allocations were tried again",
+        "trainer/trainer.py#L400",
+        _AUTO,
+    ),
+    _row(
         f"{_TRAINER}:_clear_incomplete_train_states",
         imported(_MICROBATCHING, "clear_attempt"),
         "4cbb94b52229e0a1",
