@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
 from composer_fsdp2.parallel.sequence.exchange import (
@@ -68,7 +68,10 @@ def fused_attention(
 ) -> torch.Tensor:
     """Computes torch's attention, as `AttentionCall.compute`; without a mask in causal order."""
     batch, heads, _, _ = query.shape
-    times, shares = heads // key.shape[1], getattr(mask, "shape", (1,))[0] == 1
+    times = heads // key.shape[1]
+    # The bias first: it is a tensor whose shape is not that of its mask, and torch 2.7 refuses to
+    # tell any.
+    shares = mask is None or isinstance(mask, CausalBias) or mask.shape[0] == 1
     if times > 1 and shares:
         # Heads that share keys become a batch of their own, and nothing is copied for them.
         query = query.reshape(-1, times, *query.shape[2:])
