@@ -278,7 +278,11 @@ class _Background:
                 with _told_of_what_follows(target):
                     point_to(link, target)
 
+        device = state.device.tensor_to_device(torch.empty(0)).device
+
         def write() -> None:
+            # A new thread begins on the first device, and torch's writer asks for streams there.
+            torch.get_device_module(device).set_device(device)
             try:
                 written.saved_path = snapshot.write(self.savers, publish)
             except Exception as error:  # told by `finish`, on the training's thread

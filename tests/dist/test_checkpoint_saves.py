@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import shutil
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -113,6 +114,22 @@ def test_training_goes_on_meanwhile_and_fit_waits(tmp_path: Path):
     assert last_start > end, "two saves were in flight"
     assert last_end < time.monotonic()
     assert sorted(item.name for item in tmp_path.iterdir())[:2] == ["ep0-ba5", "ep0-ba9"]
+
+
+@pytest.mark.world_size(2)
+def test_the_thread_writes_from_the_device_of_its_rank(tmp_path: Path):
+    """torch's writer takes streams of the current device, the first one where no other is set."""
+    found: list[tuple[str, Any]] = []
+    set_device = torch.cpu.set_device
+
+    def note(device: Any) -> None:
+        found.append((threading.current_thread().name, device))
+        set_device(device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cpu, "set_device", note)
+        _run(tmp_path, {"async_save": True}, until=HALF)
+    assert found == [("checkpoint", torch.device("cpu"))]
 
 
 def fill_disk(_state_dict: dict[str, Any]) -> None:
