@@ -36,6 +36,7 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.world_size(1, backend="nccl")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # inductor says so, once
 @pytest.mark.parametrize(
     "config",
     [

@@ -18,7 +18,11 @@ from composer_fsdp2.runtime.agreement import Agreement, agreement_of
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.training import built, samples_of, trainer_for
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch says so of `set_sync_debug_mode` once in each process.
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 CUDA = torch.device("cuda")
 
