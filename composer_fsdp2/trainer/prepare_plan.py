@@ -149,16 +149,18 @@ def make_plan(
         transformations: in the order in which they are applied.
     """
     if device is None and mesh is not None:
-        device = "gpu" if mesh.device_type == "cuda" else mesh.device_type
-    place = get_device(device)
-    device_type = "cuda" if isinstance(place, DeviceGPU) else place.name
+        # Of the Trainer, whose device has been asked about the precision already.
+        place, device_type = None, mesh.device_type
+    else:
+        place = get_device(device)
+        device_type = "cuda" if isinstance(place, DeviceGPU) else place.name
     _check_offload(settings, device_type)
     check_communication(settings.communication, device_type)
     check_order_check(settings.order_check)
     optimizer = _single_optimizer(optimizers, settings)
     tree = _read_model(model)
     shape = MeshShape.resolve(settings, dist.get_world_size())
-    compute = check_scale(settings, _compute_dtype(precision, place))
+    compute = check_scale(settings, _compute_dtype(precision, device_type, place))
     conditional = _conditional(tree, settings)
     units = _plan_units(tree, settings, shape, compute, conditional)
     blocks = units.blocks()
@@ -284,12 +286,15 @@ def _single_optimizer(optimizers: Any, settings: FSDP2Config) -> torch.optim.Opt
     return optimizer
 
 
-def _compute_dtype(precision: str | Precision | None, device: Device) -> torch.dtype:
+def _compute_dtype(
+    precision: str | Precision | None, device_type: str, place: Device | None
+) -> torch.dtype:
     if precision is None:
-        precision = Precision.AMP_FP16 if isinstance(device, DeviceGPU) else Precision.FP32
+        precision = Precision.AMP_FP16 if device_type == "cuda" else Precision.FP32
     name = precision.value if isinstance(precision, Precision) else str(precision)
     dtype = compute_dtype(name)
-    _validate_precision(Precision(name), device)
+    if place is not None:
+        _validate_precision(Precision(name), place)
     return dtype
 
 

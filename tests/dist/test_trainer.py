@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2 import ConfigError, FSDP2Config, TrainerFSDP2Config, installed
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.support.models import VOCAB, Block, TinyComposer, llama_config
-from tests.support.parity import OPTIMIZERS
+from tests.support.parity import AUTOCAST_TOLERANCE, OPTIMIZERS
 from tests.support.training import (
     Tokens,
+    autocast_on_the_cpu,
     built,
     composers_own,
     largest_difference,
@@ -134,18 +135,42 @@ def _settings(case: str) -> dict[str, Any]:
     [("plain", "adamw"), *zip(CASES, itertools.cycle(OPTIMIZERS), strict=False)],
 )
 def test_trains_like_one_process(case: str, name: str):
+    assert _difference(case, name, 20) <= 1e-6
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("case", CASES)
+def test_trains_like_one_process_under_autocast(case: str):
+    with autocast_on_the_cpu():
+        assert _difference(case, "sgd", 4, "amp_bf16") <= AUTOCAST_TOLERANCE
+
+
+def _difference(case: str, name: str, steps: int, precision: str = "fp32") -> float:
+    """The largest one of losses and weights, between the Trainer and one process."""
     oracle, model = built(TinyComposer), built(TinyComposer)
     alone, sharded = (OPTIMIZERS[name](m.parameters()) for m in (oracle, model))
-    samples, logger = samples_of(20, 8), InMemoryLogger()
-    losses = train_alone(oracle, alone, samples, 8, **_oracle_settings(case, alone, 20))
+    samples, logger, settings = samples_of(steps, 8), InMemoryLogger(), _settings(case)
+    losses = train_alone(
+        oracle,
+        alone,
+        samples,
+        8,
+        precision=precision,
+        microbatch=settings.get("device_train_microbatch_size"),
+        **_oracle_settings(case, alone, steps),
+    )
+    if "max_duration" in settings:
+        settings["max_duration"] = f"{steps}ba"
     with installed():
-        trainer = trainer_for(model, sharded, samples, loggers=logger, **_settings(case))
+        trainer = trainer_for(
+            model, sharded, samples, loggers=logger, precision=precision, **settings
+        )
         trainer.fit()
     trainer.close()
     logged = [float(value) for _, value in logger.data["loss/train/total"]]
-    assert len(logged) == 20
-    assert max(abs(a - b) for a, b in zip(logged, losses, strict=True)) <= 1e-6
-    assert largest_difference(model, oracle) <= 1e-6
+    assert len(logged) == steps
+    of_losses = max(abs(a - b) for a, b in zip(logged, losses, strict=True))
+    return max(of_losses, largest_difference(model, oracle))
 
 
 @pytest.mark.world_size(2)

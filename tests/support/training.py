@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 from composer import Trainer
+from composer.core import Precision
 from composer.models import ComposerModel
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
@@ -15,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from tests.support.models import batches
-from tests.support.parity import full
+from tests.support.parity import autocast, device_for, full, rounded
 
 Samples = TensorDataset
 
@@ -60,6 +62,19 @@ def composers_own(**values: Any) -> ComposerFSDP2Config:
         return ComposerFSDP2Config(**values)
 
 
+@contextlib.contextmanager
+def autocast_on_the_cpu() -> Generator[None]:
+    """Has Composer's Trainer compute under autocast here, as it does on a GPU alone."""
+
+    def context(precision: Any, *_args: Any, **_kwargs: Any) -> torch.autocast:
+        return autocast(Precision(precision).value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("composer.trainer.trainer", "composer.callbacks.generate"):
+            patch.setattr(f"{module}.get_precision_context", context)
+        yield
+
+
 def trainer_for(
     model: ComposerModel,
     optimizer: torch.optim.Optimizer | None,
@@ -73,7 +88,7 @@ def trainer_for(
     settings: dict[str, Any] = {
         "parallelism_config": {"fsdp2": fsdp2 or {}},
         "max_duration": "1ep",
-        "device": "cpu",
+        "device": device_for(kwargs.get("precision", "fp32")),
         "precision": "fp32",
         "progress_bar": False,
         "train_dataloader": loader_of(samples, batch),
@@ -89,19 +104,35 @@ def train_alone(
     *,
     change_gradients: Callable[[list[nn.Parameter]], object] = len,
     after_step: Callable[[], object] = int,
+    precision: str = "fp32",
+    microbatch: int | None = None,
 ) -> list[float]:
-    """Trains an unsharded model on the global batches of `size`; returns the losses."""
-    losses: list[float] = []
+    """Trains an unsharded model on the global batches of `size`; returns the losses.
+
+    Under autocast it computes in microbatches what each rank would, with parameters of bf16.
+    """
+    exact, losses = precision == "fp32", list[float]()
     for start in range(0, len(samples), size):
         batch = samples[start : start + size]
-        loss = model.loss(model(batch), batch)
-        loss.backward()
-        losses.append(loss.item())
+        losses.append(0.0)
+        for part in [batch] if exact else _shares(batch, microbatch):
+            with autocast(precision), contextlib.nullcontext() if exact else rounded(model):
+                loss = model.loss(model(part), part) * (len(part[0]) / size)
+            loss.backward()
+            losses[-1] += loss.item()
         change_gradients(list(model.parameters()))
         optimizer.step()
         optimizer.zero_grad()
         after_step()
     return losses
+
+
+def _shares(batch: Any, microbatch: int | None) -> Iterator[Any]:
+    """Returns the microbatches of each rank, to which Composer's sampler deals in turn."""
+    ranks = dist.get_world_size()
+    for rank in range(ranks):
+        own = [part[rank::ranks] for part in batch]
+        yield from zip(*(part.split(microbatch or len(part)) for part in own), strict=True)
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
