@@ -86,6 +86,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if len(str(word)) > _LONGEST_WORD:
         return ""
     names = {str(name).lower(): str(name) for name in known}
+    if str(word) in names.values():
+        return ""
     close = difflib.get_close_matches(str(word).lower(), list(names), n=1, cutoff=0.6)
     return f" Did you mean '{names[close[0]]}'?" if close else ""
 

@@ -18,6 +18,7 @@ from composer_fsdp2.tools.migrate.report import (
 )
 from composer_fsdp2.tools.migrate.sequence import count_among_shards, sequence_rows
 from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, degree_rows
+from composer_fsdp2.tools.migrate.training import FP8, backend_rows, gather_rows, join_fp8
 
 __all__ = [
     "ACCELERATE",
@@ -241,6 +242,18 @@ FSDP_ROWS = (
         "FSDP2 takes names of parameters instead of modules",
         options=("fsdp_ignored_modules=null", "fsdp2.ignored_params=[<globs of names>]"),
     ),
+    Row("cpu_offload_pin_memory", _NOT, "pinned memory, as here", ON),
+    Row("cpu_offload_pin_memory", _NOT, "null is pinned memory, as here", (None,)),
+    Row(
+        "cpu_offload_pin_memory",
+        _C,
+        "`cpu_offload.pin_memory`",
+        (False, "false"),
+        {"cpu_offload": {"pin_memory": False}},
+    ),
+    precision_row("mixed_precision_policy", "bf16", "bf16"),
+    precision_row("mixed_precision_policy", "fp16", "fp16"),
+    Row("mixed_precision_policy", _NOT, "null is the run's precision", (None,)),
     Row("final_state_dict_type", _NOT, "the last checkpoint is like the others"),
     Row("xla", _NOT, "false: no XLA", OFF),
     Row("xla", _UN, "FSDP2 of torch does not run on XLA", options=("xla=false",)),
@@ -268,6 +281,11 @@ _LAUNCHING = (
     "tpu_use_sudo",
     "use_cpu",
 )
+_FP8 = (
+    *("amax_compute_algo", "amax_compute_algorithm", "amax_history_len", "amax_history_length"),
+    *("format", "interval", "margin", "opt_level", "override_linear_precision"),
+    *("pad_inner_dim", "use_autocast_during_eval", "use_during_eval"),
+)
 TOP_ROWS = (
     *(Row(key, _NOT, _LAUNCHER) for key in _LAUNCHING),
     *(Row(key, _NOT, _COUNTS) for key in ("num_processes", "num_machines")),
@@ -285,10 +303,24 @@ TOP_ROWS = (
     ),
     Row(
         "mixed_precision",
-        _UN,
-        "fp8 is not supported yet",
+        _C,
+        "linear layers of blocks multiply in fp8, by torchao; all else is in bf16, as Accelerate "
+        "has it",
         ("fp8",),
-        options=("mixed_precision=bf16",),
+        FP8,
+        trainer={"precision": "amp_bf16"},
+    ),
+    *(
+        row
+        for start in ("", "fp8_")
+        for row in (
+            *backend_rows(f"fp8_config.{start}backend"),
+            *gather_rows(f"fp8_config.{start}enable_fsdp_float8_all_gather"),
+            *(
+                Row(f"fp8_config.{start}{name}", _NOT, "torchao pads and scales by itself")
+                for name in _FP8
+            ),
+        )
     ),
 )
 DEGREES = (
@@ -361,7 +393,7 @@ def is_launchers(data: Mapping[str, Any]) -> bool:
 
 
 def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
-    known = {row.key for row in TOP_ROWS}
+    known = {row.key.partition(".")[0] for row in TOP_ROWS}
     kind, block = distributed_type(data), data.get(BLOCK)
     if kind or is_launchers(data):
         if kind != "FSDP" and (kind or not block):
@@ -391,7 +423,8 @@ def find_ranks(data: Mapping[str, Any]) -> Ranks:
 def _finish_accelerate(context: Context) -> None:
     finish_fsdp(context, "config.version")
     ignore_degrees(context)
-    add_precision(context, ("mixed_precision",), "Accelerate")
+    keys = ("mixed_precision", "config.mixed_precision_policy")
+    add_precision(context, keys, "Accelerate")
 
 
 def ignore_degrees(context: Context) -> None:
@@ -417,6 +450,8 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
         if strategy is not None and strategy.reason.startswith("one copy per node") and not given:
             per_node(context, strategy, "FULL_SHARD")
     count_among_shards(context)
+    join_fp8(context)
+    _choose_pinned(context)
     precision = context.entries.get("mixed_precision")
     if version2 and precision is not None:
         dtypes = precision.becomes.get("mixed_precision")
@@ -427,6 +462,18 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
         kind = "sharded" if version2 else "full"
         context.add("the default of Accelerate, written out", state_dict_type=kind)
     return version2
+
+
+def _choose_pinned(context: Context) -> None:
+    """Memory that is not pinned is that of what is offloaded."""
+    pinned = context.entries.get("config.cpu_offload_pin_memory")
+    if pinned is None or not pinned.becomes:
+        return
+    offloads = [e for e in context.entries.values() if e.becomes.get("cpu_offload") is True]
+    for entry in offloads:
+        entry.becomes["cpu_offload"] = dict(pinned.becomes["cpu_offload"])
+    if not offloads:
+        pinned.become(_NOT, "nothing is offloaded")
 
 
 _VERSION1_ALONE = {

@@ -10,6 +10,7 @@ from composer_fsdp2.tools.migrate.dialects.deepspeed_names import INTERNAL, TUNI
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
 from composer_fsdp2.tools.migrate.sequence import sequence_rows
 from composer_fsdp2.tools.migrate.tensor import block_rows
+from composer_fsdp2.tools.migrate.training import clipping_rows
 
 __all__ = [
     "ALL_MOVES",
@@ -37,11 +38,6 @@ _WHOLE = {_SHARD: 1, _REPLICATE: -1, "reshard_after_forward": False}
 def _is_rank_count(value: Any) -> bool:
     """A number above 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
-def _is_on(value: Any) -> bool:
-    """A number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def _is_nowhere(value: Any) -> bool:
@@ -153,11 +149,6 @@ _ACCUMULATED = "gradients are accumulated in the shards' own dtype, which is fp3
 def _loss_scale(value: Any) -> bool:
     """A static scale, which is any number but 0."""
     return value not in (0, 0.0, None, "auto")
-
-
-def _clipping(value: Any) -> dict[str, Any]:
-    threshold = {"clipping_type": "norm", "clipping_threshold": value}
-    return {"algorithms": {"gradient_clipping": threshold}}
 
 
 _DTYPES = ("fp32", "fp16", "bf16", "bfp16")
@@ -351,14 +342,7 @@ _ROWS = (
         _DTYPES,
         lambda value: {"mixed_precision": {"reduce_dtype": value.lower().replace("bfp", "bf")}},
     ),
-    Row("gradient_clipping", _NOT, "0 clips nothing", (0, 0.0, None)),
-    Row(
-        "gradient_clipping",
-        _R,
-        "LLM Foundry's algorithm for the norm over all ranks",
-        _is_on,
-        trainer=_clipping,
-    ),
+    *clipping_rows("gradient_clipping"),
     Row(
         "gradient_clipping",
         _DEC,

@@ -20,7 +20,7 @@ from composer_fsdp2.tools.migrate.dialects import (
 )
 from composer_fsdp2.tools.migrate.document import Document, check_result
 from composer_fsdp2.tools.migrate.included import read_settings
-from composer_fsdp2.tools.migrate.leftover import sharding_in
+from composer_fsdp2.tools.migrate.leftover import foreign_sign, sharding_in
 from composer_fsdp2.tools.migrate.merging import GIVEN, merge_entries
 from composer_fsdp2.tools.migrate.report import (
     Context,
@@ -104,12 +104,29 @@ def migrate(
     outside = work.outside(sites)
     entries += outside
     left = [entry for entry in outside if entry.is_open]
+    if spoken is _NOTHING and not left:
+        _check_known(data, name)
     if left and (sites or document.text == text):  # JSON that stays JSON has no comments
         new = Document(new, name).noted(left)
         check_result(new)
     _check_used(work.decisions, work.used, entries)
     new = _BYTE_ORDER_MARK + new if mark else new
     return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
+
+
+def _check_known(data: Mapping[str, Any], name: str) -> None:
+    """Refuses a file that another trainer shards by keys of its own.
+
+    Raises:
+        ConfigError: with the first of them.
+    """
+    if sign := foreign_sign(data):
+        raise ConfigError(
+            f"'{name}' is in a dialect that is not known: '{sign}' says how its trainer shards a "
+            "run, and no table here has it. Nothing would be migrated. Write "
+            "`parallelism_config: {fsdp2: {...}}` by hand, or give a file of one of the trainers "
+            f"that are known: {', '.join(DIALECTS)}."
+        )
 
 
 def _check_duplicates(paths: Iterable[Path], name: str) -> None:
@@ -419,6 +436,9 @@ def _no_block(entry: Entry) -> tuple[str, ...]:
 def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:
     name = key.rpartition(".")[2]
     known = sorted({row.key.rpartition(".")[2] for row in rows})
+    if name in known:
+        reason = "is a key of this dialect, but not in this place; it would have no effect"
+        return (reason, f"{name}=null", "move it to where it is read")
     reason = f"is not a key of this dialect; it would have no effect.{nearest(name, known)}"
     return (reason, f"{name}=null", "correct its name")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from composer_fsdp2.tools.migrate.report import Path
 
-__all__ = ["sharding_in"]
+__all__ = ["foreign_sign", "sharding_in"]
 
 _BLOCKS = frozenset(
     {
@@ -28,6 +28,23 @@ _WRITTEN = re.compile(
     r"\b(fsdp_config|sharding_strategy|zero_optimization|zero_stage)\b.{0,3}[:=.]"
 )
 """settings inside a text, such as a command that writes them to a file"""
+_ENGINES = re.compile(
+    r"([a-z0-9_.]*[._])?(fsdp|hsdp|fully_?shard|megatron|deepspeed|zero_?[123]|veomni|modelparallel)"
+    r"[a-z0-9_.]*",
+    re.IGNORECASE,
+)
+"""values that name what shards a run, as a word or the path of a class"""
+_CHOICES = re.compile(
+    r".*(strategy|backend|engine|plugin|parallel|distributed|dist_config|_target_|class_path).*"
+)
+"""keys that hold such a value, or a block that does"""
+_FOREIGN = re.compile(
+    r"parallelism|dist_config|dtensor_cfg|(.+_)?megatron(_.+)?|(use_|enable_)?fsdp(_.+)?|veomni"
+    r"|.*_model_parallel_size|.*sharded_data_parallel.*|.*_parallel_(mode|dim)"
+)
+"""keys of other trainers' blocks and sizes, whatever they hold"""
+_SERVERS = frozenset({"rollout", "vllm", "sglang", "inference", "generation", "actor_infer"})
+"""blocks about engines that generate"""
 _ALONE = (0, 1, "0", "1", "no", "none", "off")
 
 
@@ -52,6 +69,23 @@ def sharding_in(data: Mapping[str, Any], path: Path, value: Any, sites: Collecti
         return "is about ranks, and is no key that this dialect is known to have"
     if isinstance(value, str) and (found := _WRITTEN.search(value)):
         return f"its text holds `{found[1]}`, and what is inside a text is not read"
+    return ""
+
+
+def foreign_sign(data: Mapping[str, Any], path: Path = ()) -> str:
+    """The first key that says how another trainer shards a run, with dots; "" if there is none."""
+    for key, value in data.items():
+        here = (*path, key)
+        if key in _SERVERS or _is_empty(value):
+            continue
+        name = key.lower().replace("-", "_")
+        sized = _SIZES.fullmatch(name) is not None and value not in _ALONE
+        word = isinstance(value, str) and _ENGINES.fullmatch(value) is not None
+        chosen = any(_CHOICES.fullmatch(part.lower()) for part in here)
+        if sized or _FOREIGN.fullmatch(name) or (word and chosen):
+            return ".".join(here)
+        if isinstance(value, Mapping) and (found := foreign_sign(value, here)):
+            return found
     return ""
 
 

@@ -15,7 +15,8 @@ from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.dialects.roll import ROLL
 from composer_fsdp2.tools.migrate.document import Document, dump
-from composer_fsdp2.tools.migrate.engine import migrate
+from composer_fsdp2.tools.migrate.engine import DIALECTS, migrate
+from composer_fsdp2.tools.migrate.leftover import foreign_sign
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
 from tests.support.migrating import (
     check_stable,
@@ -87,6 +88,12 @@ BLOCK = [
     ("ignored_modules", None, NOT, {}),
     ("ignored_modules", "x", DEC, {}),
     ("final_state_dict_type", "FULL_STATE_DICT", NOT, {}),
+    ("cpu_offload_pin_memory", True, NOT, {}),
+    ("cpu_offload_pin_memory", None, NOT, {}),
+    ("cpu_offload_pin_memory", False, NOT, {}),
+    ("mixed_precision_policy", "bf16", C, BF16),
+    ("mixed_precision_policy", "fp16", C, FP16),
+    ("mixed_precision_policy", None, NOT, {}),
     ("xla", False, NOT, {}),
     ("xla", True, UN, {}),
     ("xla_fsdp_v2", False, NOT, {}),
@@ -104,7 +111,7 @@ TOP = [
     ("mixed_precision", "bf16", C, BF16),
     ("mixed_precision", "fp16", C, FP16),
     ("mixed_precision", "no", C, {"mixed_precision": "FULL"}),
-    ("mixed_precision", "fp8", UN, {}),
+    ("mixed_precision", "fp8", C, {**BF16, "fp8": True}),
 ]
 # In Accelerate's block `parallelism_config`, with that prefix.
 ULYSSES = {"sequence_parallel": {"degree": 2, "method": "ulysses"}}
@@ -130,6 +137,11 @@ DEGREES = [
 LAUNCHING = [
     row.key for row in ACCELERATE.rows if "launcher" in row.reason and row.key != "distributed_type"
 ]
+AC = "activation_checkpointing"
+CHECKPOINTED = {AC: True, "activation_cpu_offload": True}
+SWITCHES = ("gradient_checkpointing", "disable_gradient_checkpointing")
+GATHER = "fp8_enable_fsdp_float8_all_gather"
+SCALES = [row.key for row in ACCELERATE.rows if "pads and scales" in row.reason]
 KINDS = ("tensor", "context", "expert", "pipeline")
 ARGUMENTS = [
     ("fsdp", "", NOT, {}),
@@ -144,7 +156,21 @@ ARGUMENTS = [
     ("fsdp_version", 1, NOT, {}),
     ("bf16", "auto", DEC, {}),
     ("fp16", "auto", DEC, {}),
-    ("gradient_checkpointing", None, NOT, {}),
+    *((key, None, NOT, {}) for key in SWITCHES),
+    *(("gradient_checkpointing", on, R, {AC: on}) for on in (True, False)),
+    *(("disable_gradient_checkpointing", on, R, {AC: not on}) for on in (True, False)),
+    ("gradient_checkpointing", "offload", C, CHECKPOINTED),
+    ("gradient_checkpointing", "offload_disk", CH, CHECKPOINTED),
+    ("activation_offloading", False, NOT, {}),
+    ("activation_offloading", True, CH, CHECKPOINTED),
+    ("max_grad_norm", 0, NOT, {}),
+    ("max_grad_norm", 0.5, R, {}),
+    ("fp8", False, NOT, {}),
+    ("fp8", True, C, {**BF16, "fp8": True}),
+    ("fp8_backend", "torchao", NOT, {}),
+    ("fp8_backend", "te", CH, {}),
+    (GATHER, False, NOT, {}),
+    (GATHER, True, NOT, {}),
     ("fsdp_transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
     ("fsdp_transformer_layer_cls_to_wrap", None, NOT, {}),
     ("fsdp_min_num_params", 0, NOT, {}),
@@ -153,7 +179,6 @@ ARGUMENTS = [
     ("bf16", False, NOT, {}),
     ("fp16", True, C, FP16),
     ("fp16", False, NOT, {}),
-    ("gradient_checkpointing", True, R, {"activation_checkpointing": True}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
     *((f"{kind}_parallel_size", 1, NOT, {}) for kind in KINDS),
     *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS if kind not in ("tensor", "context")),
@@ -163,7 +188,7 @@ ARGUMENTS = [
     ("dp_replicate_size", 2, R, {REPLICATE: 2}),
     ("dp_shard_size", None, NOT, {}),
     ("dp_shard_size", 8, R, {SHARD: 8}),
-    ("dp_shard_size", 1, DEC, {}),
+    ("dp_shard_size", 1, NOT, {}),
     ("tensor_parallel_size", 4, C, {"tensor_parallel": 4}),
     ("context_parallel_size", "many", DEC, {}),
     ("sequence_parallel_degree", "many", DEC, {}),
@@ -185,6 +210,7 @@ STRATEGY = [
     ("wrap_policy.transformer_layer_cls_to_wrap", ["A", "B"], R, CLASSES),
     ("wrap_policy.transformer_layer_cls_to_wrap", None, NOT, {}),
     (EXPERTS, ["A", "B"], NOT, {}),
+    ("wrap_policy.min_num_params", 0, NOT, {}),
     ("wrap_policy.wrap_embeddings", False, NOT, {}),
     ("wrap_policy.wrap_embeddings", True, R, {"wrap_policy": {"embeddings": True}}),
     ("wrap_policy.wrap_lm_output", False, NOT, {}),
@@ -248,8 +274,6 @@ SEQUENCE = ("sequence_parallel_size", "context_parallel_size")
 TENSOR = ("tensor_parallel", "autotp_size", "tp_size")
 MASTERS = ["bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"]
 BF16_STATES = "bf16.bf16_optimizer_states"
-CHECKPOINTED = {"activation_checkpointing": True, "activation_cpu_offload": True}
-AC = "activation_checkpointing"
 DEEP = [
     *((f"{Z}.{name}", {"device": "elsewhere"}, DEC, {}) for name in OFFLOADS),
     *((key, 1, NOT, {}) for key in PARALLEL),
@@ -327,6 +351,14 @@ DEEP = [
     ("gradient_clipping", 1.0, R, {}),
     ("gradient_clipping", "auto", DEC, {}),
 ]
+ALL = {"all_gather": True}
+FP8_CASES = [
+    ("backend", "AO", NOT, True),
+    ("backend", "TE", CH, True),
+    ("enable_fsdp_float8_all_gather", False, NOT, True),
+    ("enable_fsdp_float8_all_gather", True, C, ALL),
+]
+FLOAT8 = {"fp8_config": {"recipe": "tensorwise"}, GATHER: True}
 REDUCED = {"communication_data_type": "fp32"}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
@@ -353,9 +385,18 @@ def in_block(key, value, top=True):
     return migrate_data({**launcher, "fsdp_config": {"fsdp_debug": None, f"fsdp_{key}": value}})
 
 
-def at_top(key, value):
+def at_top(key, value, nest=False):
     data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
-    return migrate_data({**data, key: value})
+    return migrate_data({**data, key: {value: 1} if nest else value})
+
+
+def of_fp8(mark, key, value, switch="fp8"):
+    data = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_use_orig_params": True}}
+    return migrate_data({**data, "mixed_precision": switch, "fp8_config": {f"{mark}{key}": value}})
+
+
+def of_axolotl(**data):
+    return migrate_data({"fsdp": "full_shard auto_wrap", **data})
 
 
 def in_degrees(key, value):
@@ -491,6 +532,79 @@ def test_parameters_in_cpu_memory_take_the_state_with_them(pinned):
     offload = {"cpu_offload": True} if pinned else UNPINNED
     assert settings_of(report) == {**AUTO, **offload}
     assert not report.having(DEC, UN)
+
+
+@pytest.mark.parametrize("mark", ["", "fp8_"])
+@pytest.mark.parametrize(("key", "value", "status", "fp8"), FP8_CASES)
+def test_fp8_of_accelerate(mark, key, value, status, fp8):
+    report = of_fp8(mark, key, value)
+    entry = entry_of(report, f"fp8_config.{mark}{key}")
+    assert (entry.status, settings_of(report)["fp8"]) == (status, fp8)
+    off = of_fp8(mark, key, value, switch="bf16")
+    assert "fp8" not in settings_of(off)
+    assert not off.having(DEC, UN)
+
+
+def test_fp8_of_axolotl():
+    """Recipe and gathers stand beside the switch there, and in one mapping here."""
+    both = {"recipe": "tensorwise", "all_gather": True}
+    report = of_axolotl(fp8=True, bf16=True, **FLOAT8)
+    assert settings_of(report) == {**AUTO, **BF16, "fp8": both, "state_dict_type": "full"}
+    assert OmegaConf.create(report.text).precision == "amp_bf16"
+    assert OmegaConf.create(of_axolotl(fp8=True).text).precision == "amp_bf16"
+    assert "fp8" not in settings_of(of_axolotl(**FLOAT8))
+
+
+@pytest.mark.parametrize("key", ["offload_params", "fsdp"])
+def test_memory_that_is_not_pinned(key):
+    block: dict[str, object] = {"cpu_offload_pin_memory": False}
+    words = "full_shard auto_wrap" + (" offload" if key == "fsdp" else "")
+    block |= {} if key == "fsdp" else {key: True}
+    report = migrate_data({"fsdp": words, "fsdp_config": block})
+    assert settings_of(report) == {**AUTO, **UNPINNED, "state_dict_type": "full"}
+    assert not report.having(DEC, UN)
+
+
+def test_ranks_of_axolotl_beyond_the_shards_are_copies():
+    shards = {"dp_shard_size": 2, "tensor_parallel_size": 2}
+    assert settings_of(of_axolotl(**shards))[REPLICATE] == -1  # of eight
+    assert REPLICATE not in settings_of(of_axolotl(dp_shard_size=4, tensor_parallel_size=2))
+    assert settings_of(of_axolotl(dp_shard_size=4, dp_replicate_size=2))[REPLICATE] == 2
+    alone = migrate("fsdp: full_shard auto_wrap\ndp_shard_size: 2\n")
+    assert REPLICATE not in settings_of(alone)  # of a number that is not known
+
+
+AROUND_ROLL = """
+max_grad_norm: 1.0
+a:
+  model_args: {disable_gradient_checkpointing: false}
+  training_args: {max_grad_norm: 0.5}
+  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 4}}
+b:
+  model_args: {disable_gradient_checkpointing: true}
+  strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 4}}
+"""
+OTHER_ENGINE = """
+a: {strategy_args: {strategy_name: megatron_train, strategy_config: {ep_size: 2}}}
+b: {strategy_args: {strategy_name: fsdp2_train, strategy_config: {fsdp_size: 4}}}
+"""
+
+
+def test_what_stands_around_a_role_of_roll():
+    report = migrate(AROUND_ROLL)
+    new = OmegaConf.create(report.text)
+    for role, norm, recomputed in (("a", 0.5, True), ("b", 1.0, False)):
+        found = new[role].strategy_args
+        assert found.algorithms.gradient_clipping.clipping_threshold == norm
+        assert found.parallelism_config.fsdp2.activation_checkpointing is recomputed
+    assert entry_of(report, "a.model_args.disable_gradient_checkpointing").status is C
+    assert entry_of(report, "max_grad_norm").status is C
+
+
+def test_a_role_with_another_engine_is_not_passed_over():
+    assert [entry.key for entry in migrate(OTHER_ENGINE).having(UN)] == [
+        "a.strategy_args.strategy_name"
+    ]
 
 
 def test_what_trainers_have_beside_the_block():
@@ -633,17 +747,20 @@ def reports_of(dialect: Dialect) -> list[Report]:
         reports += [at_top(key, value) for key, value, *_ in TOP]
         reports += [at_top(key, "x") for key in LAUNCHING]
         reports.append(at_top("distributed_type", "FSDP"))
+        pinned = {"fsdp_offload_params": True, "fsdp_cpu_offload_pin_memory": False}
+        reports.append(migrate_data({"distributed_type": "FSDP", "fsdp_config": pinned}))
+        reports += [of_fp8(mark, *case[:2]) for mark in ("", "fp8_") for case in FP8_CASES]
+        reports += [at_top(*key.split(".", 1), nest=True) for key in SCALES]
         return reports + [in_degrees(key, value) for key, value, *_ in DEGREES]
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
-        # On eight ranks the others would have to hold copies, and nothing says so.
-        reports.append(migrate("fsdp: full_shard auto_wrap\ndp_shard_size: 1\n"))
-        return reports
+        return [*reports, of_axolotl(fp8=True, **FLOAT8)]
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
         reports.append(in_strategy("enable_mix_precision", False))
-        return reports + [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
+        reports += [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
+        return [*reports, migrate(OTHER_ENGINE), migrate(AROUND_ROLL)]
     reports = [in_deepspeed(key, value) for key, value, *_ in DEEP]
     reports += [in_deepspeed(key, 5) for key in ALWAYS]
     reports += [migrate_data({Z: {"stage": 2}, **data}) for data in (AUTOCAST, STATIC)]
@@ -737,6 +854,8 @@ FLAT = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6)
 @given(st.dictionaries(st.sampled_from(NAMES), st.one_of(VALUES, FLAT), min_size=1, max_size=6))
 def test_no_key_is_missing(data):
     assume(sum(bool(data.get(key)) for key in SHARDING_KEYS) < 2)
+    known = any(dialect.find(data) for dialect in DIALECTS.values())
+    assume(known or not foreign_sign(data))
     report = migrate(dump(data))
     assert missing(data, report) == []
     check_stable(report)

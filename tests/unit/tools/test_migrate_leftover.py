@@ -66,6 +66,48 @@ def test_what_is_about_sharding_is_asked_for_wherever_it_stands(tmp_path, text, 
     assert migrate(written).text == written
 
 
+FOREIGN = [
+    ("dist_config: {name: fsdp2}\n", "dist_config"),
+    ("model:\n  tensor_model_parallel_size: 1\n", "model.tensor_model_parallel_size"),
+    ("actor: {strategy: veomni, veomni: {fsdp_size: -1}}\n", "actor.strategy"),
+    ("strategy_args: {strategy_name: megatron_train}\n", "strategy_args.strategy_name"),
+    ("distributed: {_target_: nemo.fsdp2.FSDP2Manager}\n", "distributed._target_"),
+    ("tensor-parallel-size: 2\n", "tensor-parallel-size"),
+]
+
+
+@pytest.mark.parametrize(("text", "key"), FOREIGN)
+def test_a_dialect_that_is_not_known_is_said(tmp_path, text, key):
+    with pytest.raises(ConfigError, match="a dialect that is not known") as error:
+        migrate(f"bf16: true\n{text}")
+    assert f"'{key}'" in str(error.value)
+    old = tmp_path / "old.yaml"
+    old.write_text(text)
+    assert CliRunner().invoke(app, ["migrate", str(old), "--check"]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run_name: fsdp2\nout: a/megatron\nmodel: {name: nvidia/megatron-bert}\n",
+        "trainer: {strategy: ddp, devices: 8}\n",
+        "rollout: {name: vllm, tensor_model_parallel_size: 4}\n",
+        "dist_config:\nparallelism: {}\ntp_size: 1\n",
+    ],
+)
+def test_names_and_servers_are_no_dialect(text):
+    assert migrate(text).dialect == "none"
+
+
+def test_a_key_in_the_wrong_place_is_not_called_unknown():
+    text = "a:\n  fsdp_config: {param_offload: false, min_num_params: 5, sead: 1}\n"
+    report = migrate(text)
+    reason = entry_of(report, "a.fsdp_config.min_num_params").reason
+    assert "not in this place" in reason
+    assert "Did you mean" not in reason
+    assert "Did you mean 'seed'?" in entry_of(report, "a.fsdp_config.sead").reason
+
+
 OTHER = [
     "rollout:\n  tensor_parallel_size: 4\n",
     "tensor_parallel_size: 1\nsequence_parallel_degree:\n",
@@ -136,7 +178,8 @@ def test_sizes_of_axolotl_are_degrees():
     settings = fsdp2(f"{WORDS}dp_shard_size: 4\ndp_replicate_size: 2\n")
     assert (settings[SHARD], settings[REPLICATE]) == (4, 2)
     assert SHARD not in fsdp2(f"{WORDS}dp_shard_size:\ndp_replicate_size: 1\n")
-    assert fsdp2(f"{WORDS}dp_shard_size: 1\ndp_replicate_size: 2\n")[SHARD] == 1
+    alone = fsdp2(f"{WORDS}dp_shard_size: 1\ndp_replicate_size: 2\n")
+    assert (SHARD in alone, alone[REPLICATE]) == (False, 2)  # the rest, whatever it says
 
 
 BF16 = {"param_dtype": "bf16", "reduce_dtype": "bf16"}

@@ -24,6 +24,11 @@ K, R, C, NOT, CH = (
 DEC = Status.DECISION
 DEGREE = "ulysses_sequence_parallel_size"
 SEQUENCE = {"sequence_parallel": {"degree": 4, "method": "ulysses"}}
+UNSHARDED = [
+    *("seed", "full_determinism", "grad_offload", "use_fused_kernels", "use_remove_padding"),
+    *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu"),
+    *("infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu"),
+]
 DEFAULT = {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}}
 BLOCK: list[tuple[str, Any, Status, dict[str, Any]]] = [
     (DEGREE, 1, NOT, {}),
@@ -53,6 +58,16 @@ BLOCK: list[tuple[str, Any, Status, dict[str, Any]]] = [
     ("forward_prefetch", False, NOT, {}),
     ("forward_prefetch", True, C, {"forward_prefetch": 1}),
     ("use_orig_params", False, NOT, {}),
+    *((key, 1, NOT, {}) for key in UNSHARDED),
+    ("dtype", None, NOT, {}),
+    (
+        "dtype",
+        "float16",
+        R,
+        {"mixed_precision": {"param_dtype": "float16", "reduce_dtype": "fp32"}},
+    ),
+    ("mixed_precision", None, C, {}),
+    ("wrap_policy", None, C, {}),
     ("model_dtype", "fp32", NOT, {}),
     ("model_dtype", "bfloat16", DEC, {}),
     ("mixed_precision.buffer_dtype", "fp32", NOT, {}),
@@ -150,6 +165,44 @@ def test_the_degree_wherever_it_stands(degree: Any, status: Status, becomes: dic
         check_stable(report)
 
 
+SFT = """
+model:
+  {checkpointing}
+  fsdp_config: {{model_dtype: fp32}}
+optim: {{clip_grad: 0.5}}
+"""
+PPO = """
+actor_rollout_ref:
+  model: {{{checkpointing}}}
+  actor: {{grad_clip: 0.5, fsdp_config: {{param_offload: false}}}}
+  ref: {{fsdp_config: {{param_offload: true}}, strategy: {strategy}}}
+"""
+ON = "enable_gradient_checkpointing: true, enable_activation_offload: true"
+AROUND = [
+    SFT.format(checkpointing=ON.replace(", ", "\n  ")),
+    PPO.format(checkpointing=ON, strategy="fsdp2"),
+    PPO.format(checkpointing="enable_gradient_checkpointing: false", strategy="megatron"),
+]
+
+
+def test_what_stands_around_a_model():
+    """Checkpointing of the model, clipping of the one that is trained, and no other engine."""
+    sft, ppo, mixed = (migrate(text) for text in AROUND)
+    model = OmegaConf.create(sft.text).model
+    new = OmegaConf.create(ppo.text).actor_rollout_ref
+    for found in (model, new.actor, new.ref):
+        settings = found.parallelism_config.fsdp2
+        assert settings.activation_checkpointing is settings.activation_cpu_offload is True
+    for found in (model, new.actor):
+        assert found.algorithms.gradient_clipping.clipping_threshold == 0.5
+    assert "algorithms" not in new.ref
+    off = OmegaConf.create(mixed.text).actor_rollout_ref.actor.parallelism_config.fsdp2
+    assert off.activation_checkpointing is False
+    assert not ppo.having(DEC, Status.UNSUPPORTED)
+    (entry,) = mixed.having(Status.UNSUPPORTED)
+    assert entry.key == "actor_rollout_ref.ref.strategy"
+
+
 def test_every_model_of_a_trainer_has_its_own():
     block = {"fsdp_config": {"param_offload": False, "fsdp_size": 4}}
     text = dump({"actor_rollout_ref": {"actor": {DEGREE: 4, **block}, "ref": {DEGREE: 1, **block}}})
@@ -163,7 +216,7 @@ def test_every_model_of_a_trainer_has_its_own():
 def verl_reports() -> list[Report]:
     """One migration of every row and more."""
     reports = [in_engine(key, value) for key, value, *_ in BLOCK]
-    reports += [in_engine("mixed_precision", DTYPES)]
+    reports += [in_engine("mixed_precision", DTYPES), *(migrate(text) for text in AROUND)]
     for degree in (1, 4, "many"):
         reports += [in_actor(degree), in_model(degree), in_model(degree, "trainer")]
     return reports

@@ -26,6 +26,14 @@ from composer_fsdp2.tools.migrate.accelerate import (
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
 from composer_fsdp2.tools.migrate.sequence import sequence_rows
 from composer_fsdp2.tools.migrate.tensor import degree_rows
+from composer_fsdp2.tools.migrate.training import (
+    FP8,
+    OFFLOADED_ROWS,
+    backend_rows,
+    checkpointing_rows,
+    clipping_rows,
+    gather_rows,
+)
 
 __all__ = [
     "CHECKPOINTING_ROWS",
@@ -84,14 +92,9 @@ _ONE_UNIT = (
     "which takes less memory"
 )
 CHECKPOINTING_ROWS = (
-    Row(
-        "gradient_checkpointing",
-        _R,
-        "`activation_checkpointing`",
-        (True, False),
-        {"activation_checkpointing": SAME},
-    ),
-    Row("gradient_checkpointing", _NOT, "off is the default", (None,)),
+    *checkpointing_rows("gradient_checkpointing"),
+    *checkpointing_rows("disable_gradient_checkpointing", on=False),
+    *OFFLOADED_ROWS,
     Row(
         "gradient_checkpointing_kwargs",
         _NOT,
@@ -113,6 +116,24 @@ PRECISION_ROWS = (
     precision_row("fp16", "fp16", True),
     Row("fp16", _NOT, "off", OFF),
     _auto("fp16"),
+    Row("fp8", _NOT, "off", OFF),
+    Row(
+        "fp8",
+        _C,
+        "linear layers of blocks multiply in fp8, by torchao; all else is in bf16",
+        (True,),
+        FP8,
+        trainer={"precision": "amp_bf16"},
+    ),
+    *backend_rows("fp8_backend"),
+    *gather_rows("fp8_enable_fsdp_float8_all_gather"),
+    Row(
+        "fp8_config.recipe",
+        _C,
+        "`fp8.recipe`",
+        ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        lambda value: {"fp8": {"recipe": value}},
+    ),
 )
 """of `TrainingArguments`, whatever shards"""
 PARALLEL_ROWS = (
@@ -158,9 +179,9 @@ _ARGUMENTS = (
     *PARALLEL_ROWS,
     Row("dp_replicate_size", _NOT, "one copy is the default", (1, None)),
     Row("dp_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
-    Row("dp_shard_size", _NOT, "what the other sizes leave, as here", (None,)),
+    Row("dp_shard_size", _NOT, "what the other sizes leave, as here", (1, None)),
     Row("dp_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
-    Row("dp_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
+    *clipping_rows("max_grad_norm"),
 )
 
 
@@ -183,6 +204,7 @@ def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list
 
 def _finish_arguments(context: Context) -> None:
     version2 = finish_fsdp(context, "config.version", "fsdp_version")
+    _fill_with_copies(context)
     words = context.entries.get("fsdp")
     if words is not None and version2:
         _ignore_strategy(context, words)
@@ -191,6 +213,16 @@ def _finish_arguments(context: Context) -> None:
     if words is not None:
         _check_offload(words, context.entries.get("config.offload_params"))
     add_trainer_precision(context)
+
+
+def _fill_with_copies(context: Context) -> None:
+    """Makes copies of what axolotl has beyond the shards, where no size says how many."""
+    shards, copies = (context.entries.get(f"dp_{name}_size") for name in ("shard", "replicate"))
+    if shards is None or _SHARD not in shards.becomes or (copies is not None and copies.becomes):
+        return
+    ranks = shards.settings[_SHARD] * (context.value("tensor_parallel_size") or 1)
+    if context.world_size is not None and context.world_size > ranks:
+        shards.becomes[_REPLICATE] = -1
 
 
 def _check_offload(words: Entry, switch: Entry | None) -> None:
@@ -220,8 +252,9 @@ def _ignore_strategy(context: Context, words: Entry) -> None:
 
 
 def add_trainer_precision(context: Context) -> None:
-    """Writes out the precision of a file with neither `bf16` nor `fp16`."""
-    add_precision(context, ("bf16", "fp16"), "the Trainer of transformers")
+    """Writes out the precision of a file with none of `bf16`, `fp16` and `fp8`."""
+    keys = ("bf16", "fp16", "fp8", "config.mixed_precision_policy")
+    add_precision(context, keys, "the Trainer of transformers")
 
 
 TRAINING_ARGUMENTS = Dialect(

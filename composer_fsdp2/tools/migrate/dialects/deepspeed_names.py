@@ -7,6 +7,7 @@ __all__ = ["INTERNAL", "TUNING"]
 TUNING = (
     "allgather_bucket_size",
     "allgather_partitions",
+    "allgather_sequential",
     "contiguous_gradients",
     "max_live_parameters",
     "max_reuse_distance",
@@ -28,6 +29,7 @@ TUNING = (
     "stage3_prefetch_bucket_size",
     "stage3_use_all_reduce_for_fetch_params",
     "sub_group_size",
+    "use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
 )
 """sizes and switches of its communication"""

@@ -34,6 +34,7 @@ from composer_fsdp2.tools.migrate.dialects.arguments import (
 )
 from composer_fsdp2.tools.migrate.report import Context, Dialect, Path, Row, Site, Status
 from composer_fsdp2.tools.migrate.sequence import sequence_rows
+from composer_fsdp2.tools.migrate.training import join_fp8
 
 __all__ = ["ACCELERATE_DEEPSPEED", "ARGUMENTS_DEEPSPEED"]
 
@@ -53,6 +54,9 @@ _TRAINING_KEYS = (
     *("comms_logger", "memory_breakdown", "elasticity", "autotuning", "data_efficiency"),
     *("curriculum_learning", "progressive_layer_drop", "compression_training", "timers"),
     *("sparse_attention", "dataloader_drop_last", "checkpoint", "compile", "nebula", "seed"),
+    *("checkpoint_engine", "data_post_process_func", "eigenvalue", "graph_harvesting"),
+    *("hybrid_engine", "load_universal_checkpoint", "quantize_training"),
+    *("use_node_local_storage", "vocabulary_size", "weight_quantization"),
     *("use_data_before_expert_parallelism", "max_train_batch_size", "prescale_gradients"),
 )
 """keys of DeepSpeed that are about training and not about sharding"""
@@ -114,7 +118,18 @@ _PLUGIN = (
         (False, "false", None),
         {"state_dict_type": "sharded"},
     ),
-    Row("deepspeed_moe_layer_cls_names", _NOT, "experts are gathered with the unit they are in"),
+    *(
+        Row(key, _NOT, "experts are gathered with the unit they are in")
+        for key in ("deepspeed_moe_layer_cls_names", "transformer_moe_cls_names")
+    ),
+    Row("enable_msamp", _NOT, "off is what is done here", (False, None)),
+    Row(
+        "enable_msamp",
+        _UN,
+        "MS-AMP keeps weights and state in fp8; here linear layers multiply in it",
+        options=("enable_msamp=false", "fsdp2.fp8=true"),
+    ),
+    Row("msamp_opt_level", _NOT, "only for MS-AMP"),
     Row("seq_parallel_communication_data_type", _NOT, "exchanged in the dtype of activations"),
     *(
         Row(f"deepspeed_{key}", _NOT, "the launcher says how the ranks start")
@@ -144,7 +159,7 @@ def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
     kind, block = distributed_type(data), data.get(_CONFIG)
     if kind != "DEEPSPEED" and (kind or not block or not is_launchers(data)):
         return []
-    known = {row.key for row in _LAUNCHER} | {BLOCK}
+    known = {row.key.partition(".")[0] for row in _LAUNCHER} | {BLOCK}
     keys = {key: key for key in data if key in known}
     if "parallelism_config" in data:
         keys["parallelism_config"] = "degrees"
@@ -153,6 +168,7 @@ def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
 
 def _finish_accelerate(context: Context) -> None:
     ignore_degrees(context)
+    join_fp8(context)
     read = any(key.startswith(f"{_FILE}.") for key in context.entries)
     precision = context.value("mixed_precision")
     for name, words in (("bf16", ("bf16",)), ("fp16", ("fp16",))):
@@ -193,7 +209,13 @@ ACCELERATE_DEEPSPEED = Dialect(
 # --- `deepspeed:` and `deepspeed_config:` of TrainingArguments, axolotl and older Composer. ---
 
 
-_AROUND = (*PRECISION_ROWS, *CHECKPOINTING_ROWS, *PARALLEL_ROWS)
+_CLIPS = "`gradient_clipping` of DeepSpeed's settings clips; `auto` there takes this value"
+_AROUND = (
+    *PRECISION_ROWS,
+    *CHECKPOINTING_ROWS,
+    *PARALLEL_ROWS,
+    Row("max_grad_norm", _NOT, _CLIPS),
+)
 
 
 def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
@@ -204,7 +226,7 @@ def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
     for name in (_ARGUMENT, _CONFIG):
         if data.get(name) and isinstance(data[name], str | Mapping | list):
             _check_alone(data, name, path)
-            known = {row.key for row in _AROUND}
+            known = {row.key.partition(".")[0] for row in _AROUND}
             keys = {key: key for key in data if key in known}
             sites = [Site(path, {**keys, name: _ARGUMENT})]
     if sites:
@@ -236,15 +258,17 @@ def _finish_arguments(context: Context) -> None:
     parent: Any = context.data
     for name in context.site.parent:
         parent = parent[name]
-    for name in ("bf16", "fp16"):
-        given = context.value(name)
+    for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
+        # A run that names one of both has the other one off.
+        given = context.value(name, False if context.value(other) is True else None)
         fill_in(context, prefix, f"{name}.enabled", given if isinstance(given, bool) else None)
     fill_in(context, prefix, "gradient_clipping", parent.get("max_grad_norm"))
     file = context.entries.get(_ARGUMENT)
     if file is not None and file.is_open:
         return
     finish_deepspeed(context, prefix)
-    keys = ("bf16", "fp16", *(f"{prefix}{key}" for key in PRECISION_SWITCHES))
+    join_fp8(context)
+    keys = ("bf16", "fp16", "fp8", *(f"{prefix}{key}" for key in PRECISION_SWITCHES))
     add_precision(context, keys, "the Trainer of transformers")
 
 

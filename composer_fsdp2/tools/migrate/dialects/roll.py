@@ -8,8 +8,14 @@ from typing import Any
 from composer_fsdp2.config.precision import DTYPES
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Row, Site, Status
 from composer_fsdp2.tools.migrate.sequence import add_degree, moved_rows, sequence_rows
+from composer_fsdp2.tools.migrate.training import (
+    add_checkpointing,
+    add_clipping,
+    find_around,
+    moved_training_rows,
+)
 
-__all__ = ["ROLL", "dtype_row"]
+__all__ = ["FOREIGN_ENGINE", "FOREIGN_OPTION", "ROLL", "dtype_row"]
 
 _K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
@@ -94,6 +100,7 @@ _ROWS = (
         _names,
     ),
     Row("wrap_policy.transformer_layer_cls_to_wrap", _NOT, "the model's own blocks", (None, [])),
+    Row("wrap_policy.min_num_params", _NOT, "ROLL reads no size"),
     Row(
         "wrap_policy.moe_experts",
         _NOT,
@@ -192,23 +199,17 @@ def _finish(context: Context) -> None:
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(_R, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards.value})
     _ignore_experts(context)
-    add_degree(context, "ulysses_size", _model_args(context).get("ulysses_size"), "ulysses")
+    add_degree(
+        context, "ulysses_size", find_around(context, ("model_args", "ulysses_size"))[1], "ulysses"
+    )
+    add_checkpointing(context, "model_args", "disable_gradient_checkpointing", on=False)
+    add_clipping(context, ("training_args", "max_grad_norm"), ("max_grad_norm",))
     mixed = context.value("enable_mix_precision", True)
     defaults = _DEFAULTS if mixed is not False else {**_DEFAULTS, "reduce_dtype": "bf16"}
     missing = {name: dtype for name, dtype in defaults.items() if name not in context.entries}
     if missing:
         context.add("the default of ROLL, written out", mixed_precision=missing)
     _add_precision(context)
-
-
-def _model_args(context: Context) -> Mapping[str, Any]:
-    """The block of the model in the role that a site belongs to."""
-    *role, block = context.site.parent or ("",)
-    around: Any = context.data
-    for name in role if block == "strategy_args" else context.site.parent:
-        around = around[name]
-    found = around.get("model_args")
-    return found if isinstance(found, Mapping) else {}
 
 
 def _ignore_experts(context: Context) -> None:
@@ -232,6 +233,15 @@ def _add_precision(context: Context) -> None:
         entry.beside = {"precision": name}
 
 
+FOREIGN_ENGINE = "this model is divided by another engine, which has no equal here"
+FOREIGN_OPTION = "leave it to that engine, or give it settings of FSDP first"
+
+
+def _is_megatron(value: Any) -> bool:
+    """A strategy of Megatron."""
+    return isinstance(value, str) and value.startswith("megatron")
+
+
 _FREEZE = "frozen parameters are sharded like the others; freezing stays with the trainer"
 
 ROLL = Dialect(
@@ -241,6 +251,10 @@ ROLL = Dialect(
     _ROWS,
     (
         *moved_rows("*.ulysses_size"),
+        *moved_training_rows(
+            ("*.model_args.disable_gradient_checkpointing",), ("*.max_grad_norm",)
+        ),
+        Row("*.strategy_name", _UN, FOREIGN_ENGINE, _is_megatron, options=(FOREIGN_OPTION,)),
         Row("*.freeze_module_prefix", _K, _FREEZE),
     ),
     _finish,

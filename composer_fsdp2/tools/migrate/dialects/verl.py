@@ -11,18 +11,29 @@ from composer_fsdp2.tools.migrate.accelerate import (
     min_num_params,
     wrap_classes,
 )
-from composer_fsdp2.tools.migrate.dialects.roll import dtype_row
+from composer_fsdp2.tools.migrate.dialects.roll import (
+    FOREIGN_ENGINE,
+    FOREIGN_OPTION,
+    dtype_row,
+)
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Row, Site, Status
 from composer_fsdp2.tools.migrate.sequence import add_degree, moved_rows, sequence_rows
+from composer_fsdp2.tools.migrate.training import (
+    add_checkpointing,
+    add_clipping,
+    find_around,
+    moved_training_rows,
+)
 
 __all__ = ["VERL"]
 
 _R, _C, _CH = Status.RENAMED, Status.CONVERTED, Status.CHANGES
-_NOT, _DEC = Status.NOT_NEEDED, Status.DECISION
+_NOT, _DEC, _UN = Status.NOT_NEEDED, Status.DECISION, Status.UNSUPPORTED
 _SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 _OFF = (False, None)
 _DEGREE = "ulysses_sequence_parallel_size"
 _BLOCK, _MODEL = "fsdp_config", "model"
+_OFFLOADED = {"activation_checkpointing": True, "activation_cpu_offload": True}
 _OWN = ("model_dtype", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
 """keys of a block that no other trainer's has"""
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
@@ -39,6 +50,7 @@ def _is_low(value: Any) -> bool:
     return str(value).lower() in _DTYPES
 
 
+_BATCH = "LLM Foundry's batch sizes and the model say it"
 _LOSS = "about the loss of a policy, not about sharding"
 
 _ROWS = (
@@ -95,6 +107,8 @@ _ROWS = (
         _is_low,
         options=("model_dtype=fp32",),
     ),
+    Row("config.dtype", _NOT, "null is bf16", (None,)),
+    dtype_row("config.dtype", "param_dtype"),
     dtype_row("config.mixed_precision.param_dtype", "param_dtype"),
     dtype_row("config.mixed_precision.reduce_dtype", "reduce_dtype"),
     Row("config.mixed_precision.buffer_dtype", _NOT, "buffers keep their dtype"),
@@ -118,6 +132,19 @@ _ROWS = (
     Row("config.use_torch_compile", _NOT, "compiles the entropy of a policy, not the model"),
     Row("config.entropy_from_logits_with_chunking", _NOT, _LOSS),
     Row("config.entropy_checkpointing", _NOT, _LOSS),
+    *(
+        Row(f"config.{name}", _NOT, "the run's own `seed` and settings of torch say it")
+        for name in ("seed", "full_determinism")
+    ),
+    Row("config.grad_offload", _NOT, "only for Megatron"),
+    *(
+        Row(f"config.{name}", _NOT, _BATCH)
+        for name in (
+            *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu"),
+            *("infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu"),
+            *("use_fused_kernels", "use_remove_padding"),
+        )
+    ),
     Row("config.forward_only", _NOT, "off is what is done here", _OFF),
     Row(
         "config.forward_only",
@@ -142,15 +169,35 @@ def _find(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
 
 def _finish(context: Context) -> None:
     if context.site.parent[-1:] == (_MODEL,):  # the SFT trainer writes the degree beside the model
-        around: Any = context.data
-        for name in context.site.parent[:-1]:
-            around = around[name]
-        add_degree(context, _DEGREE, around.get(_DEGREE), "ulysses")
-    given = {key.rpartition(".")[2] for key in context.entries if ".mixed_precision." in key}
+        add_degree(context, _DEGREE, find_around(context, (_DEGREE,))[1], "ulysses")
+    add_checkpointing(context, _MODEL, "enable_gradient_checkpointing", on=True)
+    _, offload = find_around(context, (_MODEL, "enable_activation_offload"))
+    if offload is True:
+        key = "enable_activation_offload"
+        context.add(f"`{key}` keeps what checkpointed blocks save in CPU memory", **_OFFLOADED)
+    add_clipping(context, ("grad_clip",), ("optim", "clip_grad"))
+    dtypes = [entry.settings.get("mixed_precision", {}) for entry in context.entries.values()]
+    given = {name for dtype in dtypes for name in dtype}
     defaults = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
     missing = {name: dtype for name, dtype in defaults.items() if name not in given}
     if missing:
         context.add("the default of verl, written out", mixed_precision=missing)
 
 
-VERL = Dialect("verl", "verl with FSDP", _find, _ROWS, moved_rows(_DEGREE, f"*.{_DEGREE}"), _finish)
+_ENGINES = ("megatron", "veomni", "torchtitan", "mindspeed", "automodel")
+
+VERL = Dialect(
+    "verl",
+    "verl with FSDP",
+    _find,
+    _ROWS,
+    (
+        *moved_rows(_DEGREE, f"*.{_DEGREE}"),
+        *moved_training_rows(
+            ("*.model.enable_gradient_checkpointing", "*.model.enable_activation_offload"),
+            ("*.grad_clip", "*.optim.clip_grad"),
+        ),
+        Row("*.strategy", _UN, FOREIGN_ENGINE, _ENGINES, options=(FOREIGN_OPTION,)),
+    ),
+    _finish,
+)
