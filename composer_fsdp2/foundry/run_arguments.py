@@ -150,8 +150,8 @@ def _parts(cfg: Mapping[str, Any]) -> Iterator[_Part]:
         yield from _model(model)
     loaders = {key: cfg.get(key) for key in ("train_loader", "eval_loader")}
     # LLM Foundry has renamed a list.
-    for number, block in enumerate(cfg.get("eval_loaders") or ()):
-        loaders[f"eval_loader[{number}]"] = block
+    if isinstance(several := cfg.get("eval_loaders"), list):
+        loaders |= {f"eval_loader[{number}]": block for number, block in enumerate(several)}
     for where, block in loaders.items():
         if isinstance(block, Mapping):
             yield from _loader(where, block)
@@ -165,7 +165,9 @@ def _built_of_their_block(cfg: Mapping[str, Any]) -> Iterator[_Part]:
     one: dict[str, Any] = {"optimizer": registry.optimizers, "scheduler": registry.schedulers}
     for key, known in one.items():
         block = cfg.get(key)
-        part = _found(known, block.get("name")) if isinstance(block, Mapping) else None
+        if not isinstance(block, Mapping):
+            continue
+        part = _found(known, block.get("name"))
         if part is not None:
             before = ("name", "disable_grad", "param_groups") if key == "optimizer" else ("name",)
             yield from _part(key, part, block, before)
@@ -219,9 +221,12 @@ def _model(block: Mapping[Any, Any]) -> Iterator[_Part]:
     )
     for key, kind, defaults, registered in inner:
         given = block.get(key)
-        part = _found(registered, given and {**defaults, **given}[kind])
+        if not isinstance(given, Mapping):
+            continue
+        part = _found(registered, {**defaults, **given}[kind])
         if part is not None:
-            names = [*defaults, *(set(_named(part)) - {*defaults, *names_of_mpt, "module"})]
+            own = (name for name in _named(part) if name not in (*names_of_mpt, "module"))
+            names = list(dict.fromkeys((*defaults, *own)))
             too = () if _takes_any(part) else None
             # LLM Foundry takes the second out if it is null.
             before = ("name", "seq_parallel_world_size")
@@ -259,8 +264,8 @@ def _loader(where: str, block: Mapping[Any, Any]) -> Iterator[_Part]:
 
 def _tokenizer(block: Mapping[Any, Any]) -> Iterator[_Part]:
     from llmfoundry import registry
-    from transformers import AutoTokenizer, PreTrainedTokenizerBase
     from transformers.models.auto import tokenization_auto
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     name, kwargs, saved = block.get("name"), block.get("kwargs"), {}
     if not isinstance(name, str) or not isinstance(kwargs, Mapping):
@@ -279,6 +284,7 @@ def _tokenizer(block: Mapping[Any, Any]) -> Iterator[_Part]:
     if not classes:
         return
     bases = {base for one in classes for base in one.__mro__ if base.__module__ != "builtins"}
-    words = {*saved, *words_in({Path(inspect.getfile(base)) for base in (AutoTokenizer, *bases)})}
+    files = {Path(inspect.getfile(one)) for one in (tokenization_auto, *bases)}
+    words = {*saved, *words_in(files)}
     names = ["model_max_length", *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES]
     yield _Part("tokenizer.kwargs", classes[0].__name__, names, kwargs, (), words)

@@ -59,18 +59,9 @@ def build(notes: Notes, config: Any, tokenizer: Any) -> Built:
         return built
     # What cpu builds on every rank, and mixed on the first, is built here as on the second.
     instead = "mixed" if init == "cpu" else None
+    notes.run_has_values = init == "cpu"
     with notes.step("model"):
-        try:
-            built.model = _build(config, tokenizer, instead)
-        except (NotImplementedError, RuntimeError) as error:
-            if instead is None or "meta tensor" not in str(error):
-                raise
-            notes.add(
-                "model: it cannot be built on meta, and is not built here with its weights. Its "
-                "units are not known.",
-                "Nothing here: init_device is cpu, which does without meta.",
-                "warning",
-            )
+        built.model = _build(config, tokenizer, instead)
     if init == "meta":
         built.on_meta = built.model is not None
     elif init == "mixed" and built.model is not None:

@@ -45,6 +45,8 @@ class Notes:
 
     cluster: Cluster
     mistakes: list[Mistake] = field(default_factory=list[Mistake])
+    run_has_values: bool = False
+    """whether weights that are on meta here have values in the run"""
 
     def add(self, what: str, advice: str, level: Literal["problem", "warning"] = "problem") -> None:
         """Adds one, unless it is there already."""
@@ -64,6 +66,12 @@ class Notes:
         if isinstance(error, _OWN):
             what, _, cure = str(error).rpartition(". ")
             self.add(f"{where}: {what}.", cure)
+        elif self.run_has_values and "meta tensor" in str(error):
+            self.add(
+                f"{where}: {_told(error)}. Here the model is on meta, and has no values.",
+                "Nothing here: the run builds the model with values (init_device: cpu).",
+                "warning",
+            )
         elif isinstance(error, ImportError):
             self.add(f"{where}: {_told(error)}.", "Install it, or take it out.")
         elif is_network_error(error):

@@ -257,7 +257,6 @@ def test_a_good_run_gives_no_findings():
     "mixed",
     "asynchronous and full",
     "full on many",
-    "no weights",
 )
 @pytest.mark.parametrize("case", CASES)
 def test_a_finding(case: str):

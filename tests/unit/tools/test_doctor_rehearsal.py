@@ -208,7 +208,8 @@ def test_a_model_that_cannot_be_on_meta(doctor, assets: Path, tmp_path: Path):
     changes = {"code_paths": [str(code)], "model.name": "own"}
     exit_code, said = doctor(changed(good(assets), changes))
     assert exit_code == 0, said
-    assert "warning: model: it cannot be built on meta" in said
+    assert "warning: model: RuntimeError" in said
+    assert "Here the model is on meta" in said
     assert doctor(changed(good(assets), {**changes, "model.init_device": "meta"}))[0] == 1
 
 
