@@ -35,7 +35,7 @@ def reported() -> Generator[None]:
     What the user can correct has no traceback, and exit code 2. The traceback of anything else goes
     to a file that the message names, and the exit code is 1.
     """
-    from composer_fsdp2.cli.launch import RankError
+    from composer_fsdp2.cli.launch import RankError, under_launcher, under_own_launcher
 
     try:
         yield
@@ -50,12 +50,12 @@ def reported() -> Generator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        # As one rank of several, the launcher reports it.
-        if "RANK" in os.environ:
+        if under_own_launcher():  # which reports it
             raise
         log = _write_traceback(error)
         text = " ".join(str(error).split()) or "without a message"
-        say(f"[bold red]{type(error).__name__}:[/] [red]{escape(text)}[/]")
+        rank = f"Rank {os.environ['RANK']}: " if under_launcher() else ""
+        say(f"[bold red]{rank}{type(error).__name__}:[/] [red]{escape(text)}[/]")
         say(f"This is no mistake that composer-fsdp2 knows. The traceback is in {escape(log)}")
         raise typer.Exit(ExitCode.FAILED) from None
 

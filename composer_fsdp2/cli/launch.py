@@ -33,6 +33,7 @@ __all__ = [
     "rank_error",
     "rank_guard",
     "under_launcher",
+    "under_own_launcher",
 ]
 
 _SCRIPT = "composer-fsdp2"
@@ -70,6 +71,11 @@ class RankError(Exception):
 def under_launcher() -> bool:
     """Whether torchrun, the composer launcher or this module started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def under_own_launcher() -> bool:
+    """Whether this module started this process as a rank."""
+    return _PARENT in os.environ
 
 
 def default_ranks() -> int:
@@ -198,11 +204,8 @@ def rank_guard() -> Generator[None]:
     """Ends this rank when its launcher is gone, and soon after a signal even in a collective.
 
     An exception that torch has written down for the launcher ends the rank without a second copy
-    of its traceback on the console. Does nothing under another launcher, which has its own ways.
+    of its traceback on the console.
     """
-    if _PARENT not in os.environ:
-        yield
-        return
     _end_with_parent(int(os.environ[_PARENT]))
     # Python's own handler prints a traceback; Composer replaces this one with an orderly exit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -30,6 +33,7 @@ from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.cli.quickstart import HELP as QUICKSTART_HELP
 from composer_fsdp2.cli.quickstart import quickstart
 from composer_fsdp2.cli.version import show_versions
+from composer_fsdp2.config.messages import raise_errors
 from composer_fsdp2.errors import ConfigError
 
 __all__ = ["app", "main"]
@@ -111,6 +115,9 @@ are those of `llmfoundry train`.
 
 - `composer-fsdp2 train run.yaml --dry-run`: what doctor finds and the plan; nothing is started
 
+A problem that doctor finds stops the run before its ranks start; `--no-check` starts it
+all the same.
+
 With `log_to_console: true`, which is the default, rank 0 prints one line every
 `console_log_interval`: loss, speed, MFU, memory and time left. `progress_bar: true` shows a bar on
 a terminal, and lines elsewhere. `--console full` is Composer's own console with every metric.
@@ -133,6 +140,10 @@ def train(
         bool,
         typer.Option("--dry-run", help="Show what doctor finds and the plan, and start nothing."),
     ] = False,
+    check: Annotated[
+        bool,
+        typer.Option("--check/--no-check", help="Whether doctor looks at the run first."),
+    ] = True,
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
     if console is Console.full:
@@ -140,7 +151,7 @@ def train(
     if dry_run:
         _show_only(run, overrides or [], ranks, log_dir, quick=context.obj == CONSOLE)
         return
-    _start_or_join("train", run, overrides or [], ranks, log_dir)
+    _start_or_join("train", run, overrides or [], ranks, log_dir, check=check)
 
 
 def _show_only(
@@ -191,10 +202,16 @@ def evaluate(
 
 
 def _start_or_join(
-    command: str, run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None
+    command: str,
+    run: Path,
+    overrides: list[str],
+    ranks: int | None,
+    log_dir: Path | None,
+    *,
+    check: bool = False,
 ) -> None:
-    from composer_fsdp2.cli.launch import default_ranks, under_launcher
-    from composer_fsdp2.foundry.run_file import check_ranks, load_run, read_run
+    from composer_fsdp2.cli.launch import default_ranks, under_launcher, under_own_launcher
+    from composer_fsdp2.foundry.run_file import check_ranks, epochs_meant, load_run, read_run
     from composer_fsdp2.foundry.run_keys import check_keys
     from composer_fsdp2.tools.foreign import check_is_run
 
@@ -208,8 +225,10 @@ def _start_or_join(
             check_ranks(cfg, ranks)
             if given:
                 _check_room(ranks)
-            if note is not None:
-                say(f"[yellow]{escape(note)}[/]")
+            for text in filter(None, (note, " ".join(epochs_meant(read) or ()))):
+                say(f"[yellow]{escape(text)}[/]")
+            if check:
+                _ask_doctor(run, overrides, ranks)
             _launch([command, str(run), *overrides], ranks, log_dir)
             return
         if ranks or log_dir:
@@ -217,8 +236,31 @@ def _start_or_join(
                 "--ranks or --log-dir is given, but a launcher has already started the ranks. It "
                 "would have no effect. Remove it, and give the launcher its own option."
             )
+        if check and not under_own_launcher() and os.environ.get("LOCAL_RANK", "0") == "0":
+            _ask_doctor(run, overrides, int(os.environ["WORLD_SIZE"]))
         work = _train_from_yaml if command == "train" else _evaluate_from_yaml
         _run_here(work, run, overrides, cfg)
+
+
+def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
+    """Has doctor look at a run, in a process whose imports and memory are gone afterwards.
+
+    Raises:
+        ConfigError: doctor finds problems.
+    """
+    from composer_fsdp2.cli.launch import own_program
+    from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED
+
+    command = [*own_program(), "doctor", str(run), *overrides, f"--ranks={ranks}", "--json"]
+    alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    say("[dim]Checking the run; `--no-check` leaves that out[/]")
+    # What code of the user prints, a rank prints again.
+    done = subprocess.run([sys.executable, *command], env=alone, capture_output=True, text=True)
+    # Another code is of doctor itself, which stops no run.
+    if done.returncode != ExitCode.FAILED or not done.stdout:
+        return
+    found = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "problem"]
+    raise_errors([f"{one['what']} {one['advice']}" for one in found])
 
 
 def _check_room(ranks: int) -> None:
@@ -247,14 +289,17 @@ def _run_here(
     """
     from torch.distributed.elastic.multiprocessing.errors import record
 
-    from composer_fsdp2.cli.launch import rank_guard
+    from composer_fsdp2.cli.launch import rank_guard, under_own_launcher
     from composer_fsdp2.foundry.transform import requests_fsdp2
 
     _quiet_others()
     if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
         say(f"[yellow]{escape(_describe_other(run, cfg))}[/]")
+    if not under_own_launcher():
+        work(run, overrides)
+        return
     with rank_guard():
-        # Leaves an exception where torchrun or `launch` can read it.
+        # Leaves an exception where `launch` can read it. torchrun would print all of its traceback.
         record(work)(run, overrides)
 
 

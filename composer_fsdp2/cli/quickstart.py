@@ -65,7 +65,7 @@ def write_quickstart(folder: Path) -> list[Path]:
             path.write_bytes(contents[path])
     except OSError as error:
         raise ConfigError(
-            f"'{error.filename}' cannot be written: {error.strerror}. There is no run without it. "
+            f"'{folder}' cannot be written: {error.strerror}. There is no run without its files. "
             "Name another folder, as in `composer-fsdp2 quickstart FOLDER`."
         ) from None
     return missing

@@ -21,6 +21,8 @@ def train(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(main, "_launch", lambda *args: pytest.fail(f"ranks started: {args}"))
+    # A process of its own, which takes seconds; tests/e2e/test_checked_first.py has it.
+    monkeypatch.setattr(main, "_ask_doctor", lambda *args: None)
 
     def run(*args: str):
         return CliRunner().invoke(main.app, ["train", *map(str, args)])
@@ -128,6 +130,14 @@ def test_interpolations_elsewhere_may_wait(train, write, monkeypatch):
     assert started == [(["train", str(path), "variables.b=1"], 3, None)]
 
 
+def test_a_duration_without_unit_is_said(train, write, monkeypatch):
+    monkeypatch.setattr(main, "_launch", lambda *args: None)
+    done = train(write("parallelism_config: {fsdp2: {}}\nmax_duration: 1ba"), "max_duration=300")
+    assert "max_duration is 300 without a unit, which is 300 epochs" in done.stderr
+    done = train(write("parallelism_config: {fsdp2: {}}\nmax_duration: 300ba"))
+    assert "max_duration" not in done.stderr
+
+
 def test_eval_starts_ranks_that_evaluate(train, write, monkeypatch):
     started = []
     monkeypatch.setattr(main, "_launch", lambda *args: started.append(args))
@@ -142,8 +152,6 @@ def test_eval_refuses_what_train_refuses(train, write):
     refused(CliRunner().invoke(main.app, ["eval", str(path)]), "Did you mean 'fsdp2'?")
 
 
-# The runner's standard error is no file, which torch's error recording remarks on.
-@pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -163,6 +171,24 @@ def test_as_a_rank_it_says_when_fsdp2_is_not_requested(train, write, monkeypatch
     assert trained == [(path, ["seed=2"])]
     assert ("FSDP2 is not requested" in result.stderr) == (said is not None)
     assert said is None or said in " ".join(result.stderr.split())
+
+
+def broken(*_args: object) -> None:
+    raise ValueError("of somebody else")
+
+
+def test_an_error_of_a_rank_of_another_launcher_is_a_sentence(train, write, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setattr(main, "_train_from_yaml", broken)
+    done = train(write("parallelism_config: {fsdp2: {}}"))
+    assert done.exit_code == 1
+    assert "Rank 3: ValueError: of somebody else" in done.stderr
+    assert "Traceback" not in done.output
+    log = done.stderr.split()[-1]
+    assert "in broken" in Path(log).read_text()
+    Path(log).unlink()
 
 
 @pytest.mark.parametrize(
