@@ -23,10 +23,13 @@ from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.trainer.sharding import sharding_of
-from tests.support.models import llama_config, lm_loss
+from tests.dist.test_tensor_parallel import assert_same_state, mean, of_this_group
+from tests.support.models import batches, llama_config, lm_loss
 from tests.support.parity import (
     OPTIMIZERS,
     Recipe,
+    assert_close,
+    assert_same_values,
     copy_values,
     full,
     model_loss,
@@ -42,11 +45,16 @@ FULL = {"mixed_precision": "FULL"}
 
 
 def lora(
-    tied: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any
+    tied: bool = True,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    heads: tuple[int, int] = (2, 1),
+    **changes: Any,
 ) -> HuggingFaceModel:
     """A small Llama with adapters, made as LLM Foundry makes it."""
     torch.manual_seed(0)
-    config = llama_config(tied, hidden_size=16, vocab_size=32, use_cache=False)
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    config = llama_config(tied, hidden_size=16, vocab_size=32, use_cache=False, **sizes)
     base = LlamaForCausalLM(config).to(dtype)
     torch.manual_seed(seed)
     settings = {
@@ -117,18 +125,74 @@ def with_reference(model: peft.PeftModel, batch: Any) -> torch.Tensor:
     return lm_loss(logits, batch[1]) + 0.1 * apart
 
 
-@pytest.mark.table("sgd-auto", "adamw-False")
+def in_turn(model: peft.PeftModel, batch: Any) -> torch.Tensor:
+    """A loss of one adapter for two steps, then of the other, with a forward of that in between."""
+    model.step = getattr(model, "step", -1) + 1
+    turn, step = divmod(model.step, 2)
+    if step == 0:
+        adapters = ["default", "second"]
+        with torch.no_grad():
+            model.set_adapter(adapters.pop(turn % 2))
+            model(batch[0])
+        model.set_adapter(adapters[0])
+    return model_loss(model, batch)
+
+
+TURNS = {"reference": with_reference, "in turn": in_turn}
+RESHARD = ["auto", True, False]
+
+
+def with_second(model: peft.PeftModel) -> list[nn.Parameter]:
+    """Gives a model a second adapter; returns the parameters of both."""
+    model.add_adapter("second", model.peft_config["default"])
+    adapters = {n: param for n, param in model.named_parameters() if "lora_" in n}
+    for name, param in adapters.items():
+        if "second" in name:  # drawn by each rank, and zero
+            nn.init.constant_(param, 0.02)
+    return list(adapters.values())
+
+
+@pytest.mark.table("auto-reference-sgd", "False-in turn-adamw")
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("reshard", ["auto", True, False])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_reference_pass_freezes_no_adapter(reshard: Any, optimizer: str):
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_no_adapter_is_frozen_by_what_happens_between_steps(
+    reshard: Any, turns: str, optimizer: str
+):
     """PEFT sets `requires_grad` of gathered parameters, in units that stayed gathered."""
     changes = {"tied": False, "target_modules": ["q_proj", "lm_head", "embed_tokens"]}
     oracle, model = lora(**changes), lora(**changes)
-    pair = [OPTIMIZERS[optimizer](trained(each)) for each in (oracle, model)]
+    adapters = [with_second(each.model) for each in (oracle, model)]
+    pair = [OPTIMIZERS[optimizer](params) for params in adapters]
     prepare_fully_shard(model, pair[1], {"reshard_after_forward": reshard})
     models = oracle.model, pair[0], model.model, pair[1]
-    train_together(*models, Recipe(steps=8), with_reference)
+    train_together(*models, Recipe(steps=8), TURNS[turns])
+
+
+@pytest.mark.table("False-in turn-adamw")
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+@pytest.mark.world_size(4)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("turns", TURNS)
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_nor_with_tensor_parallelism(reshard: Any, turns: str, optimizer: str):
+    oracle, model = (lora(tied=False, heads=(4, 2)) for _ in range(2))
+    adapters = [with_second(each.model) for each in (oracle, model)]
+    pair = [OPTIMIZERS[optimizer](params) for params in adapters]
+    settings = {"reshard_after_forward": reshard, "tensor_parallel": 2}
+    prepare_fully_shard(model, pair[1], settings)
+    for number, (ids, targets) in enumerate(batches(8, 8)):
+        expected = TURNS[turns](oracle.model, (ids, targets))
+        got = TURNS[turns](model.model, (of_this_group(ids), of_this_group(targets)))
+        expected.backward()
+        got.backward()
+        assert_close(f"loss of step {number}", expected.detach(), mean(got))
+        for one in pair:
+            one.step()
+            one.zero_grad()
+    assert_same_values(oracle, model)
+    assert_same_state(*pair)
 
 
 @pytest.mark.world_size(2)
