@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "check_optimizer",
     "describe_optimizer",
     "detach_optimizer",
+    "free_after_evaluations",
     "reattach_optimizer",
     "reshard_before_steps",
     "shard_like",
@@ -205,6 +207,46 @@ def reshard_before_steps(optimizer: torch.optim.Optimizer, units: Iterable[FSDPM
                 unit.reshard()
 
     optimizer.register_step_pre_hook(reshard)
+
+
+def free_after_evaluations(
+    optimizer: torch.optim.Optimizer | None, tops: Iterable[FSDPModule]
+) -> None:
+    """Frees what a forward without gradients gathered between backward and step.
+
+    Collective: no. Whoever clips gradients next reads those of `model.parameters()`: the gradients
+    are at the shards, and a gathered parameter has none. After the step nobody reads them.
+
+    Args:
+        optimizer: of the model; without it, nobody knows of a step, and gradients go on waiting.
+        tops: outermost units, which may keep their parameters after a forward.
+    """
+    gradients = _Gradients()
+    if optimizer is not None:
+        optimizer.register_step_post_hook(gradients.hear_step)
+    for top in tops:
+        assert isinstance(top, nn.Module)
+        inside = [unit for unit in top.modules() if isinstance(unit, FSDPModule)]
+        # Later than torch's own, which ends the forward of the unit.
+        top.register_forward_hook(partial(gradients.hear_forward, inside))
+
+
+class _Gradients:
+    """Knows whether gradients wait for a step."""
+
+    def __init__(self) -> None:
+        self._wait = False
+
+    def hear_step(self, *_: object) -> None:
+        self._wait = False
+
+    @torch.compiler.disable
+    def hear_forward(self, units: list[FSDPModule], *_: object) -> None:
+        if torch.is_grad_enabled():
+            self._wait = True
+        elif self._wait:
+            for unit in units:
+                unit.reshard()
 
 
 def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:

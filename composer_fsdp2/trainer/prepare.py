@@ -68,6 +68,7 @@ from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_de
 from composer_fsdp2.shard.optimizer import (
     DetachedOptimizer,
     detach_optimizer,
+    free_after_evaluations,
     reattach_optimizer,
     reshard_before_steps,
 )
@@ -273,6 +274,7 @@ def apply_to_model(
     apply_communication(tops, units.values(), plan.settings.communication)
     _connect_optimizer(model, plan, detached, units)
     order, unused = install_step_hooks(tree, plan, units)
+    free_after_evaluations(plan.optimizer, tops)
     note_sharding(
         model,
         Sharding(

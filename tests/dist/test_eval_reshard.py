@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from composer.core import Callback
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2 import clip_grad_norm_, installed, prepare_fully_shard
 from composer_fsdp2.shard.eval_reshard import resharding
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
-from tests.support.parity import OPTIMIZERS, Recipe, model_loss, train_together
+from tests.support.parity import OPTIMIZERS, Recipe, assert_same_values, model_loss, train_together
 from tests.support.traffic import Bytes
 from tests.support.training import (
     built,
@@ -143,3 +144,25 @@ def test_what_is_frozen_after_an_evaluation_stays_frozen(reshard: Any):
     train_together(
         oracle, pair[0], model, pair[1], Recipe(steps=8), sometimes_evaluated_then_frozen
     )
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("reshard", ["auto", False])
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_value_, clip_grad_norm_])
+def test_gradients_are_clipped_after_an_evaluation(clip: Any, reshard: Any):
+    """Between backward and step: gathered parameters have no gradient, and who clips skips them."""
+    torch.manual_seed(0)
+    oracle = TinyLM()
+    model = copy.deepcopy(oracle)
+    pair = [OPTIMIZERS["sgd"](each.parameters()) for each in (oracle, model)]
+    prepare_fully_shard(model, pair[1], {"reshard_after_forward": reshard})
+    for batch in batches(3, 8):
+        own = tuple(part.chunk(2)[dist.get_rank()] for part in batch)
+        for each, optimizer, given in zip((oracle, model), pair, (batch, own), strict=True):
+            model_loss(each, given).backward()
+            with torch.no_grad():
+                each(given[0])
+            clip(each.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(oracle, model)
