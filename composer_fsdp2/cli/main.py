@@ -115,8 +115,8 @@ are those of `llmfoundry train`.
 
 - `composer-fsdp2 train run.yaml --dry-run`: what doctor finds and the plan; nothing is started
 
-A problem that doctor finds stops the run before its ranks start; `--no-check` starts it
-all the same.
+A problem that doctor finds stops the run before its ranks start; `--no-check` starts it all the
+same. Under torchrun doctor is not asked.
 
 With `log_to_console: true`, which is the default, rank 0 prints one line every
 `console_log_interval`: loss, speed, MFU, memory and time left. `progress_bar: true` shows a bar on
@@ -210,7 +210,7 @@ def _start_or_join(
     *,
     check: bool = False,
 ) -> None:
-    from composer_fsdp2.cli.launch import default_ranks, under_launcher, under_own_launcher
+    from composer_fsdp2.cli.launch import default_ranks, under_launcher
     from composer_fsdp2.foundry.run_file import check_ranks, epochs_meant, load_run, read_run
     from composer_fsdp2.foundry.run_keys import check_keys
     from composer_fsdp2.tools.foreign import check_is_run
@@ -236,14 +236,14 @@ def _start_or_join(
                 "--ranks or --log-dir is given, but a launcher has already started the ranks. It "
                 "would have no effect. Remove it, and give the launcher its own option."
             )
-        if check and not under_own_launcher() and os.environ.get("LOCAL_RANK", "0") == "0":
-            _ask_doctor(run, overrides, int(os.environ["WORLD_SIZE"]))
         work = _train_from_yaml if command == "train" else _evaluate_from_yaml
         _run_here(work, run, overrides, cfg)
 
 
 def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
     """Has doctor look at a run, in a process whose imports and memory are gone afterwards.
+
+    Not where another launcher has started the ranks: all of them would wait for one.
 
     Raises:
         ConfigError: doctor finds problems.

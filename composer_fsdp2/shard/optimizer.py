@@ -226,7 +226,7 @@ def free_after_evaluations(
         optimizer.register_step_post_hook(gradients.hear_step)
     for top in tops:
         assert isinstance(top, nn.Module)
-        inside = [unit for unit in top.modules() if isinstance(unit, FSDPModule)]
+        inside: list[FSDPModule] = [m for m in top.modules() if isinstance(m, FSDPModule)]
         # Later than torch's own, which ends the forward of the unit.
         top.register_forward_hook(partial(gradients.hear_forward, inside))
 

@@ -134,6 +134,7 @@ def test_an_argument_that_would_be_left_out_is_refused(
         check({**good, **changes})
 
 
+@pytest.mark.table("changes0", "changes4", "changes8", "changes11", "changes12")
 @pytest.mark.parametrize(
     "changes",
     [

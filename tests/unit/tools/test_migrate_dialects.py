@@ -459,9 +459,9 @@ def test_top_of_accelerate(key, value, status, becomes):
 
 @pytest.mark.table(
     "fsdp-hybrid_shard auto_wrap-converted-becomes4",
-    "fp16-False-no longer needed-becomes20",
-    "expert_parallel_size-1-no longer needed-becomes25",
-    "sequence_parallel_degree-2-converted-becomes30",
+    "fp16-False-no longer needed-becomes37",
+    "expert_parallel_size-1-no longer needed-becomes41",
+    "sequence_parallel_degree-2-converted-becomes46",
 )
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), ARGUMENTS)
 def test_training_arguments(key, value, status, becomes):
@@ -473,7 +473,7 @@ def test_training_arguments(key, value, status, becomes):
     "fsdp_size-8-converted-becomes1",
     "fsdp_size--1-no longer needed-becomes3",
     "wrap_policy.transformer_layer_cls_to_wrap-value11-renamed-becomes11",
-    "forward_prefetch-2-kept-becomes27",
+    "forward_prefetch-2-kept-becomes28",
 )
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), STRATEGY)
 def test_roll(key, value, status, becomes):
@@ -507,9 +507,9 @@ def test_model_args_of_roll_stay(key, value, status):
 
 @pytest.mark.table(
     "tensor_parallel-value17-converted-becomes17",
-    "tensor_parallel-2-converted-becomes21",
-    "torch_autocast.enabled-True-needs a decision-becomes39",
-    "zero_optimization.zero_hpz_partition_size-4-converted-becomes74",
+    "tensor_parallel-2-converted-becomes22",
+    "torch_autocast.enabled-True-needs a decision-becomes44",
+    "zero_optimization.zero_hpz_partition_size-4-converted-becomes79",
 )
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), DEEP)
 def test_deepspeed(key, value, status, becomes):

@@ -126,11 +126,11 @@ def in_model(degree: Any, *around: str) -> Report:
     "offload_params-True-no longer needed-becomes14",
     "optimizer_offload-False-no longer needed-becomes17",
     "use_orig_params-False-no longer needed-becomes21",
-    "model_dtype-bfloat16-needs a decision-becomes23",
-    "wrap_policy.min_num_params-0-no longer needed-becomes26",
-    "wrap_policy.transformer_layer_cls_to_wrap-value29-renamed-becomes29",
-    "entropy_from_logits_with_chunking-False-no longer needed-becomes31",
-    "forward_only-False-no longer needed-becomes33",
+    "model_dtype-bfloat16-needs a decision-becomes37",
+    "wrap_policy.min_num_params-0-no longer needed-becomes40",
+    "wrap_policy.transformer_layer_cls_to_wrap-value43-renamed-becomes43",
+    "entropy_from_logits_with_chunking-False-no longer needed-becomes45",
+    "forward_only-False-no longer needed-becomes47",
 )
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), BLOCK)
 def test_a_key_of_the_engine(key: str, value: Any, status: Status, becomes: dict[str, Any]):
