@@ -311,6 +311,7 @@ def fitted(make: type[Penalized]) -> nn.Module:
     return model
 
 
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1")  # torch 2.7
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("make", [SquaresPenalized, AbsolutesPenalized])
 def test_a_penalty_over_all_parameters(make: type[Penalized]):
