@@ -238,7 +238,7 @@ def _continued(
     return model, [group["lr"] for group in optimizer.param_groups]
 
 
-@pytest.mark.filterwarnings("ignore:.*is not in the state_dict:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*is not in the state_dict")
 @pytest.mark.filterwarnings("ignore:.*do not both have .*schedulers")
 @pytest.mark.filterwarnings("ignore:.*do not both have .*initial_lr")
 @pytest.mark.table("none to Composer's-sharded", "torch's to another of torch's-sharded")
