@@ -204,7 +204,9 @@ def concerns_fsdp2(config: Any) -> bool:
 
 
 def _may_mean_fsdp2(key: str) -> bool:
-    return key not in ("fsdp", "tp") and "'fsdp2'" in nearest(key, ("fsdp", "fsdp2", "tp"))
+    if key in ("fsdp", "fsdp2", "tp"):
+        return key == "fsdp2"
+    return "'fsdp2'" in nearest(key, ("fsdp", "fsdp2", "tp"))
 
 
 def _check_keys(given: Mapping[str, Any]) -> None:
