@@ -241,7 +241,7 @@ class _Gradients:
         self._wait = False
 
     @torch.compiler.disable
-    def hear_forward(self, units: list[FSDPModule], *_: object) -> None:
+    def hear_forward(self, units: Iterable[FSDPModule], *_: object) -> None:
         if torch.is_grad_enabled():
             self._wait = True
         elif self._wait:
