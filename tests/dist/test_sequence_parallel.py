@@ -395,7 +395,7 @@ def test_two_forwards_before_a_backward(method: str, settings: str):
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("family", ["Llama", "MPT"])
+@pytest.mark.parametrize("family", ["Llama", "Llama, LoRA", "MPT"])
 def test_evaluation_and_generation_get_whole_sequences(family: str):
     oracle, model = twice(FAMILIES[family])
     prepared(model, sequence_parallel=2)

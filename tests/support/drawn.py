@@ -189,10 +189,6 @@ def draw(number: int) -> Case:
     elif layout.startswith("SP") or "chunked_loss" in settings:
         hosts.remove("language")  # its loss is no model's own
     names = list(EVENTS) if way == "loop" else [*EVENTS, *IN_TRAINER]
-    middle = MIDDLE[:]
-    for name in _not_drawn(layout, model):
-        names = [other for other in names if other != name]
-        middle = [other for other in middle if other != name]
     return Case(
         number=number,
         layout=layout,
@@ -206,20 +202,12 @@ def draw(number: int) -> Case:
         held=rng.choice(["", "", "frozen", "trained"]),
         warm=way == "loop" and rng.random() < 0.2,
         middle=tuple(
-            rng.choice(middle) if way == "loop" and rng.random() < 0.3 else "" for _ in range(STEPS)
+            rng.choice(MIDDLE) if way == "loop" and rng.random() < 0.3 else "" for _ in range(STEPS)
         ),
         events=tuple(
             tuple(rng.choices(names, k=rng.choice([0, 1, 1, 2]))) for _ in range(STEPS - 1)
         ),
     )
-
-
-def _not_drawn(layout: str, model: str) -> Iterator[str]:
-    """Events that are known not to equal one process yet, or are no event there."""
-    if layout.startswith(("SP", "TP")):
-        yield "trainer_predicts"  # samples are not dealt to groups
-    if layout.startswith("SP") and "LoRA" in model:
-        yield "generate"
 
 
 # --- Models and data. ---

@@ -395,14 +395,15 @@ class SequenceGroup:
 
     def _leave(self, module: nn.Module, _args: Any, output: Any) -> None:
         """Gives evaluation the whole logits. In training a rank keeps its own."""
-        self._is_inside = False
-        shared, logits = self._current, getattr(output, "logits", None)
+        shared, labels, logits = self._current, self._labels, getattr(output, "logits", None)
+        # A model inside of adapters generates without a call of the wrapper.
+        self._is_inside, self._current, self._labels = False, None, None
         if shared is None or self._is_compared or not isinstance(logits, torch.Tensor):
             return
-        if self._loss is None and self._labels is not None:
+        if self._loss is None and labels is not None:
             own = logits.flatten(0, 1)
             output["loss"] = self.loss_of_mean(
-                lambda labels: _mean_of_counted(own, labels.flatten()), self._labels
+                lambda labels: _mean_of_counted(own, labels.flatten()), labels
             )
         if not module.training:
             whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
