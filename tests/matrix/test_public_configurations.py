@@ -181,7 +181,7 @@ parallelism_config:
             },
             beside=BF16,
         ),
-        "accelerate nd parallel": Public(
+        "accelerate parallelism_config": Public(
             text="""
 distributed_type: FSDP
 mixed_precision: bf16
