@@ -69,7 +69,8 @@ class PrecisionSpec:
         None,
         null_or(BOOLEAN),
         "casts floating point inputs to `param_dtype`: of every unit, of none, or (null) as FSDP1 "
-        "did, of the top-level units, and of units with a `mixed_precision` of their own",
+        "did, of the top-level units; beside these of units with a `mixed_precision` of their own, "
+        "and of linear layers that are units",
     )
 
 

@@ -39,7 +39,10 @@ def compute_dtype(precision: str) -> torch.dtype:
 
 @functools.lru_cache(maxsize=64)
 def resolve_precision(
-    mixed_precision: str | PrecisionSpec, compute: torch.dtype | None, inner: bool = False
+    mixed_precision: str | PrecisionSpec,
+    compute: torch.dtype | None,
+    inner: bool = False,
+    is_linear: bool = False,
 ) -> MixedPrecisionPolicy:
     """Resolves a preset or a spec.
 
@@ -49,10 +52,14 @@ def resolve_precision(
         inner: of a unit whose output stays in the model, and has the dtype it is computed in. Its
             inputs keep theirs unless the spec asks for the cast: FSDP1 cast what comes into the
             model alone, and MPT's blocks, for example, take slopes of ALiBi that have to be fp32.
+        is_linear: of a linear layer that is a unit, as adapters are: it multiplies its input by a
+            weight of the unit's dtype, or fails.
     """
     policy = _resolve(mixed_precision, compute)
     if not inner:
         return policy
+    if is_linear:
+        return dataclasses.replace(policy, output_dtype=None)
     asked = isinstance(mixed_precision, PrecisionSpec) and mixed_precision.cast_forward_inputs
     return dataclasses.replace(policy, output_dtype=None, cast_forward_inputs=bool(asked))
 

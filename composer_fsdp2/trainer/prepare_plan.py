@@ -67,6 +67,8 @@ class PreparePlan:
     device_type: str
     compute: torch.dtype
     units: WrapPlan
+    linear: frozenset[str]
+    """names of linear layers"""
     conditional: list[str]
     transformations: tuple[PlannedTransformation, ...]
     forward_methods: list[tuple[str, str]]
@@ -79,7 +81,9 @@ class PreparePlan:
         """The policy of one unit; the run's output dtype is that of what leaves the model."""
         own = unit.mixed_precision
         inner = own is None and not unit.top_level
-        return resolve_precision(own or self.settings.mixed_precision, self.compute, inner)
+        is_linear = unit.modules[0] in self.linear
+        mixed_precision = own or self.settings.mixed_precision
+        return resolve_precision(mixed_precision, self.compute, inner, is_linear)
 
     def describe(self) -> str:
         """Returns the text of `verbose`: the units, then every transformation."""
@@ -191,6 +195,7 @@ def make_plan(
         device_type=device_type,
         compute=compute,
         units=facts.units,
+        linear=frozenset(n for n, module in tree.modules() if isinstance(module, nn.Linear)),
         conditional=conditional,
         transformations=planned,
         forward_methods=methods,

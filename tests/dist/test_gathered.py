@@ -407,6 +407,7 @@ def test_contents_are_read_in_the_first_step_alone():
     assert seen.count > 0
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.world_size(2)
 def test_torchs_debug_mode_may_stay_alive():
     """It notes the parameters of modules, and computes nothing with them."""

@@ -133,7 +133,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], int]] = {
                 "names": {"blocks.1": {"reshard_after_forward": False, "mixed_precision": "PURE"}},
                 "classes": ["Block", "Embedding"],
             },
-            "mixed_precision": BF16,
+            "mixed_precision": {**BF16, "cast_forward_inputs": True},
         },
         2,
     ),

@@ -296,6 +296,7 @@ def one_rank_is_late_in_training(folder: Path) -> tuple[str, str]:
 
 
 @pytest.mark.fault("a rank that does not come to a collective", "reported")
+@pytest.mark.matrix
 def test_a_timeout_names_the_last_unit_of_every_rank(pool: WorkerPool, tmp_path: Path):
     (said, heard), _ = pool.run(functools.partial(one_rank_is_late_in_training, tmp_path))
     places = (
