@@ -87,10 +87,9 @@ class _Param:
 
     def __init__(self, record: Any, names: Mapping[int, str], unit: str) -> None:
         self.record, self.unit = record, unit
-        places = places_of(record)
-        self.modules = [module for module, _ in places]
-        self.places = [(module._parameters, key) for module, key in places]
-        self.name = f"{names.get(id(places[0][0]), '?')}.{places[0][1]}".lstrip(".")
+        self.places = places_of(record)
+        self.modules = [module for module, _ in self.places]
+        self.name = f"{names.get(id(self.modules[0]), '?')}.{self.places[0][1]}".lstrip(".")
         self.plain: bool | None = None
         self.seen: tuple[int, int] | None = None
         self.contents: torch.Tensor | None = None
@@ -113,7 +112,8 @@ class _Param:
 
     def is_exchanged(self) -> bool:
         """Whether something stands in a module that FSDP2 did not put there."""
-        found = [place.get(key) for place, key in self.places]
+        # A module may get another dictionary, as the monitor gives it while it counts.
+        found = [module._parameters.get(key) for module, key in self.places]
         return any(not stands_in(self.record, one) and not is_shown(one) for one in found)
 
     def note(self, contents: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
-from composer.callbacks import SpeedMonitor
+from composer.callbacks import OptimizerMonitor, SpeedMonitor
 from composer.core import Callback, State
 from composer.loggers import FileLogger, InMemoryLogger, Logger, MLFlowLogger, WandBLogger
 from composer.models import ComposerModel
@@ -287,6 +287,22 @@ def test_logs_every_batch_and_leaves_evaluation_out():
     assert {name for name in logger.data if name.startswith("fsdp2/")} == {
         f"fsdp2/{name}" for name in COUNTS
     }
+
+
+@pytest.mark.world_size(2)
+def test_counts_after_an_evaluation_beside_the_monitor_of_the_optimizer():
+    """Modules that are gathered get another dictionary of parameters, and are freed from it."""
+    with installed():
+        trainer = trainer_of(
+            TinyComposer,
+            FSDP2Monitor(),
+            OptimizerMonitor(),
+            eval_dataloader=loader_of(samples_of(1, 8), 4),
+        )
+        trainer.eval()
+        trainer.fit()
+    trainer.close()
+    assert trainer.state.timestamp.batch == 3
 
 
 @pytest.mark.world_size(2)
