@@ -38,7 +38,7 @@ class BatchCheck:
         self._seen = {True: 0, False: 0}
 
     def compare(self, inputs: Any, training: bool) -> bool:
-        """Returns whether the batch is the first of training, or of an evaluation.
+        """Compares a batch that is due; returns whether it begins training or an evaluation.
 
         Raises:
             PlanError: the same on every rank, if batches in any group differ.
@@ -78,7 +78,7 @@ def check_same_batch(group: dist.ProcessGroup, inputs: Any, why: tuple[str, str]
 def difference_term(inputs: Any, index: int, place: int, size: int) -> int:
     """Returns this rank's term of a sum that is zero where the ranks of every group agree.
 
-    Collective: no. The sum of all ranks of the run is meant, which fits in 64 bits.
+    Collective: no. Add up the terms of all ranks of the run; their sum fits in 64 bits.
 
     Args:
         inputs: of the model, in any nesting.

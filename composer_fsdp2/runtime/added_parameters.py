@@ -18,12 +18,15 @@ __all__ = ["refuse_added_parameters"]
 
 
 def refuse_added_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Looks at the parameters of optimizers before the first step with them. Collective: no.
+    """Checks the parameters of an optimizer before its first step with them. Collective: no.
+
+    The step raises `PlanError` for a trainable parameter that is not sharded.
 
     Args:
-        model: that was sharded.
-        optimizer: given to `prepare_fully_shard`; all that is added to it is looked at. Of another
-            one only what belongs to the model is: it may step a model that somebody else averages.
+        model: the sharded model.
+        optimizer: the optimizer that `prepare_fully_shard` was given. Every parameter that is added
+            to it is checked. Of other optimizers only parameters of the model are: they may step
+            another model, whose gradients somebody else averages.
     """
     if dist.get_world_size() == 1:
         return
@@ -34,8 +37,10 @@ def refuse_added_parameters(model: nn.Module, optimizer: torch.optim.Optimizer |
     seen = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
 
     def check(stepped: torch.optim.Optimizer, *_: Any) -> None:
+        if (sharded := held()) is None:
+            return
         found = [id(param) for param in _params_of(stepped)]
-        if seen.get(stepped) == found or (sharded := held()) is None:
+        if seen.get(stepped) == found:
             return
         names = {id(param): f"'{name}'" for name, param in sharded.named_parameters()}
         is_given = given is not None and stepped is given()

@@ -152,12 +152,7 @@ def make_plan(
         mesh: the mesh of the run, where the caller has built it.
         transformations: in the order in which they are applied.
     """
-    if device is None and mesh is not None:
-        # Of the Trainer, whose device has been asked about the precision already.
-        place, device_type = None, mesh.device_type
-    else:
-        place = get_device(device)
-        device_type = "cuda" if isinstance(place, DeviceGPU) else place.name
+    place, device_type = _place_of(device, mesh)
     _check_offload(settings, device_type)
     check_communication(settings.communication, device_type)
     check_order_check(settings.order_check)
@@ -203,6 +198,14 @@ def make_plan(
         groups=groups,
         weights=_open_weights(settings.pretrained_weights, tree),
     )
+
+
+def _place_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Device | None, str]:
+    """Returns the device, `None` for that of a Trainer, which checks the precision itself."""
+    if device is None and mesh is not None:
+        return None, mesh.device_type
+    place = get_device(device)
+    return place, "cuda" if isinstance(place, DeviceGPU) else place.name
 
 
 def _read_model(model: nn.Module) -> ModuleTree:
