@@ -46,6 +46,7 @@ def prepare(model: nn.Module, config: Any = None, **kwargs: Any) -> None:
 def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     model(batches(1, 2)[0][0]).sum().backward()
     optimizer.step()
+    optimizer.zero_grad()  # gradients from before are refused by a sentence of their own
     return optimizer
 
 
