@@ -72,7 +72,7 @@ LAYOUTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
         {"activation_checkpointing": True},
     ),
     "own, ignored, frozen": (Scaled, {"ignored_params": ["norm.*"]}),
-    "dtypes": (Halves, {}),
+    "dtypes": (Halves, {"mixed_precision": "FULL"}),
 }
 
 
