@@ -18,6 +18,8 @@ PLAIN = "`nn.Parameter` with an attribute of your own, which is kept"
 
 # A unit gathers in the dtype of the run, which a module that casts its own inputs does not expect.
 OTHER = "in another dtype"
+WHOLE = ("one unit", "automatic")
+"""wrappings in which layers are no units, which cast their inputs"""
 CASTS = "`mixed_precision: FULL`, for the module or all, or `x.to(self.weight.dtype)`"
 
 
@@ -178,7 +180,7 @@ class Complex(nn.Module):
         return self.inner(x) @ self.turn
 
 
-@odd("a parameter of float64 beside those of float32", refused=OTHER, instead=CASTS)
+@odd("a parameter of float64 beside those of float32", refused=OTHER, only=WHOLE, instead=CASTS)
 def float64() -> nn.Module:
     return Chain(layer(), Cast(torch.float64), layer())
 
@@ -197,6 +199,7 @@ class Cast(nn.Module):
 @odd(
     "a block of bf16 in a model of float32",
     refused=OTHER,
+    only=WHOLE,
     instead=CASTS,
     tolerance=2e-2,
 )
@@ -207,6 +210,7 @@ def bf16_block() -> nn.Module:
 @odd(
     "a block of fp16 in a model of float32",
     refused=OTHER,
+    only=WHOLE,
     instead=CASTS,
     tolerance=2e-2,
 )
@@ -217,6 +221,7 @@ def fp16_block() -> nn.Module:
 @odd(
     "blocks of four dtypes",
     refused=OTHER,
+    only=WHOLE,
     instead=CASTS,
     tolerance=2e-2,
 )
@@ -364,7 +369,7 @@ class Adapter(nn.Module):
 @odd(
     "adapters of float32 beside frozen weights of bf16",
     refused=OTHER,
-    only=("automatic", "every module"),
+    only=("automatic",),
     depends=("one unit",),
     instead=CASTS,
     tolerance=2e-2,
