@@ -17,7 +17,18 @@ Found = tuple[int, str]
 
 ORDER = (
     *("errors", "fingerprint", "progress", "ranks", "config", "plan", "blocks", "parallel"),
-    *("shard", "runtime", "optim", "checkpoint", "estimate", "trainer", "foundry", "tools", "cli"),
+    *(
+        "shard",
+        "step",
+        "guards",
+        "optim",
+        "checkpoint",
+        "estimate",
+        "trainer",
+        "foundry",
+        "tools",
+        "cli",
+    ),
 )
 """Stages of the way a model takes. Each may import itself and those before it."""
 ROOM = "shard/torch_private/"

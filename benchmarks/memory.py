@@ -171,12 +171,12 @@ def _memory() -> Iterator[Tracker | Allocator]:
 
 def _ours(model: nn.Module, config: dict[str, Any]) -> Any:
     from composer_fsdp2 import prepare_fully_shard
-    from composer_fsdp2.trainer.sharding import sharding_of
+    from composer_fsdp2.step.run import run_of
 
     policy = {"wrap_policy": {"classes": ["Block"]}, **config}
     device = "gpu" if torch.cuda.is_available() else "cpu"
     prepare_fully_shard(model, None, policy, precision="fp32", device=device)
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     return sharding.plan
 

@@ -62,15 +62,14 @@ class Trainee:
         self.monitor.fit_start(*given)
         start = time.process_time()
         self.monitor.batch_start(*given)
-        self.step(lambda: self.monitor.after_backward(*given))
+        self.step()
         self.monitor.batch_end(*given)
         elapsed = time.process_time() - start
         self.monitor.fit_end(*given)
         return elapsed
 
-    def step(self, after_backward: Callable[[], None] = lambda: None) -> None:
+    def step(self) -> None:
         self.model(self.tokens).backward()
-        after_backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 

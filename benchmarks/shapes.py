@@ -339,9 +339,9 @@ def prepare(
 
 def accumulate(model: nn.Module, microbatches: list[torch.Tensor]) -> torch.Tensor:
     """Forward and backward of a batch as Composer's Trainer runs them; returns the last loss."""
-    from composer_fsdp2.trainer.sharding import sharding_of
+    from composer_fsdp2.step.run import run_of
 
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     loss = torch.zeros(())
     with sharding.accumulation.batch():

@@ -182,7 +182,7 @@ def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
 
 def measure_agreement(steps: int, warmup: int) -> None:
     """Prints the line of rank 0."""
-    from composer_fsdp2.runtime.agreement import agreement_of
+    from composer_fsdp2.step.agreement import agreement_of
 
     trainee, agreement = Trainee(OURS, Controls()), agreement_of(torch.device("cpu"))
     tokens = torch.randint(0, 2048, (4, 129))

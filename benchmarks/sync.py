@@ -5,7 +5,7 @@ Composer's Trainer: one with `parallelism_config.fsdp2`, one without any, which 
 loop (DDP reduces gradients in C++ and is not seen). Counted are the all-reduces, broadcasts and
 exchanges of objects that Python starts in a batch, the median over batches after the first three;
 gathers and reductions of units are not among them. What this package sends from host to host
-(`runtime/agreement.py`) waits for no device: with NCCL it goes over a gloo group. All others are
+(`step/agreement.py`) waits for no device: with NCCL it goes over a gloo group. All others are
 read by the host as soon as they are made, and wait for what the device still computes.
 
 `ratio` is that of those that wait, ours over Composer's; `ratio_of_all` counts those from host to
@@ -29,8 +29,8 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import composer_fsdp2
-from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.shard.torch_private.collectives import Collective, around_collectives
+from composer_fsdp2.step.agreement import agreement_of
 
 GOAL = 1.0
 COUNTED = ("all_reduce", "barrier", "broadcast", "all_gather_object", "broadcast_object_list")

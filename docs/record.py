@@ -120,6 +120,31 @@ def _join(rank: int) -> None:
     torch.set_num_threads(1)
 
 
+def _listen(run: Any, events: list[dict[str, str]]) -> None:
+    """Notes what happens to the units of a run."""
+    from composer_fsdp2.step.run import StepListener
+
+    class Heard(StepListener):
+        def before_forward(self, unit: str, group: Any) -> None:
+            self.note("forward", unit)
+
+        def before_gather(self, unit: str, group: Any) -> None:
+            self.note("gather", unit)
+
+        def before_backward(self, unit: str, group: Any) -> None:
+            self.note("backward", unit)
+
+        def before_reduce(self, unit: str, group: Any) -> None:
+            self.note("reduce", unit)
+
+        def note(self, event: str, unit: str) -> None:
+            found = {"event": event, "unit": unit}
+            if events[-1:] != [found]:  # backward comes to a unit by each of its outputs
+                events.append(found)
+
+    run.listen(Heard(run))
+
+
 def _train(rank: int, folder: str) -> None:
     """One rank: trains, and on rank 0 writes the events of a step."""
     _join(rank)
@@ -130,8 +155,7 @@ def _train(rank: int, folder: str) -> None:
     from torch.utils.data.distributed import DistributedSampler
 
     from composer_fsdp2 import FSDP2Monitor, install
-    from composer_fsdp2.runtime.events import UnitEvents
-    from composer_fsdp2.trainer.sharding import sharding_of
+    from composer_fsdp2.step.run import run_of
 
     install()
 
@@ -152,16 +176,11 @@ def _train(rank: int, folder: str) -> None:
 
         def run_event(self, event: Event, state: State, logger: Logger) -> None:
             if event == Event.AFTER_LOAD:
-                sharding = sharding_of(state.model)
-                assert sharding is not None
-                names = [unit.modules[0] for unit in sharding.plan.units if unit.params]
-                units = {name: sharding.units[name] for name in names}
-                UnitEvents(state.model, units, None).listeners += (self.hear,)
+                run = run_of(state.model)
+                assert run is not None
+                _listen(run, self.events)
             elif event == Event.BATCH_START:
                 self.events.clear()
-
-        def hear(self, event: str, unit: str) -> None:
-            self.events.append({"event": event, "unit": unit})
 
     torch.manual_seed(0)
     model, memory, recorder = Model(), InMemoryLogger(), Recorder()
@@ -185,8 +204,7 @@ def _train(rank: int, folder: str) -> None:
         monitor = {
             name: values[-1][1] for name, values in memory.data.items() if name.startswith("fsdp2/")
         }
-        shown = [one for one in recorder.events if one["unit"] or one["event"] != "begin"]
-        found = {"step": STEP, "ranks": 2, "monitor": monitor, "events": shown}
+        found = {"step": STEP, "ranks": 2, "monitor": monitor, "events": recorder.events}
         _write(folder, found)
 
 

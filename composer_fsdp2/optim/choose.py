@@ -28,7 +28,7 @@ from composer_fsdp2.optim.state_kept import Policy
 from composer_fsdp2.optim.state_step import KeptSteps
 from composer_fsdp2.optim.trial import try_local_step
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.runtime.agreement import agreement_of
+from composer_fsdp2.step.agreement import agreement_of
 
 __all__ = ["apply_local_step"]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
@@ -18,16 +16,13 @@ from composer_fsdp2.parallel.row_order import order_of, part_of
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
 from composer_fsdp2.shard.optimizer_kinds import check_optimizer_kind
-from composer_fsdp2.shard.torch_private.units import is_gathered, param_groups
 
 __all__ = [
     "DetachedOptimizer",
     "check_optimizer",
     "describe_optimizer",
     "detach_optimizer",
-    "free_after_evaluations",
     "reattach_optimizer",
-    "reshard_before_steps",
     "shard_like",
 ]
 
@@ -191,62 +186,6 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
         optimizer.state[param] = {
             key: _shard_state(value, shape, param) for key, value in state.items()
         }
-
-
-def reshard_before_steps(optimizer: torch.optim.Optimizer, units: Iterable[FSDPModule]) -> None:
-    """Frees what a forward between backward and step gathered.
-
-    Collective: no. A unit that stays gathered after a forward (an evaluation, metrics of training)
-    would compute the next loss with the weights from before the step.
-    """
-    held = [(unit, group) for unit in units for group in param_groups(unit)]
-
-    def reshard(*_: Any) -> None:
-        for unit, group in held:
-            if is_gathered(group):
-                unit.reshard()
-
-    optimizer.register_step_pre_hook(reshard)
-
-
-def free_after_evaluations(
-    optimizer: torch.optim.Optimizer | None, tops: Iterable[FSDPModule]
-) -> None:
-    """Frees what a forward without gradients gathered between backward and step.
-
-    Collective: no. Whoever clips gradients next reads those of `model.parameters()`: the gradients
-    are at the shards, and a gathered parameter has none. After the step nobody reads them.
-
-    Args:
-        optimizer: of the model; without it, nobody knows of a step, and gradients go on waiting.
-        tops: outermost units, which may keep their parameters after a forward.
-    """
-    gradients = _Gradients()
-    if optimizer is not None:
-        optimizer.register_step_post_hook(gradients.hear_step)
-    for top in tops:
-        assert isinstance(top, nn.Module)
-        inside: list[FSDPModule] = [m for m in top.modules() if isinstance(m, FSDPModule)]
-        # Later than torch's own, which ends the forward of the unit.
-        top.register_forward_hook(partial(gradients.hear_forward, inside))
-
-
-class _Gradients:
-    """Knows whether gradients wait for a step."""
-
-    def __init__(self) -> None:
-        self._wait = False
-
-    def hear_step(self, *_: object) -> None:
-        self._wait = False
-
-    @torch.compiler.disable
-    def hear_forward(self, units: Iterable[FSDPModule], *_: object) -> None:
-        if torch.is_grad_enabled():
-            self._wait = True
-        elif self._wait:
-            for unit in units:
-                unit.reshard()
 
 
 def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:

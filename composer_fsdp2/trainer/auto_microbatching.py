@@ -22,17 +22,18 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.guards.joint_exit import joint_exit_of
+from composer_fsdp2.guards.out_of_memory import OOMGuard
+from composer_fsdp2.guards.watchdog import add_rank_report
 from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.ranks import any_rank
-from composer_fsdp2.runtime.joint_exit import joint_exit_of
-from composer_fsdp2.runtime.oom import OOMGuard, reset
-from composer_fsdp2.runtime.snapshot import Snapshot
-from composer_fsdp2.runtime.watchdog import add_rank_report
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.shard.torch_private.units import device_of, param_groups
+from composer_fsdp2.step.abort import reset
+from composer_fsdp2.step.run import run_of
+from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.trainer.config import asks_for_fsdp2
 from composer_fsdp2.trainer.override_attribute import override_attribute
-from composer_fsdp2.trainer.sharding import sharding_of
 
 __all__ = [
     "clear_attempt",
@@ -177,12 +178,14 @@ class _Attempts:
                 "changed in place until then (microbatch_transforms, an algorithm). Resume from "
                 "the last checkpoint with a smaller device_train_microbatch_size."
             )
-        reset(_units(self._state.model).values())
+        run = run_of(self._state.model)
+        if run is not None:
+            run.abort()
         self._snapshot.restore()
         if (group := batch_group_of(self._state.model)) is not None:
             group.begin()  # some ranks may have come to the end of its check
-        if (sharding := sharding_of(self._state.model)) is not None:
-            sharding.accumulation.again()
+        if run is not None:
+            run.accumulation.again()
         self.begin()
 
 
@@ -211,13 +214,13 @@ def train_batch(
 ) -> Mapping[str, torch.Tensor]:
     """Replaces `Trainer._train_batch`. Collective: yes."""
     state: State = trainer.state
-    units = _units(state.model) if state.auto_microbatching else {}
-    if not units:
+    run = run_of(state.model) if state.auto_microbatching else None
+    if run is None:
         return original(trainer, *args, **kwargs)
     searching = not trainer.first_train_batch_complete
     if searching and not state.automicrobatch_fsdp_hook_handles:
-        state.fsdp_modules = units
-        state.automicrobatch_fsdp_hook_handles = [OOMGuard(units.values(), agree=False)]
+        state.fsdp_modules = dict(run.units)
+        state.automicrobatch_fsdp_hook_handles = [OOMGuard(run, agree=False)]
     attempts, spec = _attempts_of(state), trainer._train_data_spec
     attempts.begin()
     with ExitStack() as stack:
@@ -234,8 +237,9 @@ def train_batch(
 
 def guard_again(original: Callable[..., list[Any]], modules: Any, sync_hook: Any) -> list[Any]:
     """Replaces `_readd_fsdp_sync_hooks`."""
-    units = [module for module in modules.values() if isinstance(module, FSDPModule)]
-    return [OOMGuard(units, agree=False)] if units else original(modules, sync_hook)
+    runs = {id(run): run for module in modules.values() if (run := run_of(module)) is not None}
+    guards = [OOMGuard(run, agree=False) for run in runs.values()]
+    return guards or original(modules, sync_hook)
 
 
 def restore_unshard(
@@ -367,7 +371,8 @@ def evaluate(
 ) -> None:
     """Replaces `Trainer._eval_loop`. Collective: yes."""
     model, units = trainer._original_model, _units(trainer.state.model)
-    if not evaluator.auto_microbatching or not units:
+    run = run_of(trainer.state.model)
+    if not evaluator.auto_microbatching or run is None:
         original(trainer, evaluator, metrics, *args, **kwargs)
         return
     batches, spec = _EvaluatedBatches(trainer, units, metrics), copy.copy(evaluator.dataloader)
@@ -375,9 +380,7 @@ def evaluate(
     transform = functools.partial(batches.transform, spec.microbatch_transforms)
     spec.microbatch_transforms = batches.together(transform)
     state = trainer.state
-    guards = (
-        [] if state.automicrobatch_fsdp_hook_handles else [OOMGuard(units.values(), agree=False)]
-    )
+    guards = [] if state.automicrobatch_fsdp_hook_handles else [OOMGuard(run, agree=False)]
     parts = [
         # A model that is a unit itself gathers around an attribute of this name.
         (model, "eval_forward"),

@@ -17,8 +17,8 @@ from composer.devices import DeviceGPU
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.runtime.agreement import agreement_of
 from composer_fsdp2.shard.apply import is_sharded, reshard
+from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.trainer.load_steps import plain_name
 from composer_fsdp2.trainer.logged_norms import GRADIENT, logged_norms
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import sys
 from collections import Counter
@@ -17,9 +16,15 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.runtime.traffic import TrafficMeter
-from composer_fsdp2.shard.torch_private.watching import watching
-from composer_fsdp2.trainer.sharding import Sharding, sharding_of
+from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.torch_private.units import (
+    all_reduce_hook,
+    all_reduces,
+    gather_bytes,
+    holds_gathered,
+    reduction_bytes,
+)
+from composer_fsdp2.step.run import Run, StepListener, run_of
 
 __all__ = ["NAME", "FSDP2Monitor"]
 
@@ -38,7 +43,6 @@ class FSDP2Monitor(Callback):
       padding included; reduced are reduce-scatter and all-reduce.
     - `fsdp2/collectives`: their number.
     - `fsdp2/peak_unsharded_bytes`: the most that gathered units took at one time.
-    - `fsdp2/exposed_communication_seconds`: how long computation waited for collectives (CUDA).
     - `fsdp2/peak_allocated_bytes`: of the CUDA allocator, since the process started.
     - `fsdp2/mfu`: as SpeedMonitor defines it, of this rank and the last batch.
 
@@ -65,67 +69,101 @@ class FSDP2Monitor(Callback):
         if gpu_flops_available is not None:
             _check_flops(gpu_flops_available)
         self.gpu_flops_available = gpu_flops_available
-        self._meter: TrafficMeter | None = None
-        self._watching = contextlib.ExitStack()
+        self._traffic: _Traffic | None = None
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Checks that there is something to log, and shows the plan.
 
         Raises:
             ConfigError: the model is not sharded by FSDP2.
+            PatchError: this torch does not tell what a unit gathers.
         """
+        check_private_members([NAME])
         # With `load_monolith_rank0_only` the model is sharded only after a checkpoint was loaded.
-        sharding = sharding_of(state.model)
-        if sharding is None:
+        run = run_of(state.model)
+        if run is None:
             raise ConfigError(
                 f"The callback FSDP2Monitor (`{NAME}`) is on, but the model is not sharded by "
                 "FSDP2. There are no units to count the traffic of, so it would log nothing. Write "
                 "parallelism_config: {fsdp2: {}}, or remove the callback."
             )
         if dist.get_global_rank() == 0:
-            _show(describe_sharding(state.model, sharding))
+            _show(describe_sharding(state.model, run))
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
-        self._meter = TrafficMeter(state.model, sharding.plan)
+        self._traffic = _Traffic(run)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Starts to watch; until then, and after the training, nothing is slowed down."""
-        assert self._meter is not None
-        self._watching.close()  # a training that failed did not
-        self._watching.enter_context(self._meter.following())
-        self._watching.enter_context(watching(self._meter))
+        """Starts to hear of the units; a training that failed may have left it listening."""
+        self.close(state, logger)
+        assert self._traffic is not None
+        self._traffic.run.listen(self._traffic)
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Counts from here."""
-        assert self._meter is not None
-        self._meter.begin()
-
-    def after_backward(self, state: State, logger: Logger) -> None:
-        """FSDP has given up what it gathered and nobody used."""
-        assert self._meter is not None
-        self._meter.settle()
+        """Counts from here; units that are gathered now count in the peak."""
+        assert self._traffic is not None
+        self._traffic.begin()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs what was counted."""
-        assert self._meter is not None
-        found = {**_traffic(self._meter), **_memory(state), **self._efficiency(state)}
+        """Logs what was counted. With one rank there is no traffic."""
+        assert self._traffic is not None
+        found: dict[str, float] = dict(self._traffic.counts) if dist.get_world_size() > 1 else {}
+        if state.device.name == "gpu":
+            found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
+        seconds = state.timestamp.batch_wct.total_seconds()
+        flops = getattr(state.model, "flops_per_batch", None)
+        if flops is not None and self.gpu_flops_available and seconds:
+            found["mfu"] = float(flops(state.batch)) / (seconds * self.gpu_flops_available)
         logger.log_metrics({f"fsdp2/{name}": value for name, value in found.items()})
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Stops watching."""
-        self._watching.close()
+        """Stops to hear of the units."""
+        self.close(state, logger)
 
     def close(self, state: State, logger: Logger) -> None:
-        """Stops watching, after a training that failed too."""
-        self._watching.close()
+        """Stops to hear of the units, after a training that failed too."""
+        if self._traffic is not None:
+            self._traffic.run.stop_listening(self._traffic)
 
-    def _efficiency(self, state: State) -> dict[str, float]:
-        """MFU, where the model knows its FLOPs and the device its peak."""
-        seconds = state.timestamp.batch_wct.total_seconds()
-        count = getattr(state.model, "flops_per_batch", None)
-        if count is None or not self.gpu_flops_available or not seconds:
-            return {}
-        return {"mfu": float(count(state.batch)) / (seconds * self.gpu_flops_available)}
+
+class _Traffic(StepListener):
+    """Counts the collectives of units, just before torch starts them."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.counts: Counter[str] = Counter()
+        self._gathered: dict[Any, int] = {}
+
+    def begin(self) -> None:
+        """Counts from here; units that are gathered now count in the peak."""
+        self.counts.clear()
+        self._note_peak()
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        """Collective: no."""
+        self._gathered[group] = gather_bytes(group)
+        self._count("gathered_bytes", self._gathered[group])
+        self._note_peak(group)
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """Collective: no."""
+        shape, part = self.run.shape, reduction_bytes(group)
+        self._count("reduced_bytes", part * shape.shard)
+        # A hook averages over replicas where torch's own HSDP cannot.
+        due = getattr(all_reduce_hook(group), "due", True)
+        if (shape.replicate or 1) > 1 and all_reduces(group) and due:
+            self._count("reduced_bytes", part)
+
+    def _count(self, name: str, nbytes: int) -> None:
+        self.counts[name] += nbytes
+        self.counts["collectives"] += 1
+
+    def _note_peak(self, coming: Any = None) -> None:
+        """Adds up the units that are gathered, and the one that comes."""
+        held = self._gathered.items()
+        self._gathered = {g: n for g, n in held if g is coming or holds_gathered(g)}
+        peak = max(self.counts["peak_unsharded_bytes"], sum(self._gathered.values()))
+        self.counts["peak_unsharded_bytes"] = peak
 
 
 def _check_flops(flops: Any) -> None:
@@ -137,15 +175,15 @@ def _check_flops(flops: Any) -> None:
         )
 
 
-def describe_sharding(model: nn.Module, sharding: Sharding) -> str:
+def describe_sharding(model: nn.Module, run: Run) -> str:
     """A line about the plan and about what this rank holds of the model."""
-    units = [unit for unit in sharding.plan.units if unit.params]
+    units = [unit for unit in run.plan.units if unit.params]
     local = sum(_local_bytes(param) for param in model.parameters())
     reshard = Counter(str(unit.reshard_after_forward).lower() for unit in units)
     return (
         f"FSDP2: {len(units)} units, {sum(unit.numel for unit in units):,} parameters, "
         f"{local / 2**20:,.1f} MiB of them on this rank, "
-        f"mesh {sharding.shape.describe()}, "
+        f"mesh {run.shape.describe()}, "
         f"reshard_after_forward {', '.join(f'{how} in {n}' for how, n in reshard.items())}"
     )
 
@@ -160,23 +198,3 @@ def _show(line: str) -> None:
         log.info(line)
     else:
         print(line, file=sys.stderr, flush=True)
-
-
-def _traffic(meter: TrafficMeter) -> dict[str, float]:
-    """Returns the meter's counts; none where it saw no collective, as with one rank."""
-    if not meter.collectives:
-        return {}
-    found: dict[str, float] = {
-        "gathered_bytes": meter.gathered_bytes,
-        "reduced_bytes": meter.reduced_bytes,
-        "collectives": meter.collectives,
-        "peak_unsharded_bytes": meter.peak_unsharded_bytes,
-    }
-    exposed = meter.exposed_seconds()
-    return found if exposed is None else {**found, "exposed_communication_seconds": exposed}
-
-
-def _memory(state: State) -> dict[str, float]:
-    if state.device.name != "gpu":
-        return {}
-    return {"peak_allocated_bytes": torch.cuda.max_memory_allocated()}

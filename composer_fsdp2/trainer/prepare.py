@@ -9,7 +9,6 @@ that it can be.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import sys
 import warnings
@@ -34,6 +33,13 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.guards.added_parameters import refuse_added_parameters
+from composer_fsdp2.guards.explain import ExplainErrors
+from composer_fsdp2.guards.gathered import GatheredParameters
+from composer_fsdp2.guards.order_check import OrderCheck
+from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
+from composer_fsdp2.guards.second_backward import SecondBackward
+from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
@@ -43,46 +49,31 @@ from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.runtime.accumulation import Accumulation
-from composer_fsdp2.runtime.added_parameters import refuse_added_parameters
-from composer_fsdp2.runtime.agreement import agreement_of
-from composer_fsdp2.runtime.events import UnitEvents
-from composer_fsdp2.runtime.explain import explain_in_forward
-from composer_fsdp2.runtime.frozen import CarriedFlags
-from composer_fsdp2.runtime.gathered import watch_gathered
-from composer_fsdp2.runtime.oom import OOMGuard
-from composer_fsdp2.runtime.order_check import OrderCheck, apply_order_check
-from composer_fsdp2.runtime.prefetch import apply_prefetch
-from composer_fsdp2.runtime.second_backward import SecondBackward
-from composer_fsdp2.runtime.unused_parameters import (
-    UnusedParameters,
-    force_backward_through,
-    reduce_unused,
-)
-from composer_fsdp2.runtime.watchdog import is_broken, watchdog_of
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
 from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
 from composer_fsdp2.shard.fp8_gather import gather_in_float8
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (
-    DetachedOptimizer,
     detach_optimizer,
-    free_after_evaluations,
     reattach_optimizer,
-    reshard_before_steps,
 )
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.units import param_groups
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.prefetch import Prefetch
+from composer_fsdp2.step.requires_grad import RequiresGrad
+from composer_fsdp2.step.run import Run, StepListener, run_of
+from composer_fsdp2.step.stale_gathers import StaleGathers
+from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
+from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
 from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
 from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
-from composer_fsdp2.trainer.sharding import Sharding, note_sharding
 
-__all__ = ["TRANSFORMATIONS", "prepare_fully_shard"]
+__all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     TensorParallel(),
@@ -95,6 +86,23 @@ TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
 )
 """what is done to a model before it is sharded, in the order in which it must be done; see
 [Note: transformations] in `blocks.transformation`"""
+
+STEP: tuple[type[StepListener], ...] = (
+    # The numbers depend on these.
+    SecondBackward,  # first: gradients that wait are neither filled in nor reduced
+    RequiresGrad,
+    StaleGathers,
+    UnannouncedMicrobatches,
+    Prefetch,
+    UnusedParameters,
+    # Guards, without which every number stays.
+    OutOfMemory,  # before other agreements: a rank that leaves answers its own alone
+    OrderCheck,
+    Watchdog,  # after the order: a rank is in a collective that all have come to
+    GatheredParameters,
+    ExplainErrors,
+)
+"""what happens in a step of a prepared model, beside what torch does"""
 
 log = logging.getLogger(__name__)
 
@@ -184,7 +192,9 @@ def prepare_fully_shard(
     reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
     check_meta_device_reports(reports)
     units = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
-    return [OOMGuard(units.values())] if auto_microbatching else [], units
+    run = run_of(model)
+    assert run is not None
+    return [OOMGuard(run)] if auto_microbatching else [], units
 
 
 @contextlib.contextmanager
@@ -272,35 +282,16 @@ def apply_to_model(
     _cast_buffers(tree, plan)
     tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), plan.settings.communication)
-    _connect_optimizer(model, plan, detached, units)
-    order, unused = install_step_hooks(tree, plan, units)
-    free_after_evaluations(plan.optimizer, tops)
-    note_sharding(
-        model,
-        Sharding(
-            plan=plan.units,
-            shape=plan.shape,
-            accumulation=_accumulation(plan, units),
-            order=order,
-            unused=unused,
-            units=units,
-            eval_reshard=plan.settings.eval_reshard_after_forward,
-        ),
-    )
-    return units
-
-
-def _connect_optimizer(
-    model: nn.Module,
-    plan: PreparePlan,
-    detached: DetachedOptimizer | None,
-    units: dict[str, FSDPModule],
-) -> None:
-    """Gives the optimizer the sharded parameters, and its step. Collective: yes."""
     if detached is not None:
         reattach_optimizer(detached)
         show_usual_state(detached.optimizer)
-        reshard_before_steps(detached.optimizer, units.values())
+    start_run(tree, plan, units)
+    _connect_optimizer(model, plan)
+    return units
+
+
+def _connect_optimizer(model: nn.Module, plan: PreparePlan) -> None:
+    """Gives the optimizer its step. Collective: yes."""
     apply_local_step(
         model,
         plan.optimizer,
@@ -312,64 +303,45 @@ def _connect_optimizer(
     refuse_added_parameters(model, plan.optimizer)
 
 
-def _with_unused(plan: WrapPlan, settings: FSDP2Config, conditional: list[str]) -> list[str]:
+def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
     """Units in which a parameter may get no gradient on some rank."""
-    everywhere = settings.unused_parameters is True
     inside = tuple(f"{name}." for name in conditional)
     return [
         unit.modules[0]
         for unit in plan.units
-        if everywhere or any(name.startswith(inside) for name in unit.params)
+        if any(name.startswith(inside) for name in unit.params)
     ]
 
 
 def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
     """Units that lie in one unit with a tower; a list of experts has no `forward` of its own."""
     towers = [name for name in plan.conditional if has_forward(model.get_submodule(name))]
-    around = _with_unused(plan.units, FSDP2Config(), towers)
+    around = _with_unused(plan.units, towers)
     beside = tuple(f"{name}." if name else "" for name in around)
     names = [name for unit in plan.units.units for name in unit.modules]
     return [name for name in names if name not in around and name.startswith(beside)]
 
 
-def install_step_hooks(
-    tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule]
-) -> tuple[OrderCheck | None, UnusedParameters | None]:
-    """Installs what happens in every step: order check, prefetch, unused parameters.
-
-    Collective: yes. Returns the order check, and what watches parameters that ranks leave out.
-    """
-    model = tree.root
-    names = [unit.modules[0] for unit in plan.units.units if unit.params]
-    gathered = {name: units[name] for name in names}
+def start_run(
+    tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule], step: Any = STEP
+) -> Run:
+    """Begins to call what happens in every step. Collective: yes."""
     device = torch.device(plan.device_type)
     agreement_of(device)  # made here, where all ranks are
-    groups = {name: param_groups(unit) for name, unit in gathered.items()}
-    events = UnitEvents(model, groups, watchdog_of(device))
-    events.listeners += (CarriedFlags(groups).hear,)
-    order = apply_order_check(events, plan.settings.order_check, device)
-    forward, backward = plan.settings.forward_prefetch, plan.settings.backward_prefetch
-    if forward or backward:
-        apply_prefetch(model, gathered, events, forward=forward, backward=backward)
-    force_backward_through(units[name] for name in _beside_towers(model, plan))
-    unused = None
-    if plan.settings.unused_parameters is not False:
-        often = _with_unused(plan.units, plan.settings, plan.conditional)
-        unused = reduce_unused(units, often)
-        if unused is not None:
-            events.listeners += (unused.hear,)
-    # After what counts gradients, for it may skip the end of a backward.
-    second = SecondBackward(model, itertools.chain.from_iterable(groups.values()))
-    watch_gathered(tree, gathered, groups, events, second)
-    explain_in_forward(model, events)
-    return order, unused
-
-
-def _accumulation(plan: PreparePlan, units: dict[str, FSDPModule]) -> Accumulation:
-    """Units that keep their parameters until backward keep them for the microbatches to come."""
-    sync = plan.settings.gradient_sync
-    kept = [u.modules[0] for u in plan.units.units if u.reshard_after_forward is False]
-    return Accumulation(units, sync, kept if sync == "last" else ())
+    force_backward_through(units[name] for name in _beside_towers(tree.root, plan))
+    run = Run(
+        model=tree.root,
+        tree=tree,
+        plan=plan.units,
+        shape=plan.shape,
+        settings=plan.settings,
+        device=device,
+        optimizer=plan.optimizer,
+        units=units,
+        conditional=_with_unused(plan.units, plan.conditional),
+    )
+    run.start(step)
+    return run
 
 
 def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:

@@ -28,6 +28,7 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.guards.order_check import check_order_check
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
 from composer_fsdp2.optim.state_check import check_optimizer_state
@@ -39,7 +40,6 @@ from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.unit_size import UnitSizes
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import installation
-from composer_fsdp2.runtime.order_check import check_order_check
 from composer_fsdp2.shard.apply import check_forward_methods, check_hooks
 from composer_fsdp2.shard.communication import check_communication
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed

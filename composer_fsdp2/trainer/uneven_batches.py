@@ -2,7 +2,7 @@
 
 [Note: unequal work] Forward and backward of a unit are collectives, so every rank has to run as
 many microbatches as any other. Before each batch the ranks compare how many they have, host with
-host ([Note: agreements] in `runtime.agreement`), and one with fewer begins with copies of its last
+host ([Note: agreements] in `step.agreement`), and one with fewer begins with copies of its last
 one, or of another rank's, that weigh nothing: no gradient, no loss, no metric, no change of buffers
 or random states. Callbacks and algorithms see them, because those may speak to other ranks. A
 microbatch with `n` of the `N` samples of all `W` ranks (or tokens that are learned, as the Trainer
@@ -27,13 +27,14 @@ from composer.devices import DeviceCPU
 from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.guards.order_check import OrderCheck
 from composer_fsdp2.parallel.batch_group import batch_group_of
-from composer_fsdp2.runtime.agreement import Agreement, agreement_of
-from composer_fsdp2.runtime.order_check import OrderCheck
-from composer_fsdp2.runtime.snapshot import Snapshot
+from composer_fsdp2.step.agreement import Agreement, agreement_of
+from composer_fsdp2.step.run import run_of
+from composer_fsdp2.step.snapshot import Snapshot
+from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.trainer.averages_loaded import check_trains_own_weights
 from composer_fsdp2.trainer.override_attribute import override_attribute
-from composer_fsdp2.trainer.sharding import sharding_of
 
 __all__ = [
     "evaluate",
@@ -108,8 +109,8 @@ class _EvenTraining(_Even):
     def __init__(self, spec: DataSpec, state: State, on_tokens: bool) -> None:
         super().__init__(spec, state)
         self._on_tokens = on_tokens
-        sharding = sharding_of(state.model)
-        self._unused = None if sharding is None else sharding.unused
+        run = run_of(state.model)
+        self._unused = None if run is None else run.listener(UnusedParameters)
         self.spec.get_num_samples_in_batch = self.counted(spec.get_num_samples_in_batch)
         self.spec.get_num_tokens_in_batch = self.counted(spec.get_num_tokens_in_batch)
 
@@ -206,7 +207,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         CheckpointError: on every rank, when averages would be trained.
     """
     state: State = trainer.state
-    if sharding_of(state.model) is None:
+    if run_of(state.model) is None:
         original(trainer)
         return
     check_trains_own_weights(state)
@@ -254,8 +255,8 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
             that compute one batch together read different ones.
     """
     state: State = trainer.state
-    sharding, group = sharding_of(state.model), batch_group_of(state.model)
-    if sharding is None:
+    run, group = run_of(state.model), batch_group_of(state.model)
+    if run is None:
         yield from original(trainer, mode)
         return
     assert state.dataloader is not None
@@ -267,7 +268,7 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
             trainer.engine.run_event(Event.BEFORE_DATALOADER)
         batch = next(batches, _END)
         term = 0 if group is None or batch is _END else group.difference_term(batch)
-        order = sharding.order if training else None
+        order = run.listener(OrderCheck) if training else None
         finished, differs = _number_of_ranks(batch is _END, agreement, order, term)
         if not finished:
             if differs and group is not None:
@@ -330,7 +331,7 @@ def evaluate(
 ) -> None:
     """Replaces `Trainer._eval_loop`. Collective: yes."""
     model = trainer._original_model
-    if sharding_of(trainer.state.model) is None:
+    if run_of(trainer.state.model) is None:
         original(trainer, evaluator, *args, **kwargs)
         return
     even = _EvenEvaluation(evaluator.dataloader, trainer.state)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_
 
 from composer_fsdp2 import ConfigError, PlanError, installed, prepare_fully_shard
-from composer_fsdp2.runtime.accumulation import Accumulation
-from composer_fsdp2.trainer.sharding import sharding_of
+from composer_fsdp2.step.accumulation import Accumulation
+from composer_fsdp2.step.run import run_of
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import (
     OPTIMIZERS,
@@ -188,7 +188,7 @@ def test_the_trainer_goes_on_after_an_interrupted_batch():
 
 def accumulation_of(model: nn.Module, config: dict[str, Any]) -> Accumulation:
     prepare_fully_shard(model, None, config)
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     return sharding.accumulation
 

@@ -22,7 +22,7 @@ from composer_fsdp2.checkpoint.huggingface import write_huggingface
 from composer_fsdp2.checkpoint.source import FileCheckpoint, FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError, ConfigError, PlanError
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
-from composer_fsdp2.trainer.sharding import sharding_of
+from composer_fsdp2.step.run import run_of
 from tests.dist.test_tensor_parallel import assert_same_state, mean, of_this_group
 from tests.support.models import batches, llama_config, lm_loss
 from tests.support.parity import (
@@ -325,7 +325,7 @@ def test_the_blocks_of_a_model_with_adapters_are_its_layers():
     """Where torch needs adapters of another dtype to be units, they are units inside a block."""
     model = lora(dtype=torch.bfloat16)
     prepare_fully_shard(model, None, {})
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     blocks = [name.rpartition(".model.")[2] for name in sharding.plan.blocks()]
     assert blocks == ["layers.0", "layers.1"]

@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.trainer.sharding import sharding_of
+from composer_fsdp2.step.run import run_of
 from tests.support.models import TinyLM, batches, lm_loss
 from tests.support.pairs import Case, covering, pairs_of
 from tests.support.parity import TOLERANCE, assert_close, gathered
@@ -100,7 +100,7 @@ def test_controls_together(case: Case):
     oracle = copy.deepcopy(model)
     pair = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in (oracle, model)]
     prepare_fully_shard(model, pair[1], config_of(case))
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     for step, batch in enumerate(batches(STEPS, 4 * MICROBATCHES)):
         parts = [part.chunk(4 * MICROBATCHES) for part in batch]

@@ -173,10 +173,6 @@ def in_forward(deed: Callable[[Any], object]) -> None:
         test_gathered.step(model)
 
 
-def keep(block: Any) -> None:
-    vars(block).setdefault("kept", [block.up.weight])
-
-
 def returned() -> None:
     test_gathered.step(test_gathered.model_with(test_gathered.Returns()))
 
@@ -398,7 +394,6 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "computed with this rank's shard of": lambda _: another_method(),
     "was changed in place while": lambda _: in_forward(lambda block: block.up.weight.data.mul_(2)),
     "Another tensor was put in the place of": lambda _: in_forward(test_gathered.assign_module),
-    "keeps the gathered parameter": lambda _: in_forward(keep),
     "returns its parameter": lambda _: returned(),
     "called inside a transformation of torch.func": lambda _: mapped(),
     "leaves a graph in the gradients of parameters": lambda _: graph_of_gradients(),

@@ -166,3 +166,30 @@ def test_gradients_are_clipped_after_an_evaluation(clip: Any, reshard: Any):
             optimizer.step()
             optimizer.zero_grad()
     assert_same_values(oracle, model)
+
+
+class Scores(TinyLM):
+    def score(self, ids: torch.Tensor) -> torch.Tensor:
+        return self(ids) if self.training else TinyLM.forward(self, ids)
+
+
+@pytest.mark.world_size(2)
+def test_gradients_are_clipped_after_another_method():
+    """As `generate` of a model with adapters, which gathers the unit around it by a method."""
+    torch.manual_seed(0)
+    oracle = Scores()
+    model = copy.deepcopy(oracle)
+    pair = [OPTIMIZERS["sgd"](each.parameters()) for each in (oracle, model)]
+    prepare_fully_shard(model, pair[1], {"forward_methods": ["score"]})
+    for batch in batches(3, 8):
+        own = tuple(part.chunk(2)[dist.get_rank()] for part in batch)
+        for each, optimizer, given in zip((oracle, model), pair, (batch, own), strict=True):
+            model_loss(each, given).backward()
+            each.eval()
+            with torch.no_grad():
+                each.score(given[0])
+            each.train()
+            torch.nn.utils.clip_grad_value_(each.parameters(), 0.01)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_values(oracle, model)

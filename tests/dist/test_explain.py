@@ -19,8 +19,8 @@ from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import PlanError, clip_grad_norm_, installed, prepare_fully_shard
 from composer_fsdp2.errors import ShardReadError
-from composer_fsdp2.runtime.explain import explained as explaining
-from composer_fsdp2.runtime.explain import explained_reading
+from composer_fsdp2.guards.explain import explained as explaining
+from composer_fsdp2.guards.explain import explained_reading
 from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config, lm_loss
 from tests.support.training import largest_difference, samples_of, train_alone, trainer_for
 
@@ -83,7 +83,7 @@ OUTSIDE: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_unit_used_from_outside(name: str):
     use, match = OUTSIDE[name]
-    with explained(match, cause=None) as caught:
+    with explained(match) as caught:
         step(Calls(use))
     said = str(caught.value)
     assert all(word in said for word in ("unit 'blocks.", "forward_methods", "wrap_policy"))
@@ -138,20 +138,6 @@ def test_a_module_that_reads_the_weights_of_one_inside():
     match = r"'blocks\.1\.attention' \(MultiheadAttention\) .* 'blocks\.1\.attention\.out_proj\.w"
     with explained(match):
         step(model)
-
-
-@pytest.mark.world_size(2)
-def test_a_part_of_the_model_called_alone():
-    """No forward of the model is around it."""
-    model = TinyLM("two modules")
-    prepare_fully_shard(model, None, POLICY)
-    with explained(
-        r"'head' \(Linear\) computed with this rank's shard of 'embed.weight'", cause=None
-    ):
-        model.head(torch.ones(1, WIDTH))
-    with explained(r"'blocks\.0\.up' \(Linear\) .* unit 'blocks\.0'", cause=None):
-        model.blocks[0].up(torch.ones(1, WIDTH))
-    step(model)
 
 
 @pytest.mark.world_size(2)

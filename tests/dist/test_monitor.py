@@ -6,7 +6,7 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from composer import Trainer
 from composer.callbacks import OptimizerMonitor, SpeedMonitor
 from composer.core import Callback, State
+from composer.devices import DeviceCPU
 from composer.loggers import FileLogger, InMemoryLogger, Logger, MLFlowLogger, WandBLogger
 from composer.models import ComposerModel
 from torch import distributed as dist
@@ -23,10 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import ConfigError, FSDP2Monitor, installed, prepare_fully_shard
-from composer_fsdp2.runtime.traffic import TrafficMeter
-from composer_fsdp2.shard.torch_private.watching import watching
+from composer_fsdp2.step.run import Run, run_of
 from composer_fsdp2.trainer.monitor import describe_sharding
-from composer_fsdp2.trainer.sharding import Sharding, sharding_of
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import OPTIMIZERS
 from tests.support.training import built, largest_difference, loader_of, samples_of, trainer_for
@@ -77,8 +76,8 @@ class Counted(TorchDispatchMode):
         )
 
 
-def how(model: nn.Module) -> Sharding:
-    sharding = sharding_of(model)
+def how(model: nn.Module) -> Run:
+    sharding = run_of(model)
     assert sharding is not None
     return sharding
 
@@ -94,11 +93,27 @@ def padded(shape: torch.Size, ranks: int = 2) -> int:
     return -(-shape[0] // ranks) * ranks * shape[1:].numel()
 
 
-@contextlib.contextmanager
-def metered(model: nn.Module) -> Iterator[TrafficMeter]:
-    meter = TrafficMeter(model, how(model).plan)
-    with meter.following(), watching(meter):
-        yield meter
+class Metered:
+    """Runs the monitor's part of a batch around a block, and holds what it logs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.monitor = FSDP2Monitor()
+        state = State(rank_zero_seed=0, run_name="run", model=model, device=DeviceCPU())
+        memory = InMemoryLogger()
+        self.given = (state, Logger(state, destinations=memory))
+        memory.init(*self.given)
+        with contextlib.redirect_stderr(io.StringIO()):
+            self.monitor.after_load(*self.given)
+        self.monitor.fit_start(*self.given)
+        self.data = memory.data
+
+    def __enter__(self) -> Metered:
+        self.monitor.batch_start(*self.given)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.monitor.batch_end(*self.given)
+        self.counts = {name: self.data[f"fsdp2/{name}"][-1][1] for name in COUNTS}
 
 
 def step(model: nn.Module, microbatches: int = 1) -> None:
@@ -111,10 +126,6 @@ def frozen(*names: str) -> TinyLM:
     for name in names:
         model.get_submodule(name).requires_grad_(False)
     return model
-
-
-def counts_of(meter: TrafficMeter) -> dict[str, int]:
-    return {name: getattr(meter, name) for name in COUNTS}
 
 
 # --- Against what reaches the backend. ---
@@ -151,14 +162,12 @@ def test_counts_what_reaches_the_backend(case: str):
     make, config, microbatches = MODELS[case]
     model = make()
     prepare_fully_shard(model, None, config)
-    with metered(model) as meter:
-        for _ in range(2):
-            meter.begin()
-            with Counted(model) as seen:
-                step(model, microbatches)
-            assert counts_of(meter) == seen.counts
+    meter = Metered(model)
+    for _ in range(2):
+        with meter, Counted(model) as seen:
+            step(model, microbatches)
+        assert meter.counts == seen.counts
     assert min(seen.counts.values()) > 0
-    assert all(type(module._parameters) is dict for module in model.modules())
 
 
 @pytest.mark.table("{'data_parallel_replicate_degree': 2}", "{'reshard_after_forward': 2}")
@@ -175,12 +184,12 @@ def test_counts_what_reaches_the_backend(case: str):
 def test_counts_on_two_axes_and_to_smaller_groups(config: dict[str, Any]):
     model = TinyLM()
     prepare_fully_shard(model, None, config)
-    with metered(model) as meter, Counted(model) as seen:
+    with Metered(model) as meter, Counted(model) as seen:
         step(model)
     if config.get("reshard_after_forward") == 2:
         # Pieces of pieces are padded twice, which the look at the units does not know.
-        assert counts_of(meter)["peak_unsharded_bytes"] >= seen.counts.pop("peak_unsharded_bytes")
-    assert seen.counts.items() <= counts_of(meter).items()
+        assert meter.counts["peak_unsharded_bytes"] >= seen.counts.pop("peak_unsharded_bytes")
+    assert seen.counts.items() <= meter.counts.items()
 
 
 @pytest.mark.world_size(2)
@@ -189,29 +198,14 @@ def test_counts_what_theory_says():
     whole = {name: padded(param.shape) * 4 for name, param in model.named_parameters()}
     prepare_fully_shard(model, None, {})
     *blocks, root = [sum(whole[name] for name in unit.params) for unit in how(model).plan.units]
-    with metered(model) as meter:
+    with Metered(model) as meter:
         step(model)
-    assert meter.gathered_bytes == root + 2 * sum(blocks)
-    assert meter.reduced_bytes == root + sum(blocks)
-    assert meter.collectives == 1 + 2 * 3 + 4
-    assert meter.peak_unsharded_bytes == root + 2 * blocks[0]
-    assert meter.exposed_seconds() is None
-
-
-@pytest.mark.world_size(2)
-def test_watching_ends():
-    model = TinyLM()
-    prepare_fully_shard(model, None, {})
-    other = TinyLM()
-    prepare_fully_shard(other, None, {})
-    before = (dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
-    with metered(model) as first:
-        with metered(other) as second:
-            step(model)
-        step(model)
-    step(model)
-    assert first.collectives == 2 * second.collectives > 0
-    assert before == (dist.all_reduce, dist.all_gather_into_tensor, dist.reduce_scatter_tensor)
+    assert meter.counts == {
+        "gathered_bytes": root + 2 * sum(blocks),
+        "reduced_bytes": root + sum(blocks),
+        "collectives": 1 + 2 * 3 + 4,
+        "peak_unsharded_bytes": root + 2 * blocks[0],
+    }
 
 
 @pytest.mark.world_size(2)
@@ -220,12 +214,11 @@ def test_compiled_blocks_are_followed():
     for block in model.blocks:
         block.compile(backend="eager")
     prepare_fully_shard(model, None, {})
-    with metered(model) as meter:
-        for _ in range(2):
-            meter.begin()
-            with Counted(model) as seen:
-                step(model)
-            assert counts_of(meter) == seen.counts
+    meter = Metered(model)
+    for _ in range(2):
+        with meter, Counted(model) as seen:
+            step(model)
+        assert meter.counts == seen.counts
 
 
 # --- In the Trainer. ---
@@ -335,16 +328,17 @@ class Fails(Callback):
 
 
 @pytest.mark.world_size(2)
-def test_a_training_that_fails_is_not_watched_after_close():
-    before = dist.all_reduce
+def test_a_training_that_fails_is_not_counted_after_close():
     with installed():
         trainer = trainer_of(TinyComposer, FSDP2Monitor(), Fails())
-        assert dist.all_reduce is before
+        run = how(trainer.state.model)
+        before = run.listeners
         with pytest.raises(KeyError):
             trainer.fit()
-    assert dist.all_reduce is not before
+    assert run.listeners[: len(before)] == before
+    assert len(run.listeners) == len(before) + 1
     trainer.close()
-    assert dist.all_reduce is before
+    assert run.listeners == before
 
 
 @pytest.mark.world_size(4)

@@ -27,9 +27,11 @@ from torchmetrics import Metric
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.runtime import oom
-from composer_fsdp2.runtime.oom import OOMGuard, Snapshot, reset, sync_oom
+from composer_fsdp2.guards import out_of_memory as oom
+from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory, sync_oom
 from composer_fsdp2.shard.torch_private.units import param_groups
+from composer_fsdp2.step.run import run_of
+from composer_fsdp2.step.snapshot import Snapshot
 from tests.support.faults_table import record
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import assert_same_values
@@ -204,10 +206,13 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         config = chosen.get("fsdp2", {})
         _, self.units = prepare_fully_shard(self.model, self.optimizer, config)
+        run = run_of(self.model)
+        assert run is not None
+        self.run = run
         self.size = size
 
     def train(self) -> dict[str, torch.Tensor]:
-        OOMGuard(self.units.values())
+        OOMGuard(self.run)
         torch.manual_seed(dist.get_rank())
         for batch in batches(2, 8, seed=dist.get_rank()):
             while not self.fits(batch):
@@ -224,7 +229,7 @@ class Loop:
                 kept.keep_optimizer(self.optimizer)
                 self.optimizer.step()
         except torch.OutOfMemoryError:
-            reset(self.units.values())
+            self.run.abort()
             assert gathered_bytes(self.units) == 0
             kept.restore()
             return False
@@ -298,9 +303,12 @@ def test_guards_go_when_the_size_is_stable_and_come_back_after_evaluation():
 
 
 def guarded_groups(model: nn.Module) -> list[Any]:
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    groups = [group for unit in units for group in param_groups(unit)]
-    return [group for group in groups if "unshard" in vars(group)]
+    """Groups that a guard waits for."""
+    run = run_of(model)
+    assert run is not None
+    listener = run.listener(OutOfMemory)
+    assert listener is not None
+    return [group for groups in run.groups.values() for group in groups if listener.guards]
 
 
 class Smaller(Callback):
@@ -500,6 +508,8 @@ def test_200_times_in_a_row():
     model = copy.deepcopy(oracle)
     pair = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (oracle, model)]
     (guard,), units = prepare_fully_shard(model, pair[1], {}, auto_microbatching=True)
+    run = run_of(model)
+    assert run is not None
     failing = Failing(units, choose)
     survived = 0
     for batch in batches(200, 4):
@@ -512,7 +522,7 @@ def test_200_times_in_a_row():
                 break
             except torch.OutOfMemoryError:
                 survived += 1
-                reset(units.values())
+                run.abort()
                 pair[1].zero_grad()
                 assert gathered_bytes(units) == 0
         for optimizer in pair:

@@ -16,7 +16,7 @@ from torch import nn
 
 from composer_fsdp2 import clip_grad_norm_, install
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.trainer.sharding import sharding_of
+from composer_fsdp2.step.run import run_of
 from tests.dist.test_tensor_parallel import (
     FAMILIES,
     IN_DOUBLE,
@@ -53,7 +53,7 @@ def train_as_one_process(family: str, optimizer: str, **settings: Any) -> None:
     oracle.load_state_dict(holder[0])
     pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
     prepared(model, pair[1], mixed_precision="FULL", **COPIES, **settings)
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     assert sharding.shape.axes == {
         "dp_replicate": 2,

@@ -16,7 +16,7 @@ from torch import nn
 from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import order_of
-from composer_fsdp2.trainer.sharding import sharding_of
+from composer_fsdp2.step.run import run_of
 from tests.support.parity import (
     OPTIMIZERS,
     STATE_TOLERANCE,
@@ -231,7 +231,7 @@ def test_microbatches_norms_and_clipping(family: str, settings: str):
     oracle = copy.deepcopy(model)
     pair = [OPTIMIZERS["sgd"](m.parameters()) for m in (oracle, model)]
     prepared(model, pair[1], **WITH[settings])
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     for ids in global_batches(3):
         loss_of(oracle, ids).backward()

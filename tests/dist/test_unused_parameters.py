@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.shard.torch_private.tensors import default_store
-from composer_fsdp2.trainer.sharding import sharding_of
+from composer_fsdp2.step.run import run_of
+from composer_fsdp2.step.unused_parameters import UnusedParameters
 from tests.support.experts import FAMILIES, Sparse, choose, force
 from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches
 from tests.support.parity import (
@@ -97,7 +98,7 @@ def backward_here(
     model: nn.Module, batch: tuple[torch.Tensor, ...], route: Sequence[int], microbatches: int
 ) -> None:
     """Forward and backward of this rank's samples, in microbatches."""
-    sharding = sharding_of(model)
+    sharding = run_of(model)
     assert sharding is not None
     mine = torch.arange(8).chunk(dist.get_world_size())[dist.get_rank()].chunk(microbatches)
     with sharding.accumulation.batch():
@@ -312,12 +313,13 @@ def test_the_trainer_compares_from_the_next_batch_on(sync: str):
         trainer.fit()
     assert largest_difference(model, oracle) <= 1e-6
     assert_same_state(*optimizers)
-    sharding = sharding_of(trainer.state.model)
-    assert sharding is not None
-    assert sharding.unused is not None
-    root = max(sharding.unused._groups, key=lambda group: len(group.fsdp_params))
-    assert sharding.unused._always == {root}
-    assert not sharding.unused.must_compare
+    run = run_of(trainer.state.model)
+    assert run is not None
+    unused = run.listener(UnusedParameters)
+    assert unused is not None
+    root = max(unused._groups, key=lambda group: len(group.fsdp_params))
+    assert unused._always == {root}
+    assert not unused.must_compare
     trainer.close()
 
 
@@ -343,7 +345,7 @@ def test_a_dense_model_agrees_once():
             with Collectives() as sent:
                 model_loss(model, (ids, targets)).backward()
             counts.append(sent.count)
-    assert counts[2] == counts[0] + 1
+    assert counts[2] == counts[0] + 2  # in the first step its order is compared too
     assert counts[3] == counts[1]
 
 

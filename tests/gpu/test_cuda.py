@@ -14,9 +14,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.runtime.traffic import TrafficMeter
-from composer_fsdp2.shard.torch_private.watching import watching
-from composer_fsdp2.trainer.sharding import sharding_of
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.training import built, samples_of, trainer_for
 
@@ -85,24 +82,6 @@ def test_meta_starts_on_the_device():
     assert model.head.weight is model.embed.weight
     ids, _ = batches(1, 8)[0]
     assert model(ids.cuda()).dtype == torch.bfloat16
-
-
-@pytest.mark.world_size(1, backend="nccl")
-def test_communication_is_exposed_for_a_part_of_the_step():
-    model = TinyLM()
-    prepare_fully_shard(model, None, {}, precision="fp32")
-    sharding = sharding_of(model)
-    assert sharding is not None
-    meter = TrafficMeter(model, sharding.plan)
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with meter.following(), watching(meter):
-        before.record()
-        _train(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
-        after.record()
-    after.synchronize()
-    exposed = meter.exposed_seconds()
-    assert exposed is not None
-    assert 0 < exposed < before.elapsed_time(after) / 1000
 
 
 class _Scales(Callback):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from composer.core import Callback, State
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.runtime.agreement import Agreement, agreement_of
+from composer_fsdp2.step.agreement import Agreement, agreement_of
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.training import built, samples_of, trainer_for
 

@@ -90,17 +90,18 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         EVERY_RUN,
         "wrapped",
         {
-            _GROUP: "_with_fqn _to_unsharded _to_sharded _to_sharded_post_forward "
-            "pre_backward post_backward"
+            _GROUP: "pre_forward post_forward unshard wait_for_unshard _to_unsharded _to_sharded "
+            "_to_sharded_post_forward pre_backward post_backward"
         },
     ),
     *_rows(
         EVERY_RUN,
         "read",
         {
-            _GROUP: "is_sharded is_unsharded _training_state reshard",
+            _GROUP: "is_sharded is_unsharded _training_state reshard reduce_grads "
+            "_all_gather_result unshard_in_backward",
             _PARAM: "_module_info _unsharded_param all_gather_outputs",
-            "torch._C": "_functorch _storage_Use_Count DisableTorchFunctionSubclass",
+            "torch._C": "_functorch DisableTorchFunctionSubclass",
         },
     ),
     *_rows(
@@ -108,7 +109,6 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "read",
         {_GROUP: "_all_reduce_hook _partial_reduce_output", _PARAM: "_unsharded_param"},
     ),
-    *_rows("unused_parameters", "wrapped", {_GROUP: "post_backward"}),
     *_rows(
         "unused_parameters",
         "read",
@@ -119,7 +119,6 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             "torch.autograd:Variable": "_execution_engine",
         },
     ),
-    *_rows("device_train_microbatch_size: auto", "wrapped", {_GROUP: "unshard post_backward"}),
     *_rows(
         "device_train_microbatch_size: auto",
         "read",
@@ -141,6 +140,15 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _CONTEXT: "iter_forward_root post_backward_final_callback_queued",
             _STREAMS: "post_forward_order",
             _GROUP: "_training_state _partial_reduce_output finalize_backward",
+        },
+    ),
+    *_rows(
+        "fsdp2_monitor",
+        "read",
+        {
+            _GROUP: "is_unsharded _all_gather_result _all_gather_process_group _all_reduce_hook "
+            "reduce_grads all_reduce_grads",
+            _PARAM: "all_gather_inputs _sharded_param_data param_dtype reduce_dtype orig_dtype",
         },
     ),
     *_rows("eval_reshard_after_forward", "read", {_STATE: "_lazy_init", _GROUP: "mesh_info"}),

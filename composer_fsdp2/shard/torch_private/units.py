@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ from torch.distributed.fsdp import FSDPModule
 
 __all__ = [
     "CHANGES_PARAMETERS",
-    "GATHER",
-    "REDUCE",
     "add_zero_gradients",
     "after_backward",
     "all_reduce_hook",
@@ -26,21 +23,23 @@ __all__ = [
     "free_after_forward",
     "frees_after_forward",
     "gather_again",
+    "gather_bytes",
     "has_gradient",
     "has_run",
     "hear_backward",
+    "holds_gathered",
     "init_all_gather_extensions",
     "is_busy",
     "is_gathered",
     "is_inside_unit",
     "is_root",
-    "label_hook",
     "lazy_init",
     "local_shard",
     "param_groups",
     "params_of",
     "partial_reduction",
     "reduces",
+    "reduction_bytes",
     "reserve_gather",
     "reserve_reduction",
     "reset_iteration",
@@ -48,16 +47,11 @@ __all__ = [
     "sharded_param",
     "trained_params",
     "will_get_gradient",
-    "wrap_post_backward",
 ]
 
 # --- Units. ---
 
-GATHER, REDUCE = "unshard", "post_backward"
-"""methods in which a group gathers its parameters, and reduces its gradients"""
-
-
-CHANGES_PARAMETERS = ("_apply", GATHER)
+CHANGES_PARAMETERS = ("_apply", "unshard")
 """methods of a unit after which its parameters are other tensors"""
 
 
@@ -83,6 +77,33 @@ def is_gathered(group: Any) -> bool:
 def params_of(group: Any) -> list[Any]:
     """Returns torch's records of the group's parameters."""
     return group.fsdp_params
+
+
+def holds_gathered(group: Any) -> bool:
+    """Whether a group's whole parameters are in memory, or on their way."""
+    return group.is_unsharded or group._all_gather_result is not None
+
+
+def gather_bytes(group: Any) -> int:
+    """Returns the size of what the next all-gather of a sharded group brings together.
+
+    In the dtype that is sent, padding included.
+    """
+    # A tensor subclass such as that of float8 says itself what is sent. Both properties know the
+    # smaller groups of `reshard_after_forward: N`.
+    inputs = (tensor for param in group.fsdp_params for tensor in param.all_gather_inputs)
+    return sum(tensor.nbytes for tensor in inputs) * group._all_gather_process_group.size()
+
+
+def reduction_bytes(group: Any) -> int:
+    """Returns the size of what this rank has of a group's gradients after a reduce-scatter.
+
+    In the dtype that is sent, padding included; the input of the reduce-scatter is as many times
+    that as there are shards.
+    """
+    grads = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+    dtype = grads[0].reduce_dtype or grads[0].param_dtype or grads[0].orig_dtype
+    return sum(param._sharded_param_data.numel() for param in grads) * dtype.itemsize
 
 
 def device_of(group: Any) -> torch.device:
@@ -127,16 +148,6 @@ def is_inside_unit(module: nn.Module) -> bool:
 def lazy_init(unit: FSDPModule) -> None:
     """Does now what the first forward would do; nothing the next time."""
     _state(unit)._lazy_init()
-
-
-def label_hook(group: Any, hear: Callable[[Callable[[str], str], str], str]) -> None:
-    """Has `hear` called with torch's function and the label, where torch asks for a label."""
-    group._with_fqn = partial(hear, group._with_fqn)
-
-
-def wrap_post_backward(group: Any, around: Callable[..., Any]) -> None:
-    """Has `around` called in place of the reduction, with torch's method and its arguments."""
-    group.post_backward = partial(around, group.post_backward)
 
 
 def runs_backward(group: Any) -> bool:

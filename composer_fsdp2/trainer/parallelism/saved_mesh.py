@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composer_fsdp2.checkpoint.describe import MESH
-from composer_fsdp2.trainer.sharding import sharding_of
+from composer_fsdp2.step.run import run_of
 
 __all__ = ["first_copy", "note_mesh"]
 
@@ -39,7 +39,7 @@ def note_mesh(state: dict[str, Any], model: nn.Module) -> None:
         state: of the run, changed in place.
         model: the one that was sharded.
     """
-    metadata, sharding = state.get("metadata"), sharding_of(model)
+    metadata, sharding = state.get("metadata"), run_of(model)
     if isinstance(metadata, dict) and sharding is not None and sharding.shape.tensor > 1:
         axes = sharding.shape.axes.items()
         metadata[MESH] = " x ".join(f"{name} {size}" for name, size in axes)

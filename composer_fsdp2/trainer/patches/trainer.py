@@ -131,24 +131,24 @@ def _apply_fsdp(original: Any, state: Any) -> None:
 
 
 def _train_loop(original: Any, trainer: Any) -> None:
-    from composer_fsdp2.runtime.explain import explained_reading
+    from composer_fsdp2.guards.explain import explained_reading
+    from composer_fsdp2.step.run import run_of
     from composer_fsdp2.trainer.auto_microbatching import leaving_together
     from composer_fsdp2.trainer.parallelism.tensor_groups import begin_fit
-    from composer_fsdp2.trainer.sharding import sharding_of
     from composer_fsdp2.trainer.uneven_batches import train_loop
 
     begin_fit(trainer.state)
     model = trainer.state.model
-    reading = explained_reading(model) if sharding_of(model) else contextlib.nullcontext()
+    reading = explained_reading(model) if run_of(model) else contextlib.nullcontext()
     with reading, leaving_together(trainer):
         train_loop(original, trainer)
 
 
 def _train_microbatches(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.sharding import sharding_of
+    from composer_fsdp2.step.run import run_of
     from composer_fsdp2.trainer.uneven_batches import train_microbatches
 
-    sharding = sharding_of(trainer.state.model)
+    sharding = run_of(trainer.state.model)
     with sharding.accumulation.batch() if sharding else contextlib.nullcontext():
         return train_microbatches(original, trainer, *args, **kwargs)
 
@@ -160,11 +160,11 @@ def _train_microbatch(
     current_batch_size: Any,
     is_final_microbatch: bool,
 ) -> Any:
-    from composer_fsdp2.runtime.explain import explained
-    from composer_fsdp2.trainer.sharding import sharding_of
+    from composer_fsdp2.guards.explain import explained
+    from composer_fsdp2.step.run import run_of
     from composer_fsdp2.trainer.uneven_batches import train_microbatch
 
-    sharding = sharding_of(trainer.state.model)
+    sharding = run_of(trainer.state.model)
     if sharding is None:
         return train_microbatch(
             original, trainer, use_grad_scaling, current_batch_size, is_final_microbatch
@@ -177,10 +177,10 @@ def _train_microbatch(
 
 
 def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.runtime.explain import explained
-    from composer_fsdp2.trainer.sharding import sharding_of
+    from composer_fsdp2.guards.explain import explained
+    from composer_fsdp2.step.run import run_of
 
-    sharding = sharding_of(trainer.state.model)
+    sharding = run_of(trainer.state.model)
     if sharding is None:
         return original(trainer, *args, **kwargs)
     with explained(trainer.state.model), sharding.evaluating():
@@ -216,9 +216,9 @@ def _fit(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
-    from composer_fsdp2.trainer.sharding import sharding_of
+    from composer_fsdp2.step.run import run_of
 
-    return sharding_of(trainer.state.model) is not None
+    return run_of(trainer.state.model) is not None
 
 
 def _row(

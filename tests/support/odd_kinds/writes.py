@@ -127,18 +127,6 @@ class CountsScalar(One):
         return self.inner(x) * self.calls
 
 
-@odd(
-    "a weight is kept from the first forward",
-    refused="odd.inner.weight'",
-    instead="the weight read from its module in every forward",
-)
-class KeptWeight(Two):
-    def forward(self, x: Tensor) -> Any:
-        if not hasattr(self, "kept"):
-            self.__dict__["kept"] = self.inner.weight
-        return self.out(self.inner(x)) @ self.kept
-
-
 class AddsInPlace(One):
     """Changes its input."""
 

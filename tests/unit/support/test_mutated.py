@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from composer_fsdp2.config.value_types import count, null_or
-from composer_fsdp2.runtime import watchdog
+from composer_fsdp2.guards import watchdog
 from tests.support import mutated
 
-FILE = "composer_fsdp2/runtime/watchdog.py"
+FILE = "composer_fsdp2/guards/watchdog.py"
 SPANS = "rank - 1:"
 
 

@@ -32,7 +32,6 @@ from composer_fsdp2.trainer.patches import (
     patch_states,
     uninstall,
 )
-from composer_fsdp2.trainer.sharding import note_sharding
 from tests.support.limits import scaled
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
@@ -235,7 +234,7 @@ class Shards(torch.nn.Linear, FSDPModule):
 
 def sharded_trainer() -> SimpleNamespace:
     model = torch.nn.Linear(1, 1)
-    note_sharding(model, SimpleNamespace())  # type: ignore[arg-type]
+    vars(model)["_fsdp2_run"] = SimpleNamespace()
     return SimpleNamespace(state=SimpleNamespace(model=model))
 
 

@@ -9,17 +9,13 @@ Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_f
 from __future__ import annotations
 
 import contextlib
-import warnings
-from collections.abc import Collection, Generator, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Collection, Generator, Mapping
 
-import torch
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import GradientSync
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.runtime.oom import reset
 from composer_fsdp2.shard.averaging import AverageOverReplicas
 from composer_fsdp2.shard.torch_private.units import (
     all_reduce_hook,
@@ -28,6 +24,7 @@ from composer_fsdp2.shard.torch_private.units import (
     params_of,
     partial_reduction,
 )
+from composer_fsdp2.step.abort import reset
 
 __all__ = ["Accumulation"]
 
@@ -47,6 +44,7 @@ class Accumulation:
         sync: `every` microbatch; the `last` one only; or `reduce_scatter_only` on every microbatch
             and the all-reduce of HSDP on the last one.
         kept: names of units whose parameters stay gathered from the first microbatch to the last.
+        abort: leaves a batch in the middle; by default resets the units, and nothing beside them.
     """
 
     def __init__(
@@ -54,7 +52,9 @@ class Accumulation:
         units: Mapping[str, FSDPModule],
         sync: GradientSync = "last",
         kept: Collection[str] = (),
+        abort: Callable[[], object] | None = None,
     ) -> None:
+        self._abort = abort or functools.partial(reset, units.values())
         self._units = dict(units)
         self._sync = sync
         self._kept = [units[name] for name in kept]
@@ -62,10 +62,8 @@ class Accumulation:
         self._before: dict[str, FSDPModule] = {}
         self._again: dict[str, FSDPModule] = {}
         """new ones of a batch that was aborted"""
-        self._inside = False
-        self._watches: list[Any] = []
-        if sync != "every":
-            self._watches = [self._watch(unit) for unit in units.values()]
+        self.inside = False
+        """whether a microbatch runs"""
 
     @contextlib.contextmanager
     def batch(self) -> Generator[None]:
@@ -81,7 +79,7 @@ class Accumulation:
         except BaseException:
             # What went wrong first is what the user has to see.
             with contextlib.suppress(Exception):
-                reset(self._units.values())
+                self._abort()
             raise
 
     def again(self) -> None:
@@ -99,33 +97,15 @@ class Accumulation:
         """
         if not last:
             self._set_due(False)
-        self._inside = True
+        self.inside = True
         try:
             yield
         finally:
-            self._inside = False
+            self.inside = False
             if not last:
                 self._set_due(True)
         if last and self._sync == "reduce_scatter_only":
             self._check_nothing_waits()
-
-    def _watch(self, unit: FSDPModule) -> Any:
-        """Has the unit say if it is trained by a loop that knows nothing of microbatches."""
-        assert isinstance(unit, nn.Module)
-        return unit.register_forward_pre_hook(self._warn_outside)
-
-    def _warn_outside(self, unit: nn.Module, _inputs: Any) -> None:
-        if self._inside or not (self._watches and unit.training and torch.is_grad_enabled()):
-            return
-        for watch in self._watches:
-            watch.remove()
-        self._watches.clear()
-        warnings.warn(
-            f"gradient_sync is {self._sync!r}, and the model runs outside of `microbatch()`. "
-            "Gradients are reduced in every backward. Train through Composer's Trainer, or put "
-            "each microbatch into `sharding_of(model).accumulation.microbatch(last=...)`.",
-            stacklevel=2,
-        )
 
     def _set_due(self, due: bool) -> None:
         if self._sync == "last":

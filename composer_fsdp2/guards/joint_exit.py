@@ -30,9 +30,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.runtime.agreement import agreement_of
-from composer_fsdp2.runtime.oom import is_out_of_memory
-from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, store, watchdog_of
+from composer_fsdp2.guards.out_of_memory import is_out_of_memory
+from composer_fsdp2.guards.watchdog import CollectiveWatchdog, rank_text, store, watchdog_of
 from composer_fsdp2.shard.torch_private.collectives import (
     Collective,
     Joined,
@@ -41,6 +40,7 @@ from composer_fsdp2.shard.torch_private.collectives import (
     join,
 )
 from composer_fsdp2.shard.torch_private.units import backward_number
+from composer_fsdp2.step.agreement import agreement_of
 
 __all__ = ["JointExit", "joint_exit_of"]
 

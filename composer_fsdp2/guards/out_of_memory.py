@@ -10,37 +10,26 @@ less. The messages are those of Composer's trainer for FSDP1, so its waiting loo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.runtime.snapshot import Snapshot
-from composer_fsdp2.shard.averaging import AverageOverReplicas
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import (
-    GATHER,
-    REDUCE,
-    all_reduce_hook,
-    device_of,
-    drop_unreduced,
-    is_root,
-    param_groups,
     reserve_gather,
     reserve_reduction,
-    reset_iteration,
 )
+from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = [
     "REMOTE_OOM_MESSAGE",
     "OOMGuard",
-    "Snapshot",
+    "OutOfMemory",
     "exchange",
     "is_out_of_memory",
-    "reset",
     "sync_oom",
 ]
 
@@ -105,77 +94,61 @@ def sync_oom(device: torch.device) -> Generator[None]:
         raise torch.OutOfMemoryError(f"CUDA out of memory: {error}") from error
 
 
-class OOMGuard:
-    """Has the ranks agree before every collective of some units; see [Note: out of memory].
+class OutOfMemory(StepListener):
+    """Makes sure, while an `OOMGuard` is installed, that ranks leave a step together.
 
-    Costs two small reductions and a wait for the device each time: `remove()` it when the size of
-    a microbatch has proved to fit.
+    Each agreement costs two small reductions and a wait for the device.
+    """
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.guards: list[OOMGuard] = []
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        """Collective: yes, where a guard has ranks agree."""
+        if self.guards:
+            reserve_gather(group)
+            self._agree()
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """Collective: yes, where a guard has ranks agree."""
+        if self.guards:
+            reserve_reduction(group)
+            self._agree()
+
+    def before_agreement(self, subject: str) -> None:
+        """Collective: yes, where a guard has ranks agree."""
+        self._agree()
+
+    def _agree(self) -> None:
+        agrees = any(guard.agree for guard in self.guards)
+        if agrees and exchange(False, False, self.run.device)[0]:
+            raise torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
+
+
+class OOMGuard:
+    """Has ranks leave a step of a run together when memory runs out on one, until it is removed.
+
+    Take it away with `remove()` when the size of a microbatch has proved to fit.
 
     Args:
-        units: all of a model.
+        run: of the model.
         agree: otherwise a rank only makes sure that there is memory for a collective before it
-            enters it, and something else brings the ranks out.
+            enters the collective, and something else brings the ranks out.
 
     Raises:
         PatchError: when this torch lacks what is needed to leave a step and start it again.
     """
 
-    def __init__(self, units: Iterable[FSDPModule], agree: bool = True) -> None:
-        self._agree = agree
+    def __init__(self, run: Run, agree: bool = True) -> None:
         check_private_members(["device_train_microbatch_size: auto"])
-        reserves: dict[str, Callable[[Any], object]] = {
-            GATHER: reserve_gather,
-            REDUCE: reserve_reduction,
-            "agree_on_used": bool,  # ours, about parameters without a gradient; it needs no memory
-            "agree_on_writes": bool,  # ours too, about gathered parameters
-        }
-        self._before: list[tuple[Any, str, Any]] = []
-        for group in (group for unit in units for group in param_groups(unit)):
-            for name in (name for name in reserves if hasattr(group, name)):
-                self._before.append((group, name, vars(group).get(name)))
-                setattr(group, name, self._agreeing(group, getattr(group, name), reserves[name]))
-
-    def _agreeing(
-        self, group: Any, collective: Callable[..., Any], reserve: Callable[[Any], object]
-    ) -> Callable[..., Any]:
-        def agreed(*args: Any, **kwargs: Any) -> Any:
-            reserve(group)
-            if self._agree and exchange(False, False, device_of(group))[0]:
-                raise torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
-            return collective(*args, **kwargs)
-
-        return agreed
+        self.agree = agree
+        listener = run.listener(OutOfMemory)
+        assert listener is not None
+        self._guards = listener.guards
+        self._guards.append(self)
 
     def remove(self) -> None:
-        """Gives the units back their own methods."""
-        for group, name, before in self._before:
-            vars(group).pop(name, None)
-            if before is not None:
-                setattr(group, name, before)
-        self._before = []
-
-
-# --- Back to a clean state. ---
-
-
-def reset(units: Iterable[FSDPModule]) -> None:
-    """Makes the next forward start as if the aborted one had not been.
-
-    Collective: no. All parameters are shards again. Gradients that were not reduced yet are
-    dropped; those of the shards are worth nothing any more, and newer torch drops them too.
-    """
-    units = list(units)
-    reset_iteration(units)
-    for unit in units:
-        for group in param_groups(unit):
-            getattr(group, "forget_unused", int)()
-            getattr(group, "forget_events", int)()
-        if is_root(unit) is None:
-            continue  # has not run
-        for group in param_groups(unit):
-            drop_unreduced(group)
-            hook = all_reduce_hook(group)
-            if isinstance(hook, AverageOverReplicas):
-                hook.forget()
-        # Now that no state is that of a forward, in which some units would stay gathered.
-        unit.reshard()
+        """Takes the guard away; nothing the next time."""
+        if self in self._guards:
+            self._guards.remove(self)

@@ -12,12 +12,9 @@ https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.torch_private.gathered import (
@@ -25,85 +22,70 @@ from composer_fsdp2.shard.torch_private.gathered import (
     gathered_param,
     is_gathered,
     is_idle,
-    wrap_pre_backward,
 )
 from composer_fsdp2.shard.torch_private.units import (
-    after_backward,
     backward_number,
     has_run,
     params_of,
     sharded_param,
-    wrap_post_backward,
 )
+from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = ["SecondBackward"]
 
 
-class SecondBackward:
-    """Keeps units gathered between two backwards; see [Note: second backward].
+class SecondBackward(StepListener):
+    """Keeps units gathered between two backwards; see [Note: second backward]."""
 
-    Args:
-        model: its forward is one microbatch.
-        groups: of all units.
-    """
-
-    def __init__(self, model: nn.Module, groups: Iterable[Any]) -> None:
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
         self._kept: dict[Any, list[int]] = {}
         """groups, with the versions of their shards when they were gathered"""
-        self._forwards = 0
-        """how many are running, one inside the other"""
         self._keeps = False
         self._backward = -1
-        for group in groups:
-            wrap_pre_backward(group, self._pre_backward)
-            wrap_post_backward(group, partial(self._post_backward, group))
-        model.register_forward_pre_hook(self._enter, prepend=True)
-        model.register_forward_hook(self._leave, always_call=True)
 
-    def _enter(self, _module: nn.Module, _args: object) -> None:
-        self._forwards += 1
-
-    def _leave(self, *_: object) -> None:
-        self._forwards -= 1
-
-    def _pre_backward(self) -> None:
-        """Called before a unit's own work in backward, in which its grad mode tells the kind."""
+    def before_backward(self, unit: str, group: Any) -> None:
+        """Learns from the grad mode which kind of backward runs. Collective: no."""
         if backward_number() == self._backward:
             return
         self._backward = backward_number()
         # Autograd turns grad mode on in backward only under `create_graph=True`.
-        self._keeps = torch.is_grad_enabled() or self._forwards > 0
-        if not self._keeps and self._kept:
-            # One that is put in later comes after those of all units, of several roots too.
-            after_backward(lambda: after_backward(self._release))
+        self._keeps = torch.is_grad_enabled() or self.run.depth > 0
 
-    def _post_backward(self, group: Any, reduce: Any, *args: Any) -> Any:
+    def reduces(self, unit: str, group: Any) -> bool:
+        """Whether this is the last backward. Collective: no.
+
+        Raises:
+            PlanError: for a gradient of a parameter that autograd could differentiate.
+        """
         if not self._keeps:
-            return reduce(*args)
+            return True
         for param in params_of(group):
             grad = gathered_param(param).grad if has_run(param) else None
             if grad is not None and grad.requires_grad:
                 raise PlanError(_GRAPH_OF_PARAMETERS)
         if is_gathered(group):
             self._kept.setdefault(group, _versions(group))
-        return None
+        return False
 
-    def frees(self, group: Any) -> bool:
-        """Whether the memory may be freed; if so, it is taken for freed."""
+    def frees(self, unit: str, group: Any) -> bool:
+        """Whether no backward waits for the group; if so, it is taken for freed."""
         if group in self._kept and not is_idle(group):
             return False
         self._kept.pop(group, None)
         return True
 
-    def begin(self) -> None:
-        """Frees what was kept and is old by now, because the optimizer has stepped."""
+    def begin_forward(self) -> None:
+        """Frees units that are old by now, because the optimizer has stepped. Collective: no."""
         for group, versions in list(self._kept.items()):
             if versions != _versions(group):
                 free(group)
 
-    def _release(self) -> None:
-        for group in list(self._kept):
-            free(group)
+    def end_of_backward(self) -> None:
+        """Frees all units after the last backward. Collective: no."""
+        if not self._keeps:
+            for group in list(self._kept):
+                free(group)
 
 
 def _versions(group: Any) -> list[int]:

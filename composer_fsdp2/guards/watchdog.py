@@ -27,9 +27,11 @@ from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.torch_private.tensors import default_store, flight_recorder, timeout_of
+from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = [
     "CollectiveWatchdog",
+    "Watchdog",
     "add_rank_report",
     "is_broken",
     "rank_text",
@@ -63,6 +65,36 @@ def unit_text(name: str) -> str:
 def is_broken(error: RuntimeError) -> bool:
     """Whether a collective raised it because ranks have lost each other, then or earlier."""
     return timed_out(error) or any(part in str(error) for part in _LOST)
+
+
+class Watchdog(StepListener):
+    """Notes which unit this rank enters, for the `CollectiveWatchdog` of the process."""
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Where another rank could wait."""
+        return watchdog_of(run.device) is not None
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._watchdog = watchdog_of(run.device)
+        self._microbatch = 0
+
+    def begin_forward(self) -> None:
+        """Collective: no."""
+        self._microbatch += torch.is_grad_enabled()
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        """Collective: no."""
+        self._note("gather", unit)
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """Collective: no."""
+        self._note("reduce", unit)
+
+    def _note(self, event: str, unit: str) -> None:
+        if self._watchdog is not None:
+            self._watchdog.entered = (event, unit, self._microbatch)
 
 
 class CollectiveWatchdog:

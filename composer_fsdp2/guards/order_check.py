@@ -24,12 +24,18 @@ import torch
 import torch.distributed as dist
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.runtime.agreement import agreement_of, gloo_group
-from composer_fsdp2.runtime.events import Event, UnitEvents
-from composer_fsdp2.runtime.watchdog import CollectiveWatchdog, rank_text, timed_out, unit_text
+from composer_fsdp2.guards.watchdog import (
+    CollectiveWatchdog,
+    rank_text,
+    timed_out,
+    unit_text,
+    watchdog_of,
+)
 from composer_fsdp2.shard.torch_private.units import backward_number
+from composer_fsdp2.step.agreement import agreement_of, gloo_group
+from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["OrderCheck", "apply_order_check", "check_order_check"]
+__all__ = ["OrderCheck", "check_order_check"]
 
 _ERROR = "an error: "
 _SHOWN = 4
@@ -56,29 +62,6 @@ def check_order_check(when: str) -> None:
             "over a group that is not the training's. Write order_check: never, or install a torch "
             "with gloo."
         )
-
-
-def apply_order_check(events: UnitEvents, when: str, device: torch.device) -> OrderCheck | None:
-    """Has ranks compare their collectives, from the first forward of training on.
-
-    Collective: yes, the first time in a process. In the steps that are checked the collectives of
-    units raise PlanError on every rank.
-
-    Args:
-        events: of the model.
-        when: in the `first` step (up to the forward after the first reduction), `always`, `never`.
-        device: of the default group's collectives.
-
-    Returns:
-        What compares whole batches, or None where nothing is compared.
-    """
-    if when == "never" or events.watchdog is None:
-        return None
-    channel = _channel(events.watchdog.late_seconds, device)
-    if channel is None:
-        return None
-    _Check(events, events.watchdog, channel, once=when == "first")
-    return OrderCheck(events, channel)
 
 
 def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup | None:
@@ -111,96 +94,106 @@ def _reduce(numbers: torch.Tensor, operation: Any, channel: dist.ProcessGroup) -
         raise
 
 
-class _Check:
-    def __init__(
-        self,
-        events: UnitEvents,
-        watchdog: CollectiveWatchdog,
-        channel: dist.ProcessGroup,
-        once: bool,
-    ) -> None:
-        self._lookout = watchdog
-        self._channel = channel
-        self._once = once
-        self._start()
-        events.listeners += (self._hear,)
+class OrderCheck(StepListener):
+    """Compares the collectives of units between ranks; see [Note: order].
 
-    def _start(self) -> None:
+    Each collective of the first step, or of every step, is compared before it begins, and raises
+    PlanError on every rank where they differ. The collectives of a whole batch are compared after
+    it: whoever sends `terms` with a collective of its own calls `check`; else the next forward of
+    training does both.
+    """
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Where another rank could differ. Collective: yes, the first time in a process."""
+        watchdog = watchdog_of(run.device)
+        if run.settings.order_check == "never" or watchdog is None:
+            return False
+        return _channel(watchdog.late_seconds, run.device) is not None
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        watchdog = watchdog_of(run.device)
+        assert watchdog is not None
+        self._watchdog = watchdog
+        self._channel = _channels[dist.group.WORLD]  # pyright: ignore[reportArgumentType]
+        self._once = run.settings.order_check == "first"
+        self._is_asked = False
+        self._start_batch()
+        self._start_step()
+
+    def _start_step(self) -> None:
+        """Compares the collectives of the next step one by one."""
         self._began = self._reduced = self._ended = False
-        self._last: deque[str] = deque(maxlen=_SHOWN)
+        self._shown: deque[str] = deque(maxlen=_SHOWN)
+        """the last collectives, for the text of an error"""
 
-    def _hear(self, event: Event, name: str) -> None:
-        if event == "aborted":
-            # A rank that has left in the middle of a comparison may not know that it was the last.
-            self._start()
-        elif self._ended:
+    def _start_batch(self) -> None:
+        self._checksum = self._count = 0
+        self._last: deque[str] = deque(maxlen=_KEPT)
+
+    def begin_forward(self) -> None:
+        """Compares that ranks begin another forward of training. Collective: yes."""
+        if not torch.is_grad_enabled():
             return
-        elif event == "begin":
-            self._began = True
+        is_next, self._began = self._began, True
+        if not self._ended:
             self._compare("the next forward of training")
             self._ended = self._reduced and self._once
-        elif self._began and event in ("gather", "reduce"):
-            self._compare(f"{event} {unit_text(name)}")
-            self._reduced = self._reduced or event == "reduce"
-        elif self._began and event == "end":
-            self._compare("the end of the first forward", shown=False)
-        elif self._began and event == "error":
-            self._compare(f"{_ERROR}{name}")
+        if is_next and not self._is_asked:
+            self._compare_batch()
 
-    def _compare(self, what: str, shown: bool = True) -> None:
-        """Raises on every rank if this is not what all of them do next. Collective: yes."""
-        code = zlib.crc32(what.encode())
+    def before_gather(self, unit: str, group: Any) -> None:
+        """Collective: yes, in a step that is checked."""
+        self._note(f"gather {unit_text(unit)}")
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """Collective: yes, in a step that is checked."""
+        self._note(f"reduce {unit_text(unit)}")
+        self._reduced = True
+
+    def before_agreement(self, subject: str) -> None:
+        """Collective: yes, in a step that is checked."""
+        if self._began and not self._ended:
+            self._compare(subject, shown=False)
+
+    def failed(self, error: str) -> None:
+        """Has all ranks raise the error of one. Collective: yes, in a step that is checked."""
+        if self._began and not self._ended:
+            self._compare(f"{_ERROR}{error}")
+
+    def aborted(self) -> None:
+        """Starts anew: each rank has left the batch at another place. Collective: no."""
+        self._start_batch()
+        # A rank that has left in the middle of a comparison may not know that it was the last.
+        self._start_step()
+
+    def _note(self, collective: str) -> None:
+        # Evaluations and generation, which may be a rank's own affair, run without gradients.
+        # Autograd turns grad mode off in backward, so the mode alone would not tell them apart.
+        if torch.is_grad_enabled() or backward_number() != -1:
+            self._checksum = zlib.crc32(collective.encode(), self._checksum)
+            self._count += 1
+            self._last.append(collective)
+        if self._began and not self._ended:
+            self._compare(collective)
+
+    def _compare(self, subject: str, shown: bool = True) -> None:
+        """Raises on every rank if this is not next on all of them. Collective: yes."""
+        code = zlib.crc32(subject.encode())
         found = torch.tensor([code, -code])
         try:
             _reduce(found, dist.ReduceOp.MAX, self._channel)
         except RuntimeError as error:
             if not timed_out(error):
                 raise  # a rank has ended
-            raise PlanError(_missed(what, self._lookout)) from None
+            raise PlanError(_missed(subject, self._watchdog)) from None
         if found[0] != -found[1]:
             everyone: list[list[str]] = [[]] * self._channel.size()
-            dist.all_gather_object(everyone, [*self._last, what], group=self._channel)
+            dist.all_gather_object(everyone, [*self._shown, subject], group=self._channel)
             raise PlanError(_first_error(everyone) or _difference(everyone))
         if shown:
-            self._last.append(what)
-
-
-class OrderCheck:
-    """Compares the collectives of whole batches of training, after the batch.
-
-    Who sends `terms` with a collective of its own calls `check`; else the next forward does both.
-
-    Args:
-        events: of the model.
-        channel: the group over which ranks tell each other what they ran.
-    """
-
-    def __init__(self, events: UnitEvents, channel: dist.ProcessGroup) -> None:
-        self._channel = channel
-        self._is_asked = self._began = False
-        self._start()
-        events.listeners += (self._hear,)
-
-    def _start(self) -> None:
-        self._checksum = self._count = 0
-        self._last: deque[str] = deque(maxlen=_KEPT)
-
-    def _hear(self, event: Event, name: str) -> None:
-        if event == "aborted":  # each rank has left the batch at another place
-            self._began = False
-            self._start()
-        elif event == "begin":
-            if self._began and not self._is_asked:
-                self._compare()
-            self._began = True
-        # Evaluations and generation, which may be a rank's own affair, run without gradients.
-        # Autograd turns grad mode off in backward, so the mode alone would not tell them apart.
-        training = torch.is_grad_enabled() or backward_number() != -1
-        if event in ("gather", "reduce") and training:
-            what = f"{event} {unit_text(name)}"
-            self._checksum = zlib.crc32(what.encode(), self._checksum)
-            self._count += 1
-            self._last.append(what)
+            self._shown.append(subject)
 
     def terms(self) -> tuple[int, int]:
         """Two numbers whose sums over the ranks `check` needs. Collective: no."""
@@ -208,7 +201,7 @@ class OrderCheck:
         checksum = self._checksum % _CHECKSUM
         return checksum, checksum**2
 
-    def _compare(self) -> None:
+    def _compare_batch(self) -> None:
         checksum = self._checksum % _CHECKSUM
         sums = torch.tensor([checksum, checksum**2])
         _reduce(sums, dist.ReduceOp.SUM, self._channel)
@@ -228,12 +221,12 @@ class OrderCheck:
         """
         # Only equal numbers have a mean square that is the square of their mean.
         if total**2 == squares * self._channel.size():
-            self._start()
+            self._start_batch()
             return
         everyone: list[tuple[int, list[str]]] = [(0, [])] * self._channel.size()
         mine = (self._count - len(self._last), list(self._last))
         dist.all_gather_object(everyone, mine, group=self._channel)
-        self._start()
+        self._start_batch()
         raise PlanError(
             "The ranks ran different units in the last batch, and took each other's weights or "
             f"gradients for their own.{_first_difference(everyone)} The weights are wrong since "

@@ -19,8 +19,7 @@ https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_sha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,69 +28,51 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.runtime.agreement import agreement_of
-from composer_fsdp2.runtime.events import Event
 from composer_fsdp2.shard.torch_private.tensors import default_store, tree_leaves
 from composer_fsdp2.shard.torch_private.units import (
     add_zero_gradients,
-    after_backward,
     all_reduce_hook,
     all_reduces,
-    backward_number,
-    device_of,
     has_gradient,
     has_run,
-    param_groups,
     params_of,
     reduces,
     runs_backward,
     sharded_param,
     trained_params,
     will_get_gradient,
-    wrap_post_backward,
 )
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["UnusedParameters", "force_backward_through", "reduce_unused"]
+__all__ = ["UnusedParameters", "force_backward_through"]
 
 _READ = 2**32
 """counts, beside the ranks that wrote a key of the store, those that have read it"""
 
 
-def reduce_unused(
-    units: Mapping[str, FSDPModule], always: Collection[str]
-) -> UnusedParameters | None:
-    """Makes units reduce every parameter of theirs on every rank.
-
-    Collective: no; the end of a backward that reduces is, over the default group, for `always` and
-    in the first step.
-
-    Args:
-        units: all of them, by name.
-        always: names of those that hold experts or a tower, which ranks often leave out.
-
-    Returns:
-        What watches them, or None where there are no other ranks, or no parameters.
-    """
-    if dist.get_world_size() == 1 or is_fake() or not any(map(param_groups, units.values())):
-        return None
-    return UnusedParameters(units, always)
-
-
-class UnusedParameters:
+class UnusedParameters(StepListener):
     """Has units reduce every parameter of theirs on every rank; see [Note: unused parameters].
 
-    Args:
-        units: all of them, by name.
-        always: names of those that compare what was used after each backward.
+    The end of a backward that reduces is a collective over the default group for units in which
+    ranks often use different parameters, and for all units in the first step.
     """
 
-    def __init__(self, units: Mapping[str, FSDPModule], always: Collection[str]) -> None:
-        self._of_unit = {name: param_groups(unit) for name, unit in units.items()}
-        self._given = {group for name in always for group in self._of_unit[name]}
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Where other ranks may use other parameters."""
+        alone = dist.get_world_size() == 1 or is_fake()
+        return run.settings.unused_parameters is not False and not alone and bool(run.groups)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._groups = [group for groups in run.groups.values() for group in groups]
+        often = run.groups if run.settings.unused_parameters is True else run.conditional
+        self._given = {group for name in often for group in run.groups.get(name, ())}
         self._always = set(self._given)
-        self._groups = [group for groups in self._of_unit.values() for group in groups]
+        """groups that compare after each backward which parameters were used"""
         self._size = dist.get_world_size()
-        self._agreement = agreement_of(device_of(self._groups[0]))
+        self._agreement = agreement_of(run.device)
         self._comparing = True
         """whether the next backward compares all units"""
         self.must_compare = False
@@ -99,40 +80,31 @@ class UnusedParameters:
         self._ran: set[Any] = set()
         self._used: set[Any] = set()
         self._fresh: set[Any] = set()
-        """had no gradient before the reductions that are still to be agreed on"""
+        """parameters without a gradient before the reductions that are still to be agreed on"""
         self._told: dict[Any, str] = {}
-        """those of which the store knows that this rank filled in a zero, with their keys"""
+        """parameters of which the store knows that this rank filled in a zero, with their keys"""
         self._uses: dict[Any, int] = {}
-        """forwards since the last backward"""
-        self._backward = -1
+        """forwards of each group since the last backward"""
+        self._left = False
+        """whether backward has left a group since its last end"""
         self._complete = 0
         """number of the backward for the store's keys, the same on all ranks"""
         self._indices = {id(param): n for n, param in enumerate(self._params(self._groups))}
         self._prefix = _unique_prefix()
-        for group in self._groups:
-            wrap_post_backward(group, partial(self._post_backward, group))
-            group.forget_unused = self._forget
-        for group in self._groups[:1]:
-            group.agree_on_used = self._agree_on_used
 
     def compare(self) -> None:
         """Has the next backward compare all units; every rank calls it. Collective: no."""
         self._comparing = True
         self.must_compare = False
 
-    def hear(self, event: Event, name: str) -> None:
-        """Counts how often a unit runs. Collective: no."""
-        if event == "forward" and torch.is_grad_enabled():
-            for group in self._of_unit[name]:
-                self._uses[group] = self._uses.get(group, 0) + 1
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Counts how often a group runs. Collective: no."""
+        if torch.is_grad_enabled():
+            self._uses[group] = self._uses.get(group, 0) + 1
 
-    def _post_backward(self, group: Any, reduce: Callable[..., Any], *args: Any) -> Any:
-        self._note(group)
-        self._end_with_this_backward()
-        return reduce(*args)
-
-    def _note(self, group: Any) -> None:
+    def after_backward(self, unit: str, group: Any) -> None:
         """Fills gradients in where the group is about to reduce. Collective: no."""
+        self._left = True
         # Torch also calls this at the end of backward, for units that backward did not reach.
         if runs_backward(group):
             self._ran.add(group)
@@ -163,17 +135,12 @@ class UnusedParameters:
                 self._told[param] = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"
                 default_store().add(self._told[param], 1)
 
-    def _end_with_this_backward(self) -> None:
-        number = backward_number()
-        if number == self._backward:
-            return
-        self._backward = number
-        # One that is put in later comes after those of all units, of several roots too.
-        after_backward(lambda: after_backward(self._settle))
-
     @torch.no_grad()
-    def _settle(self) -> None:
-        """Takes back the gradients that nobody computed. Collective: yes."""
+    def end_of_backward(self) -> None:
+        """Takes back the gradients that nobody computed. Collective: yes, see the class."""
+        if not self._left:
+            return  # gradients wait for another backward
+        self._left = False
         self._complete += 1
         self._uses.clear()
         self._take_back_told()
@@ -196,11 +163,11 @@ class UnusedParameters:
                 waiting.difference_update(self._params(complete))
 
     def _take_back_told(self) -> None:
-        """Of what this rank filled in, what all others did too. Collective: no."""
+        """Removes the zero gradients that every rank filled in. Collective: no."""
         if not self._told:
             return
         # A reduction that is done has heard of every rank, and every rank spoke before its own.
-        _wait_for(device_of(self._groups[0]))
+        _wait_for(self.run.device)
         for param, key in self._told.items():
             read, told = divmod(default_store().add(key, _READ), _READ)
             if told == self._size:
@@ -213,18 +180,16 @@ class UnusedParameters:
         """By how many ranks each was used, and one number of the backward. Collective: yes."""
         flags = [int(param in self._used) for param in params]
         number = 0 if dist.get_rank() else self._complete
-        *counts, number = self._groups[0].agree_on_used([*flags, number])
+        self.run.tell("before_agreement", "the agreement on unused parameters")
+        *counts, number = self._agreement.total([*flags, number])
         if self._comparing:
             # After a step that was aborted ranks may be a backward apart, and old keys be left.
             self._complete = number + 2
         return counts
 
-    def _agree_on_used(self, numbers: list[int]) -> list[int]:
-        """The sum over the ranks; an `OOMGuard` goes around it. Collective: yes."""
-        return self._agreement.total(numbers)
-
-    def _forget(self) -> None:
-        """Starts anew after a step that was aborted. Collective: no."""
+    def aborted(self) -> None:
+        """Starts anew. Collective: no."""
+        self._left = False
         self._used.clear()
         self._fresh.clear()
         self._ran.clear()

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import linecache
 import os
-import sys
 import types
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -25,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import errors
 from composer_fsdp2.errors import PlanError, ShardReadError
-from composer_fsdp2.runtime.events import UnitEvents
 from composer_fsdp2.shard.torch_private.gathered import gathered_param, is_gathered
 from composer_fsdp2.shard.torch_private.units import (
     has_run,
@@ -33,44 +31,41 @@ from composer_fsdp2.shard.torch_private.units import (
     params_of,
     sharded_param,
 )
+from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["Refusal", "explain_in_forward", "explained", "explained_reading"]
+__all__ = ["ExplainErrors", "explained", "explained_reading"]
 
 
-def explain_in_forward(model: nn.Module, events: UnitEvents) -> None:
-    """Has errors that leave the model's forward explained.
+class ExplainErrors(StepListener):
+    """Explains errors that leave the model's forward.
 
-    Collective: no. While ranks compare their collectives, an error of one is raised on all of them.
+    While ranks compare their collectives, an error of one rank is raised on all of them.
     """
-    model.forward = _Explained(model, model.forward, events)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        run.model.forward = _Explained(run, run.model.forward)
 
 
 class _Explained:
     """A forward that explains its errors; copied with its module, as a bound method is."""
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], events: UnitEvents) -> None:
+    def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
         functools.update_wrapper(self, forward)
-        self._model, self._forward, self._events = model, forward, events
+        self._run, self._forward = run, forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._forward(*args, **kwargs)
-        except UnitError as error:
-            self._events.tell("error", str(error))
-            raise
         except (RuntimeError, ValueError) as error:
-            explanation = _explain(self._model, error)
+            explanation = _explain(self._run.model, error)
             if explanation is None:
                 raise
             try:
-                self._events.tell("error", str(explanation))
+                self._run.tell("failed", str(explanation))
             except PlanError as common:
                 raise common from error
             raise explanation from error
-
-
-class UnitError(PlanError):
-    """A PlanError that a module raised on this rank, and of which others do not know yet."""
 
 
 @contextlib.contextmanager
@@ -113,44 +108,6 @@ def explained_reading(model: nn.Module) -> Generator[None]:
 def _is_unknown_of_shards(error: Exception) -> bool:
     """Whether torch was asked for something of a DTensor for which it has no rule."""
     return type(error).__name__ in _NO_RULE_KINDS or any(part in str(error) for part in _NO_RULE)
-
-
-class Refusal:
-    """Stands before the forward of a module while its parameters are shards.
-
-    It costs nothing when the module runs as it should, for it is taken away when its unit gathers.
-    """
-
-    def __init__(
-        self, module: nn.Module, name: str, param: str, unit: FSDPModule, unit_name: str
-    ) -> None:
-        functools.update_wrapper(self, module.forward)
-        self._forward = module.forward
-        self._module, self._name, self._param = module, name, param
-        self._unit, self._unit_name = unit, unit_name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module where another one has put whole parameters into it.
-
-        Raises:
-            PlanError: naming the parameter and the unit.
-        """
-        own = self._module._parameters.values()
-        if any(isinstance(one, DTensor) for one in (*args, *kwargs.values())) or not any(
-            isinstance(param, DTensor) for param in own
-        ):
-            return self._forward(*args, **kwargs)
-        name, kind = self._name, type(self._module).__name__
-        module = f"'{name}' ({kind})" if name else f"The model ({kind})"
-        methods = list(self._methods(sys._getframe(1)))
-        raise UnitError(_outside(module, f"'{self._param}'", self._unit_name, "", methods))
-
-    def _methods(self, frame: types.FrameType | None) -> Iterator[str]:
-        """Yields methods of the unit that are running, the outermost last."""
-        while frame is not None:
-            if frame.f_locals.get("self") is self._unit and _is_method(frame, self._unit):
-                yield f"{self._unit_name}.{frame.f_code.co_name}".lstrip(".")
-            frame = frame.f_back
 
 
 # Whole paths: a user's own folder may be called torch or composer_fsdp2.

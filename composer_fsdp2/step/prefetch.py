@@ -12,47 +12,33 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.runtime.events import Event, UnitEvents
+from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["apply_prefetch"]
+__all__ = ["Prefetch"]
 
 
-def apply_prefetch(
-    model: nn.Module,
-    units: Mapping[str, FSDPModule],
-    events: UnitEvents,
-    *,
-    forward: int = 0,
-    backward: int = 0,
-) -> None:
-    """Makes units gather those that run next, once one step of training has shown which.
+class Prefetch(StepListener):
+    """Has units gather those that run next, once one step of training has shown which.
 
-    Collective: no; the second forward of training is, over the default group, and raises PlanError
-    on every rank when the units ran in another order on some rank.
-
-    Args:
-        model: its forward is one microbatch.
-        units: by name, those that have parameters.
-        events: of these units.
-        forward: how many units ahead; 0 leaves forward to torch.
-        backward: likewise.
+    The second forward of training is a collective over the default group, and raises PlanError on
+    every rank when the units ran in another order on some rank.
     """
-    prefetch = _Prefetch(model, units, forward, backward)
-    events.listeners += (prefetch.hear,)
 
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Where a setting asks for units to be gathered ahead."""
+        return bool(run.settings.forward_prefetch or run.settings.backward_prefetch)
 
-class _Prefetch:
-    def __init__(
-        self, model: nn.Module, units: Mapping[str, FSDPModule], forward: int, backward: int
-    ) -> None:
-        self._units = dict(units)
-        self._counts = forward, backward
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._units = {name: run.units[name] for name in run.groups}
+        self._counts = run.settings.forward_prefetch or 0, run.settings.backward_prefetch or 0
+        """how many units ahead; 0 leaves it to torch"""
         self._running = False
         self._ran: list[str] = []
         self._came_back: list[str] = []
@@ -60,12 +46,9 @@ class _Prefetch:
         self._ahead: dict[str, list[str]] = {}
         self._ahead_in_backward: dict[str, list[str]] = {}
         self._warned = False
-        # Before torch's own hook, which starts the gathers that are set here.
-        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L231
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end)
 
-    def _begin(self, _module: nn.Module, _args: object) -> None:
+    def begin_forward(self) -> None:
+        """Sets which units gather which. Collective: yes, the second time in training."""
         self._running = torch.is_grad_enabled()
         if not self._running:
             return
@@ -74,16 +57,17 @@ class _Prefetch:
         self._ran, self._came_back = [], []
         self._set_forward(self._ahead)
 
-    def hear(self, event: Event, name: str) -> None:
-        """Records what runs."""
-        if event == "aborted":
-            self._forget()
-        elif event == "forward" and self._running:
-            self._ran.append(name)
-        elif event == "backward" and name not in self._came_back:
-            self._came_back.append(name)
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Records the order of forward. Collective: no."""
+        if self._running and group is self.run.groups[unit][0]:
+            self._ran.append(unit)
 
-    def _forget(self) -> None:
+    def before_backward(self, unit: str, group: Any) -> None:
+        """Records the order of backward. Collective: no."""
+        if unit not in self._came_back:
+            self._came_back.append(unit)
+
+    def aborted(self) -> None:
         """Starts anew: each rank has left the step at another place, and may know no order yet."""
         self._running, self._ran, self._came_back = False, [], []
         self._set_forward(dict.fromkeys(self._ahead, ()))
@@ -91,7 +75,8 @@ class _Prefetch:
             self._units[name].set_modules_to_backward_prefetch([])
         self._order, self._ahead, self._ahead_in_backward = None, {}, {}
 
-    def _end(self, _module: nn.Module, _args: object, _output: object) -> None:
+    def end_forward(self) -> None:
+        """Ends what is set for this forward. Collective: no, unless a unit did not run."""
         if not self._running:
             return
         self._running = False

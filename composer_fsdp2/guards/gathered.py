@@ -1,0 +1,297 @@
+"""Refuses changes of gathered parameters that FSDP2 would forget.
+
+[Note: gathered parameters] Modules compute with a whole copy of a parameter. It is made anew for
+every use, and its memory is freed after it. So a write to it is lost, and a tensor put in its place
+is pushed aside. Versions and places are compared at every gather, which costs less than a
+microsecond a parameter; contents only in the first step of training and the first forward of
+evaluation, because a write through `.data` leaves no other trace. Whoever keeps a gathered
+parameter beyond its forward is not looked for: torch's own error is explained where it says so.
+
+Source: torch frees the memory and puts shards into the modules,
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L549
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L601
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.shard.summon import is_shown
+from composer_fsdp2.shard.torch_private.gathered import (
+    gathered_memory,
+    gathered_param,
+    in_function_transform,
+    is_exported,
+    memory_id,
+    places_of,
+    stands_in,
+)
+from composer_fsdp2.shard.torch_private.tensors import storage_id, tree_leaves
+from composer_fsdp2.shard.torch_private.units import (
+    backward_number,
+    frees_after_forward,
+    params_of,
+    sharded_param,
+)
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.run import Run, StepListener
+
+__all__ = ["GatheredParameters"]
+
+
+class _Param:
+    """One parameter, and what is known of it since it was gathered."""
+
+    def __init__(self, record: Any, names: Mapping[int, str], unit: str) -> None:
+        self.record, self.unit = record, unit
+        self.places = places_of(record)
+        self.name = f"{names.get(id(self.places[0][0]), '?')}.{self.places[0][1]}".lstrip(".")
+        self.plain: bool | None = None
+        self.seen: tuple[int, int] | None = None
+        self.contents: torch.Tensor | None = None
+        self.shard: tuple[torch.Tensor, int] | None = None
+
+    def note_shard(self) -> None:
+        shard = sharded_param(self.record)
+        self.shard = shard, storage_id(shard)
+
+    def forget_shard(self) -> bool:
+        """Whether `.data` of the shard was assigned: a gather would go on reading the old one.
+
+        FSDP2 itself takes another parameter before its first gather, if `to_empty` or `to` has put
+        one into the module.
+        """
+        noted, self.shard = self.shard, None
+        shard = sharded_param(self.record)
+        return noted is not None and noted[0] is shard and noted[1] != storage_id(shard)
+
+    def is_exchanged(self) -> bool:
+        """Whether something stands in a module that FSDP2 did not put there."""
+        # A module may get another dictionary, as the monitor gives it while it counts.
+        found = [module._parameters.get(key) for module, key in self.places]
+        return any(not stands_in(self.record, one) and not is_shown(one) for one in found)
+
+    def note(self, contents: bool) -> None:
+        if self.plain is None:
+            self.plain = gathered_memory(self.record) is not None
+        whole = gathered_param(self.record)
+        self.seen = _seen(whole) if self.plain else None
+        self.contents = _digest(self.record) if contents and self.plain else None
+
+    def is_changed(self) -> bool:
+        whole = gathered_param(self.record)
+        if self.seen is not None and self.seen != _seen(whole):
+            return True
+        return self.contents is not None and not torch.equal(self.contents, _digest(self.record))
+
+
+def _seen(whole: torch.Tensor) -> tuple[int, int]:
+    """Version and place; what was made under inference_mode has no version."""
+    return 0 if whole.is_inference() else whole._version, whole.data_ptr()
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@torch.no_grad()
+def _digest(record: Any) -> torch.Tensor:
+    """Sums of a parameter's bits over rows and columns, weighted so that order counts."""
+    whole = gathered_memory(record)
+    assert whole is not None
+    whole = torch.view_as_real(whole) if whole.is_complex() else whole
+    if whole.numel() == 0:
+        return torch.zeros(2, dtype=torch.int64)
+    bits = whole.contiguous().view(_BITS[whole.element_size()])
+    bits = bits.reshape(len(bits), -1) if bits.ndim > 1 else bits.reshape(1, -1)
+    sums = [bits.sum(axis, dtype=torch.int64) for axis in (0, 1)]
+    return torch.stack([(one * torch.arange(1, len(one) + 1).to(one)).sum() for one in sums])
+
+
+class GatheredParameters(StepListener):
+    """Refuses changes of gathered parameters; see [Note: gathered parameters].
+
+    The end of the first forward of training and of evaluation, and the beginning of the second
+    forward of training, are collectives over the default group, and raise PlanError on every rank.
+    """
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Where there are parameters."""
+        return bool(run.groups)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        names = {key: run.tree.paths[index].path for key, index in run.tree.first_path.items()}
+        self._groups = {
+            group: [_Param(param, names, unit) for param in params_of(group)]
+            for unit, groups in run.groups.items()
+            for group in groups
+        }
+        self._found: list[str] = []
+        self._forwards = {True: 0, False: 0}
+        """of training, and of evaluation, that came to their end"""
+
+    def begin_forward(self) -> None:
+        """Raises what a backward has shown. Collective: yes, the second time in training."""
+        trains = torch.is_grad_enabled()
+        if trains and self._forwards[True] == 1:
+            self._agree("the beginning of the second forward")
+        else:
+            self._raise_here()
+        if self._forwards[trains] == 0:
+            for param in self._params():
+                param.note_shard()
+
+    def end_forward(self) -> None:
+        """Raises what a forward has shown. Collective: yes, the first time."""
+        trains = torch.is_grad_enabled()
+        self._forwards[trains] += 1
+        if self._forwards[trains] > 1:
+            self._raise_here()
+            return
+        self._found += [_assigned(param) for param in self._params() if param.forget_shard()]
+        self._agree("the end of the first forward")
+
+    def aborted(self) -> None:
+        """Each rank has come to the end of another number of forwards. Collective: no."""
+        self._forwards = {True: 0, False: 0}
+
+    @torch.compiler.disable
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Refuses transformations of torch.func, which run no hooks of autograd. Collective: no."""
+        if in_function_transform():
+            raise PlanError(_transformed(unit))
+
+    def before_whole(self, unit: str, group: Any) -> None:
+        """Looks for tensors in the places of the shards. Collective: no."""
+        self._found += [_exchanged(p) for p in self._groups[group] if p.is_exchanged()]
+
+    def after_whole(self, unit: str, group: Any) -> None:
+        """Notes versions, and contents in the first step. Collective: no."""
+        trains = torch.is_grad_enabled()
+        # A backward has no grad mode either, and is no evaluation.
+        in_backward = backward_number() != -1
+        is_first = self._forwards[True] <= 1 if in_backward else self._forwards[trains] == 0
+        for param in self._groups[group]:
+            param.note(is_first)
+
+    def frees(self, unit: str, group: Any) -> bool:
+        """Looks for changes; keeps memory that was given to numpy. Collective: no."""
+        for param in self._groups[group]:
+            if param.is_exchanged():
+                self._found.append(_exchanged(param))
+            elif param.is_changed():
+                self._found.append(_changed(param))
+            param.contents = None
+        exported = [param for param in self._groups[group] if is_exported(param.record)]
+        self._found += map(_is_exported, exported)
+        return not exported  # torch would stop on this rank alone
+
+    def after_forward(self, unit: str, output: Any) -> None:
+        """Refuses a unit that returns its parameter, whose memory is about to be freed.
+
+        Collective: no.
+        """
+        if any(self._forwards.values()):
+            return
+        for group in self.run.groups.get(unit, ()):
+            if frees_after_forward(group) in (None, False):
+                continue
+            own = {memory_id(p.record): p for p in self._groups[group] if p.plain}
+            for leaf in tree_leaves(output):
+                if type(leaf) in (torch.Tensor, nn.Parameter) and storage_id(leaf) in own:
+                    raise PlanError(_returned(own[storage_id(leaf)], unit))
+
+    def _params(self) -> Iterator[_Param]:
+        for params in self._groups.values():
+            yield from params
+
+    def _agree(self, subject: str) -> None:
+        """Raises on every rank the changes that were found on any. Collective: yes."""
+        self.run.tell("before_agreement", subject)
+        error = self._error()
+        # Almost always there is none, and one number says that.
+        if agreement_of(self.run.device).any_rank(error is not None):
+            raise_on_all_ranks({}, error)
+
+    def _raise_here(self) -> None:
+        if (error := self._error()) is not None:
+            raise error
+
+    def _error(self) -> PlanError | None:
+        found, self._found = list(dict.fromkeys(self._found)), []
+        if not found:
+            return None
+        more = f"\n... and {len(found) - 3} more" if len(found) > 3 else ""
+        return PlanError("\n".join(found[:3]) + more)
+
+
+# --- What is said. ---
+
+
+def _unit_text(name: str) -> str:
+    return f"unit '{name}'" if name else "the root unit"
+
+
+def _transformed(unit: str) -> str:
+    return (
+        f"'{unit or 'the model'}' was called inside a transformation of torch.func (vmap, "
+        "grad, jvp or their like). FSDP2 gathers and reduces in hooks of autograd, which such "
+        "a transformation does not run: gradients would be lost. Call the model with a batch "
+        "and take gradients with torch.autograd.grad (create_graph=True for second ones), or "
+        "transform a function inside the unit's own forward."
+    )
+
+
+def _changed(param: _Param) -> str:
+    return (
+        f"'{param.name}' was changed in place while {_unit_text(param.unit)} had it gathered, by a "
+        "forward, a submodule or a hook. That is a copy which FSDP2 frees: the change is lost, and "
+        "training would silently go another way than without FSDP2. Keep what forward counts or "
+        "adapts in a buffer (register_buffer); compute with a changed copy (F.linear(x, "
+        "self.weight.clamp(-1, 1))); or change the weight between steps, in a callback, with "
+        "composer_fsdp2.summon_full_params."
+    )
+
+
+def _exchanged(param: _Param) -> str:
+    return (
+        f"Another tensor was put in the place of '{param.name}' while {_unit_text(param.unit)} "
+        "ran, by torch.func.functional_call or an assignment to the module. FSDP2 computes with "
+        "the parameters it gathers, so the tensor would be ignored or dropped. Give forward the "
+        "tensor as an argument; call the module's function with it (F.linear(x, weight)); or write "
+        "it into the parameter between steps with composer_fsdp2.summon_full_params."
+    )
+
+
+def _assigned(param: _Param) -> str:
+    return (
+        f"'{param.name}.data' was assigned in place, while {_unit_text(param.unit)} had not "
+        "gathered it. FSDP2 gathers the memory it made for the shard, so the assignment would be "
+        "ignored. Compute with a changed copy (F.linear(x, self.weight * 0.9)) in the unit; or "
+        "change the weight between steps, in a callback, with composer_fsdp2.summon_full_params."
+    )
+
+
+def _returned(param: _Param, unit: str) -> str:
+    return (
+        f"{_unit_text(unit)} returns its parameter '{param.name}', or a view of it. FSDP2 frees "
+        "the memory when its forward is over, so whoever uses it reads freed memory. Return a copy "
+        "(weight.clone()), use the weight inside the unit, or choose the unit around both with "
+        "wrap_policy."
+    )
+
+
+def _is_exported(param: _Param) -> str:
+    return (
+        f"`numpy()`, or something like it, was called on '{param.name}' while "
+        f"{_unit_text(param.unit)} had it gathered. The array shares memory that FSDP2 frees when "
+        "it is no longer needed, and torch cannot free what it has given away. Take a copy: "
+        "weight.detach().clone().numpy()."
+    )

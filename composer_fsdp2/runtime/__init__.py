@@ -1,1 +1,0 @@
-"""Acts in every step: accumulation, prefetch, order check, watchdog, out of memory."""

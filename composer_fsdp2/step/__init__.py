@@ -1,0 +1,1 @@
+"""Acts in every step: listeners, their order, accumulation, prefetch, unused parameters."""

@@ -1,0 +1,269 @@
+"""A prepared model, what can happen in its steps, and how listeners hear of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.shard.eval_reshard import resharding
+from composer_fsdp2.shard.torch_private.transitions import attach
+from composer_fsdp2.shard.torch_private.units import after_backward, backward_number, param_groups
+from composer_fsdp2.step.abort import reset
+from composer_fsdp2.step.accumulation import Accumulation
+
+__all__ = ["Run", "StepListener", "run_of"]
+
+_RUN = "_fsdp2_run"
+"""attribute of a prepared model and of its units, for `run_of`"""
+
+
+class StepListener:
+    """Hears what happens in a step of a prepared model.
+
+    `Run.start` makes one listener of each class in `STEP` and calls those methods that the class
+    defines; a method that no listener defines costs nothing. Every rank calls them, in the order of
+    its own forward and backward. A unit is given by its name, '' for the root, and with torch's
+    group of parameters, of which a unit has one; with newer torch it may have several.
+
+    Source: where torch does each of these things,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L252
+    """
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Whether a run needs such a listener. Collective: no, unless the class says so."""
+        return True
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def begin_forward(self) -> None:
+        """A forward of the whole model begins; grad mode tells training from evaluation."""
+
+    def end_forward(self) -> None:
+        """A forward of the whole model has ended without an error."""
+
+    def failed(self, error: str) -> None:
+        """A forward of the whole model is about to raise `error` on this rank."""
+
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Forward comes to a unit. A unit that is not gathered yet is gathered next."""
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        """The all-gather of a unit begins: in forward, in backward or as a prefetch."""
+
+    def before_agreement(self, subject: str) -> None:
+        """The ranks are about to agree on something in a small collective of ours."""
+
+    def before_whole(self, unit: str, group: Any) -> None:
+        """Whole parameters are about to take the places of the shards in the modules."""
+
+    def after_whole(self, unit: str, group: Any) -> None:
+        """Whole parameters are in the modules."""
+
+    def frees(self, unit: str, group: Any) -> bool:
+        """Whether the memory of whole parameters may be freed now."""
+        return True
+
+    def after_forward(self, unit: str, output: Any) -> None:
+        """The forward of a unit has ended, and torch has not freed its parameters yet."""
+
+    def after_group_forward(self, unit: str, group: Any) -> None:
+        """The forward of a unit, or a method in `forward_methods`, is over for torch."""
+
+    def before_backward(self, unit: str, group: Any) -> None:
+        """Backward comes to a unit. Called again for each output that gets a gradient."""
+
+    def reduces(self, unit: str, group: Any) -> bool:
+        """Whether a unit that backward has left may reduce its gradients in this backward."""
+        return True
+
+    def after_backward(self, unit: str, group: Any) -> None:
+        """Backward has left a unit, or ends without having come to it; gradients may be added."""
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """The reduce-scatter of a unit's gradients begins."""
+
+    def end_of_backward(self) -> None:
+        """Backward of all units, of several models too, is over."""
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer of the run is about to step."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The optimizer of the run has stepped."""
+
+    def aborted(self) -> None:
+        """The batch is thrown away on every rank: nothing counts that was heard of it."""
+
+
+Listener = TypeVar("Listener", bound=StepListener)
+
+
+@dataclass(eq=False, kw_only=True)
+class Run:
+    """A model that `prepare_fully_shard` has sharded, and what listens to its steps."""
+
+    model: nn.Module
+    tree: ModuleTree
+    """of the model, without parameters"""
+    plan: WrapPlan
+    shape: MeshShape
+    settings: FSDP2Config
+    device: torch.device
+    """where units gather"""
+    optimizer: torch.optim.Optimizer | None = None
+    units: Mapping[str, FSDPModule]
+    """by name, children before parents"""
+    conditional: Sequence[str] = ()
+    """names of units with experts or a tower, in which ranks often use different parameters"""
+    listeners: tuple[StepListener, ...] = ()
+    depth: int = 0
+    """how many forwards of the model are running, one inside the other"""
+    _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict[str, Any])
+    _backward: int = -1
+
+    @functools.cached_property
+    def groups(self) -> dict[str, list[Any]]:
+        """Torch's groups of parameters, by the names of the units that have parameters."""
+        names = [unit.modules[0] for unit in self.plan.units if unit.params]
+        return {name: param_groups(self.units[name]) for name in names}
+
+    @functools.cached_property
+    def accumulation(self) -> Accumulation:
+        """Tells the units which microbatch is the last of its batch."""
+        sync = self.settings.gradient_sync
+        # Units that keep their parameters until backward keep them for the microbatches to come.
+        kept = [u.modules[0] for u in self.plan.units if u.reshard_after_forward is False]
+        return Accumulation(self.units, sync, kept if sync == "last" else (), self.abort)
+
+    def listener(self, kind: type[Listener]) -> Listener | None:
+        """Returns the listener of a class; `None` where this run needs none."""
+        return next((one for one in self.listeners if isinstance(one, kind)), None)
+
+    def start(self, step: Iterable[type[StepListener]]) -> None:
+        """Makes the listeners, in their order, and begins to call them.
+
+        Collective: as `wanted` of each class is.
+        """
+        for kind in step:
+            if kind.wanted(self):
+                self.listen(kind(self))
+        for name, groups in self.groups.items():
+            for group in groups:
+                attach(group, _Unit(self, name, group))
+        # Before torch's own, which may gather, and after it, when the unit is freed again.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
+        self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        self.model.register_forward_hook(self._end_forward)
+        self.model.register_forward_hook(self._leave_forward, always_call=True)
+        if self.optimizer is not None:
+            self.optimizer.register_step_pre_hook(functools.partial(self._hear_step, "before_step"))
+            self.optimizer.register_step_post_hook(functools.partial(self._hear_step, "after_step"))
+        for name, unit in self.units.items():
+            # Before torch's own, which frees the parameters.
+            assert isinstance(unit, nn.Module)
+            unit.register_forward_hook(functools.partial(self._after_forward, name), prepend=True)
+        for module in (self.model, *self.units.values()):
+            setattr(module, _RUN, self)
+
+    def listen(self, listener: StepListener) -> None:
+        """Calls one more listener, after the others. Collective: no."""
+        self.listeners += (listener,)
+        for name, method in vars(StepListener).items():
+            if callable(method) and getattr(type(listener), name) is not method:
+                self._calls.setdefault(name, []).append(getattr(listener, name))
+
+    def abort(self) -> None:
+        """Leaves a batch in the middle, so that the next forward starts as if it had not been.
+
+        Collective: no. All parameters are shards again; the gradients of the batch are lost.
+        """
+        self.tell("aborted")
+        reset(self.units.values())
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Around an evaluation: units free or keep their parameters as they were told for it."""
+        return resharding(self.units, self.settings.eval_reshard_after_forward)
+
+    def stop_listening(self, listener: StepListener) -> None:
+        """Calls a listener no more; nothing the next time. Collective: no."""
+        others = [one for one in self.listeners if one is not listener]
+        self.listeners, self._calls = (), {}
+        for one in others:
+            self.listen(one)
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Calls a method of all listeners that define it."""
+        for call in self._calls.get(event, ()):
+            call(*args)
+
+    def all_say(self, event: str, *args: Any) -> bool:
+        """Whether all listeners that define a method answer with True."""
+        return all(call(*args) for call in self._calls.get(event, ()))
+
+    def _begin_forward(self, *_: object) -> None:
+        self.depth += 1
+        self.tell("begin_forward")
+
+    def _end_forward(self, *_: object) -> None:
+        self.tell("end_forward")
+
+    def _leave_forward(self, *_: object) -> None:
+        self.depth -= 1
+
+    def _hear_step(self, event: str, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.tell(event, optimizer)
+
+    def _after_forward(self, unit: str, *call: Any) -> None:
+        self.tell("after_forward", unit, call[-1])
+
+    def note_backward(self) -> None:
+        """Has the end of the backward that runs told, once."""
+        if backward_number() != self._backward:
+            self._backward = backward_number()
+            # One that is put in later comes after those of all units, of several models too.
+            after_backward(lambda: after_backward(lambda: self.tell("end_of_backward")))
+
+
+@dataclass(eq=False, slots=True)
+class _Unit:
+    """Passes on what torch does with one group of parameters."""
+
+    run: Run
+    name: str
+    group: Any
+
+    def tell(self, event: str) -> None:
+        self.run.tell(event, self.name, self.group)
+
+    def frees(self) -> bool:
+        return self.run.all_say("frees", self.name, self.group)
+
+    def before_backward(self) -> None:
+        self.run.note_backward()
+        self.tell("before_backward")
+
+    def after_backward(self) -> bool:
+        """Whether the group may reduce now."""
+        self.run.note_backward()
+        if not self.run.all_say("reduces", self.name, self.group):
+            return False
+        self.tell("after_backward")
+        return True
+
+
+def run_of(module: nn.Module) -> Run | None:
+    """Returns the run of a prepared model or of one of its units, `None` of another module."""
+    return getattr(module, _RUN, None)
