@@ -1,1 +1,1 @@
-"""Looks for faults in every step, whose numbers are the same without: order, watchdog, out of memory."""
+"""Looks for faults in every step, whose numbers stay the same without these listeners."""
