@@ -322,10 +322,8 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
     return [name for name in names if name not in around and name.startswith(beside)]
 
 
-def start_run(
-    tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule], step: Any = STEP
-) -> Run:
-    """Begins to call what happens in every step. Collective: yes."""
+def start_run(tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule]) -> Run:
+    """Begins to call the listeners of `STEP`. Collective: yes."""
     device = torch.device(plan.device_type)
     agreement_of(device)  # made here, where all ranks are
     force_backward_through(units[name] for name in _beside_towers(tree.root, plan))
@@ -340,7 +338,7 @@ def start_run(
         units=units,
         conditional=_with_unused(plan.units, plan.conditional),
     )
-    run.start(step)
+    run.start(STEP)
     return run
 
 

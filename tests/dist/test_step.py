@@ -1,0 +1,71 @@
+"""What happens in a step is in one tuple, and numbers do not depend on its guards."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.step.run import StepListener, run_of
+from composer_fsdp2.trainer import prepare
+from tests.support.models import TinyLM, batches, lm_loss
+from tests.support.parity import OPTIMIZERS, assert_same_values
+
+GUARDS = [kind for kind in prepare.STEP if ".guards." in kind.__module__]
+
+
+def trained(model: TinyLM) -> list[float]:
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    settings = {"forward_prefetch": 1, "wrap_policy": {"names": ["blocks.0", "blocks.1"]}}
+    prepare_fully_shard(model, optimizer, settings)
+    losses = []
+    for ids, targets in batches(3, 4):
+        loss = lm_loss(model(ids), targets)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(lm_loss(model(ids), targets).item())
+    return losses
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("guard", GUARDS)
+def test_numbers_stay_without_a_guard(guard: type[StepListener], monkeypatch: pytest.MonkeyPatch):
+    torch.manual_seed(0)
+    whole = TinyLM()
+    without = copy.deepcopy(whole)
+    losses = trained(whole)
+    monkeypatch.setattr(prepare, "STEP", tuple(kind for kind in prepare.STEP if kind is not guard))
+    assert trained(without) == losses
+    run = run_of(without)
+    assert run is not None
+    assert run.listener(guard) is None
+    assert_same_values(whole, without)
+
+
+class Reductions(StepListener):
+    """Notes the units whose gradients are reduced."""
+
+    def before_reduce(self, unit: str, group: object) -> None:
+        self.run.model.__dict__.setdefault("reduced", []).append(unit)
+
+
+@pytest.mark.world_size(2)
+def test_a_listener_of_ones_own():
+    model = TinyLM()
+    prepare_fully_shard(model, None, {"wrap_policy": {"names": ["blocks.0", "blocks.1"]}})
+    run = run_of(model)
+    assert run is not None
+    heard = Reductions(run)
+    run.listen(heard)
+    ids, targets = batches(1, 4)[0]
+    lm_loss(model(ids), targets).backward()
+    assert vars(model)["reduced"] == ["blocks.1", "blocks.0", ""]
+    run.stop_listening(heard)
+    lm_loss(model(ids), targets).backward()
+    assert len(vars(model)["reduced"]) == 3
