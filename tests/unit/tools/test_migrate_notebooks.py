@@ -99,12 +99,6 @@ def test_what_is_no_notebook_of_python_is_named(tmp_path, text):
     assert "notebook" in file.problem
 
 
-def test_an_old_notebook(tmp_path):
-    cell = {"cell_type": "code", "input": [FSDP], "language": "python"}
-    text = json.dumps({"worksheets": [{"cells": [cell]}], "nbformat": 3})
-    assert places(examined(tmp_path, text)) == [(1, 1, 36)]
-
-
 def test_the_report_names_the_cell(tmp_path, monkeypatch):
     examined(tmp_path, notebook("x", FSDP))
     monkeypatch.chdir(tmp_path)

@@ -1,287 +1,179 @@
-"""Finds what the names of a Python file stand for, without importing anything.
+"""Collects the origin of the names in a Python file, without importing anything.
 
-[Note: not libcst] libcst's `QualifiedNameProvider` answers the same question and was tried in the
-place of this file (1.9.0). It does not follow `fsdp = torch.distributed.fsdp`, resolves nothing
-after `from ... import *`, takes a name bound by a `case` pattern for the import of that name, and
-gives `FSDP(m).module` the name of an attribute of the class. Its time grows with the square of the
-number of places of a name: 36 s against 0.2 s for a file that assigns and reads one name 8,000
-times, and 1.9 s against 0.06 s for Composer's `trainer.py`. The code to make up for that would be
-longer than this.
+[Note: one file, one scope] Names are collected for the whole file. A name that is imported and
+bound to something else as well, in whatever function, is not certain. The values that names hold
+are followed through one assignment and no further; reads of shards that are missed raise
+`ShardReadError` in the run.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+import re
 
-__all__ = ["Meaning", "Scope", "ScopedVisitor", "arguments", "dotted", "read_scopes"]
+from composer_fsdp2.tools.migrate.python_code.row import Found
+from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS
 
-_Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_DEPTH = 8
-"""of aliases of aliases, so that two that name each other come to an end"""
+__all__ = ["CONFIG_CALLEES", "CONFIG_NAMES", "Names", "dotted", "last_name"]
 
+_CLASSES = frozenset(home for row in CODE_ROWS if row.found is Found.MEMBER for home in row.homes)
+_KEY_ROWS = [row for row in CODE_ROWS if row.found is Found.KEY]
+CONFIG_CALLEES = frozenset(home for row in _KEY_ROWS for home in row.homes)
+"""functions that take a configuration whose keys are looked at"""
+CONFIG_NAMES = frozenset(name for row in _KEY_ROWS for name in row.owners)
+"""arguments that hold such a configuration"""
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
-    """A full name something may stand for."""
-
-    name: str
-    certain: bool = True
-
-
-@dataclass(slots=True)
-class _Bindings:
-    """All that a name is bound to in one scope."""
-
-    imported: list[str] = field(default_factory=list)
-    aliases: list[ast.expr] = field(default_factory=list)
-    other: bool = False
+_COLLECTIONS = ("parameters", "named_parameters", "state_dict", "get_model_state_dict")
+_TENSORS = ("grad", "weight", "bias")
+_OTHER_STATE = re.compile("sched|scaler|sampler|loader|timestamp|metric", re.IGNORECASE)
+_WHOLE_OR_LOCAL = {
+    *("full_tensor", "to_local", "numel", "nelement", "size", "shape", "dim", "ndim", "dtype"),
+    *("device", "stride", "layout", "names", "keys", "element_size", "data_ptr", "requires_grad"),
+    *("type", "get_device", "placements", "device_mesh", "itemsize", "nbytes", "backward"),
+}
+"""attributes of a shard that can be read"""
 
 
-@dataclass(slots=True, eq=False)
-class Scope:
-    """Names of a module, class, function or comprehension."""
-
-    parent: Scope | None = None
-    is_class: bool = False
-    names: dict[str, _Bindings] = field(default_factory=dict)
-    outer: dict[str, Scope] = field(default_factory=dict)
-    """names declared `global` or `nonlocal`, and whose they are"""
-    wildcards: list[str] = field(default_factory=list)
-    known: set[str] = field(default_factory=set)
-    """expressions that are known to hold an object of interest"""
-    checked: set[str] = field(default_factory=set)
-    """expressions that are asked somewhere whether they do"""
-
-    def chain(self) -> Iterator[Scope]:
-        """The scopes a name is looked up in, innermost first."""
-        scope: Scope | None = self
-        while scope is not None:
-            if scope is self or not scope.is_class:
-                yield scope
-            scope = scope.parent
-
-    def binding(self, name: str) -> _Bindings:
-        """Where a name bound in this scope is kept."""
-        owner = self.outer.get(name, self)
-        return owner.names.setdefault(name, _Bindings())
-
-    def meanings(self, node: ast.AST, depth: int = _DEPTH) -> list[Meaning]:
-        """The full names a name or a chain of attributes may stand for."""
-        if isinstance(node, ast.Attribute):
-            return [
-                Meaning(f"{base.name}.{node.attr}", base.certain)
-                for base in self.meanings(node.value, depth)
-            ]
-        return self._look_up(node.id, depth) if isinstance(node, ast.Name) and depth else []
-
-    def _look_up(self, name: str, depth: int) -> list[Meaning]:
-        for scope in self.chain():
-            found = scope.outer.get(name, scope).names.get(name)
-            if found is not None:
-                certain = not found.other
-                aliases = [m for a in found.aliases for m in scope.meanings(a, depth - 1)]
-                return [Meaning(full, certain) for full in found.imported] + [
-                    Meaning(m.name, certain and m.certain) for m in aliases
-                ]
-        return [Meaning(f"{module}.{name}", False) for s in self.chain() for module in s.wildcards]
-
-    def knows(self, node: ast.expr) -> bool:
-        """Whether an expression is known to hold an object of interest."""
-        scope = self._home(node)
-        return scope is not None and dotted(node) in scope.known
-
-    def suspects(self, node: ast.expr) -> bool:
-        """Whether it is asked somewhere if it does."""
-        scope = self._home(node)
-        return scope is not None and dotted(node) in scope.checked
-
-    def _home(self, node: ast.expr) -> Scope | None:
-        """The scope of a name; what is known of `a.b` is kept with the module."""
-        text = dotted(node)
-        for scope in self.chain():
-            if text in scope.known or text in scope.checked or text in scope.names:
-                return scope
-        return None
-
-
-def dotted(node: ast.AST) -> str | None:
-    """`a.b.c` as text, or None for anything else."""
+def dotted(node: ast.AST) -> str:
+    """Returns `a.b.c` as text, or an empty text for anything else."""
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
         node = node.value
-    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
 
 
-def read_scopes(tree: ast.Module) -> dict[ast.AST, Scope]:
-    """The scope that each module, class, function and comprehension of a file opens."""
-    reader = _Reader(tree)
-    reader.visit(tree)
-    return reader.scopes
+def last_name(node: ast.AST) -> str:
+    """Returns the name after the last dot, or an empty text."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-class _Reader(ast.NodeVisitor):
-    """Collects bindings; what a scope's header evaluates belongs to the scope around it."""
+class Names:
+    """Holds the origins of a file's names."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self.scope = Scope()
-        self.scopes: dict[ast.AST, Scope] = {tree: self.scope}
-
-    def visit(self, node: ast.AST) -> None:
-        if isinstance(node, _FUNCTIONS):
-            self._function(node)
-        elif isinstance(node, ast.ClassDef):
-            self.scope.binding(node.name).other = True
-            self._each([*node.decorator_list, *node.bases, *node.keywords])
-            self._within(node, node.body, is_class=True)
-        elif isinstance(node, _COMPREHENSIONS):
-            self._within(node, list(ast.iter_child_nodes(node)))
-        else:
-            super().visit(node)
-
-    def _each(self, nodes: Iterable[ast.AST]) -> None:
+        self.imported: dict[str, list[str]] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.bound: set[str] = set()
+        """names that something else than an import or alias is bound to"""
+        self.wildcards: list[str] = []
+        self.modules: dict[str, bool] = {}
+        """expressions that hold FSDP1 modules; False where `isinstance` asks whether they do"""
+        self.configs: set[str] = set()
+        """expressions that a Trainer takes its configuration from"""
+        self.shards: set[str] = set()
+        """names of parameters, gradients and state dicts"""
+        self.tests: set[ast.AST] = set()
+        """parts of conditions"""
+        self._meanings: dict[str, dict[str, bool]] = {}
+        nodes = list(ast.walk(tree))
+        self._read_bindings(nodes)
         for node in nodes:
-            self.visit(node)
+            self._read_objects(node)
+            self._read_shards(node)
+        self.configs.discard("")
+        self.modules.pop("", None)
 
-    def _within(self, node: ast.AST, body: Iterable[ast.AST], *, is_class: bool = False) -> None:
-        around = self.scope
-        self.scope = self.scopes[node] = Scope(around, is_class)
-        self._each(body)
-        self.scope = around
+    def meanings(self, node: ast.AST) -> dict[str, bool]:
+        """Returns the full names that an expression may stand for, and whether that is certain."""
+        text = dotted(node)
+        if text in self._meanings:
+            return self._meanings[text]
+        found = self._meanings[text] = {}
+        left, seen = [(text, True)], set[str]()
+        while left:
+            name, certain = left.pop()
+            head, dot, rest = name.partition(".")
+            certain = certain and head not in self.bound
+            found |= {f"{full}{dot}{rest}": certain for full in self.imported.get(head, ())}
+            if head not in seen:
+                left += [(f"{other}{dot}{rest}", certain) for other in self.aliases.get(head, ())]
+            seen.add(head)
+            if head not in self.imported and head not in self.aliases and head not in self.bound:
+                found |= {f"{module}.{name}": False for module in self.wildcards}
+        return found
 
-    def _function(self, node: _Function) -> None:
-        if not isinstance(node, ast.Lambda):
-            self.scope.binding(node.name).other = True
-        self._each(_header(node))
-        body = [node.body] if isinstance(node, ast.Lambda) else node.body
-        around = self.scope
-        self.scope = self.scopes[node] = Scope(around)
-        for argument in arguments(node):
-            self.scope.binding(argument.arg).other = True
-        self._each(body)
-        self.scope = around
+    def holds_shards(self, node: ast.AST) -> bool:
+        """Returns whether an expression is made of parameters, gradients or a state dict."""
+        found = False
+        for part in ast.walk(node):
+            if isinstance(part, ast.Attribute) and part.attr in _WHOLE_OR_LOCAL:
+                return False
+            found |= isinstance(part, ast.Attribute) and part.attr in _TENSORS
+            found |= isinstance(part, ast.Name) and part.id in self.shards
+            found |= _is_collection(part)
+        return found
 
-    def visit_Name(self, node: ast.Name) -> None:
-        if not isinstance(node.ctx, ast.Load):
-            self.scope.binding(node.id).other = True
+    def _read_bindings(self, nodes: list[ast.AST]) -> None:
+        """Reads imports, aliases and all other bindings."""
+        passed_over: set[ast.AST] = set()
+        for node in nodes:
+            match node:
+                case ast.Import():
+                    for alias in node.names:
+                        first = alias.name.partition(".")[0]
+                        full = alias.name if alias.asname else first
+                        self.imported.setdefault(alias.asname or first, []).append(full)
+                case ast.ImportFrom():
+                    module = "." * node.level + (node.module or "")
+                    self.wildcards += [module for alias in node.names if alias.name == "*"]
+                    for alias in node.names:
+                        full = f"{module}.{alias.name}"
+                        self.imported.setdefault(alias.asname or alias.name, []).append(full)
+                case ast.Assign(targets=[ast.Name() as target], value=ast.Name() | ast.Attribute()):
+                    self.aliases.setdefault(target.id, []).append(dotted(node.value))
+                    passed_over.add(target)
+                case ast.Assign(targets=[ast.Name() as target], value=ast.Constant(value=None)):
+                    passed_over.add(target)  # `FSDP = None` where an import failed
+                case ast.Name(ctx=ast.Store()) if node not in passed_over:
+                    self.bound.add(node.id)
+                case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    self.bound.add(name)
+                case _:
+                    pass
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        self.scope.binding(node.target.id).other = True
-        self.visit(node.value)
+    def _read_objects(self, node: ast.AST) -> None:
+        """Reads which expressions hold FSDP1 modules and configurations of a Trainer."""
+        match node:
+            case ast.Assign(value=ast.Call(func=called)) if self._is_class(called):
+                self.modules |= dict.fromkeys(map(dotted, node.targets), True)
+            case ast.AnnAssign() if self._is_class(node.annotation):
+                self.modules[dotted(node.target)] = True
+            case ast.arg() if node.annotation and self._is_class(node.annotation):
+                self.modules[node.arg] = True
+            case ast.Call(func=ast.Name(id="isinstance"), args=[asked, class_]):
+                if self._is_class(class_):
+                    self.modules.setdefault(dotted(asked), False)
+            case ast.Call() if CONFIG_CALLEES & self.meanings(node.func).keys():
+                given = [k.value for k in node.keywords if k.arg in CONFIG_NAMES]
+                self.configs.update(map(dotted, given))
+            case _:
+                pass
 
-    def visit_Assign(self, node: ast.Assign) -> None:
-        self.visit(node.value)
-        for target in node.targets:
-            if not isinstance(target, ast.Name):
-                self.visit(target)
-            elif isinstance(node.value, (ast.Name, ast.Attribute)):
-                self.scope.binding(target.id).aliases.append(node.value)
-            elif not _is_none(node.value):  # `FSDP = None` where an import failed
-                self.scope.binding(target.id).other = True
-            else:
-                self.scope.binding(target.id)
+    def _read_shards(self, node: ast.AST) -> None:
+        """Reads which names hold parameters; a call may return anything for those it is given."""
+        match node:
+            case ast.For() | ast.comprehension() if self.holds_shards(node.iter):
+                names = [n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)]
+                self.shards.update(names[-1:])  # of a name and its parameter the second
+            case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+                value = node.value
+                own = value.func if isinstance(value, ast.Call) else value
+                if _is_collection(value) or self.holds_shards(own):
+                    self.shards.add(dotted(target))
+            case ast.If() | ast.While() | ast.Assert() | ast.IfExp():
+                self.tests.update(ast.walk(node.test))
+            case _:
+                pass
 
-    def visit_Import(self, node: ast.Import) -> None:
-        for alias in node.names:
-            first = alias.name.split(".")[0]
-            bound, full = (alias.asname, alias.name) if alias.asname else (first, first)
-            self.scope.binding(bound).imported.append(full)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        module = "." * node.level + (node.module or "")
-        for alias in node.names:
-            if alias.name == "*":
-                self.scope.wildcards.append(module)
-            else:
-                bound = self.scope.binding(alias.asname or alias.name)
-                bound.imported.append(f"{module}.{alias.name}")
-
-    def visit_Global(self, node: ast.Global) -> None:
-        *_, module = self.scope.chain()
-        self.scope.outer.update(dict.fromkeys(node.names, module))
-
-    def visit_Nonlocal(self, node: ast.Nonlocal) -> None:
-        for name in node.names:
-            for scope in list(self.scope.chain())[1:]:
-                if name in scope.names:
-                    self.scope.outer[name] = scope
-                    break
-
-    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> None:
-        self._bind(node.name)
-        self.generic_visit(node)
-
-    def visit_MatchAs(self, node: ast.MatchAs) -> None:
-        self._bind(node.name)
-        self.generic_visit(node)
-
-    def visit_MatchStar(self, node: ast.MatchStar) -> None:
-        self._bind(node.name)
-
-    def visit_MatchMapping(self, node: ast.MatchMapping) -> None:
-        self._bind(node.rest)
-        self.generic_visit(node)
-
-    def _bind(self, name: str | None) -> None:
-        if name is not None:
-            self.scope.binding(name).other = True
-
-
-class ScopedVisitor(ast.NodeVisitor):
-    """Visits a file with `scope` being the one that each expression is evaluated in."""
-
-    def __init__(self, scopes: dict[ast.AST, Scope], tree: ast.Module) -> None:
-        self.scopes = scopes
-        self.scope = self.module = scopes[tree]
-
-    def visit(self, node: ast.AST) -> None:
-        """Visits a node; the header of a function or class belongs to the scope around it."""
-        inner = self.scopes.get(node)
-        if inner is None or isinstance(node, ast.Module):
-            super().visit(node)
-            return
-        outside: list[ast.AST] = []
-        if isinstance(node, _FUNCTIONS):
-            outside += _header(node)
-        elif isinstance(node, ast.ClassDef):
-            outside += [*node.decorator_list, *node.bases, *node.keywords]
-        for child in outside:
-            self.visit(child)
-        around, self.scope = self.scope, inner
-        self.enter(node)
-        for child in _inside(node):
-            self.visit(child)
-        self.scope = around
-
-    def enter(self, node: ast.AST) -> None:
-        """Called where a scope begins."""
+    def _is_class(self, node: ast.AST) -> bool:
+        return bool(_CLASSES & self.meanings(node).keys())
 
 
-def _inside(node: ast.AST) -> list[ast.AST]:
-    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-        return list(node.body)
-    return [node.body] if isinstance(node, ast.Lambda) else list(ast.iter_child_nodes(node))
-
-
-def _header(node: _Function) -> list[ast.expr]:
-    """Returns the parts of a function that are evaluated where it is written."""
-    found: list[ast.expr | None] = [*node.args.defaults, *node.args.kw_defaults]
-    found += [argument.annotation for argument in arguments(node)]
-    if not isinstance(node, ast.Lambda):
-        found += [*node.decorator_list, node.returns]
-    return [expression for expression in found if expression is not None]
-
-
-def arguments(node: _Function) -> list[ast.arg]:
-    """All arguments of a function."""
-    a = node.args
-    rest = [argument for argument in (a.vararg, a.kwarg) if argument is not None]
-    return [*a.posonlyargs, *a.args, *a.kwonlyargs, *rest]
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
+def _is_collection(node: ast.AST) -> bool:
+    """Returns whether an expression calls for all parameters or a state dict of them."""
+    if not isinstance(node, ast.Call) or last_name(node.func) not in _COLLECTIONS:
+        return False
+    return not _OTHER_STATE.search(ast.unparse(node.func))

@@ -1,43 +1,31 @@
-"""One row of the table of uses of FSDP1 in Python code: how it is found and what it becomes."""
+"""Declares a row of the table of uses in Python code: how it is found and what it becomes."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = [
-    "BLOCK",
-    "GET_MODEL",
-    "GET_OPTIMIZER",
-    "IS_FSDP2",
-    "SET_OPTIMIZER",
-    "STATE_DICT",
-    "CodeRow",
-    "Found",
-    "Kind",
-    "Replacement",
-    "named",
-]
+__all__ = ["CodeRow", "Found", "Kind", "named"]
 
 
 class Kind(str, Enum):
-    """Conditions of a use."""
+    """Says how much work a use is."""
 
     REPLACE = "replace"
-    """one word changes; the report shows what to write in the place of each use"""
+    """one word changes; the report shows the new line of each use"""
     BY_HAND = "by hand"
     NOTHING = "nothing to do"
     """goes on working under FSDP2; listed so that nobody has to wonder"""
 
 
 class Found(str, Enum):
-    """How a row's names are recognised."""
+    """Says how a row's names are recognised."""
 
     NAME = "name"
-    """imported from one of `homes`, whatever it is called in the file"""
+    """imported from one of `homes`, under any name in the file"""
     CHECK = "type check"
     """such a name as the class of `isinstance` or `issubclass`"""
     MEMBER = "method"
@@ -52,73 +40,43 @@ class Found(str, Enum):
     """inside a string"""
     VARIABLE = "environment variable"
     READ = "read"
-    """a number, or the values, read out of what comes from `parameters()` or `state_dict()`"""
-
-
-@dataclass(frozen=True, slots=True)
-class Replacement:
-    """Another function that is called the same way."""
-
-    module: str
-    name: str
-    arguments: tuple[tuple[str, str], ...] = ()
-    """keywords that are called something else, old and new"""
+    """a number, or the values, read out of `parameters()`, `state_dict()` or `.grad`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodeRow:
-    """One line of the table."""
+    """Describes one line of the table."""
 
     title: str
     found: Found
     names: tuple[str, ...]
-    kind: Kind
+    kind: Kind = Kind.BY_HAND
     use: str
-    """what to write instead"""
+    """code to write instead"""
     reason: str
     homes: tuple[str, ...] = ()
-    """modules for `NAME`, else qualified names of what the names belong to"""
+    """modules for `NAME`, else qualified names of the owners of the names"""
     owners: tuple[str, ...] = ()
     harmless: tuple[Any, ...] = ()
     """literal values of an argument or key that need nothing"""
     position: int | None = None
     """of an argument that may be given without its name"""
     distinctive: bool = False
-    """nothing else is called so: worth a 'perhaps' where it cannot be known"""
-    replacement: Replacement | None = None
+    """nothing else is called so: worth a 'perhaps' where its origin is not known"""
     strangers: tuple[str, ...] = ()
     """last names of objects that have a method of the same name themselves"""
+    replacement: str = ""
+    """full name of a function that is called the same way"""
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    """arguments that the other function calls something else, old and new"""
 
     def qualified(self) -> Iterator[str]:
-        """All full names of a `NAME` or `CHECK`."""
+        """Returns all full names of the row; the bare names where it has no homes."""
+        if not self.homes:
+            return iter(self.names)
         return (f"{home}.{name}" for home, name in itertools.product(self.homes, self.names))
 
 
-def named(
-    *names: str, homes: tuple[str, ...], use: str, reason: str, distinctive: bool = False
-) -> CodeRow:
-    """Returns the row of names that are imported and have to be replaced by hand."""
-    return CodeRow(
-        title=names[0],
-        found=Found.NAME,
-        names=names,
-        homes=homes,
-        kind=Kind.BY_HAND,
-        use=use,
-        reason=reason,
-        distinctive=distinctive,
-    )
-
-
-# --- What to write instead, where several rows say the same. ---
-
-STATE_DICT = "torch.distributed.checkpoint.state_dict"
-GET_MODEL = f"{STATE_DICT}.get_model_state_dict(model, options=StateDictOptions(...))"
-GET_OPTIMIZER = (
-    f"{STATE_DICT}.get_optimizer_state_dict(model, optimizer, options=StateDictOptions(...))"
-)
-SET_OPTIMIZER = (
-    f"{STATE_DICT}.set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(...))"
-)
-IS_FSDP2 = "isinstance(module, torch.distributed.fsdp.FSDPModule)"
-BLOCK = "parallelism_config={'fsdp2': {...}}"
+def named(*names: str, **fields: Any) -> CodeRow:
+    """Returns the row of names that are imported."""
+    return CodeRow(title=names[0], found=Found.NAME, names=names, **fields)

@@ -1,139 +1,135 @@
-"""Uses of FSDP1 in the text of a Python file. Nothing of the file is imported or executed."""
+"""Finds uses of FSDP1 and reads of shards in Python code; imports and executes nothing of it."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from composer_fsdp2.tools.migrate.python_code.known import (
+from composer_fsdp2.tools.migrate.python_code.names import (
     CONFIG_CALLEES,
     CONFIG_NAMES,
-    checked_objects,
+    Names,
+    dotted,
     last_name,
-    learn,
 )
-from composer_fsdp2.tools.migrate.python_code.names import Scope, ScopedVisitor, dotted, read_scopes
-from composer_fsdp2.tools.migrate.python_code.replacement import replaced_line
-from composer_fsdp2.tools.migrate.python_code.row import CodeRow, Found
+from composer_fsdp2.tools.migrate.python_code.row import CodeRow, Found, Kind
 from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
-from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS
+from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS, NUMBER, SAVED, VALUES
 
 __all__ = ["Use", "find_uses"]
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One place that a row of the table speaks of."""
+    """Names one place that a row of the table speaks of."""
 
     row: CodeRow
     line: int
     column: int
     """both count from 1, in characters"""
     certain: bool
-    """false where imports do not tell whose name it is"""
+    """false where imports do not tell whose name it is, and for all reads of shards"""
     code: str
     """the line it is in"""
     replacement: str | None = None
-    """what to write for that line, where it only has to name another function"""
+    """the new line, where only another function has to be named"""
     cell: int | None = None
     """of a notebook, in which lines are counted"""
 
 
 def find_uses(source: Source) -> list[Use]:
-    """All uses of FSDP1 in a file, in order of place.
+    """Returns all uses of FSDP1 and reads of shards in a file, in order of place.
 
     Raises:
-        Unreadable: when the file is nested too deeply.
+        Unreadable: the file is nested too deeply.
     """
-    if not _WORTH_A_LOOK.search(source.text):
-        return []
     try:
-        scopes = read_scopes(source.tree)
-        finder = _Finder(scopes, source, learn(scopes, source.tree))
+        finder = _Finder(source)
         finder.visit(source.tree)
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
-    return sorted(finder.uses.values(), key=lambda use: (use.line, use.column))
+    return sorted(finder.uses.values(), key=lambda use: (use.cell or 0, use.line, use.column))
 
 
-# --- The table, by what is looked for. ---
+# --- The table, by kind of place. ---
 
 
 def _index(*kinds: Found) -> dict[str, CodeRow]:
     found: dict[str, CodeRow] = {}
     for row in CODE_ROWS:
-        if row.found in kinds:
-            for name in row.qualified() if row.homes else row.names:
-                found.setdefault(name, row)
+        for name in row.qualified() if row.found in kinds else ():
+            found.setdefault(name, row)
     return found
+
+
+def _by_name(*kinds: Found) -> dict[str, CodeRow]:
+    """Returns the rows of names that nothing else is called."""
+    rows = [row for row in CODE_ROWS if row.found in kinds and row.distinctive]
+    return {name: row for row in rows for name in row.names}
 
 
 _NAMED = _index(Found.NAME, Found.MEMBER)
 _CHECKED = _index(Found.CHECK)
 _ARGUMENTS = _index(Found.ARGUMENT)
-_KEYS = _index(Found.KEY)
 _TEXTS = _index(Found.TEXT)
 _VARIABLES = _index(Found.VARIABLE)
-_CALLEES = frozenset(name.rpartition(".")[0] for name in _ARGUMENTS)
+_ATTRIBUTES = _index(Found.ATTRIBUTE)
+_KEYS = {name: row for row in CODE_ROWS if row.found is Found.KEY for name in row.names}
 _MEMBERS = {name: row for row in CODE_ROWS if row.found is Found.MEMBER for name in row.names}
-_LOOSE = {
-    name: row
-    for row in CODE_ROWS
-    if row.found in (Found.NAME, Found.ARGUMENT) and row.distinctive
-    for name in row.names
-}
-_ATTRIBUTES = {name: row for row in CODE_ROWS if row.found is Found.ATTRIBUTE for name in row.names}
+_CALLEES = frozenset(name.rpartition(".")[0] for name in _ARGUMENTS)
 _POSITIONAL = [(row, row.position) for row in CODE_ROWS if row.position is not None]
-_MAPPING_READS = ("get", "pop", "setdefault")
-_ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.unsetenv")
+_LOOSE_NAMES, _LOOSE_ARGUMENTS = _by_name(Found.NAME), _by_name(Found.ARGUMENT)
 
 
-def _worth_a_look() -> re.Pattern[str]:
-    """Text that any use holds; most names of the table do not occur without "fsdp"."""
-    words = {name for row in CODE_ROWS if row.distinctive or not row.homes for name in row.names}
-    words |= {home.rpartition(".")[2] for row, _ in _POSITIONAL for home in row.homes}
-    named = [row for row in CODE_ROWS if row.found is Found.NAME]
-    words |= {
-        n for r in named if not any("fsdp" in q.lower() for q in r.qualified()) for n in r.names
-    }
-    return re.compile("|".join(["(?i:fsdp)", *sorted(words)]))
-
-
-_WORTH_A_LOOK = _worth_a_look()
-
-
-class _Finder(ScopedVisitor):
+class _Finder(ast.NodeVisitor):
     """Compares names, calls and strings with the table."""
 
-    def __init__(self, scopes: dict[ast.AST, Scope], source: Source, configs: set[str]) -> None:
-        super().__init__(scopes, source.tree)
+    def __init__(self, source: Source) -> None:
         self.source = source
-        self.configs = configs
+        self.names = Names(source.tree)
         self.uses: dict[tuple[int, int, str], Use] = {}
-        self._checking = False
-        self._environment = False
-        self._holding: frozenset[str] = frozenset()
-        self._format: ast.JoinedStr | None = None
+        self.calls: dict[ast.AST, ast.Call] = {}
+        """the call of each function that is called"""
+        self.checks: set[ast.AST] = set()
+        """parts of the classes of `isinstance`"""
+        self.format: ast.JoinedStr | None = None
+        self.is_whole = False
+        """inside of `with summon_full_params`"""
 
-    def _report(
-        self, row: CodeRow, node: ast.AST, certain: bool = True, within: ast.AST | None = None
-    ) -> None:
+    def _report(self, row: CodeRow, node: ast.AST, certain: bool = True) -> None:
         # Places inside f-strings are right only from Python 3.12 on.
-        place = self._format or node
+        place = self.format or node
         line, utf8 = place.lineno, place.col_offset  # pyright: ignore[reportAttributeAccessIssue]
         if isinstance(place, ast.Attribute) and row.found is not Found.NAME:
             line = place.end_lineno or line
             utf8 = (place.end_col_offset or 0) - len(place.attr.encode())
         column = self.source.column(line, utf8) + 1
         code = self.source.lines[line - 1].strip()
-        known = certain and self._format is None
-        replacement = replaced_line(self.source, row, node, within) if known else None
-        use = Use(row, line, column, certain, code, replacement)
+        can_replace = certain and row.kind is Kind.REPLACE and self.format is None
+        replacement = self._new_line(row, node) if can_replace else None
+        cell, inside = self.source.place(line)
+        use = Use(row, inside, column, certain, code, replacement, cell)
         self.uses.setdefault((line, column, row.title), use)
 
-    # --- Names. ---
+    def _new_line(self, row: CodeRow, node: ast.AST) -> str | None:
+        """Returns the line, of a call all its lines, with the other function and arguments."""
+        module, _, new = row.replacement.rpartition(".")
+        if isinstance(node, ast.alias):
+            return f"from {module} import {new}" + (f" as {node.asname}" if node.asname else "")
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return None
+        whole = self.calls.get(node, node)
+        end = whole.end_lineno or whole.lineno
+        text = " ".join(line.strip() for line in self.source.lines[whole.lineno - 1 : end])
+        for old in row.names:
+            text = re.sub(rf"\b[\w.]+\.{old}\b", row.replacement, text)
+            text = re.sub(rf"\b{old}\b", new, text)
+        for old, argument in row.keywords.items():
+            text = re.sub(rf"\b{old}(?=\s*=[^=])", argument, text)
+        return text
+
+    # --- Names and attributes. ---
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -145,206 +141,116 @@ class _Finder(ScopedVisitor):
         for alias in node.names:
             row = _NAMED.get(f"{module}.{alias.name}") or _NAMED.get(module)
             if row is not None:
-                self._report(row, alias, within=node)
-            elif alias.name in _LOOSE and _LOOSE[alias.name].found is Found.NAME:
-                self._report(_LOOSE[alias.name], alias, certain=False)
+                self._report(row, alias)
+            elif alias.name in _LOOSE_NAMES:
+                self._report(_LOOSE_NAMES[alias.name], alias, certain=False)
 
     def visit_Name(self, node: ast.Name) -> None:
-        self._name(node, None)
+        self._find_name(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if not self._name(node, None):
-            self._attribute(node)
-            self.visit(node.value)
+        if self._find_name(node):
+            return
+        row, owner = _MEMBERS.get(node.attr), last_name(node.value)
+        if row is not None:
+            # A method of an import is the import's own.
+            strange = owner in row.strangers or self.names.meanings(node.value)
+            text = dotted(node.value)
+            if text in self.names.modules:
+                self._report(row, node, self.names.modules[text])
+            elif row.distinctive and not (row.strangers and strange):
+                self._report(row, node, certain=False)
+        row = _ATTRIBUTES.get(node.attr)
+        if row is not None and (row.distinctive or owner in row.owners):
+            self._report(row, node, not row.owners or owner in row.owners)
+        self.visit(node.value)
 
-    def _name(self, node: ast.Name | ast.Attribute, within: ast.AST | None) -> bool:
-        """Whether the whole expression is a name of the table."""
+    def _find_name(self, node: ast.Name | ast.Attribute) -> bool:
+        """Reports an expression that is a name of the table as a whole."""
         if not isinstance(node.ctx, ast.Load):
             return False
-        for meaning in self.scope.meanings(node):
-            row = _CHECKED.get(meaning.name) if self._checking else None
-            row = row or _NAMED.get(meaning.name)
+        for name, certain in self.names.meanings(node).items():
+            known = (node in self.checks and _CHECKED.get(name)) or _NAMED.get(name)
+            row = known or _LOOSE_NAMES.get(name.rpartition(".")[2])
             if row is not None:
-                self._report(row, node, meaning.certain, within)
-                return True
-        for meaning in self.scope.meanings(node):
-            row = _LOOSE.get(meaning.name.rpartition(".")[2])
-            if row is not None and row.found is Found.NAME:
-                self._report(row, node, certain=False)
+                self._report(row, node, certain and known is not None)
                 return True
         return False
-
-    def _attribute(self, node: ast.Attribute) -> None:
-        """Reports an attribute of an object, by what is known of the object."""
-        row = _MEMBERS.get(node.attr)
-        if row is not None:
-            certain = self.scope.knows(node.value) or dotted(node.value) in self._holding
-            if certain or self._may_be(row, node) or self.scope.suspects(node.value):
-                self._report(row, node, certain)
-                return
-        row = _ATTRIBUTES.get(node.attr)
-        if row is not None:
-            owned = not row.owners or last_name(node.value) in row.owners
-            if owned or row.distinctive:
-                self._report(row, node, owned)
-
-    def _may_be(self, row: CodeRow, node: ast.Attribute) -> bool:
-        """Whether a method of such a name is worth a 'perhaps'; that of an import is its own."""
-        strange = last_name(node.value) in row.strangers
-        return row.distinctive and not (
-            strange or (row.strangers and self.scope.meanings(node.value))
-        )
-
-    def visit_If(self, node: ast.If) -> None:
-        self.visit(node.test)
-        self._where(node.test, node.body)
-        for statement in node.orelse:
-            self.visit(statement)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        self.visit(node.test)
-        self._where(node.test, [node.body])
-        self.visit(node.orelse)
-
-    def visit_BoolOp(self, node: ast.BoolOp) -> None:
-        self._where(node, node.values)
-
-    def _where(self, test: ast.expr, nodes: Sequence[ast.AST]) -> None:
-        """Visits what is reached where a condition holds, such as `isinstance(x, FSDP)`."""
-        before = self._holding
-        self._holding = before | checked_objects(self.scope, test)
-        for node in nodes:
-            self.visit(node)
-        self._holding = before
 
     # --- Calls. ---
 
     def visit_Call(self, node: ast.Call) -> None:
         callee, given = node.func, node.args
-        meanings = self.scope.meanings(callee)
-        if any(m.name == "functools.partial" for m in meanings) and given:
+        if "functools.partial" in self.names.meanings(callee) and given:
             callee, given = given[0], given[1:]
-            meanings = self.scope.meanings(callee)
-        names = {meaning.name: meaning.certain for meaning in meanings}
-        self._arguments(node, given, names)
-        if dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
-            self.visit(node.args[0])
-            self._check(node.args[1])
-            return
-        if isinstance(node.func, (ast.Name, ast.Attribute)) and self._name(node.func, node):
-            children: list[ast.AST] = [*node.args, *node.keywords]
-        else:
-            children = [node.func, *node.args, *node.keywords]
-        environment = any(name.startswith(_ENVIRONMENT) for name in names)
-        self._each(children, environment)
-
-    def _each(self, nodes: list[ast.AST], environment: bool) -> None:
-        before, self._environment = self._environment, environment
-        for node in nodes:
-            self.visit(node)
-        self._environment = before
-
-    def _arguments(self, node: ast.Call, given: list[ast.expr], names: dict[str, bool]) -> None:
+        names = self.names.meanings(callee)
+        self.calls[node.func] = node
         for keyword in node.keywords:
-            name = keyword.arg or ""
-            self._argument(name, keyword, keyword.value, names)
-            if name in _VARIABLES:
-                self._report(_VARIABLES[name], keyword, certain=False)
-            if name in CONFIG_NAMES:
-                known = any(callee in CONFIG_CALLEES for callee in names)
-                self._mapping(keyword.value, known and all(names.values()))
+            self._check_argument(keyword.arg or "", keyword, keyword.value, names)
         for row, position in _POSITIONAL:
-            before = given[: position + 1]
-            starred = any(isinstance(value, ast.Starred) for value in before)
-            ours = names.keys() & set(row.homes)
-            if ours and len(before) == position + 1 and not starred:
-                self._argument(row.names[0], before[-1], before[-1], names)
-        if (
-            last_name(node.func) in _MAPPING_READS
-            and isinstance(node.func, ast.Attribute)
-            and given
-        ):
-            self._key(node.func.value, given[0])
+            is_given = len(given) > position and names.keys() & set(row.homes)
+            if is_given and not isinstance(given[position], ast.Starred):
+                self._check_argument(row.names[0], given[position], given[position], names)
+        if dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
+            self.checks.update(ast.walk(node.args[1]))
+        if isinstance(node.func, ast.Attribute) and given and node.func.attr in ("get", "pop"):
+            self._check_item(node.func.value, given[0])
+        self._check_read(node)
+        self.generic_visit(node)
 
-    def _argument(
+    def _check_argument(
         self, name: str, place: ast.AST, value: ast.expr, callees: dict[str, bool]
     ) -> None:
+        if name in CONFIG_NAMES:
+            known = bool(CONFIG_CALLEES & callees.keys()) and all(callees.values())
+            self._check_mapping(value, known)
+        if name in _VARIABLES:
+            self._report(_VARIABLES[name], place)
         for callee, certain in callees.items():
             row = _ARGUMENTS.get(f"{callee}.{name}")
-            if row is not None and not _is_harmless(row, value):
-                self._report(row, place, certain)
+            if row is not None:
+                if not _is_harmless(row, value):
+                    self._report(row, place, certain)
                 return
-        loose = _LOOSE.get(name)
-        if loose is not None and loose.found is Found.ARGUMENT and not _CALLEES & callees.keys():
-            self._report(loose, place, certain=False)
-
-    # --- Type checks. ---
-
-    def _check(self, node: ast.AST) -> None:
-        before, self._checking = self._checking, True
-        self.visit(node)
-        self._checking = before
-
-    def visit_Compare(self, node: ast.Compare) -> None:
-        left = node.left
-        check = isinstance(left, ast.Call) and last_name(left.func) == "type"
-        self.visit(left)
-        for other in node.comparators:
-            if check:
-                self._check(other)
-            else:
-                self.visit(other)
-
-    def visit_MatchClass(self, node: ast.MatchClass) -> None:
-        self._check(node.cls)
-        for pattern in (*node.patterns, *node.kwd_patterns):
-            self.visit(pattern)
+        if name in _LOOSE_ARGUMENTS and not _CALLEES & callees.keys():
+            self._report(_LOOSE_ARGUMENTS[name], place, certain=False)
 
     # --- Keys of the Trainer's configuration. ---
 
     def visit_Assign(self, node: ast.Assign) -> None:
         for target in node.targets:
-            self._configuration(target, node.value)
+            self._check_configuration(target, node.value)
         self.generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
-            self._configuration(node.target, node.value)
-        self.generic_visit(node)
-
-    def _configuration(self, target: ast.AST, value: ast.expr) -> None:
-        text = dotted(target)
-        if text in self.configs or last_name(target) in CONFIG_NAMES:
-            self._mapping(value, certain=text in self.configs)
-
-    def _mapping(self, node: ast.expr, certain: bool) -> None:
-        pairs: list[tuple[str | None, ast.AST, ast.expr]] = []
-        if isinstance(node, ast.Dict):
-            pairs = [(_text(k), k, v) for k, v in zip(node.keys, node.values, strict=True) if k]
-        elif isinstance(node, ast.Call) and last_name(node.func) == "dict":
-            pairs = [(keyword.arg, keyword, keyword.value) for keyword in node.keywords]
-        for name, place, value in pairs:
-            row = next((row for key, row in _KEYS.items() if key.endswith(f".{name}")), None)
-            if row is not None and not _is_harmless(row, value):
-                self._report(row, place, certain)
 
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
-            if key is not None and _text(key) in CONFIG_NAMES:
-                self._mapping(value, certain=False)
+            if isinstance(key, ast.Constant) and key.value in CONFIG_NAMES:
+                self._check_mapping(value, certain=False)
         self.generic_visit(node)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
-        self._key(node.value, node.slice)
-        self.visit(node.value)
-        names = [meaning.name for meaning in self.scope.meanings(node.value)]
-        self._each([node.slice], any(name.startswith(_ENVIRONMENT) for name in names))
+        self._check_item(node.value, node.slice)
+        self.generic_visit(node)
 
-    def _key(self, owner: ast.expr, key: ast.expr) -> None:
-        text = dotted(owner)
-        if text in self.configs or last_name(owner) in CONFIG_NAMES:
-            fake = ast.Dict([key], [ast.Name("_", ast.Load())])
-            self._mapping(fake, certain=text in self.configs)
+    def _check_item(self, owner: ast.expr, key: ast.expr) -> None:
+        self._check_configuration(owner, ast.Dict([key], [ast.Name("_", ast.Load())]))
+
+    def _check_configuration(self, target: ast.AST, value: ast.expr) -> None:
+        certain = dotted(target) in self.names.configs
+        if certain or last_name(target) in CONFIG_NAMES:
+            self._check_mapping(value, certain)
+
+    def _check_mapping(self, node: ast.expr, certain: bool) -> None:
+        pairs: list[tuple[object, ast.AST, ast.expr]] = []
+        if isinstance(node, ast.Dict):
+            keys = zip(node.keys, node.values, strict=True)
+            pairs = [(key.value, key, item) for key, item in keys if isinstance(key, ast.Constant)]
+        elif isinstance(node, ast.Call) and last_name(node.func) == "dict":
+            pairs = [(keyword.arg, keyword, keyword.value) for keyword in node.keywords]
+        for name, place, value in pairs:
+            row = _KEYS.get(str(name))
+            if row is not None and not _is_harmless(row, value):
+                self._report(row, place, certain)
 
     # --- Strings. ---
 
@@ -353,9 +259,9 @@ class _Finder(ScopedVisitor):
             self.visit(node.value)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        before, self._format = self._format, self._format or node
+        before, self.format = self.format, self.format or node
         self.generic_visit(node)
-        self._format = before
+        self.format = before
 
     def visit_Constant(self, node: ast.Constant) -> None:
         if not isinstance(node.value, str):
@@ -366,14 +272,46 @@ class _Finder(ScopedVisitor):
                 self._report(row, node)
         for variable, row in _VARIABLES.items():
             if node.value == variable or f"{variable}=" in node.value:
-                self._report(row, node, self._environment)
+                self._report(row, node)
         if node.value in _NAMED:
             self._report(_NAMED[node.value], node)
 
+    # --- Reads of shards, see [Note: numbers of shards]. ---
 
-def _text(node: ast.AST) -> str | None:
-    value = node.value if isinstance(node, ast.Constant) else None
-    return value if isinstance(value, str) else None
+    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
+        before = self.is_whole
+        called = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
+        self.is_whole |= any(last_name(call.func) == "summon_full_params" for call in called)
+        self.generic_visit(node)
+        self.is_whole = before
+
+    visit_AsyncWith = visit_With
+
+    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:
+        if node.format_spec is not None:  # formats as a number
+            self._report_read(NUMBER, node.value, node.value)
+        self.generic_visit(node)
+
+    def _check_read(self, node: ast.Call) -> None:
+        """Whether the model is sharded cannot be seen, so every read is a 'perhaps'."""
+        name, callee = last_name(node.func), dotted(node.func)
+        first = node.args[0] if node.args else None
+        if isinstance(node.func, ast.Attribute) and name in ("item", "tolist", "numpy"):
+            self._report_read(NUMBER if name == "item" else VALUES, node, node.func.value)
+        elif name in ("any", "all") and node in self.names.tests:
+            self._report_read(NUMBER, node, node)
+        elif first is None:
+            return
+        elif callee in ("float", "int", "bool", "complex") or callee.startswith("math."):
+            self._report_read(NUMBER, node, first)
+        elif callee in ("np.asarray", "np.array", "numpy.asarray", "numpy.array"):
+            self._report_read(VALUES, node, first)
+        elif callee in ("torch.save", "pickle.dump", "pickle.dumps"):
+            self._report_read(SAVED, node, first)
+
+    def _report_read(self, row: CodeRow, node: ast.expr, value: ast.expr) -> None:
+        if not self.is_whole and self.names.holds_shards(value):
+            self._report(row, node, certain=False)
 
 
 def _is_harmless(row: CodeRow, value: ast.expr) -> bool:
