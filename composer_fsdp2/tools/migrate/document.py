@@ -7,23 +7,23 @@ value stands; the new settings take the places of the old ones, with the comment
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
+from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.reading import check, compose, dump, json_mapping, load
 from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site, Status
 
-__all__ = ["Document", "check_result", "dump", "parse_value"]
-
+__all__ = ["Document", "check_result", "dump", "json_mapping", "parse_value"]
 
 _MOST_VALUES = 1_000_000
 _LONGEST_NOTE = 600
-_LONG_JSON = 20_000
 _WHOLE_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """as YAML 1.2 counts lines; `splitlines` ends them at more characters"""
 
@@ -44,8 +44,8 @@ class Document:
         self.end = self.whole[0][len(self.lines[0]) :] if self.whole else "\n"
         """of the lines that are written, as the file's first one has it"""
         try:
-            self.root: Any = compose(self.text)
-            data = _texts(load(self.text, self.root, duplicates=True))
+            self.root: Any = YAML().compose(self.text)
+            data = _texts(_load(self.text, duplicates=True))
         except (YAMLError, ValueError) as error:  # the second for dates and numbers out of range
             raise ConfigError(
                 f"'{name}' is not valid YAML: {' '.join(str(error).split())}. None of it can be "
@@ -275,7 +275,7 @@ def _note(entry: Entry) -> str:
 def parse_value(text: str) -> Any:
     """One value as YAML reads it; text that is no YAML is a string."""
     try:
-        return _texts(load(text, duplicates=False))
+        return _texts(_load(text, duplicates=False))
     except (YAMLError, ValueError, RecursionError):
         return text
 
@@ -287,7 +287,7 @@ def check_result(text: str) -> None:
         ConfigError: it is not valid YAML.
     """
     try:
-        check(text)
+        YAML().compose(text)
     except YAMLError as error:
         raise ConfigError(
             f"After the replacement the file is not valid YAML: {' '.join(str(error).split())}. "
@@ -295,10 +295,45 @@ def check_result(text: str) -> None:
         ) from None
 
 
+class _Dumper(yaml.SafeDumper):
+    """Repeats a value that occurs twice, instead of an anchor."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def dump(data: Any) -> str:
+    """Writes plain data as YAML blocks, quoted so that readers of YAML 1.1 and 1.2 agree on it."""
+    style: dict[str, Any] = {"default_flow_style": False, "sort_keys": False, "width": 10**6}
+    return yaml.dump(data, Dumper=_Dumper, allow_unicode=True, **style)
+
+
+def json_mapping(text: str) -> dict[str, Any] | None:
+    """Returns the mapping that a JSON text is; `None` for other texts and keys written twice."""
+
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            raise ValueError  # read as the YAML that it is too, where duplicates are reported
+        return found
+
+    try:
+        data = json.loads(text, object_pairs_hook=without_duplicates)
+    except (ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _load(text: str, *, duplicates: bool) -> Any:
+    reader = YAML(typ="safe", pure=True)
+    reader.allow_duplicate_keys = duplicates
+    return reader.load(text)
+
+
 def _json_as_yaml(text: str) -> str:
     data = json_mapping(text)
     try:
-        return text if data is None else dump(data, is_long=len(text) > _LONG_JSON)
+        return text if data is None else dump(data)
     except RecursionError:
         return text
 

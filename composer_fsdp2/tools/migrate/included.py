@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.document import Document
-from composer_fsdp2.tools.migrate.reading import json_mapping
+from composer_fsdp2.tools.migrate.document import Document, json_mapping
 
 __all__ = ["read_settings"]
 
