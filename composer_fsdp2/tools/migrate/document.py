@@ -44,8 +44,12 @@ class Document:
         self.end = self.whole[0][len(self.lines[0]) :] if self.whole else "\n"
         """of the lines that are written, as the file's first one has it"""
         try:
-            self.root: Any = YAML().compose(self.text)
-            data = _texts(_load(self.text, duplicates=True))
+            reader: Any = YAML(typ="safe", pure=True)
+            reader.allow_duplicate_keys = True
+            self.root: Any = reader.compose(self.text)
+            # Merging by `<<` changes the nodes.
+            node = reader.compose(self.text) if "<<" in self.text else self.root
+            data = _texts(None if node is None else reader.constructor.construct_document(node))
         except (YAMLError, ValueError) as error:  # the second for dates and numbers out of range
             raise ConfigError(
                 f"'{name}' is not valid YAML: {' '.join(str(error).split())}. None of it can be "
@@ -275,7 +279,7 @@ def _note(entry: Entry) -> str:
 def parse_value(text: str) -> Any:
     """One value as YAML reads it; text that is no YAML is a string."""
     try:
-        return _texts(_load(text, duplicates=False))
+        return _texts(YAML(typ="safe", pure=True).load(text))
     except (YAMLError, ValueError, RecursionError):
         return text
 
@@ -287,7 +291,7 @@ def check_result(text: str) -> None:
         ConfigError: it is not valid YAML.
     """
     try:
-        YAML().compose(text)
+        YAML(typ="safe", pure=True).compose(text)
     except YAMLError as error:
         raise ConfigError(
             f"After the replacement the file is not valid YAML: {' '.join(str(error).split())}. "
@@ -322,12 +326,6 @@ def json_mapping(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def _load(text: str, *, duplicates: bool) -> Any:
-    reader = YAML(typ="safe", pure=True)
-    reader.allow_duplicate_keys = duplicates
-    return reader.load(text)
 
 
 def _json_as_yaml(text: str) -> str:
