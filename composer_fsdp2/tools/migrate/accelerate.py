@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from composer_fsdp2.tools.migrate.report import (
@@ -11,107 +10,59 @@ from composer_fsdp2.tools.migrate.report import (
     Context,
     Dialect,
     Entry,
-    Ranks,
+    Path,
     Row,
     Site,
     Status,
 )
-from composer_fsdp2.tools.migrate.sequence import count_among_shards, sequence_rows
-from composer_fsdp2.tools.migrate.tensor import asks_for_nothing, degree_rows
-from composer_fsdp2.tools.migrate.training import FP8, backend_rows, gather_rows, join_fp8
+from composer_fsdp2.tools.migrate.shared_rows import (
+    FP8,
+    OFF,
+    ON,
+    REPLICATE,
+    SHARD,
+    SHARDING_KEYS,
+    add_precision,
+    backend_rows,
+    degree_rows,
+    find_ranks,
+    first_keys,
+    gather_rows,
+    is_names,
+    is_nothing,
+    is_number,
+    is_size,
+    join_fp8,
+    min_num_params,
+    precision_row,
+    sequence_rows,
+    under,
+    wrap_classes,
+)
 
 __all__ = [
     "ACCELERATE",
     "BLOCK",
     "DEGREES",
     "FSDP_ROWS",
-    "OFF",
-    "ON",
-    "SHARDING_KEYS",
     "TOP_ROWS",
-    "add_precision",
     "distributed_type",
-    "find_ranks",
     "finish_fsdp",
     "fsdp_block",
     "ignore_degrees",
     "is_launchers",
-    "is_names",
-    "is_nothing",
-    "is_number",
-    "is_size",
-    "min_num_params",
-    "parallel_rows",
     "per_node",
-    "precision_row",
-    "under",
-    "wrap_classes",
 ]
 
 _K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
-_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
-OFF = (False, None, "false")
-ON = (True, "true")
 BLOCK = "fsdp_config"
-SHARDING_KEYS = (
-    *(BLOCK, "fsdp", "deepspeed", "deepspeed_config", "strategy_config", "zero_optimization"),
-)
-"""each of them says by itself how a run is sharded"""
 _PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
 _LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start"
 _COUNTS = "the launcher says how many ranks start; the degrees were worked out for this many"
 _UNREAD_HERE = "`distributed_type` says what is run, and that does not read it"
 _SIZE = "parallelism_config_dp"
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
-
-
-def wrap_classes(value: Any) -> dict[str, Any]:
-    """Classes of units, in a list or with commas between them."""
-    names = value.split(",") if isinstance(value, str) else value
-    return {"wrap_policy": {"classes": [str(name).strip() for name in names]}}
-
-
-def min_num_params(value: Any) -> dict[str, Any]:
-    """The size of units."""
-    return {"wrap_policy": {"min_num_params": int(float(value))}}
-
-
-def is_number(value: Any) -> bool:
-    """A number above 0."""
-    try:
-        return int(float(value)) > 0
-    except (TypeError, ValueError):
-        return False
-
-
-def is_nothing(value: Any) -> bool:
-    """Nothing, 0 or an empty list."""
-    return value in (None, "", 0, "0", [])
-
-
-def is_names(value: Any) -> bool:
-    """A name or several."""
-    return isinstance(value, str | list) and bool(value)
-
-
-def is_size(value: Any) -> bool:
-    """A number above 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
-
-
-def precision_row(key: str, dtype: str, value: Any) -> Row:
-    """The row of a precision, which the trainer has to know too."""
-    return Row(
-        key,
-        _C,
-        "parameters and gradient reduction in this dtype, as Accelerate has it; buffers keep their "
-        "own dtype, which FSDP1 cast",
-        (value,),
-        {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
-        trainer={"precision": f"amp_{dtype}"},
-    )
-
 
 _STRATEGIES = {
     ("FULL_SHARD", 1, "1"): (
@@ -123,7 +74,7 @@ _STRATEGIES = {
         "parameters are kept between forward and backward",
     ),
     ("NO_SHARD", 3, "3"): (
-        {_SHARD: 1, _REPLICATE: -1, "reshard_after_forward": False},
+        {SHARD: 1, REPLICATE: -1, "reshard_after_forward": False},
         "a whole copy on every rank: replication, not ZeRO-2",
     ),
     ("HYBRID_SHARD", 4, "4"): ({"reshard_after_forward": "auto"}, "one copy per node"),
@@ -325,9 +276,9 @@ TOP_ROWS = (
 )
 DEGREES = (
     Row(f"{_SIZE}_replicate_size", _NOT, "one copy is the default", (1, None)),
-    Row(f"{_SIZE}_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
-    Row(f"{_SIZE}_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
-    Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {_SHARD: 1}),
+    Row(f"{_SIZE}_replicate_size", _R, f"`{REPLICATE}`", is_size, {REPLICATE: SAME}),
+    Row(f"{_SIZE}_shard_size", _R, f"`{SHARD}`", is_size, {SHARD: SAME}),
+    Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {SHARD: 1}),
     *degree_rows("parallelism_config_tp_size", (1, None)),
     *sequence_rows("parallelism_config_cp_size"),
     *sequence_rows("parallelism_config_sp_size", method="ulysses"),
@@ -342,19 +293,6 @@ DEGREES = (
     ),
 )
 """Accelerate's block `parallelism_config`, which counts where `use_parallelism_config` is true."""
-
-
-def parallel_rows(key: str, what: str) -> tuple[Row, ...]:
-    """Rows of a kind of parallelism that FSDP2 runs have not."""
-    return (
-        Row(key, _NOT, f"no {what} is asked for", asks_for_nothing),
-        Row(key, _UN, f"{what} does not go with FSDP2 yet", options=(f"{key}=null",)),
-    )
-
-
-def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
-    """A table inside a block."""
-    return tuple(replace(row, key=f"{prefix}.{row.key}") for row in rows)
 
 
 _OWN = frozenset({row.key for row in FSDP_ROWS}) - {
@@ -392,35 +330,24 @@ def is_launchers(data: Mapping[str, Any]) -> bool:
     return "compute_environment" in data or zero or (named and foreign and not arguments)
 
 
-def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
-    known = {row.key.partition(".")[0] for row in TOP_ROWS}
+def _site(data: Mapping[str, Any], _: Path) -> Site | None:
     kind, block = distributed_type(data), data.get(BLOCK)
     if kind or is_launchers(data):
         if kind != "FSDP" and (kind or not block):
-            return []
-        keys = {key: key for key in data if key in known}
-        if "parallelism_config" in data:
-            keys["parallelism_config"] = "degrees"
-        return [Site((), {**keys, BLOCK: "config"} if BLOCK in data else keys)]
+            return None
+        keys = {key: key for key in data if key in first_keys(TOP_ROWS)}
+        keys |= {"parallelism_config": "degrees"} if "parallelism_config" in data else {}
+        return Site((), {**keys, BLOCK: "config"} if BLOCK in data else keys)
+    # The block's own keys without the block, as a part of a file.
     names = {f"fsdp_{row.key}" for row in FSDP_ROWS}
     snippet = {key: f"config.{key.removeprefix('fsdp_')}" for key in data if key in names}
-    whole = any(data.get(key) for key in SHARDING_KEYS)
-    if BLOCK in data or whole or not snippet.keys() - {"fsdp_version"}:
-        return []
-    if "min_num_params" in data:
-        snippet["min_num_params"] = "config.min_num_params"
-    return [Site((), snippet)]
+    if any(data.get(key) for key in SHARDING_KEYS) or not snippet.keys() - {"fsdp_version"}:
+        return None
+    size = {"min_num_params": "config.min_num_params"} if "min_num_params" in data else {}
+    return Site((), snippet | size)
 
 
-def find_ranks(data: Mapping[str, Any]) -> Ranks:
-    """Ranks in all and per node, as the launcher's keys say it."""
-    ranks, nodes = data.get("num_processes"), data.get("num_machines", 1)
-    if not (isinstance(ranks, int) and isinstance(nodes, int) and ranks > 0 and nodes > 0):
-        return None, None
-    return ranks, None if ranks % nodes else ranks // nodes
-
-
-def _finish_accelerate(context: Context) -> None:
+def _finish(context: Context) -> None:
     finish_fsdp(context, "config.version")
     ignore_degrees(context)
     keys = ("mixed_precision", "config.mixed_precision_policy")
@@ -436,44 +363,51 @@ def ignore_degrees(context: Context) -> None:
 
 
 def finish_fsdp(context: Context, *version_keys: str) -> bool:
-    """One copy per node needs the node's size; defaults of Accelerate are written out.
+    """Resolves copies per node and settings of two keys; writes out Accelerate's defaults.
 
     Returns:
         Whether it is version 2.
     """
+    entries = context.entries
     version2 = any(str(context.value(key)) == "2" for key in version_keys)
     if version2:
         _ignore_version1(context)
-    given = any(key.startswith(f"degrees.{_SIZE}") for key in context.entries)
+    given = any(key.startswith(f"degrees.{_SIZE}") for key in entries)
     for key in _STRATEGY_KEYS:
-        strategy = context.entries.get(f"config.{key}")
+        strategy = entries.get(f"config.{key}")
         if strategy is not None and strategy.reason.startswith("one copy per node") and not given:
             per_node(context, strategy, "FULL_SHARD")
-    count_among_shards(context)
+    _count_sequences(context)
     join_fp8(context)
-    _choose_pinned(context)
-    precision = context.entries.get("mixed_precision")
-    if version2 and precision is not None:
-        dtypes = precision.becomes.get("mixed_precision")
-        if isinstance(dtypes, dict):
-            # Version 2 of the file sets it too.
-            dtypes["output_dtype"] = dtypes["param_dtype"]
-    if "config.state_dict_type" not in context.entries:
+    pinned = entries.get("config.cpu_offload_pin_memory")
+    if pinned is not None and pinned.becomes:
+        offloads = [e for e in entries.values() if e.becomes.get("cpu_offload") is True]
+        for entry in offloads:
+            entry.becomes["cpu_offload"] = {"pin_memory": False}
+        if not offloads:
+            pinned.become(_NOT, "nothing is offloaded")
+    dtypes = entries["mixed_precision"].becomes if "mixed_precision" in entries else {}
+    if version2 and isinstance(dtypes.get("mixed_precision"), dict):
+        # Version 2 casts the output too.
+        dtypes["mixed_precision"]["output_dtype"] = dtypes["mixed_precision"]["param_dtype"]
+    if "config.state_dict_type" not in entries:
         kind = "sharded" if version2 else "full"
         context.add("the default of Accelerate, written out", state_dict_type=kind)
     return version2
 
 
-def _choose_pinned(context: Context) -> None:
-    """Memory that is not pinned is that of what is offloaded."""
-    pinned = context.entries.get("config.cpu_offload_pin_memory")
-    if pinned is None or not pinned.becomes:
-        return
-    offloads = [e for e in context.entries.values() if e.becomes.get("cpu_offload") is True]
-    for entry in offloads:
-        entry.becomes["cpu_offload"] = dict(pinned.becomes["cpu_offload"])
-    if not offloads:
-        pinned.become(_NOT, "nothing is offloaded")
+def _count_sequences(context: Context) -> None:
+    """Counts ranks that divide a sequence among those that hold shards, as FSDP2 does.
+
+    Accelerate and axolotl count them apart: `dp_shard_size` 2 beside `cp_size` 4 are 8 shards.
+    """
+    given = (entry.settings.get("sequence_parallel") for entry in context.entries.values())
+    degree = next((settings["degree"] for settings in given if settings), 1)
+    for key, entry in context.entries.items():
+        if degree > 1 and key.endswith("shard_size") and SHARD in entry.settings:
+            shards = entry.settings[SHARD] * degree
+            reason = f"`{SHARD}`; the {degree} ranks of a sequence hold shards too, and count here"
+            entry.become(_C, reason, **{SHARD: shards})
 
 
 _VERSION1_ALONE = {
@@ -491,19 +425,18 @@ def _ignore_version1(context: Context) -> None:
             entry.become(_NOT, f"Accelerate ignores it with fsdp_version: 2; {instead}")
     entry = context.entries.get("config.reshard_after_forward")
     if entry is not None and entry.value not in (*OFF, *ON):
-        options = (f"{entry.key}=true", f"{entry.key}=false")
         entry.decide(
-            "with fsdp_version: 2 it is true or false, and Accelerate refuses it", *options
+            "with fsdp_version: 2 it is true or false, and Accelerate refuses it",
+            f"{entry.key}=true",
+            f"{entry.key}=false",
         )
 
 
 def per_node(context: Context, strategy: Entry, without: str) -> None:
-    """One copy per node, where the size of a node is known."""
-    if not strategy.becomes:
-        return
-    if context.gpus_per_node:
-        strategy.becomes |= {_SHARD: context.gpus_per_node, _REPLICATE: -1}
-    else:
+    """Makes one copy per node, where the size of a node is known."""
+    if strategy.becomes and context.gpus_per_node:
+        strategy.becomes |= {SHARD: context.gpus_per_node, REPLICATE: -1}
+    elif strategy.becomes:
         strategy.decide(
             "one copy per node, and the number of GPUs per node is not known",
             "--gpus-per-node N",
@@ -511,30 +444,13 @@ def per_node(context: Context, strategy: Entry, without: str) -> None:
         )
 
 
-def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None:
-    """Writes out a precision that the file leaves to its trainer, whose default is another one."""
-    said = [context.entries[key] for key in keys if key in context.entries]
-    if any(entry.is_open or entry.beside for entry in said) or context.has_beside("precision"):
-        return
-    reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
-    context.added.append(
-        Entry(
-            (*context.site.parent, "precision"),
-            None,
-            Status.ADDED,
-            reason,
-            {},
-            beside={"precision": "fp32"},
-        )
-    )
-
-
 ACCELERATE = Dialect(
     "accelerate",
     "Accelerate with FSDP",
-    _find_accelerate,
+    _site,
     (*TOP_ROWS, *under("config", FSDP_ROWS), *under("degrees", DEGREES)),
-    finish=_finish_accelerate,
+    finish=_finish,
     prefix="fsdp_",
     ranks=find_ranks,
+    nested=False,
 )

@@ -9,11 +9,10 @@ from typing import Any
 from composer_fsdp2.config.fsdp1 import convert_fsdp1
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
-from composer_fsdp2.tools.migrate.tensor import composer_rows
+from composer_fsdp2.tools.migrate.shared_rows import REPLICATE, SHARD, composer_rows
 
 __all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "finish_without_defaults", "is_ours"]
 
-_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 _K, _C = Status.KEPT, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
 _OFF = (False, None)
@@ -88,7 +87,7 @@ _ROWS = (
         "a whole copy on every rank: shard degree 1, which is replication and not ZeRO-2",
         ("NO_SHARD",),
     ),
-    *_same(_SHARD, _REPLICATE),
+    *_same(SHARD, REPLICATE),
     Row("process_group", _NOT, "null is all ranks", (None,)),
     Row("process_group", _CH, "becomes degrees of the mesh"),
     *_PRECISION,
@@ -224,9 +223,9 @@ _OUTSIDE = (
 """LLM Foundry's own keys around the block; they stay where they are."""
 
 
-def _find_fsdp1(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
-    """Blocks at the top of a run, or of the run that another file holds, as under `parameters`."""
-    sites = []
+def _fsdp1_site(data: Mapping[str, Any], path: Path) -> Site | None:
+    """A run, or the run that another file holds, as under `parameters`."""
+    block = data.get("parallelism_config")
     if _is_fsdp1(data.get("fsdp_config")):
         if "parallelism_config" in data:
             raise ConfigError(
@@ -234,27 +233,21 @@ def _find_fsdp1(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
                 "one of them and would ignore the other. Move what you need to "
                 "'parallelism_config' and remove 'fsdp_config'."
             )
-        sites.append(Site(path, {"fsdp_config": "", **_beside(data, "tp_config")}))
-    block = data.get("parallelism_config")
+        # Tensor parallelism becomes a setting of FSDP2.
+        return Site(
+            path, {"fsdp_config": "", **({"tp_config": _TP} if data.get("tp_config") else {})}
+        )
     if isinstance(block, Mapping) and _is_fsdp1(block.get("fsdp")):
-        keys = {"fsdp": "", **_beside(block, "tp")}
-        sites.append(Site((*path, "parallelism_config"), keys, ("fsdp2",)))
-    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
-    return sites or [site for key, value in inner for site in _find_fsdp1(value, (*path, key))]
-
-
-def _beside(block: Mapping[str, Any], key: str) -> dict[str, str]:
-    """Tensor parallelism, which becomes a setting of FSDP2."""
-    return {key: _TP} if block.get(key) else {}
+        keys = {"fsdp": "", **({"tp": _TP} if block.get("tp") else {})}
+        return Site((*path, "parallelism_config"), keys, ("fsdp2",))
+    return None
 
 
 def _is_fsdp1(block: Any) -> bool:
     """Whether it is a block of FSDP1, or something else where such a block should be."""
-    return block is not None and not (isinstance(block, Mapping) and _version(block) == "2")
-
-
-def _version(block: Mapping[str, Any]) -> str:
-    return str(block.get("version", 1))
+    return block is not None and not (
+        isinstance(block, Mapping) and str(block.get("version")) == "2"
+    )
 
 
 def _finish_fsdp1(context: Context) -> None:
@@ -270,10 +263,10 @@ def finish_without_defaults(context: Context) -> None:
     strategy = context.entries.get("sharding_strategy")
     if settings is None or strategy is None or strategy.status is not Status.CONVERTED:
         return
-    names = ("reshard_after_forward", _SHARD, _REPLICATE)
+    names = ("reshard_after_forward", SHARD, REPLICATE)
     strategy.becomes |= {k: v for k, v in settings.items() if k in names and v is not None}
     # A degree that stands in the block itself is written where it stands.
-    for name in (_SHARD, _REPLICATE):
+    for name in (SHARD, REPLICATE):
         if name in context.entries and context.value(name) == strategy.becomes.get(name):
             del strategy.becomes[name]
 
@@ -297,12 +290,12 @@ def _converted(context: Context) -> dict[str, Any] | None:
         ).settings
     except ConfigError as error:
         context.entries["sharding_strategy"].decide(
-            str(error), f"{_SHARD}=null", f"{_REPLICATE}=null", "sharding_strategy=FULL_SHARD"
+            str(error), f"{SHARD}=null", f"{REPLICATE}=null", "sharding_strategy=FULL_SHARD"
         )
         return None
 
 
-_FROM_CONVERSION = ("sharding_strategy", "state_dict_type", _SHARD, _REPLICATE)
+_FROM_CONVERSION = ("sharding_strategy", "state_dict_type", SHARD, REPLICATE)
 
 
 def _place(context: Context, settings: Mapping[str, Any]) -> None:
@@ -326,7 +319,7 @@ def _check_nodes(context: Context) -> None:
     strategy = context.entries.get("sharding_strategy")
     name = str(context.value("sharding_strategy", "FULL_SHARD")).upper()
     hybrid = name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    degrees = context.value(_REPLICATE) is not None
+    degrees = context.value(REPLICATE) is not None
     if strategy is None or not hybrid or degrees or context.gpus_per_node:
         return
     if context.entries.get("process_group", strategy).becomes:
@@ -348,7 +341,7 @@ def _apply_process_group(context: Context) -> None:
     if isinstance(shard, str):
         entry.decide(shard, "--world-size N", "--gpus-per-node N", f"{entry.key}=null")
         return
-    settings = {_SHARD: shard, _REPLICATE: -1}
+    settings = {SHARD: shard, REPLICATE: -1}
     if hybrid and isinstance(entry.value, list):
         entry.become(Status.CONVERTED, "shards within the first group", **settings)
     else:
@@ -358,7 +351,7 @@ def _apply_process_group(context: Context) -> None:
             "all ranks; FSDP1 averaged within one group alone",
             **settings,
         )
-    for name in (_SHARD, _REPLICATE):
+    for name in (SHARD, REPLICATE):
         if name in context.entries:
             context.entries[name].become(
                 Status.NOT_NEEDED, "Composer ignored it beside process_group"
@@ -395,10 +388,10 @@ def _apply_monolith(context: Context) -> None:
 FSDP1 = Dialect(
     "composer",
     "Composer / LLM Foundry with FSDP1",
-    _find_fsdp1,
+    _fsdp1_site,
     (*_ROWS, *composer_rows(_TP)),
     _OUTSIDE,
-    _finish_fsdp1,
+    finish=_finish_fsdp1,
 )
 
 
@@ -407,19 +400,14 @@ FSDP1 = Dialect(
 _IGNORED = "Composer ignored it under FSDP_VERSION=2, with a warning"
 
 
-def _find_version2(data: Mapping[str, Any]) -> list[Site]:
-    return [
-        site
-        for site in _find_fsdp1(data)
-        if {"reshard_after_forward", "device_mesh"} & _block(data, site).keys()
-    ]
-
-
-def _block(data: Mapping[str, Any], site: Site) -> Mapping[str, Any]:
-    block: Any = data
-    for name in (*site.parent, next(iter(site.keys))):
-        block = block[name]
-    return block if isinstance(block, Mapping) else {}
+def _version2_site(data: Mapping[str, Any], path: Path) -> Site | None:
+    site = _fsdp1_site(data, path)
+    if site is None:
+        return None
+    place = data["parallelism_config"] if site.parent != path else data
+    block = place[next(iter(site.keys))]
+    own = {"reshard_after_forward", "device_mesh"}
+    return site if isinstance(block, Mapping) and own & block.keys() else None
 
 
 _IGNORED_KEYS = sorted(
@@ -450,7 +438,7 @@ _VERSION2_ROWS = (
         "device_mesh",
         _DEC,
         "the mesh is built from degrees",
-        options=(f"fsdp2.{_SHARD}=N", f"fsdp2.{_REPLICATE}=N", "device_mesh=null"),
+        options=(f"fsdp2.{SHARD}=N", f"fsdp2.{REPLICATE}=N", "device_mesh=null"),
     ),
     *_PRECISION,
     *_same("activation_checkpointing", "activation_cpu_offload", "verbose"),
@@ -473,17 +461,17 @@ def _finish_version2(context: Context) -> None:
 FSDP_VERSION_2 = Dialect(
     "composer-fsdp2",
     "Composer with FSDP_VERSION=2",
-    _find_version2,
+    _version2_site,
     _VERSION2_ROWS,
     _OUTSIDE,
-    _finish_version2,
+    finish=_finish_version2,
 )
 
 
 # --- Ours: nothing to do. ---
 
 
-FSDP2 = Dialect("fsdp2", "composer-fsdp2", lambda _: [], (), _OUTSIDE)
+FSDP2 = Dialect("fsdp2", "composer-fsdp2", lambda _data, _path: None, (), _OUTSIDE)
 """holds no site to replace; `is_ours` recognises it"""
 
 

@@ -5,19 +5,36 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from composer_fsdp2.tools.migrate.accelerate import SHARDING_KEYS, add_precision, parallel_rows
-from composer_fsdp2.tools.migrate.dialects.deepspeed_names import INTERNAL, TUNING
-from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
-from composer_fsdp2.tools.migrate.sequence import sequence_rows
-from composer_fsdp2.tools.migrate.tensor import block_rows
-from composer_fsdp2.tools.migrate.training import clipping_rows
+from composer_fsdp2.tools.migrate.report import (
+    Context,
+    Dialect,
+    Entry,
+    Path,
+    Row,
+    Site,
+    Status,
+)
+from composer_fsdp2.tools.migrate.shared_rows import (
+    OFFLOADED,
+    REPLICATE,
+    SHARD,
+    SHARDING_KEYS,
+    STATE_ON_CPU,
+    add_precision,
+    block_rows,
+    clipping_rows,
+    first_keys,
+    is_size,
+    parallel_rows,
+    sequence_rows,
+    stages,
+)
 
 __all__ = [
     "ALL_MOVES",
     "DEEPSPEED",
     "PRECISION_SWITCHES",
     "STATE_MOVES",
-    "STATE_ON_CPU",
     "fill_in",
     "finish_deepspeed",
     "join_offloads",
@@ -26,18 +43,12 @@ __all__ = [
 _R, _C = Status.RENAMED, Status.CONVERTED
 _NOT, _CH = Status.NOT_NEEDED, Status.CHANGES
 _DEC, _UN = Status.DECISION, Status.UNSUPPORTED
-_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 _BUCKETS = "FSDP2 communicates unit by unit; there are no buckets"
 _ZERO = "zero_optimization"
 _SWITCH = "zero_switch"
 """the same key where it holds true or false, an old way to write stage 1 or 0"""
 _TWO = {"reshard_after_forward": False}
-_WHOLE = {_SHARD: 1, _REPLICATE: -1, "reshard_after_forward": False}
-
-
-def _is_rank_count(value: Any) -> bool:
-    """A number above 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 1
+_WHOLE = {SHARD: 1, REPLICATE: -1, "reshard_after_forward": False}
 
 
 def _is_nowhere(value: Any) -> bool:
@@ -65,7 +76,6 @@ def _cpu_offload(value: Any) -> dict[str, Any]:
     return {"cpu_offload": True if _is_pinned(value) else {"pin_memory": False}}
 
 
-STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
 STATE_MOVES = (
     "the optimizer's state is in CPU memory between steps; master weights stay on the GPU, where "
     "the optimizer steps, and DeepSpeed steps on the CPU"
@@ -160,29 +170,53 @@ _SCALES = (
     *("loss_scale_window", "min_loss_scale"),
 )
 
+_TUNING = (
+    "allgather_bucket_size",
+    "allgather_partitions",
+    "allgather_sequential",
+    "contiguous_gradients",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "model_persistence_threshold",
+    "module_granularity_threshold",
+    "overlap_comm",
+    "param_persistence_threshold",
+    "prefetch_bucket_size",
+    "reduce_bucket_size",
+    "reduce_scatter",
+    "round_robin_gradients",
+    "stage3_allgather_sequential",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold",
+    "stage3_partition_stream_chunk_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size",
+    "use_all_reduce_for_fetch_params",
+    "use_multi_rank_bucket_allreduce",
+)
+"""sizes and switches of its communication"""
+_INTERNAL = (
+    "cpu_offload_use_pin_memory",
+    "elastic_checkpoint",
+    "enable_sanity_checks",
+    "ignore_unused_parameters",
+    "leaf_module",
+    "legacy_stage1",
+    "load_from_fp32_weights",
+    "log_trace_cache_warnings",
+    "memory_efficient_linear",
+    "override_module_apply",
+    "pipeline_loading_checkpoint",
+    "save_muon_momentum_buffer_in_memory",
+)
+"""what only its own engine does"""
+
 _ROWS = (
-    Row(f"{_ZERO}.stage", _C, "ZeRO-3", (3,), {"reshard_after_forward": "auto"}),
-    Row(
-        f"{_ZERO}.stage",
-        _C,
-        "ZeRO-2: gradients and optimizer are sharded, parameters kept until after backward",
-        (2,),
-        _TWO,
-    ),
-    Row(
-        f"{_ZERO}.stage",
-        _CH,
-        "gradients are sharded too, as in ZeRO-2: less memory, the same result",
-        (1,),
-        _TWO,
-    ),
-    Row(
-        f"{_ZERO}.stage",
-        _C,
-        "a whole copy on every rank",
-        (0,),
-        _WHOLE,
-    ),
+    *stages(f"{_ZERO}.stage"),
     Row(_SWITCH, _CH, "true is ZeRO-1; gradients are sharded too, as in ZeRO-2", (True,), _TWO),
     Row(_SWITCH, _C, "a whole copy on every rank", (False,), _WHOLE),
     Row(f"{_ZERO}.zero_hpz_partition_size", _NOT, "1 is off", (0, 1)),
@@ -190,7 +224,7 @@ _ROWS = (
         f"{_ZERO}.zero_hpz_partition_size",
         _C,
         "after forward each group of so many ranks keeps a copy",
-        _is_rank_count,
+        is_size,
         lambda value: {"reshard_after_forward": value},
     ),
     Row(f"{_ZERO}.mics_shard_size", _NOT, "off", (-1, 0)),
@@ -198,8 +232,8 @@ _ROWS = (
         f"{_ZERO}.mics_shard_size",
         _C,
         "MiCS shards within groups and replicates between them, which is HSDP",
-        _is_rank_count,
-        lambda value: {_SHARD: value, _REPLICATE: -1},
+        is_size,
+        lambda value: {SHARD: value, REPLICATE: -1},
     ),
     Row(f"{_ZERO}.mics_hierarchical_params_gather", _NOT, "gathering is NCCL's"),
     *(
@@ -212,8 +246,8 @@ _ROWS = (
         for name in ("offload_optimizer", "cpu_offload")
         for row in _offload(name, STATE_MOVES, STATE_ON_CPU)
     ),
-    *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in TUNING),
-    *(Row(f"{_ZERO}.{name}", _NOT, "only for DeepSpeed's own engine") for name in INTERNAL),
+    *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in _TUNING),
+    *(Row(f"{_ZERO}.{name}", _NOT, "only for DeepSpeed's own engine") for name in _INTERNAL),
     *_gathered("gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_fp16_weights_on_model_save"),
@@ -294,7 +328,7 @@ _ROWS = (
         "what checkpointed blocks save is kept in CPU memory; blocks are checkpointed for that, "
         "where DeepSpeed leaves it to the model's own calls",
         (True,),
-        {"activation_checkpointing": True, "activation_cpu_offload": True},
+        OFFLOADED,
     ),
     Row(f"{_CHECKPOINTING}.partition_activations", _NOT, "false is what is done", (False, None)),
     Row(
@@ -358,27 +392,20 @@ _SIGNS = (_ZERO, "autotp_size", "torch_autocast", "zero_allow_untested_optimizer
 _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
-def _is_deepspeed(data: Mapping[str, Any]) -> bool:
+def _site(data: Mapping[str, Any], _: Path) -> Site | None:
     switches = [data.get(name) for name in ("bf16", "bfloat16", "fp16", "amp")]
     switched = any(isinstance(value, Mapping) and "enabled" in value for value in switches)
-    known = {row.key.partition(".")[0] for row in _ROWS} - {"gradient_clipping", *_OTHERS}
     tensor = data.get("tensor_parallel")
-    return (
+    own = first_keys(_ROWS) - {"gradient_clipping", *_OTHERS}
+    if not (
         switched
         or any(key in data for key in _SIGNS)
         or (isinstance(tensor, Mapping) and "autotp_size" in tensor)
-        or (any(key in data for key in _BATCHES) and bool(known & data.keys()))
-    )
-
-
-def _find(data: Mapping[str, Any]) -> list[Site]:
-    if not _is_deepspeed(data):
-        return []
-    known = {row.key.partition(".")[0] for row in _ROWS} | {_ZERO}
-    keys = {key: key for key in data if key in known}
-    if isinstance(data.get(_ZERO), bool):
-        keys[_ZERO] = _SWITCH
-    return [Site((), keys)]
+        or (any(key in data for key in _BATCHES) and own & data.keys())
+    ):
+        return None
+    keys = {key: key for key in data if key in {*first_keys(_ROWS), _ZERO}}
+    return Site((), keys | ({_ZERO: _SWITCH} if isinstance(data.get(_ZERO), bool) else {}))
 
 
 def _finish(context: Context) -> None:
@@ -387,21 +414,20 @@ def _finish(context: Context) -> None:
 
 
 def finish_deepspeed(context: Context, prefix: str) -> None:
-    """ZeRO++ reshards to its group whatever the stage says; a missing stage is 0.
+    """Resolves what several keys say together.
 
     Args:
         context: of the site.
-        prefix: where its table is in the dialect's, with a dot at its end.
+        prefix: where DeepSpeed's table is in the dialect's, with a dot at its end.
     """
-    entries = {
-        k.removeprefix(prefix): e for k, e in context.entries.items() if k.startswith(prefix)
-    }
-    stage = entries.get(f"{_ZERO}.stage")
-    zero = entries.get(_ZERO)
+    starting = {k: e for k, e in context.entries.items() if k.startswith(prefix)}
+    entries = {key.removeprefix(prefix): entry for key, entry in starting.items()}
+    zero, stage = entries.get(_ZERO), entries.get(f"{_ZERO}.stage")
     if stage is None and _SWITCH not in entries and (zero is None or not zero.is_open):
         context.add("DeepSpeed's default is stage 0, a whole copy on every rank", **_WHOLE)
     group = entries.get(f"{_ZERO}.zero_hpz_partition_size")
     if stage is not None and group is not None and group.becomes:
+        # ZeRO++ reshards to its group whatever the stage says.
         stage.becomes.pop("reshard_after_forward", None)
     _choose_autocast(entries)
     join_offloads(entries.values())
@@ -409,7 +435,9 @@ def finish_deepspeed(context: Context, prefix: str) -> None:
         for name in _SWITCHES:
             if key in entries and entries[key].becomes and name in entries:
                 entries[name].becomes.get("mixed_precision", {}).pop("reduce_dtype", None)
-    _drop_scale(entries)
+    scale, switch = entries.get("fp16.loss_scale"), entries.get("fp16.enabled")
+    if scale is not None and scale.is_open and (switch is None or switch.value in (False, None)):
+        scale.become(_NOT, "fp16 is off")
 
 
 def _choose_autocast(entries: Mapping[str, Entry]) -> None:
@@ -436,14 +464,6 @@ def join_offloads(entries: Collection[Entry]) -> None:
         entry.become(_CH, ALL_MOVES)
 
 
-def _drop_scale(entries: Mapping[str, Entry]) -> None:
-    """A loss scale says nothing where fp16 is off."""
-    switch, scale = entries.get("fp16.enabled"), entries.get("fp16.loss_scale")
-    off = switch is None or switch.value in (False, None)
-    if scale is not None and scale.is_open and off:
-        scale.become(_NOT, "fp16 is off")
-
-
 def fill_in(context: Context, prefix: str, key: str, value: Any) -> None:
     """Gives a key that says `auto` the value that the trainer around it would fill in."""
     entry = context.entries.get(prefix + key)
@@ -454,7 +474,6 @@ def fill_in(context: Context, prefix: str, key: str, value: Any) -> None:
         return
     entry.become(row.status, f"{row.reason}; the trainer fills in {value}", **row.becomes(value))
     entry.beside = row.beside(value)
-    entry.becomes = {k: value if v is SAME else v for k, v in entry.becomes.items()}
 
 
-DEEPSPEED = Dialect("deepspeed", "DeepSpeed ZeRO", _find, _ROWS, (), _finish)
+DEEPSPEED = Dialect("deepspeed", "DeepSpeed ZeRO", _site, _ROWS, finish=_finish, nested=False)

@@ -32,6 +32,7 @@ from composer_fsdp2.tools.migrate.report import (
     Site,
     Status,
 )
+from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 
 __all__ = ["DIALECTS", "migrate"]
 
@@ -57,7 +58,7 @@ _JOB = "parameters"
 _LONG_LIST = 1_000
 _BYTE_ORDER_MARK = "\ufeff"
 _OUTSIDE = "not about sharding; left as it is"
-_NOTHING = Dialect("none", "nothing about sharding", lambda _: [], ())
+_NOTHING = Dialect("none", "nothing about sharding", lambda _data, _path: None, ())
 
 
 def migrate(
@@ -175,12 +176,31 @@ class _Work:
         for key, first in site.keys.items():
             if key in values:
                 self._walk(context, first, (*site.parent, key), values[key])
+        self._add_around(context)
         if self.dialect.finish is not None:
             self.dialect.finish(context)
         entries = [*context.entries.values(), *context.added]
         entries += self._extra(site)
         merge_entries(entries, [n for n in values if n not in site.keys], self.ranks[0])
         return entries
+
+    def _add_around(self, context: Context) -> None:
+        """Adds settings of keys around the site; the first row of the table counts."""
+        rows = self.dialect.around
+        known = set[str]()
+        for key in dict.fromkeys(row.key for row in rows):
+            place, value = context.around(key)
+            row = next((row for row in rows if row.key == key and row.matches(value)), None)
+            if row is None or value is None or key in context.entries:
+                continue
+            settings, beside = row.becomes(value), row.beside(value)
+            if new := {**settings, **beside}.keys() - known:
+                path = (*context.site.parent, *context.site.wrapper, ", ".join(new))
+                said = Entry(
+                    path, None, Status.ADDED, f"`{place}` says it", settings, beside=beside
+                )
+                context.added.append(said)
+            known |= new
 
     def outside(self, sites: list[Site]) -> list[Entry]:
         """Entries of all keys that are in no site."""
@@ -330,7 +350,7 @@ def _check_half_migrated(data: Mapping[str, Any], file: str, path: Path = ()) ->
     block = data.get("parallelism_config")
     if isinstance(block, Mapping) and "fsdp2" in block:
         others = [["parallelism_config", "fsdp"]] if block.get("fsdp") is not None else []
-        others += [[key] for key in accelerate.SHARDING_KEYS if data.get(key)]
+        others += [[key] for key in SHARDING_KEYS if data.get(key)]
         if others:
             place = ".".join([*path, "parallelism_config", "fsdp2"])
             raise ConfigError(

@@ -168,12 +168,25 @@ class Context:
         """The input's value of a key of the table."""
         return self.entries[key].value if key in self.entries else default
 
-    def has_beside(self, key: str) -> bool:
-        """Whether the input has a key where the trainer's settings go."""
+    @property
+    def parent(self) -> Mapping[str, Any]:
+        """Returns the mapping that the site is in."""
         data: Any = self.data
         for name in self.site.parent:
             data = data[name]
-        return key in data
+        return data
+
+    def around(self, key: str) -> tuple[str, Any]:
+        """Returns a key with dots, and its value, from the innermost mapping around the site."""
+        parent, places = self.site.parent, key.split(".")
+        for length in range(len(parent), -1, -1):
+            path = (*parent[:length], *places)
+            data: Any = self.data
+            for name in path:
+                data = data.get(name) if isinstance(data, Mapping) else None
+            if data is not None:
+                return ".".join(path), data
+        return key, None
 
     def add(self, reason: str, **settings: Any) -> None:
         """Writes out settings the input does not have; those that need each other together."""
@@ -187,18 +200,31 @@ class Dialect:
 
     name: str
     title: str
-    find: Callable[[Mapping[str, Any]], list[Site]]
+    site: Callable[[Mapping[str, Any], Path], Site | None]
+    """the site that a mapping at a path of the input is"""
     rows: tuple[Row, ...]
     outside: tuple[Row, ...] = ()
     """keys that stay where they are and still have something to say; dotted from the top"""
+    around: tuple[Row, ...] = ()
+    """keys of the mappings around a site, which stay; what they become is added to the site"""
     finish: Callable[[Context], None] | None = None
     """settings that follow from several keys"""
+    nested: bool = True
+    """sites are looked for at any depth, and not at the top alone"""
     prefix: str = ""
     """beginning that keys may have or lack without a difference"""
     ranks: Callable[[Mapping[str, Any]], Ranks] = lambda _: (None, None)
     """ranks in all and per node, as far as the file says them"""
     files: frozenset[str] = frozenset()
     """keys of the table that may name a file in place of the settings in it"""
+
+    def find(self, data: Mapping[str, Any], path: Path = ()) -> list[Site]:
+        """Returns the sites, none of which is inside of another one."""
+        site = self.site(data, path)
+        if site is not None or not self.nested:
+            return [] if site is None else [site]
+        inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
+        return [site for key, value in inner for site in self.find(value, (*path, key))]
 
 
 @dataclass(frozen=True, slots=True)

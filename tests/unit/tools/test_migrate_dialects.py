@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from composer_fsdp2.config.schema import parse_config
-from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, SHARDING_KEYS
+from composer_fsdp2.tools.migrate.accelerate import ACCELERATE
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
 from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.dialects.roll import ROLL
@@ -18,6 +18,7 @@ from composer_fsdp2.tools.migrate.document import Document, dump
 from composer_fsdp2.tools.migrate.engine import DIALECTS, migrate
 from composer_fsdp2.tools.migrate.leftover import foreign_sign
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
+from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 from tests.support.migrating import (
     check_stable,
     entry_of,
@@ -197,7 +198,7 @@ ARGUMENTS = [
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
     ("fsdp_size", 4, C, NODES),
-    ("fsdp_size", 8, C, {SHARD: 8}),
+    ("fsdp_size", 8, C, {SHARD: 8, REPLICATE: -1}),
     ("fsdp_size", 1, NOT, {}),
     ("fsdp_size", -1, NOT, {}),
     ("param_dtype", "half", R, {"mixed_precision": {"param_dtype": "fp16"}}),
@@ -760,6 +761,12 @@ def reports_of(dialect: Dialect) -> list[Report]:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
         reports.append(in_strategy("enable_mix_precision", False))
         reports += [in_model_args(key, value) for key, value, _ in MODEL_ARGS]
+        off = {
+            "model_args": {"disable_gradient_checkpointing": None},
+            "training_args": {"max_grad_norm": 0},
+            "max_grad_norm": 0,
+        }
+        reports.append(migrate_data({"strategy_config": {"fsdp_size": 4}, **off}))
         return [*reports, migrate(OTHER_ENGINE), migrate(AROUND_ROLL)]
     reports = [in_deepspeed(key, value) for key, value, *_ in DEEP]
     reports += [in_deepspeed(key, 5) for key in ALWAYS]

@@ -213,10 +213,19 @@ def test_every_model_of_a_trainer_has_its_own():
     assert actor.data_parallel_shard_degree == ref.data_parallel_shard_degree == 4
 
 
+OFF = """
+model:
+  enable_gradient_checkpointing: null
+  fsdp_config: {model_dtype: fp32}
+grad_clip: 0
+optim: {clip_grad: 0}
+"""
+
+
 def verl_reports() -> list[Report]:
     """One migration of every row and more."""
     reports = [in_engine(key, value) for key, value, *_ in BLOCK]
-    reports += [in_engine("mixed_precision", DTYPES), *(migrate(text) for text in AROUND)]
+    reports += [in_engine("mixed_precision", DTYPES), *(migrate(text) for text in [*AROUND, OFF])]
     for degree in (1, 4, "many"):
         reports += [in_actor(degree), in_model(degree), in_model(degree, "trainer")]
     return reports

@@ -8,49 +8,54 @@ from typing import Any
 from composer_fsdp2.tools.migrate.accelerate import (
     BLOCK,
     FSDP_ROWS,
-    OFF,
-    add_precision,
     finish_fsdp,
     fsdp_block,
+    per_node,
+)
+from composer_fsdp2.tools.migrate.report import (
+    SAME,
+    Context,
+    Dialect,
+    Entry,
+    Path,
+    Row,
+    Site,
+    Status,
+)
+from composer_fsdp2.tools.migrate.shared_rows import (
+    FP8,
+    OFF,
+    OFFLOADED,
+    REPLICATE,
+    SHARD,
+    add_precision,
+    backend_rows,
+    checkpointing_rows,
+    clipping_rows,
+    degree_rows,
+    first_keys,
+    gather_rows,
     is_names,
     is_nothing,
     is_number,
     is_size,
     min_num_params,
     parallel_rows,
-    per_node,
     precision_row,
+    sequence_rows,
     under,
     wrap_classes,
 )
-from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Entry, Row, Site, Status
-from composer_fsdp2.tools.migrate.sequence import sequence_rows
-from composer_fsdp2.tools.migrate.tensor import degree_rows
-from composer_fsdp2.tools.migrate.training import (
-    FP8,
-    OFFLOADED_ROWS,
-    backend_rows,
-    checkpointing_rows,
-    clipping_rows,
-    gather_rows,
-)
 
-__all__ = [
-    "CHECKPOINTING_ROWS",
-    "PARALLEL_ROWS",
-    "PRECISION_ROWS",
-    "TRAINING_ARGUMENTS",
-    "add_trainer_precision",
-]
+__all__ = ["CHECKPOINTING_ROWS", "PARALLEL_ROWS", "PRECISION_ROWS", "TRAINING_ARGUMENTS"]
 
 _R, _C = Status.RENAMED, Status.CONVERTED
 _NOT, _CH, _DEC = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION
-_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 
 _WORDS: dict[str, dict[str, Any]] = {
     "full_shard": {"reshard_after_forward": "auto"},
     "shard_grad_op": {"reshard_after_forward": False},
-    "no_shard": {_SHARD: 1, _REPLICATE: -1, "reshard_after_forward": False},
+    "no_shard": {SHARD: 1, REPLICATE: -1, "reshard_after_forward": False},
     "hybrid_shard": {"reshard_after_forward": "auto"},
     "hybrid_shard_zero2": {"reshard_after_forward": False},
     "auto_wrap": {},
@@ -94,7 +99,29 @@ _ONE_UNIT = (
 CHECKPOINTING_ROWS = (
     *checkpointing_rows("gradient_checkpointing"),
     *checkpointing_rows("disable_gradient_checkpointing", on=False),
-    *OFFLOADED_ROWS,
+    Row(
+        "gradient_checkpointing",
+        _C,
+        "`activation_checkpointing` with what is kept in CPU memory",
+        ("offload", "unsloth"),
+        OFFLOADED,
+    ),
+    Row(
+        "gradient_checkpointing",
+        _CH,
+        "`activation_checkpointing` with what is kept in CPU memory, where axolotl writes it to a "
+        "disk",
+        ("offload_disk",),
+        OFFLOADED,
+    ),
+    Row("activation_offloading", _NOT, "off is the default", OFF),
+    Row(
+        "activation_offloading",
+        _CH,
+        "what checkpointed blocks save is kept in CPU memory; blocks are checkpointed for that",
+        (True, "legacy", "hidden_states", "disk"),
+        OFFLOADED,
+    ),
     Row(
         "gradient_checkpointing_kwargs",
         _NOT,
@@ -178,63 +205,49 @@ _ARGUMENTS = (
     *CHECKPOINTING_ROWS,
     *PARALLEL_ROWS,
     Row("dp_replicate_size", _NOT, "one copy is the default", (1, None)),
-    Row("dp_replicate_size", _R, f"`{_REPLICATE}`", is_size, {_REPLICATE: SAME}),
+    Row("dp_replicate_size", _R, f"`{REPLICATE}`", is_size, {REPLICATE: SAME}),
     Row("dp_shard_size", _NOT, "what the other sizes leave, as here", (1, None)),
-    Row("dp_shard_size", _R, f"`{_SHARD}`", is_size, {_SHARD: SAME}),
+    Row("dp_shard_size", _R, f"`{SHARD}`", is_size, {SHARD: SAME}),
     *clipping_rows("max_grad_norm"),
 )
 
 
-def _find_arguments(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
-    """Mappings at any depth that hold `fsdp` or a block of it, and not only the precision."""
-    words, block = data.get("fsdp"), data.get(BLOCK)
-    sites = []
-    if words is True or (words and isinstance(words, str | list)) or fsdp_block(data) is not None:
-        known = {row.key.partition(".")[0] for row in _ARGUMENTS}
-        keys = {key: key for key in data if key in known}
-        flat = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
-        keys = {key: flat[key] for key in data if key in flat} | keys
-        if block is not None:
-            keys[BLOCK] = "config"
-        sites = [Site(path, keys)]
-    skipped = (BLOCK, "parallelism_config")
-    inner = [(k, v) for k, v in data.items() if isinstance(v, Mapping) and k not in skipped]
-    return sites + [site for key, value in inner for site in _find_arguments(value, (*path, key))]
+def _site(data: Mapping[str, Any], path: Path) -> Site | None:
+    """A mapping that holds `fsdp` or a block of it, and not only the precision."""
+    words = data.get("fsdp")
+    is_said = words is True or (bool(words) and isinstance(words, str | list))
+    if not is_said and fsdp_block(data) is None:
+        return None
+    flat = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
+    keys = {key: flat[key] for key in data if key in flat}
+    keys |= {key: key for key in data if key in first_keys(_ARGUMENTS)}
+    return Site(path, keys | ({BLOCK: "config"} if data.get(BLOCK) is not None else {}))
 
 
-def _finish_arguments(context: Context) -> None:
+def _finish(context: Context) -> None:
+    entries = context.entries
     version2 = finish_fsdp(context, "config.version", "fsdp_version")
-    _fill_with_copies(context)
-    words = context.entries.get("fsdp")
-    if words is not None and version2:
-        _ignore_strategy(context, words)
-    elif words is not None and any(word.startswith("hybrid") for word in _words(words.value)):
-        per_node(context, words, "full_shard")
+    shards, copies = entries.get("dp_shard_size"), entries.get("dp_replicate_size")
+    if shards is not None and SHARD in shards.becomes and not (copies and copies.becomes):
+        # axolotl makes copies of ranks beyond the shards where no size says how many.
+        ranks = shards.settings[SHARD] * (context.value("tensor_parallel_size") or 1)
+        if context.world_size is not None and context.world_size > ranks:
+            shards.becomes[REPLICATE] = -1
+    words, switch = entries.get("fsdp"), entries.get("config.offload_params")
     if words is not None:
-        _check_offload(words, context.entries.get("config.offload_params"))
-    add_trainer_precision(context)
-
-
-def _fill_with_copies(context: Context) -> None:
-    """Makes copies of what axolotl has beyond the shards, where no size says how many."""
-    shards, copies = (context.entries.get(f"dp_{name}_size") for name in ("shard", "replicate"))
-    if shards is None or _SHARD not in shards.becomes or (copies is not None and copies.becomes):
-        return
-    ranks = shards.settings[_SHARD] * (context.value("tensor_parallel_size") or 1)
-    if context.world_size is not None and context.world_size > ranks:
-        shards.becomes[_REPLICATE] = -1
-
-
-def _check_offload(words: Entry, switch: Entry | None) -> None:
-    """The word and the switch of the block say the same thing, or the user says which counts."""
-    if switch is None or switch.value not in (False, "false") or "cpu_offload" not in words.becomes:
-        return
-    for entry in (words, switch):
-        entry.decide(
-            f"`{words.key}` asks for offload and `{switch.key}` switches it off",
-            f"{switch.key}=true",
-            f"write {words.key} without the word offload",
-        )
+        if version2:
+            _ignore_strategy(context, words)
+        elif any(word.startswith("hybrid") for word in _words(words.value)):
+            per_node(context, words, "full_shard")
+        if switch is not None and switch.value in (False, "false"):
+            for entry in (words, switch) if "cpu_offload" in words.becomes else ():
+                entry.decide(
+                    f"`{words.key}` asks for offload and `{switch.key}` switches it off",
+                    f"{switch.key}=true",
+                    f"write {words.key} without the word offload",
+                )
+    keys = ("bf16", "fp16", "fp8", "config.mixed_precision_policy")
+    add_precision(context, keys, "the Trainer of transformers")
 
 
 def _ignore_strategy(context: Context, words: Entry) -> None:
@@ -251,18 +264,12 @@ def _ignore_strategy(context: Context, words: Entry) -> None:
         )
 
 
-def add_trainer_precision(context: Context) -> None:
-    """Writes out the precision of a file with none of `bf16`, `fp16` and `fp8`."""
-    keys = ("bf16", "fp16", "fp8", "config.mixed_precision_policy")
-    add_precision(context, keys, "the Trainer of transformers")
-
-
 TRAINING_ARGUMENTS = Dialect(
     "huggingface",
     "Hugging Face TrainingArguments",
-    _find_arguments,
+    _site,
     (*_ARGUMENTS, *under("config", FSDP_ROWS)),
-    finish=_finish_arguments,
+    finish=_finish,
     prefix="fsdp_",
     files=frozenset({"config"}),
 )

@@ -49,22 +49,20 @@ def _is_mixed(block: Any) -> bool:
     )
 
 
-def _find(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
+def _site(data: Mapping[str, Any], path: Path) -> Site | None:
     versioned, block = data.get("fsdp_config"), data.get("parallelism_config")
     if isinstance(versioned, Mapping) and str(versioned.get("version")) == "2":
-        return [Site(path, {"fsdp_config": ""})] if _is_mixed(versioned) else []
-    if isinstance(block, Mapping) and "fsdp2" in block:
-        site = Site((*path, "parallelism_config"), {"fsdp2": ""}, ("fsdp2",))
-        return [site] if _is_mixed(block["fsdp2"]) else []
-    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
-    return [site for key, value in inner for site in _find(value, (*path, key))]
+        return Site(path, {"fsdp_config": ""}) if _is_mixed(versioned) else None
+    if isinstance(block, Mapping) and "fsdp2" in block and _is_mixed(block["fsdp2"]):
+        return Site((*path, "parallelism_config"), {"fsdp2": ""}, ("fsdp2",))
+    return None
 
 
 MIXED = Dialect(
     "fsdp2-mixed",
     "FSDP2 with keys of FSDP1",
-    _find,
+    _site,
     _rows(),
     FSDP1.outside,
-    finish_without_defaults,
+    finish=finish_without_defaults,
 )

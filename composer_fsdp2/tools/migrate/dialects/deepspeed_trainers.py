@@ -10,19 +10,15 @@ from composer_fsdp2.tools.migrate.accelerate import (
     BLOCK,
     DEGREES,
     TOP_ROWS,
-    add_precision,
     distributed_type,
-    find_ranks,
     ignore_degrees,
     is_launchers,
-    under,
 )
 from composer_fsdp2.tools.migrate.deepspeed import (
     ALL_MOVES,
     DEEPSPEED,
     PRECISION_SWITCHES,
     STATE_MOVES,
-    STATE_ON_CPU,
     fill_in,
     finish_deepspeed,
     join_offloads,
@@ -33,14 +29,21 @@ from composer_fsdp2.tools.migrate.dialects.arguments import (
     PRECISION_ROWS,
 )
 from composer_fsdp2.tools.migrate.report import Context, Dialect, Path, Row, Site, Status
-from composer_fsdp2.tools.migrate.sequence import sequence_rows
-from composer_fsdp2.tools.migrate.training import join_fp8
+from composer_fsdp2.tools.migrate.shared_rows import (
+    STATE_ON_CPU,
+    add_precision,
+    find_ranks,
+    first_keys,
+    join_fp8,
+    sequence_rows,
+    stages,
+    under,
+)
 
 __all__ = ["ACCELERATE_DEEPSPEED", "ARGUMENTS_DEEPSPEED"]
 
 _C, _NOT, _CH = Status.CONVERTED, Status.NOT_NEEDED, Status.CHANGES
-_DEC, _UN = Status.DECISION, Status.UNSUPPORTED
-_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+_UN = Status.UNSUPPORTED
 _CONFIG = "deepspeed_config"
 _FILE = "config.deepspeed_config_file"
 _ARGUMENT = "deepspeed"
@@ -86,15 +89,8 @@ def _offload(part: str, reason: str, settings: Mapping[str, Any]) -> tuple[Row, 
     )
 
 
-def _stages(stage: int, status: Status, reason: str, settings: Mapping[str, Any]) -> Row:
-    return Row("zero_stage", status, reason, (stage, str(stage)), settings)
-
-
 _PLUGIN = (
-    _stages(3, _C, "ZeRO-3", {"reshard_after_forward": "auto"}),
-    _stages(2, _C, "ZeRO-2: parameters are kept until after backward", _TWO),
-    _stages(1, _CH, "gradients are sharded too, as in ZeRO-2: less memory, the same result", _TWO),
-    _stages(0, _C, "a whole copy on every rank", {_SHARD: 1, _REPLICATE: -1, **_TWO}),
+    *stages("zero_stage"),
     *_offload("optimizer", STATE_MOVES, STATE_ON_CPU),
     *_offload("param", ALL_MOVES, {"cpu_offload": True}),
     *(row for row in DEEPSPEED.rows if row.key == "gradient_clipping"),
@@ -155,44 +151,39 @@ _DEGREES = (
 _LAUNCHER = tuple(row for row in TOP_ROWS if row.key != _CONFIG)
 
 
-def _find_accelerate(data: Mapping[str, Any]) -> list[Site]:
+def _accelerate_site(data: Mapping[str, Any], _: Path) -> Site | None:
     kind, block = distributed_type(data), data.get(_CONFIG)
     if kind != "DEEPSPEED" and (kind or not block or not is_launchers(data)):
-        return []
-    known = {row.key.partition(".")[0] for row in _LAUNCHER} | {BLOCK}
-    keys = {key: key for key in data if key in known}
-    if "parallelism_config" in data:
-        keys["parallelism_config"] = "degrees"
-    return [Site((), {**keys, _CONFIG: "config"} if _CONFIG in data else keys)]
+        return None
+    keys = {key: key for key in data if key in {*first_keys(_LAUNCHER), BLOCK}}
+    keys |= {"parallelism_config": "degrees"} if "parallelism_config" in data else {}
+    return Site((), {**keys, _CONFIG: "config"} if _CONFIG in data else keys)
 
 
 def _finish_accelerate(context: Context) -> None:
     ignore_degrees(context)
     join_fp8(context)
-    read = any(key.startswith(f"{_FILE}.") for key in context.entries)
-    precision = context.value("mixed_precision")
-    for name, words in (("bf16", ("bf16",)), ("fp16", ("fp16",))):
-        if precision is not None:
-            fill_in(context, f"{_FILE}.", f"{name}.enabled", precision in words)
-    if read:
-        fill_in(
-            context, f"{_FILE}.", "gradient_clipping", context.value("config.gradient_clipping")
-        )
+    precision, file = context.value("mixed_precision"), context.entries.get(_FILE)
+    for name in ("bf16", "fp16"):
+        given = None if precision is None else precision == name
+        fill_in(context, f"{_FILE}.", f"{name}.enabled", given)
+    if any(key.startswith(f"{_FILE}.") for key in context.entries):
+        clipping = context.value("config.gradient_clipping")
+        fill_in(context, f"{_FILE}.", "gradient_clipping", clipping)
         finish_deepspeed(context, f"{_FILE}.")
     else:
         join_offloads(context.entries.values())
-        if "config.zero_stage" not in context.entries and _FILE not in context.entries:
+        if "config.zero_stage" not in context.entries and file is None:
             context.add("Accelerate's default is stage 2", **_TWO)
-    switches = tuple(f"{_FILE}.{key}" for key in PRECISION_SWITCHES)
-    file = context.entries.get(_FILE)
     if file is None or not file.is_open:
+        switches = tuple(f"{_FILE}.{key}" for key in PRECISION_SWITCHES)
         add_precision(context, ("mixed_precision", *switches), "Accelerate")
 
 
 ACCELERATE_DEEPSPEED = Dialect(
     "accelerate-deepspeed",
     "Accelerate with DeepSpeed",
-    _find_accelerate,
+    _accelerate_site,
     (
         *_LAUNCHER,
         Row(BLOCK, _NOT, _UNREAD),
@@ -203,6 +194,7 @@ ACCELERATE_DEEPSPEED = Dialect(
     finish=_finish_accelerate,
     ranks=find_ranks,
     files=frozenset({_FILE}),
+    nested=False,
 )
 
 
@@ -218,51 +210,35 @@ _AROUND = (
 )
 
 
-def _find_arguments(data: Mapping[str, Any], path: Path = ()) -> list[Site]:
-    """Mappings at any depth that name DeepSpeed's settings or hold them."""
-    sites = []
-    if _is_rolls(data):
-        return [Site(path, {_STRATEGY: _ARGUMENT})]
-    for name in (_ARGUMENT, _CONFIG):
-        if data.get(name) and isinstance(data[name], str | Mapping | list):
-            _check_alone(data, name, path)
-            known = {row.key.partition(".")[0] for row in _AROUND}
-            keys = {key: key for key in data if key in known}
-            sites = [Site(path, {**keys, name: _ARGUMENT})]
-    if sites:
-        return sites
-    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
-    return [site for key, value in inner for site in _find_arguments(value, (*path, key))]
-
-
-def _is_rolls(data: Mapping[str, Any]) -> bool:
-    """Whether it is ROLL's way to ask for DeepSpeed."""
-    block, name = data.get(_STRATEGY), data.get("strategy_name")
+def _arguments_site(data: Mapping[str, Any], path: Path) -> Site | None:
+    """A mapping that names DeepSpeed's settings or holds them, or ROLL's way to ask for them."""
+    block, named = data.get(_STRATEGY), str(data.get("strategy_name", ""))
     zero = isinstance(block, Mapping) and "zero_optimization" in block
-    return bool(block) and (zero or (isinstance(name, str) and name.startswith("deepspeed")))
-
-
-def _check_alone(data: Mapping[str, Any], name: str, path: Path) -> None:
-    others = (_CONFIG if name == _ARGUMENT else _ARGUMENT, "fsdp", BLOCK)
-    other = next((key for key in others if data.get(key)), None)
+    if block and (zero or named.startswith("deepspeed")):
+        return Site(path, {_STRATEGY: _ARGUMENT})
+    given = [n for n in (_CONFIG, _ARGUMENT) if isinstance(data.get(n), str | Mapping | list)]
+    name = next((name for name in given if data[name]), None)
+    if name is None:
+        return None
+    other = next(
+        (n for n in (_CONFIG, _ARGUMENT, "fsdp", BLOCK) if n != name and data.get(n)), None
+    )
     if other is not None:
         both = [".".join((*path, key)) for key in (name, other)]
         raise ConfigError(
             f"The configuration has both '{both[0]}' and '{both[1]}'. A run is sharded by one of "
             "them, and it is not clear by which. Remove the other one."
         )
+    return Site(path, {**{key: key for key in data if key in first_keys(_AROUND)}, name: _ARGUMENT})
 
 
 def _finish_arguments(context: Context) -> None:
     prefix = f"{_ARGUMENT}."
-    parent: Any = context.data
-    for name in context.site.parent:
-        parent = parent[name]
     for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
         # A run that names one of both has the other one off.
         given = context.value(name, False if context.value(other) is True else None)
         fill_in(context, prefix, f"{name}.enabled", given if isinstance(given, bool) else None)
-    fill_in(context, prefix, "gradient_clipping", parent.get("max_grad_norm"))
+    fill_in(context, prefix, "gradient_clipping", context.parent.get("max_grad_norm"))
     file = context.entries.get(_ARGUMENT)
     if file is not None and file.is_open:
         return
@@ -275,7 +251,7 @@ def _finish_arguments(context: Context) -> None:
 ARGUMENTS_DEEPSPEED = Dialect(
     "huggingface-deepspeed",
     "Hugging Face TrainingArguments with DeepSpeed",
-    _find_arguments,
+    _arguments_site,
     (*_AROUND, *under(_ARGUMENT, _JSON)),
     finish=_finish_arguments,
     files=frozenset({_ARGUMENT}),

@@ -31,7 +31,7 @@ _UNREAD = "`distributed_type` says what is run, and that does not read it; left 
 UNSHARDED = Dialect(
     "accelerate-unsharded",
     "Accelerate, neither FSDP nor DeepSpeed",
-    lambda _: [],
+    lambda _data, _path: None,
     (),
     (
         Row("distributed_type", _K, _COPIES, _PLAIN),

@@ -5,44 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.tools.migrate.accelerate import (
-    is_names,
-    is_number,
-    min_num_params,
-    wrap_classes,
-)
 from composer_fsdp2.tools.migrate.dialects.roll import (
     FOREIGN_ENGINE,
     FOREIGN_OPTION,
     dtype_row,
 )
-from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Row, Site, Status
-from composer_fsdp2.tools.migrate.sequence import add_degree, moved_rows, sequence_rows
-from composer_fsdp2.tools.migrate.training import (
-    add_checkpointing,
-    add_clipping,
-    find_around,
-    moved_training_rows,
+from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
+from composer_fsdp2.tools.migrate.shared_rows import (
+    OFFLOADED,
+    REPLICATE,
+    SHARD,
+    STATE_ON_CPU,
+    add_dtypes,
+    checkpointing_rows,
+    clipping_rows,
+    is_count,
+    is_names,
+    is_number,
+    min_num_params,
+    moved_rows,
+    sequence_rows,
+    wrap_classes,
 )
 
 __all__ = ["VERL"]
 
 _R, _C, _CH = Status.RENAMED, Status.CONVERTED, Status.CHANGES
 _NOT, _DEC, _UN = Status.NOT_NEEDED, Status.DECISION, Status.UNSUPPORTED
-_SHARD, _REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
 _OFF = (False, None)
 _DEGREE = "ulysses_sequence_parallel_size"
-_BLOCK, _MODEL = "fsdp_config", "model"
-_OFFLOADED = {"activation_checkpointing": True, "activation_cpu_offload": True}
+_BLOCK = "fsdp_config"
 _OWN = ("model_dtype", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
 """keys of a block that no other trainer's has"""
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16", "half": "fp16"}
 _FULL = ("fp32", "float32", "float", None)
-
-
-def _is_size(value: Any) -> bool:
-    """A number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _is_low(value: Any) -> bool:
@@ -63,8 +59,8 @@ _ROWS = (
         "config.fsdp_size",
         _C,
         "ranks that share one copy; what the run has beyond it are copies (HSDP)",
-        _is_size,
-        lambda value: {_SHARD: value, _REPLICATE: -1},
+        is_count,
+        lambda value: {SHARD: value, REPLICATE: -1},
     ),
     Row("config.reshard_after_forward", _NOT, "the default of verl", (None,)),
     Row(
@@ -93,7 +89,7 @@ _ROWS = (
         _C,
         "the optimizer's state is in CPU memory between steps",
         (True,),
-        {"optimizer_state": {"device": "cpu"}},
+        STATE_ON_CPU,
     ),
     Row("config.forward_prefetch", _NOT, "torch's own prefetch", _OFF),
     Row("config.forward_prefetch", _C, "one unit ahead", (True,), {"forward_prefetch": 1}),
@@ -156,48 +152,45 @@ _ROWS = (
 )
 
 
-def _find(data: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[Site]:
-    """Blocks `fsdp_config` with keys of verl's, and engines, at any depth."""
+_AROUND = (
+    *sequence_rows(_DEGREE, method="ulysses"),
+    Row(
+        "model.enable_activation_offload",
+        _C,
+        "what checkpointed blocks save is kept in CPU memory",
+        (True,),
+        OFFLOADED,
+    ),
+    *checkpointing_rows("model.enable_gradient_checkpointing"),
+    *clipping_rows("grad_clip"),
+    *clipping_rows("optim.clip_grad"),
+)
+_ENGINES = ("megatron", "veomni", "torchtitan", "mindspeed", "automodel")
+
+
+def _site(data: Mapping[str, Any], path: Path) -> Site | None:
+    """A model with a block `fsdp_config` of verl's keys, or an engine with its degree."""
     block = data.get(_BLOCK)
     if isinstance(block, Mapping) and any(key in block for key in _OWN):
-        return [Site(path, {_BLOCK: "config", **{k: k for k in (_DEGREE,) if k in data}})]
+        return Site(path, {_BLOCK: "config", **({_DEGREE: _DEGREE} if _DEGREE in data else {})})
     if path and _DEGREE in data and any(key in data for key in _OWN):
-        return [Site(path[:-1], {path[-1]: "config"})]
-    inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
-    return [site for key, value in inner for site in _find(value, (*path, key))]
+        return Site(path[:-1], {path[-1]: "config"})
+    return None
 
 
 def _finish(context: Context) -> None:
-    if context.site.parent[-1:] == (_MODEL,):  # the SFT trainer writes the degree beside the model
-        add_degree(context, _DEGREE, find_around(context, (_DEGREE,))[1], "ulysses")
-    add_checkpointing(context, _MODEL, "enable_gradient_checkpointing", on=True)
-    _, offload = find_around(context, (_MODEL, "enable_activation_offload"))
-    if offload is True:
-        key = "enable_activation_offload"
-        context.add(f"`{key}` keeps what checkpointed blocks save in CPU memory", **_OFFLOADED)
-    add_clipping(context, ("grad_clip",), ("optim", "clip_grad"))
-    dtypes = [entry.settings.get("mixed_precision", {}) for entry in context.entries.values()]
-    given = {name for dtype in dtypes for name in dtype}
-    defaults = {"param_dtype": "bf16", "reduce_dtype": "fp32"}
-    missing = {name: dtype for name, dtype in defaults.items() if name not in given}
-    if missing:
-        context.add("the default of verl, written out", mixed_precision=missing)
+    add_dtypes(context, "verl", param_dtype="bf16", reduce_dtype="fp32")
 
-
-_ENGINES = ("megatron", "veomni", "torchtitan", "mindspeed", "automodel")
 
 VERL = Dialect(
     "verl",
     "verl with FSDP",
-    _find,
+    _site,
     _ROWS,
     (
-        *moved_rows(_DEGREE, f"*.{_DEGREE}"),
-        *moved_training_rows(
-            ("*.model.enable_gradient_checkpointing", "*.model.enable_activation_offload"),
-            ("*.grad_clip", "*.optim.clip_grad"),
-        ),
+        *moved_rows(_AROUND),
         Row("*.strategy", _UN, FOREIGN_ENGINE, _ENGINES, options=(FOREIGN_OPTION,)),
     ),
+    _AROUND,
     _finish,
 )

@@ -1,0 +1,399 @@
+"""Holds parsers of values, and the rows of keys, that several trainers share."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from composer_fsdp2.tools.migrate.report import SAME, Context, Entry, Row, Status
+
+__all__ = [
+    "FP8",
+    "OFF",
+    "OFFLOADED",
+    "ON",
+    "REPLICATE",
+    "SHARD",
+    "SHARDING_KEYS",
+    "STATE_ON_CPU",
+    "add_dtypes",
+    "add_precision",
+    "asks_for_nothing",
+    "backend_rows",
+    "block_rows",
+    "checkpointing_rows",
+    "clipping_rows",
+    "composer_rows",
+    "degree_rows",
+    "find_ranks",
+    "first_keys",
+    "gather_rows",
+    "is_count",
+    "is_names",
+    "is_nothing",
+    "is_number",
+    "is_size",
+    "join_fp8",
+    "min_num_params",
+    "moved_rows",
+    "parallel_rows",
+    "precision_row",
+    "sequence_rows",
+    "stages",
+    "under",
+    "wrap_classes",
+]
+
+SHARD, REPLICATE = "data_parallel_shard_degree", "data_parallel_replicate_degree"
+SHARDING_KEYS = (
+    *("fsdp_config", "fsdp", "deepspeed", "deepspeed_config"),
+    *("strategy_config", "zero_optimization"),
+)
+"""each of them says by itself how a run is sharded"""
+OFF = (False, None, "false")
+ON = (True, "true")
+
+_C, _R = Status.CONVERTED, Status.RENAMED
+_NOT, _CH = Status.NOT_NEEDED, Status.CHANGES
+_DEC, _UN = Status.DECISION, Status.UNSUPPORTED
+_AC = "activation_checkpointing"
+OFFLOADED = {_AC: True, "activation_cpu_offload": True}
+STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
+
+
+# --- Values. Docstrings describe them in the tables of the documentation. ---
+
+
+def is_size(value: Any) -> bool:
+    """A number above 1."""
+    return is_count(value) and value > 1
+
+
+def is_count(value: Any) -> bool:
+    """A number above 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def is_number(value: Any) -> bool:
+    """A number above 0."""
+    try:
+        return int(float(value)) > 0
+    except (TypeError, ValueError):
+        return False
+
+
+def is_nothing(value: Any) -> bool:
+    """Nothing, 0 or an empty list."""
+    return value in (None, "", 0, "0", [])
+
+
+def is_names(value: Any) -> bool:
+    """A name or several."""
+    return isinstance(value, str | list) and bool(value)
+
+
+def _is_norm(value: Any) -> bool:
+    """A number above 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def asks_for_nothing(value: Any) -> bool:
+    """A block without a size above 1."""
+    if not isinstance(value, Mapping):
+        return value in (None, False, 0, 1)
+    sizes = (
+        item
+        for key, item in value.items()
+        if isinstance(item, Mapping) or re.search("size|stages", str(key))
+    )
+    return all(map(asks_for_nothing, sizes))
+
+
+def wrap_classes(value: Any) -> dict[str, Any]:
+    """Returns classes of units, in a list or with commas between them."""
+    names = value.split(",") if isinstance(value, str) else value
+    return {"wrap_policy": {"classes": [str(name).strip() for name in names]}}
+
+
+def min_num_params(value: Any) -> dict[str, Any]:
+    """Returns the size of units."""
+    return {"wrap_policy": {"min_num_params": int(float(value))}}
+
+
+# --- Tables. ---
+
+
+def under(prefix: str, rows: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Returns a table inside a block."""
+    return tuple(replace(row, key=f"{prefix}.{row.key}") for row in rows)
+
+
+def moved_rows(around: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Returns rows that say of `Dialect.around` what became of the keys, which stay."""
+    written = "written beside the sharding of this model: {}; remove it here"
+    left = ("write another value", "remove it")
+    return tuple(
+        Row(f"*.{row.key}", _C, written.format(row.reason), row.when)
+        if row.settings or row.trainer
+        else replace(row, key=f"*.{row.key}", options=left if row.options else ())
+        for row in around
+    )
+
+
+def first_keys(rows: tuple[Row, ...]) -> set[str]:
+    """Returns the keys of a table, of those in a block the block's."""
+    return {row.key.partition(".")[0] for row in rows}
+
+
+def find_ranks(data: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Returns ranks in all and per node, as Accelerate's launcher says them."""
+    ranks, nodes = data.get("num_processes"), data.get("num_machines", 1)
+    if not (is_count(ranks) and is_count(nodes)):
+        return None, None
+    return ranks, None if ranks % nodes else ranks // nodes
+
+
+# --- Parallelism. ---
+
+_DIVIDES = (
+    "attention and MLPs are divided as the model's plan says, or as is known for them; ranks of a "
+    "group read the same batch"
+)
+_TENSOR = "tensor_parallel"
+_SEQUENCE = "each sequence is divided between ranks next to each other, which read the same batch"
+
+
+def degree_rows(key: str, nothing: Any) -> tuple[Row, ...]:
+    """Returns the rows of a degree of tensor parallelism; `nothing` is what asks for none."""
+    return (
+        Row(key, _NOT, "no tensor parallelism is asked for", nothing),
+        Row(key, _C, f"`{_TENSOR}`: {_DIVIDES}", is_size, {_TENSOR: SAME}),
+    )
+
+
+def _tensor_size(value: Any) -> Any:
+    """Returns the degree in DeepSpeed's block, or the value itself."""
+    if not isinstance(value, Mapping):
+        return value
+    names = ("autotp_size", "tp_size", "tp", "tensor_parallel")
+    return _tensor_size(next((value[name] for name in names if name in value), 1))
+
+
+def _has_tensor_size(value: Any) -> bool:
+    """A number above 1, or a block with one as its size."""
+    return is_size(_tensor_size(value))
+
+
+def block_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of a degree of tensor parallelism, or DeepSpeed's block with one in it."""
+    return (
+        Row(key, _NOT, "no tensor parallelism is asked for", asks_for_nothing),
+        Row(
+            key,
+            _C,
+            f"`{_TENSOR}`: {_DIVIDES}",
+            _has_tensor_size,
+            lambda value: {_TENSOR: _tensor_size(value)},
+        ),
+        Row(key, _DEC, "its size is no number", options=(f"{key}=2", f"{key}=null")),
+    )
+
+
+def _composers_degree(value: Any) -> Any:
+    return value.get("tensor_parallel_degree", value.get("degree"))
+
+
+def _is_composers(value: Any) -> bool:
+    """A mapping with a degree, and perhaps a `layer_plan`."""
+    known = {"strategy", "degree", "tensor_parallel_degree", "layer_plan"}
+    is_known = isinstance(value, Mapping) and known.issuperset(value)
+    return is_known and is_size(_composers_degree(value))
+
+
+def _is_strategy(value: Any) -> bool:
+    """A mapping with `strategy`."""
+    return _is_composers(value) and value.get("strategy") is not None
+
+
+def _is_composers_nothing(value: Any) -> bool:
+    """Nothing, or a degree of 1."""
+    return not value or (isinstance(value, Mapping) and _composers_degree(value) == 1)
+
+
+def _without_strategy(value: Mapping[str, Any]) -> dict[str, Any]:
+    plan = {"layer_plan": value["layer_plan"]} if value.get("layer_plan") else {}
+    return {_TENSOR: {"degree": _composers_degree(value), **plan}}
+
+
+def composer_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of Composer's `tp`, and LLM Foundry's `tp_config`."""
+    return (
+        Row(key, _NOT, "no tensor parallelism is asked for", _is_composers_nothing),
+        Row(
+            key,
+            _CH,
+            f"`{_TENSOR}` without the strategy: {_DIVIDES}, where a strategy of LLM Foundry gave "
+            "them different ones and weights outside of its layers drifted apart",
+            _is_strategy,
+            _without_strategy,
+        ),
+        Row(key, _C, f"`{_TENSOR}`: {_DIVIDES}", _is_composers, _without_strategy),
+        Row(
+            key,
+            _DEC,
+            "it names no degree that is known, or more than a degree and a layer_plan",
+            options=(f"fsdp2.{_TENSOR}=2", "remove it"),
+        ),
+    )
+
+
+def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> tuple[Row, ...]:
+    """Returns the rows of a degree of sequence or context parallelism.
+
+    Args:
+        key: of the dialect.
+        nothing: values that ask for none.
+        method: the exchange that the dialect means; `auto` where FSDP2 has another one.
+    """
+    name = key.rpartition(".")[2]
+    return (
+        Row(key, _NOT, "no sequence is divided", nothing),
+        Row(
+            key,
+            _C,
+            f"`sequence_parallel`: {_SEQUENCE}",
+            is_size,
+            lambda value: {"sequence_parallel": {"degree": value, "method": method}},
+        ),
+        Row(key, _DEC, "its value is no number", options=(f"{name}=2", f"{name}=1")),
+    )
+
+
+def parallel_rows(key: str, kind: str) -> tuple[Row, ...]:
+    """Returns the rows of a kind of parallelism that FSDP2 runs do not have."""
+    return (
+        Row(key, _NOT, f"no {kind} is asked for", asks_for_nothing),
+        Row(key, _UN, f"{kind} does not go with FSDP2 yet", options=(f"{key}=null",)),
+    )
+
+
+def stages(key: str) -> tuple[Row, ...]:
+    """Returns the rows of DeepSpeed's stage."""
+    two = {"reshard_after_forward": False}
+    less = "gradients are sharded too, as in ZeRO-2: less memory, the same result"
+    kept = "ZeRO-2: gradients and optimizer are sharded, parameters kept until after backward"
+    return (
+        Row(key, _C, "ZeRO-3", (3, "3"), {"reshard_after_forward": "auto"}),
+        Row(key, _C, kept, (2, "2"), two),
+        Row(key, _CH, less, (1, "1"), two),
+        Row(key, _C, "a whole copy on every rank", (0, "0"), {SHARD: 1, REPLICATE: -1, **two}),
+    )
+
+
+# --- Precision. ---
+
+FP8 = {
+    "mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"},
+    "fp8": True,
+}
+"""settings of a switch; `join_fp8` puts the details of other keys in it"""
+
+
+def precision_row(key: str, dtype: str, value: Any) -> Row:
+    """Returns the row of a precision, which the trainer has to know too."""
+    return Row(
+        key,
+        _C,
+        "parameters and gradient reduction in this dtype, as Accelerate has it; buffers keep their "
+        "own dtype, which FSDP1 cast",
+        (value,),
+        {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
+        trainer={"precision": f"amp_{dtype}"},
+    )
+
+
+def gather_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of a key that sends weights in fp8."""
+    return (
+        Row(key, _NOT, "off is the default", OFF),
+        Row(key, _C, "`fp8.all_gather`", ON, {"fp8": {"all_gather": True}}),
+    )
+
+
+def backend_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of a key that names a library for fp8."""
+    other = "torchao multiplies in fp8 here; another library scales otherwise"
+    return (
+        Row(key, _NOT, "torchao, as here", ("AO", "torchao")),
+        Row(key, _CH, other, ("TE", "MSAMP", "MS-AMP", "AUTO", None)),
+    )
+
+
+def join_fp8(context: Context) -> None:
+    """Writes details of fp8 to the entry of its switch; without a switch they say nothing."""
+    entries = context.entries.values()
+    switch = next((entry for entry in entries if entry.becomes.get("fp8") is True), None)
+    details = dict[str, Any]()
+    for entry in entries:
+        if isinstance(entry.becomes.get("fp8"), Mapping):
+            details |= entry.becomes.pop("fp8")
+            if switch is None:
+                entry.become(_NOT, "fp8 is off")
+    if switch is not None and details:
+        switch.becomes["fp8"] = details
+
+
+def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None:
+    """Writes out a precision that the file leaves to its trainer, whose default is another one."""
+    said = [context.entries[key] for key in keys if key in context.entries]
+    if any(entry.is_open or entry.beside for entry in said) or "precision" in context.parent:
+        return
+    reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
+    path = (*context.site.parent, "precision")
+    context.added.append(Entry(path, None, Status.ADDED, reason, {}, beside={"precision": "fp32"}))
+
+
+def add_dtypes(context: Context, trainer: str, **defaults: str) -> None:
+    """Writes out the dtypes that the file leaves to its trainer."""
+    given = [e.becomes.get("mixed_precision", {}) for e in context.entries.values()]
+    missing = {k: v for k, v in defaults.items() if not any(k in dtypes for dtypes in given)}
+    if missing:
+        context.add(f"the default of {trainer}, written out", mixed_precision=missing)
+
+
+# --- Training: checkpointing of activations and clipping. ---
+
+
+def clipping_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of the largest norm of gradients."""
+    return (
+        Row(key, _NOT, "0 clips nothing", (0, 0.0, None)),
+        Row(
+            key,
+            _R,
+            "`algorithms.gradient_clipping` of LLM Foundry, for the norm over all ranks",
+            _is_norm,
+            trainer=lambda norm: {
+                "algorithms": {
+                    "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": norm}
+                }
+            },
+        ),
+    )
+
+
+def checkpointing_rows(key: str, on: bool = True) -> tuple[Row, ...]:
+    """Returns the rows of a key that switches the recomputation of activations.
+
+    Args:
+        key: of the dialect.
+        on: its value that switches recomputation on; the other one switches it off.
+    """
+    reason = f"`{_AC}`" if on else f"`{_AC}`, the other way round"
+    return (
+        Row(key, _R, reason, (on,), {_AC: True}),
+        Row(key, _R, reason, (not on,), {_AC: False}),
+        Row(key, _NOT, "null leaves it to the trainer", (None,)),
+    )
