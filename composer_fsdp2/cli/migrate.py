@@ -91,10 +91,20 @@ def migrate(
                 "--strict": strict,
                 "--force": force,
             }
-            _refuse_beside_code([name for name, value in others.items() if value])
+            if given := [name for name, value in others.items() if value]:
+                raise ConfigError(
+                    f"{', '.join(given)} cannot be given together with --code. It is about "
+                    "configurations and would have no effect. Take it out, or run the command once "
+                    "for each."
+                )
             raise typer.Exit(_migrate_code(code, check=check, as_json=as_json))
+        if config is None:
+            raise ConfigError(
+                "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path "
+                "of a configuration, or --code and a Python file or folder."
+            )
         report = _migrate_config(
-            _checked(config),
+            config,
             None if check else output,
             force,
             dialect=dialect,
@@ -109,29 +119,31 @@ def migrate(
 def _migrate_config(config: Path, output: Path | None, force: bool, **settings: Any) -> Report:
     from composer_fsdp2.tools.migrate.engine import migrate as migrate_text
 
-    if output is not None:
-        _check_output(config, output, force)
-    report = migrate_text(_read(config), name=str(config), folder=config.parent, **settings)
-    if output is not None:
-        _write(output, report.text)
+    if output is not None and output.resolve() == config.resolve():
+        raise ConfigError(
+            f"--output is the input '{config}'. The old settings would be lost. Give another path."
+        )
+    if output is not None and output.exists() and not force:
+        raise ConfigError(
+            f"'{output}' exists. Its content would be lost. Write another name, or --force."
+        )
+    try:
+        text = config.read_bytes().decode()  # with the file's own ends of lines
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"'{config}' cannot be read: {error}. There is nothing to migrate. Give the path of a "
+            "YAML or JSON file."
+        ) from None
+    report = migrate_text(text, name=str(config), folder=config.parent, **settings)
+    try:
+        if output is not None:
+            output.write_bytes(report.text.encode())
+    except OSError as error:
+        raise ConfigError(
+            f"'{output}' cannot be written: {error}. The migration is not stored. Give a path in a "
+            "folder that exists."
+        ) from None
     return report
-
-
-def _refuse_beside_code(names: list[str]) -> None:
-    if names:
-        raise ConfigError(
-            f"{', '.join(names)} cannot be given together with --code. It is about configurations "
-            "and would have no effect. Take it out, or run the command once for each."
-        )
-
-
-def _checked(config: Path | None) -> Path:
-    if config is None:
-        raise ConfigError(
-            "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path of a "
-            "configuration, or --code and a Python file or folder."
-        )
-    return config
 
 
 def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
@@ -142,37 +154,6 @@ def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
     typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
     needs_work = check and any(file.needs_work for file in files)
     return ExitCode.FAILED if needs_work else ExitCode.OK
-
-
-def _read(config: Path) -> str:
-    try:
-        return config.read_bytes().decode()  # with the file's own ends of lines
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"'{config}' cannot be read: {error}. There is nothing to migrate. Give the path of a "
-            "YAML or JSON file."
-        ) from None
-
-
-def _check_output(config: Path, output: Path, force: bool) -> None:
-    if output.resolve() == config.resolve():
-        raise ConfigError(
-            f"--output is the input '{config}'. The old settings would be lost. Give another path."
-        )
-    if output.exists() and not force:
-        raise ConfigError(
-            f"'{output}' exists. What is in it would be lost. Write another name, or --force."
-        )
-
-
-def _write(output: Path, text: str) -> None:
-    try:
-        output.write_bytes(text.encode())
-    except OSError as error:
-        raise ConfigError(
-            f"'{output}' cannot be written: {error}. The migration is not stored. Give a path in a "
-            "folder that exists."
-        ) from None
 
 
 def _decisions(items: list[str]) -> dict[str, Any]:
@@ -209,38 +190,30 @@ def _describe(report: Report) -> list[str]:
     lines = [f"Dialect: {report.title}"]
     for status in Status:
         entries = [e for e in report.having(status) if e not in untouched]
-        if entries:
-            lines += ["", f"{status.value}:"]
-            lines += [line for group in _alike(entries) for line in _describe_group(group)]
+        # Keys that become nothing and have the same reason share a line.
+        groups: dict[object, list[Entry]] = {}
+        for entry in entries:
+            own = entry.settings or entry.beside or entry.options
+            groups.setdefault(entry.path if own else entry.reason, []).append(entry)
+        lines += ["", f"{status.value}:"] if entries else []
+        lines += [line for group in groups.values() for line in _describe_group(group)]
     if untouched:
         count = "1 other key is" if len(untouched) == 1 else f"{len(untouched)} other keys are"
         lines += ["", f"{count} not about sharding and left as written; --json lists them."]
     return lines + [line for remark in report.remarks for line in ("", remark)]
 
 
-def _alike(entries: list[Entry]) -> list[list[Entry]]:
-    """Puts keys together that become nothing and have the same reason."""
-    groups: dict[object, list[Entry]] = {}
-    for entry in entries:
-        own = entry.settings or entry.beside or entry.options
-        groups.setdefault(entry.path if own else entry.reason, []).append(entry)
-    return list(groups.values())
-
-
 def _describe_group(group: list[Entry]) -> list[str]:
     entry = group[0]
-    settings = {**entry.settings, **entry.beside}
-    new = ", ".join(f"{name}: {value}" for name, value in settings.items())
-    arrow = f" -> {new}" if new else ""
-    added = entry.status.value == "added"
-    keys = ", ".join(one.key if added else f"{one.key}: {_short(one.value)}" for one in group)
-    lines = [f"  {keys}{arrow}", f"      {entry.reason}"]
+    new = [f"{name}: {value}" for name, value in {**entry.settings, **entry.beside}.items()]
+    keys = []
+    for one in group:
+        value = str(one.value)
+        shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
+        keys.append(one.key if one.status.value == "added" else f"{one.key}: {shown}")
+    arrow = f" -> {', '.join(new)}" if new else ""
+    lines = [f"  {', '.join(keys)}{arrow}", f"      {entry.reason}"]
     return lines + [f"      decide: {option}" for option in entry.options]
-
-
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
 
 
 def _as_dict(report: Report) -> dict[str, Any]:

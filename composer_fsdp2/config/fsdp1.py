@@ -10,7 +10,10 @@ from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.errors import ConfigError
 
 __all__ = [
+    "FSDP1_KEPT",
     "FSDP1_KEYS",
+    "FSDP1_NOT_NEEDED",
+    "FSDP1_NOT_SUPPORTED",
     "FSDP1_ONLY",
     "FSDP1_STRATEGIES",
     "Conversion",
@@ -19,8 +22,7 @@ __all__ = [
     "fsdp1_answer",
 ]
 
-# Keys that mean the same in both.
-_KEPT = (
+FSDP1_KEPT = (
     "activation_checkpointing",
     "activation_cpu_offload",
     "cpu_offload",
@@ -33,9 +35,9 @@ _KEPT = (
     "sharded_ckpt_prefix_dir",
     "verbose",
 )
+"""Keys that mean the same in both."""
 
-# Key -> why FSDP2 does not need it. Any value may be dropped.
-_NOT_NEEDED = {
+FSDP1_NOT_NEEDED = {
     "backward_prefetch": "FSDP2 prefetches the next unit of backward by itself",
     "backward_prefetch_limit": "FSDP2 prefetches one unit ahead",
     "forward_prefetch": "FSDP2 prefetches from its own stream without blocking the CPU",
@@ -47,14 +49,14 @@ _NOT_NEEDED = {
     "te_checkpoint_wrapper": "checkpointing is always torch's own",
     "device_id": "the device comes from the mesh",
 }
+"""Key -> why FSDP2 does not need it. Any value may be dropped. `device_id` is of single units."""
 
-# Key -> (value that changes nothing, what it would need).
-_NOT_SUPPORTED = {
+FSDP1_NOT_SUPPORTED = {
     "auto_wrap": (True, "leave FSDP out of the configuration to train without it"),
     "ignored_modules": (None, "name their parameters in `ignored_params`"),
     "keep_low_precision_grads": (
         False,
-        "not supported yet; reduce in low precision with `mixed_precision: PURE`",
+        "reduce in low precision with `mixed_precision: PURE`",
     ),
     "process_group": (
         None,
@@ -62,6 +64,7 @@ _NOT_SUPPORTED = {
     ),
     "te_shard_fp8_weight": (False, "fp8 weights are not supported yet; take it out"),
 }
+"""Key -> (value that changes nothing, cure for the others)."""
 
 _DEGREES = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
 
@@ -77,12 +80,14 @@ _STRATEGIES: dict[str, tuple[Any, str]] = {
 FSDP1_STRATEGIES = frozenset(_STRATEGIES)
 
 FSDP1_KEYS = frozenset(
-    {*_KEPT, *_NOT_NEEDED, *_NOT_SUPPORTED, "sharding_strategy", "state_dict_type"} - {"device_id"}
+    {*FSDP1_KEPT, *FSDP1_NOT_NEEDED, *FSDP1_NOT_SUPPORTED, "sharding_strategy", "state_dict_type"}
+    - {"device_id"}
 )
 """The keys of Composer's `FSDPConfig`."""
 
 FSDP1_ONLY = frozenset(
-    {*_NOT_NEEDED, *_NOT_SUPPORTED, "sharding_strategy"} - {"backward_prefetch", "forward_prefetch"}
+    {*FSDP1_NOT_NEEDED, *FSDP1_NOT_SUPPORTED, "sharding_strategy"}
+    - {"backward_prefetch", "forward_prefetch"}
 )
 """The keys of FSDP1 that are no settings of FSDP2."""
 _MIGRATE = "`composer-fsdp2 migrate` converts a whole file."
@@ -114,13 +119,13 @@ def convert_fsdp1(
     notes: list[str] = []
     # Written out: FSDP1's default is full, FSDP2's is sharded.
     settings: dict[str, Any] = {"state_dict_type": config.get("state_dict_type") or "full"}
-    settings.update({key: config[key] for key in _KEPT if config.get(key) is not None})
+    settings.update({key: config[key] for key in FSDP1_KEPT if config.get(key) is not None})
     for key, value in config.items():
         if key not in FSDP1_KEYS:
             problems.append(f"'{key}' is not a key of FSDP1's configuration.{_hint(key)}")
-        elif key in _NOT_NEEDED:
-            notes.append(f"'{key}' is no longer needed: {_NOT_NEEDED[key]}.")
-        elif key in _NOT_SUPPORTED and value != _NOT_SUPPORTED[key][0]:
+        elif key in FSDP1_NOT_NEEDED:
+            notes.append(f"'{key}' is no longer needed: {FSDP1_NOT_NEEDED[key]}.")
+        elif key in FSDP1_NOT_SUPPORTED and value != FSDP1_NOT_SUPPORTED[key][0]:
             problems.append(_unsupported(key, value))
     strategy = config.get("sharding_strategy", "FULL_SHARD")
     settings.update(_convert_strategy(strategy, settings, world_size, local_world_size, problems))
@@ -133,10 +138,10 @@ def fsdp1_answer(key: str, value: Any) -> str | None:
     """Returns the sentence about a key of FSDP1 among FSDP2's; `None` for any other key."""
     if key not in FSDP1_ONLY:
         return None
-    if key in _NOT_NEEDED:
-        cure = f"{_NOT_NEEDED[key]}. Take it out."
-    elif key in _NOT_SUPPORTED:
-        harmless, instead = _NOT_SUPPORTED[key]
+    if key in FSDP1_NOT_NEEDED:
+        cure = f"{FSDP1_NOT_NEEDED[key]}. Take it out."
+    elif key in FSDP1_NOT_SUPPORTED:
+        harmless, instead = FSDP1_NOT_SUPPORTED[key]
         same = type(value) is type(harmless) and value == harmless
         cure = "at this value it says nothing. Take it out." if same else f"instead, {instead}."
     else:
@@ -170,7 +175,7 @@ def _hint(key: str) -> str:
 def _unsupported(key: str, value: Any) -> str:
     return (
         f"'{key}: {value}' of FSDP1 has no equal in FSDP2. Dropping it would change the run. "
-        f"Instead: {_NOT_SUPPORTED[key][1]}."
+        f"Instead: {FSDP1_NOT_SUPPORTED[key][1]}."
     )
 
 
@@ -221,8 +226,8 @@ def convert_fsdp1_unit(where: str, config: Mapping[str, Any]) -> Conversion:
     settings: dict[str, Any] = {}
     notes: list[str] = []
     for key, value in config.items():
-        if key in _NOT_NEEDED:
-            notes.append(f"'{key}' of {where} is no longer needed: {_NOT_NEEDED[key]}.")
+        if key in FSDP1_NOT_NEEDED:
+            notes.append(f"'{key}' of {where} is no longer needed: {FSDP1_NOT_NEEDED[key]}.")
         elif key == "sharding_strategy":
             settings["reshard_after_forward"] = _unit_reshard(where, value)
         elif key == "process_group":

@@ -103,7 +103,10 @@ def _key(row: Row, entry: Entry) -> str:
 
 def _values(row: Row, entry: Entry, every: str) -> str:
     named = ", ".join(dict.fromkeys(f"`{_text(choice)}`" for choice in row.choices))
-    words = named or row.described[:1].lower() + row.described[1:] or every
+    # A test of values says in its docstring which ones it means.
+    test = (row.when.__doc__ or "") if callable(row.when) else ""
+    described = test.partition("\n")[0].removesuffix(".")
+    words = named or described[:1].lower() + described[1:] or every
     # A setting that depends on the value says nothing without one.
     depends = callable(row.settings) or callable(row.trainer)
     depends |= not named and row.settings != entry.becomes

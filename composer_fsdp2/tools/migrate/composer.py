@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from composer_fsdp2.config.fsdp1 import convert_fsdp1
+from composer_fsdp2.config.fsdp1 import (
+    FSDP1_KEPT,
+    FSDP1_KEYS,
+    FSDP1_NOT_NEEDED,
+    FSDP1_NOT_SUPPORTED,
+    convert_fsdp1,
+)
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
 from composer_fsdp2.tools.migrate.shared_rows import REPLICATE, SHARD, composer_rows
@@ -15,8 +20,6 @@ __all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "finish_without_defaults", "is_ou
 
 _K, _C = Status.KEPT, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
-_OFF = (False, None)
-_PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
 
 
 def _same(*names: str, reason: str = "means the same") -> tuple[Row, ...]:
@@ -60,6 +63,17 @@ _PRECISION = (
     Row("mixed_precision", _K, "means the same", settings={"mixed_precision": SAME}),
 )
 
+_CHANGED = {
+    ("activation_checkpointing_reentrant", True): "checkpointing is torch's non-reentrant one: the "
+    "same gradients, but hooks in a checkpointed block see the recomputation inside backward",
+    ("te_checkpoint_wrapper", True): "checkpointing is torch's own; TransformerEngine's fp8 state "
+    "is recomputed by it",
+    ("sync_module_states", False): "every rank starts from rank 0's weights, also where ranks "
+    "were built differently",
+    ("use_orig_params", False): "there are no flat parameters: the optimizer sees each parameter "
+    "with its own name and shape, which matters to rules by name and to norms of single parameters",
+}
+"""values of keys that FSDP2 does not need, whose effect changes"""
 _ROWS = (
     # Settings of `sharding_strategy`, degrees and `state_dict_type` come from `convert_fsdp1`.
     Row(
@@ -87,18 +101,7 @@ _ROWS = (
         "a whole copy on every rank: shard degree 1, which is replication and not ZeRO-2",
         ("NO_SHARD",),
     ),
-    *_same(SHARD, REPLICATE),
-    Row("process_group", _NOT, "null is all ranks", (None,)),
-    Row("process_group", _CH, "becomes degrees of the mesh"),
     *_PRECISION,
-    Row("keep_low_precision_grads", _NOT, "false is what FSDP2 does", _OFF),
-    Row(
-        "keep_low_precision_grads",
-        _UN,
-        "gradients are kept in the parameters' dtype; `mixed_precision: PURE` reduces in low "
-        "precision",
-        options=("keep_low_precision_grads=false", "fsdp2.mixed_precision=PURE"),
-    ),
     Row("state_dict_type", _K, "means the same", ("full", "sharded")),
     Row(
         "state_dict_type",
@@ -107,69 +110,23 @@ _ROWS = (
         ("local",),
         options=("state_dict_type=sharded", "state_dict_type=full"),
     ),
-    *_same("load_planner", "save_planner", "sharded_ckpt_prefix_dir", "verbose"),
-    *_same("load_monolith_rank0_only"),
-    *_same("activation_checkpointing", "activation_cpu_offload"),
-    Row("activation_checkpointing_reentrant", _NOT, "FSDP2 never is reentrant", (False,)),
-    Row(
-        "activation_checkpointing_reentrant",
-        _CH,
-        "checkpointing is torch's non-reentrant one: the same gradients, but hooks in a "
-        "checkpointed block see the recomputation inside backward",
-        (True,),
+    Row("cpu_offload", _NOT, "false is what FSDP2 does", (False, None)),
+    *_same(*(key for key in FSDP1_KEPT if key != "mixed_precision")),
+    *(
+        row
+        for key, (harmless, instead) in FSDP1_NOT_SUPPORTED.items()
+        for row in (
+            Row(key, _NOT, "changes nothing", (harmless, None)),
+            Row(
+                key,
+                _UN if harmless is False else _DEC,
+                f"has no equal in FSDP2: {instead}",
+                options=(f"{key}={'null' if harmless is None else str(harmless).lower()}",),
+            ),
+        )
     ),
-    Row("te_checkpoint_wrapper", _NOT, "checkpointing is torch's own", _OFF),
-    Row(
-        "te_checkpoint_wrapper",
-        _CH,
-        "checkpointing is torch's own; TransformerEngine's fp8 state is recomputed by it",
-        (True,),
-    ),
-    Row("te_shard_fp8_weight", _NOT, "false is what FSDP2 does", _OFF),
-    Row(
-        "te_shard_fp8_weight",
-        _UN,
-        "fp8 weights are gathered in the compute dtype",
-        (True,),
-        options=("te_shard_fp8_weight=false",),
-    ),
-    Row("auto_wrap", _NOT, "the units are chosen from the model's own hooks", (True, None)),
-    Row(
-        "auto_wrap",
-        _DEC,
-        "without units FSDP1 left the model to the user; FSDP2 always makes units",
-        (False,),
-        options=("auto_wrap=true", "leave FSDP out of the configuration to train without it"),
-    ),
-    Row("cpu_offload", _NOT, "false is what FSDP2 does", _OFF),
-    *_same("cpu_offload"),
-    Row("ignored_modules", _NOT, "null is none", (None,)),
-    Row(
-        "ignored_modules",
-        _DEC,
-        "FSDP2 takes names of parameters instead of modules",
-        options=("ignored_modules=null", "fsdp2.ignored_params=[<globs of names>]"),
-    ),
-    Row("backward_prefetch", _NOT, _PREFETCH),
-    Row("backward_prefetch_limit", _NOT, _PREFETCH),
-    Row("forward_prefetch", _NOT, _PREFETCH),
-    Row("forward_prefetch_limit", _NOT, _PREFETCH),
-    Row("limit_all_gathers", _NOT, "FSDP2 frees memory deterministically and needs no limit"),
-    Row("sync_module_states", _NOT, "every rank starts from rank 0's weights", (True,)),
-    Row(
-        "sync_module_states",
-        _CH,
-        "every rank starts from rank 0's weights, also where ranks were built differently",
-        (False,),
-    ),
-    Row("use_orig_params", _NOT, "FSDP2 keeps every parameter apart", (True,)),
-    Row(
-        "use_orig_params",
-        _CH,
-        "there are no flat parameters: the optimizer sees each parameter with its own name and "
-        "shape, which matters to rules by name and to norms of single parameters",
-        (False,),
-    ),
+    *(Row(key, _CH, reason, (value,)) for (key, value), reason in _CHANGED.items()),
+    *(Row(key, _NOT, reason) for key, reason in FSDP1_NOT_NEEDED.items() if key in FSDP1_KEYS),
     Row("version", _NOT, "`parallelism_config.fsdp2` says it", (1,)),
 )
 """All keys of Composer's `FSDPConfig`, relative to the block."""
@@ -250,38 +207,52 @@ def _is_fsdp1(block: Any) -> bool:
     )
 
 
+_STRATEGY_SETTINGS = ("reshard_after_forward", SHARD, REPLICATE)
+
+
 def _finish_fsdp1(context: Context) -> None:
     """Takes the settings from the conversion that runs use, so that both mean the same."""
-    settings = _converted(context)
-    if settings is not None:
-        _place(context, settings)
+    strategy = context.entries.get("sharding_strategy")
+    for name, value in _converted(context).items():
+        entry = context.entries.get(name)
+        if entry is not None and entry.status in (_DEC, _NOT):
+            continue
+        if entry is not None and entry.value == value:
+            entry.becomes = {name: SAME}
+        elif name == "state_dict_type":
+            context.add("FSDP1's default was full, FSDP2's is sharded", **{name: value})
+        elif entry is not None and value is not None:
+            entry.become(_C, "follows from sharding_strategy", **{name: value})
+        elif strategy is not None and strategy.status is not _DEC:
+            strategy.becomes[name] = value
 
 
 def finish_without_defaults(context: Context) -> None:
-    """The same for keys of FSDP1 in a block for FSDP2, whose defaults are those of FSDP2."""
-    settings = _converted(context)
+    """Does the same for keys of FSDP1 in a block for FSDP2, whose defaults are those of FSDP2."""
+    settings, strategy = _converted(context), context.entries.get("sharding_strategy")
+    if strategy is not None and strategy.status is _C:
+        # A degree that stands in the block itself is written where it stands.
+        strategy.becomes |= {
+            name: settings[name]
+            for name in _STRATEGY_SETTINGS
+            if settings.get(name) is not None and context.value(name) != settings[name]
+        }
+
+
+def _converted(context: Context) -> dict[str, Any]:
+    """Returns FSDP2's settings for the keys at hand; none where they are a decision."""
+    _drop_monolith(context, "full")
     strategy = context.entries.get("sharding_strategy")
-    if settings is None or strategy is None or strategy.status is not Status.CONVERTED:
-        return
-    names = ("reshard_after_forward", SHARD, REPLICATE)
-    strategy.becomes |= {k: v for k, v in settings.items() if k in names and v is not None}
-    # A degree that stands in the block itself is written where it stands.
-    for name in (SHARD, REPLICATE):
-        if name in context.entries and context.value(name) == strategy.becomes.get(name):
-            del strategy.becomes[name]
-
-
-def _converted(context: Context) -> dict[str, Any] | None:
-    """FSDP2's settings for the keys at hand; `None` where they are a decision."""
-    _apply_process_group(context)
-    _apply_monolith(context)
-    _check_nodes(context)
-    ready = {
-        key: entry
-        for key, entry in context.entries.items()
-        if entry.status not in (Status.DECISION, Status.UNSUPPORTED, Status.NOT_NEEDED)
-    }
-    config = {k: e.value for k, e in ready.items() if k in _FROM_CONVERSION}
+    per_node = "HYBRID" in str(context.value("sharding_strategy")).upper()
+    if strategy and per_node and context.value(REPLICATE) is None and not context.gpus_per_node:
+        strategy.decide(
+            "one copy per node, and the number of GPUs per node is not known",
+            "--gpus-per-node N",
+            "sharding_strategy=FULL_SHARD",
+        )
+    names = ("sharding_strategy", "state_dict_type", SHARD, REPLICATE)
+    entries = [(name, context.entries.get(name)) for name in names]
+    config = {n: e.value for n, e in entries if e and not e.is_open and e.status is not _NOT}
     try:
         return convert_fsdp1(
             config,
@@ -292,97 +263,14 @@ def _converted(context: Context) -> dict[str, Any] | None:
         context.entries["sharding_strategy"].decide(
             str(error), f"{SHARD}=null", f"{REPLICATE}=null", "sharding_strategy=FULL_SHARD"
         )
-        return None
+        return {}
 
 
-_FROM_CONVERSION = ("sharding_strategy", "state_dict_type", SHARD, REPLICATE)
-
-
-def _place(context: Context, settings: Mapping[str, Any]) -> None:
-    """Each converted setting goes to the key it came from."""
-    strategy = context.entries.get("sharding_strategy")
-    for name, value in settings.items():
-        entry = context.entries.get(name)
-        if entry is not None and entry.status in (Status.DECISION, Status.NOT_NEEDED):
-            continue
-        if entry is not None and entry.value == value:
-            entry.becomes = {name: SAME}
-        elif entry is not None and value is not None and name != "state_dict_type":
-            entry.become(Status.CONVERTED, "follows from sharding_strategy", **{name: value})
-        elif name == "state_dict_type":
-            context.add("FSDP1's default was full, FSDP2's is sharded", **{name: value})
-        elif strategy is not None and strategy.status is not Status.DECISION:
-            strategy.becomes[name] = value
-
-
-def _check_nodes(context: Context) -> None:
-    strategy = context.entries.get("sharding_strategy")
-    name = str(context.value("sharding_strategy", "FULL_SHARD")).upper()
-    hybrid = name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-    degrees = context.value(REPLICATE) is not None
-    if strategy is None or not hybrid or degrees or context.gpus_per_node:
-        return
-    if context.entries.get("process_group", strategy).becomes:
-        return
-    strategy.decide(
-        "one copy per node, and the number of GPUs per node is not known",
-        "--gpus-per-node N",
-        "sharding_strategy=FULL_SHARD",
-    )
-
-
-def _apply_process_group(context: Context) -> None:
-    """A group that shards becomes degrees; Composer ignored the degrees beside it."""
-    entry = context.entries.get("process_group")
-    if entry is None or entry.status is not Status.CHANGES:
-        return
-    hybrid = "HYBRID" in str(context.value("sharding_strategy", "")).upper()
-    shard = _shard_size(entry.value, context, hybrid)
-    if isinstance(shard, str):
-        entry.decide(shard, "--world-size N", "--gpus-per-node N", f"{entry.key}=null")
-        return
-    settings = {SHARD: shard, REPLICATE: -1}
-    if hybrid and isinstance(entry.value, list):
-        entry.become(Status.CONVERTED, "shards within the first group", **settings)
-    else:
-        entry.become(
-            Status.CHANGES,
-            f"shards over {shard} ranks that follow each other, and gradients are averaged over "
-            "all ranks; FSDP1 averaged within one group alone",
-            **settings,
-        )
-    for name in (SHARD, REPLICATE):
-        if name in context.entries:
-            context.entries[name].become(
-                Status.NOT_NEEDED, "Composer ignored it beside process_group"
-            )
-
-
-def _shard_size(group: Any, context: Context, hybrid: bool) -> int | str:
-    """Ranks of one sharding group, or why that is not known."""
-    if isinstance(group, list) and hybrid and group:
-        group = group[0]
-    text = {"self": "set1", "node": "set node", "local_rank_across_nodes": "mod node"}.get(
-        str(group), str(group)
-    )
-    found = re.fullmatch(r"(set|mod)(\d+| node)", text)
-    if found is None:
-        return f"{group!r} names single ranks, and the mesh of FSDP2 has one shape everywhere"
-    count = context.gpus_per_node if found[2] == " node" else int(found[2])
-    if not count:
-        return "the number of GPUs per node is not known"
-    if found[1] == "set":
-        return count
-    if not context.world_size:
-        return "the number of ranks is not known"
-    return context.world_size // count
-
-
-def _apply_monolith(context: Context) -> None:
+def _drop_monolith(context: Context, default: str) -> None:
     entry = context.entries.get("load_monolith_rank0_only")
-    sharded = str(context.value("state_dict_type", "full")).lower() == "sharded"
-    if entry is not None and entry.value is True and sharded:
-        entry.become(Status.NOT_NEEDED, "has no effect on sharded checkpoints")
+    kind = str(context.value("state_dict_type", default)).lower()
+    if entry is not None and entry.value is True and kind == "sharded":
+        entry.become(_NOT, "has no effect on sharded checkpoints")
 
 
 FSDP1 = Dialect(
@@ -450,10 +338,7 @@ _VERSION2_ROWS = (
 
 
 def _finish_version2(context: Context) -> None:
-    entry = context.entries.get("load_monolith_rank0_only")
-    sharded = str(context.value("state_dict_type", "sharded")).lower() == "sharded"
-    if entry is not None and entry.value is True and sharded:
-        entry.become(Status.NOT_NEEDED, "has no effect on sharded checkpoints")
+    _drop_monolith(context, "sharded")
     if "state_dict_type" not in context.entries:
         context.add("the default of FSDP_VERSION=2, written out", state_dict_type="sharded")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path as File
 from typing import Any
 
 import yaml
@@ -20,9 +21,10 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site, Status
 
-__all__ = ["Document", "check_result", "dump", "json_mapping", "parse_value"]
+__all__ = ["Document", "check_result", "dump", "parse_value", "read_settings"]
 
 _MOST_VALUES = 1_000_000
+_MOST_BYTES = 10_000_000
 _LONGEST_NOTE = 600
 _WHOLE_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """as YAML 1.2 counts lines; `splitlines` ends them at more characters"""
@@ -284,6 +286,38 @@ def parse_value(text: str) -> Any:
         return text
 
 
+def read_settings(value: str, folder: File | None) -> tuple[dict[str, Any] | None, str]:
+    """Reads the settings in a file, looked for beside the configuration and in the current folder.
+
+    Args:
+        value: a path, or the settings themselves as JSON.
+        folder: of the configuration; without one no file is read.
+
+    Returns:
+        The settings and where they are, or `None` and what is wrong with the file.
+    """
+    written = _json_mapping(value)
+    if written is not None:
+        return written, "the value itself"
+    if folder is None:
+        return None, f"{value!r} is named, and its settings are not known here"
+    try:  # JSON or YAML, never executed
+        path = File(value).expanduser()
+        place = next((p for p in (folder / path, File.cwd() / path) if p.is_file()), None)
+        if place is None:
+            return None, f"{value!r} is neither in {str(folder)!r} nor in the current folder"
+        if place.stat().st_size > _MOST_BYTES:
+            return None, f"{str(place)!r} is larger than {_MOST_BYTES:,} bytes"
+        text = place.read_text(encoding="utf-8-sig")
+        document = Document(text, str(place))
+    except (OSError, ValueError, ConfigError) as error:
+        return None, f"{value!r} cannot be read: {error}"
+    if document.duplicates():
+        twice = ".".join(next(iter(document.duplicates())))
+        return None, f"{str(place)!r} says {twice!r} more than once"
+    return document.data, str(place)
+
+
 def check_result(text: str) -> None:
     """Reads what was written, which an anchor in a replaced block can have broken.
 
@@ -312,7 +346,7 @@ def dump(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, allow_unicode=True, **style)
 
 
-def json_mapping(text: str) -> dict[str, Any] | None:
+def _json_mapping(text: str) -> dict[str, Any] | None:
     """Returns the mapping that a JSON text is; `None` for other texts and keys written twice."""
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -329,7 +363,7 @@ def json_mapping(text: str) -> dict[str, Any] | None:
 
 
 def _json_as_yaml(text: str) -> str:
-    data = json_mapping(text)
+    data = _json_mapping(text)
     try:
         return text if data is None else dump(data)
     except RecursionError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -18,8 +18,7 @@ from composer_fsdp2.tools.migrate.dialects import (
     unsharded,
     verl,
 )
-from composer_fsdp2.tools.migrate.document import Document, check_result
-from composer_fsdp2.tools.migrate.included import read_settings
+from composer_fsdp2.tools.migrate.document import Document, check_result, read_settings
 from composer_fsdp2.tools.migrate.leftover import foreign_sign, sharding_in
 from composer_fsdp2.tools.migrate.merging import GIVEN, merge_entries
 from composer_fsdp2.tools.migrate.report import (
@@ -101,43 +100,33 @@ def migrate(
         new = output.replace(site, found)
         check_result(new)
         entries = found + entries
-    _check_duplicates(work.duplicates.keys() - {entry.path for entry in entries}, name)
+    replaced = {entry.path for entry in entries}
+    if twice := sorted(".".join(path) for path in work.duplicates if path not in replaced):
+        raise ConfigError(
+            f"'{name}' says {', '.join(map(repr, twice[:5]))} more than once. Which one counts "
+            "depends on the reader. Remove all but one."
+        )
     outside = work.outside(sites)
     entries += outside
     left = [entry for entry in outside if entry.is_open]
-    if spoken is _NOTHING and not left:
-        _check_known(data, name)
-    if left and (sites or document.text == text):  # JSON that stays JSON has no comments
-        new = Document(new, name).noted(left)
-        check_result(new)
-    _check_used(work.decisions, work.used, entries)
-    new = _BYTE_ORDER_MARK + new if mark else new
-    return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
-
-
-def _check_known(data: Mapping[str, Any], name: str) -> None:
-    """Refuses a file that another trainer shards by keys of its own.
-
-    Raises:
-        ConfigError: with the first of them.
-    """
-    if sign := foreign_sign(data):
+    if spoken is _NOTHING and not left and (sign := foreign_sign(data)):
         raise ConfigError(
             f"'{name}' is in a dialect that is not known: '{sign}' says how its trainer shards a "
             "run, and no table here has it. Nothing would be migrated. Write "
             "`parallelism_config: {fsdp2: {...}}` by hand, or give a file of one of the trainers "
             f"that are known: {', '.join(DIALECTS)}."
         )
-
-
-def _check_duplicates(paths: Iterable[Path], name: str) -> None:
-    """Of a setting that is replaced the user decides which one counts; the others stay."""
-    twice = sorted(".".join(path) for path in paths)
-    if twice:
+    if left and (sites or document.text == text):  # JSON that stays JSON has no comments
+        new = Document(new, name).noted(left)
+        check_result(new)
+    if unused := [key for key in work.decisions if key not in work.used]:
+        hint = nearest(unused[0], [entry.key for entry in entries])
         raise ConfigError(
-            f"'{name}' says {', '.join(map(repr, twice[:5]))} more than once. Which one counts "
-            "depends on the reader. Remove all but one."
+            f"--set names '{unused[0]}', which is no sharding key of the input. It would have no "
+            f"effect.{hint} Write a key of the report, or fsdp2.NAME for a setting of the new file."
         )
+    new = _BYTE_ORDER_MARK + new if mark else new
+    return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
 
 
 class _Work:
@@ -165,7 +154,7 @@ class _Work:
     def site(self, site: Site) -> list[Entry]:
         """Returns the results for the keys of one site, and what is added."""
         context = Context({}, self.resolved, site, *self.ranks)
-        values = _at(self.resolved, site.parent)
+        values = context.parent
         head = site.wrapper[0]
         if head in values and head not in site.keys:
             raise ConfigError(
@@ -180,7 +169,12 @@ class _Work:
         if self.dialect.finish is not None:
             self.dialect.finish(context)
         entries = [*context.entries.values(), *context.added]
-        entries += self._extra(site)
+        for given, value in self.decisions.items():
+            start, _, setting = given.partition(".")
+            if start == "fsdp2" and setting:
+                self.used.add(given)
+                path = (*site.parent, *site.wrapper, setting)
+                entries.append(Entry(path, None, Status.ADDED, GIVEN, {setting: value}))
         merge_entries(entries, [n for n in values if n not in site.keys], self.ranks[0])
         return entries
 
@@ -195,7 +189,8 @@ class _Work:
                 continue
             settings, beside = row.becomes(value), row.beside(value)
             if new := {**settings, **beside}.keys() - known:
-                path = (*context.site.parent, *context.site.wrapper, ", ".join(new))
+                block = context.site.wrapper if settings else ()
+                path = (*context.site.parent, *block, ", ".join(sorted(new)))
                 said = Entry(
                     path, None, Status.ADDED, f"`{place}` says it", settings, beside=beside
                 )
@@ -207,7 +202,7 @@ class _Work:
         replaced = {(*site.parent, key) for site in sites for key in site.keys}
         rows = self.dialect.outside
         parents = {(), *(site.parent for site in sites)}
-        entries = []
+        entries: list[Entry] = []
 
         def whole(path: Path) -> bool:
             return path in replaced or any(_is_at(row, ".".join(path)) for row in rows)
@@ -310,17 +305,6 @@ class _Work:
                 return given
         return None
 
-    def _extra(self, site: Site) -> list[Entry]:
-        """Settings given as `fsdp2.NAME`."""
-        entries = []
-        for given, value in self.decisions.items():
-            start, _, name = given.partition(".")
-            if start == "fsdp2" and name:
-                self.used.add(given)
-                path = (*site.parent, *site.wrapper, name)
-                entries.append(Entry(path, None, Status.ADDED, GIVEN, {name: value}))
-        return entries
-
 
 def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
     if name is None and composer.is_ours(data):
@@ -419,12 +403,6 @@ def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
     )
 
 
-def _at(data: Any, path: Path) -> Any:
-    for name in path:
-        data = data[name]
-    return data
-
-
 def _leaves(
     data: Mapping[str, Any], path: Path, whole: Callable[[Path], bool]
 ) -> Iterator[tuple[Path, Any]]:
@@ -461,13 +439,3 @@ def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:
         return (reason, f"{name}=null", "move it to where it is read")
     reason = f"is not a key of this dialect; it would have no effect.{nearest(name, known)}"
     return (reason, f"{name}=null", "correct its name")
-
-
-def _check_used(decisions: Mapping[str, Any], used: set[str], entries: Sequence[Entry]) -> None:
-    unused = [key for key in decisions if key not in used]
-    if unused:
-        hint = nearest(unused[0], [entry.key for entry in entries])
-        raise ConfigError(
-            f"--set names '{unused[0]}', which is no sharding key of the input. It would have no "
-            f"effect.{hint} Write a key of the report, or fsdp2.NAME for a setting of the new file."
-        )

@@ -71,13 +71,6 @@ class Row:
         """The values it names one by one."""
         return self.when if isinstance(self.when, tuple) else ()
 
-    @property
-    def described(self) -> str:
-        """The values it speaks of, where it does not name them: what the test's docstring says."""
-        if not callable(self.when):
-            return ""
-        return (self.when.__doc__ or "").partition("\n")[0].removesuffix(".")
-
     def becomes(self, value: Any) -> dict[str, Any]:
         """The FSDP2 settings for a value."""
         return _for_value(self.settings, value)

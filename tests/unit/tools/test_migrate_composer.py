@@ -52,11 +52,7 @@ CASES = [
     (REPLICATE, 2, K, {REPLICATE: 2}),
     (REPLICATE, 3, DEC, {}),
     ("process_group", None, NOT, {}),
-    ("process_group", "node", CH, {SHARD: 4, REPLICATE: -1}),
-    ("process_group", "self", CH, {SHARD: 1, REPLICATE: -1}),
-    ("process_group", "set2", CH, {SHARD: 2, REPLICATE: -1}),
-    ("process_group", "mod2", CH, {SHARD: 4, REPLICATE: -1}),
-    ("process_group", "local_rank_across_nodes", CH, {SHARD: 2, REPLICATE: -1}),
+    ("process_group", "node", DEC, {}),
     ("process_group", [0, 1], DEC, {}),
     ("mixed_precision", "FULL", K, {"mixed_precision": "FULL"}),
     ("mixed_precision", "PURE", CH, {"mixed_precision": "PURE"}),
@@ -114,10 +110,10 @@ def migrate_block(key, value, place="fsdp_config"):
 
 
 @pytest.mark.table(
-    "fsdp_config-load_planner-None-kept-becomes28",
+    "fsdp_config-load_planner-None-kept-becomes24",
     "parallelism_config.fsdp-sharding_strategy-FULL_SHARD-converted-becomes0",
-    "parallelism_config.fsdp-process_group-value17-needs a decision-becomes17",
-    "parallelism_config.fsdp-save_planner-None-kept-becomes29",
+    "parallelism_config.fsdp-process_group-value13-needs a decision-becomes13",
+    "parallelism_config.fsdp-save_planner-None-kept-becomes25",
 )
 @pytest.mark.parametrize(("key", "value", "status", "becomes"), CASES)
 @pytest.mark.parametrize("place", ["fsdp_config", "parallelism_config.fsdp"])
@@ -320,20 +316,11 @@ def test_ranks_decide_what_depends_on_them():
     report = migrate(text, gpus_per_node=4)
     assert settings_of(report)[SHARD] == 4
     assert settings_of(report)[REPLICATE] == -1
-    nothing = migrate(dump({"fsdp_config": {"process_group": "mod2"}}))
-    assert entry_of(nothing, "fsdp_config.process_group").status is DEC
 
 
 def test_a_full_checkpoint_option_without_effect_is_left_out():
     text = dump({"fsdp_config": {"load_monolith_rank0_only": True, "state_dict_type": "sharded"}})
     assert settings_of(migrate(text)) == {"state_dict_type": "sharded"}
-
-
-def test_process_group_wins_over_degrees_as_in_composer():
-    text = dump({"fsdp_config": {"process_group": "set2", SHARD: 4}})
-    report = migrate(text)
-    assert entry_of(report, f"fsdp_config.{SHARD}").status is NOT
-    assert settings_of(report)[SHARD] == 2
 
 
 VERSION2 = [
