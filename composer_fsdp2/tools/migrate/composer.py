@@ -12,11 +12,12 @@ from composer_fsdp2.config.fsdp1 import (
     FSDP1_NOT_SUPPORTED,
     convert_fsdp1,
 )
+from composer_fsdp2.config.schema import known_settings
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
 from composer_fsdp2.tools.migrate.shared_rows import REPLICATE, SHARD, composer_rows
 
-__all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "finish_without_defaults", "is_ours"]
+__all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "MIXED", "is_ours"]
 
 _K, _C = Status.KEPT, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
@@ -227,7 +228,7 @@ def _finish_fsdp1(context: Context) -> None:
             strategy.becomes[name] = value
 
 
-def finish_without_defaults(context: Context) -> None:
+def _finish_without_defaults(context: Context) -> None:
     """Does the same for keys of FSDP1 in a block for FSDP2, whose defaults are those of FSDP2."""
     settings, strategy = _converted(context), context.entries.get("sharding_strategy")
     if strategy is not None and strategy.status is _C:
@@ -350,6 +351,65 @@ FSDP_VERSION_2 = Dialect(
     _VERSION2_ROWS,
     _OUTSIDE,
     finish=_finish_version2,
+)
+
+
+# --- Our own blocks with keys of FSDP1, such as `{version: 2, sharding_strategy: ...}`. ---
+
+_SHARED = ("forward_prefetch", "backward_prefetch")
+"""keys of both, a number of units ahead in FSDP2"""
+
+
+def _is_count(value: Any) -> bool:
+    """A number of units."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _mixed_rows() -> tuple[Row, ...]:
+    """FSDP1's rows for keys that FSDP2 has not, behind those of FSDP2's own keys."""
+    own = [name for name in known_settings() if name not in _SHARED]
+    counts = [Row(key, _K, "means the same", _is_count, {key: SAME}) for key in _SHARED]
+    return (
+        *counts,
+        *(Row(name, _K, "means the same", settings={name: SAME}) for name in own),
+        *(row for row in FSDP1.rows if row.key not in own and row.key != "version"),
+        Row(
+            "version",
+            _NOT,
+            "`parallelism_config.fsdp2` says it",
+            (1, 2, "1", "2"),
+        ),
+    )
+
+
+def _is_mixed(block: Any) -> bool:
+    """Whether a block for FSDP2 holds what only another dialect knows."""
+    if not isinstance(block, Mapping):
+        return block is not None
+    known = {*known_settings(), "version"}
+    return (
+        any(key not in known for key in block)
+        or isinstance(block.get("version"), str)
+        or any(key in block and not _is_count(block[key]) for key in _SHARED)
+    )
+
+
+def _mixed_site(data: Mapping[str, Any], path: Path) -> Site | None:
+    versioned, block = data.get("fsdp_config"), data.get("parallelism_config")
+    if isinstance(versioned, Mapping) and str(versioned.get("version")) == "2":
+        return Site(path, {"fsdp_config": ""}) if _is_mixed(versioned) else None
+    if isinstance(block, Mapping) and "fsdp2" in block and _is_mixed(block["fsdp2"]):
+        return Site((*path, "parallelism_config"), {"fsdp2": ""}, ("fsdp2",))
+    return None
+
+
+MIXED = Dialect(
+    "fsdp2-mixed",
+    "FSDP2 with keys of FSDP1",
+    _mixed_site,
+    _mixed_rows(),
+    FSDP1.outside,
+    finish=_finish_without_defaults,
 )
 
 

@@ -12,10 +12,8 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate import accelerate, composer, deepspeed
 from composer_fsdp2.tools.migrate.dialects import (
     arguments,
-    composer_mixed,
     deepspeed_trainers,
     roll,
-    unsharded,
     verl,
 )
 from composer_fsdp2.tools.migrate.document import Document, check_result, read_settings
@@ -45,7 +43,7 @@ DIALECTS: Mapping[str, Dialect] = {
         accelerate.ACCELERATE,
         deepspeed_trainers.ARGUMENTS_DEEPSPEED,
         arguments.TRAINING_ARGUMENTS,
-        composer_mixed.MIXED,
+        composer.MIXED,
         composer.FSDP_VERSION_2,
         composer.FSDP1,
     )
@@ -309,9 +307,9 @@ class _Work:
 def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
     if name is None and composer.is_ours(data):
         _check_half_migrated(data, file)
-        return composer_mixed.MIXED if composer_mixed.MIXED.find(data) else composer.FSDP2
-    if name is None and unsharded.shards_nothing(data):
-        return unsharded.UNSHARDED
+        return composer.MIXED if composer.MIXED.find(data) else composer.FSDP2
+    if name is None and accelerate.shards_nothing(data):
+        return accelerate.UNSHARDED
     if name is None:
         return next((d for d in DIALECTS.values() if d.find(data)), _NOTHING)
     if name not in DIALECTS:
