@@ -212,7 +212,7 @@ CASES = [
         "FSDP.full_optim_state_dict-from torch.distributed.fsdp import FullyShardedDataPa"
         "rallel as FSDP\\nFSDP.optim_state_dict(m, o)-1"
     ),
-    "FSDP.register_comm_hook-code46-1",
+    "FSDP.register_comm_hook-code47-1",
     (
         "FSDP.module-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP"
         "\\nm: FSDP = wrap(net)\\nm.module-1"
