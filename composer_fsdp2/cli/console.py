@@ -21,10 +21,8 @@ from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, Plan
 if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
-__all__ = ["CONSOLE", "print_line", "progress", "reported", "say"]
+__all__ = ["print_line", "progress", "reported", "say"]
 
-CONSOLE = "console script"
-"""`Context.obj` of a command that is the whole program"""
 _USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
 
 
