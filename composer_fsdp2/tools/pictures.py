@@ -140,9 +140,7 @@ def plan_picture(
             axes.barh(y, size - trained, left=trained, **frozen_look)
             if _is_kept(row.units[0]):
                 axes.barh(y, size, fill=False, edgecolor="black", linewidth=1.6)
-            axes.annotate(
-                _value(row), (size, y), (6, 0), textcoords="offset points", va="center"
-            )
+            axes.annotate(_value(row), (size, y), (6, 0), textcoords="offset points", va="center")
         # Padded with spaces that an SVG keeps, so that right-aligned labels begin at their depth.
         labels = ["\N{NO-BREAK SPACE}" * 2 * row.depth + _shortened(row.label) for row in rows]
         longest = max(map(len, labels))
