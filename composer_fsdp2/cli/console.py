@@ -104,6 +104,9 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
     from rich import progress as rich
 
     console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:  # where a bar of rich that is switched off writes an empty line
+        yield lambda *_: None
+        return
     amount = [rich.MofNCompleteColumn(), rich.TextColumn(unit), rich.TimeElapsedColumn()]
     if unit == "bytes":
         amount = [rich.DownloadColumn(), rich.TransferSpeedColumn()]
@@ -114,8 +117,7 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
         rich.TimeRemainingColumn(),
         rich.TextColumn("left"),
     ]
-    hidden = not console.is_terminal
-    with rich.Progress(*columns, console=console, transient=True, disable=hidden) as bars:
+    with rich.Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task(title, total=None)
 
         def advance(done: int, total: int | None, title: str = title) -> None:
