@@ -9,24 +9,30 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_fsdp2.plan.mesh_shape import MeshShape
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.tools.parity.compare import TOLERANCES, Comparison, Step
-from composer_fsdp2.tools.pictures.charts import bars_picture, lines_picture, losses_picture
-from composer_fsdp2.tools.pictures.mesh import mesh_picture
-from composer_fsdp2.tools.pictures.plan import plan_picture
-from composer_fsdp2.tools.pictures.sheet import write_figure
-from composer_fsdp2.tools.pictures.step import UnitEvent, step_picture
+from composer_fsdp2.tools.pictures import (
+    COLORS,
+    comparison_picture,
+    own_style,
+    plan_picture,
+    write_figure,
+)
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.axes import Axes
 
 FOLDER = Path(__file__).parent / "pictures"
 DATA = FOLDER / "data"
+_PALETTE = [COLORS[name] for name in ("blue", "orange", "green", "purple", "sky")]
 
 
 def _json(name: str) -> dict[str, Any]:
@@ -35,6 +41,15 @@ def _json(name: str) -> dict[str, Any]:
 
 def _lines(name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
+
+
+def _page(title: str, height: float, note: str = "") -> tuple[Figure, Axes]:
+    """An empty drawing with a title above it and a note below."""
+    figure = Figure(figsize=(7, height), layout="constrained")
+    axes = figure.subplots()
+    axes.set_title(title)
+    axes.set_xlabel(textwrap.fill(note, 80), loc="left", size=9)
+    return figure, axes
 
 
 def plan_bars() -> Figure:
@@ -47,21 +62,60 @@ def plan_bars() -> Figure:
 
 def mesh_grid() -> Figure:
     """HSDP over eight ranks: two replicas of four shards."""
-    return mesh_picture(MeshShape(shard=4, replicate=2), "HSDP on 8 ranks")
+    figure, axes = _page("HSDP on 8 ranks: dp_replicate 2 x dp_shard 4", 2.8)
+    for rank in range(8):
+        replica, shard = divmod(rank, 4)
+        axes.text(shard, replica, f"rank {rank}", ha="center", va="center")
+        axes.barh(replica, 0.9, left=shard - 0.45, color="#E8F1F8", edgecolor=COLORS["blue"])
+    axes.set_xticks(range(4), [f"shard {n}" for n in range(4)])
+    axes.set_yticks(range(2), [f"replica {n}" for n in range(2)])
+    axes.tick_params(length=0)
+    axes.invert_yaxis()
+    axes.spines[:].set_visible(False)
+    axes.set_xlabel("\u2190 all-gather, reduce-scatter: dp_shard \u2192", color=COLORS["red"])
+    axes.set_ylabel("\u2190 all-reduce:\ndp_replicate \u2192", color=COLORS["green"])
+    return figure
 
 
 def step_timeline() -> Figure:
-    """One step of a small model on two ranks."""
+    """One step of a small model on two ranks; one column for each event."""
     found = _json("step.json")
-    events = [UnitEvent(one["event"], one["unit"]) for one in found["events"]]
+    looks = {
+        "gather": ("all-gather", {"color": COLORS["blue"]}),
+        "forward": ("forward", {"facecolor": "#DDEEDD", "edgecolor": COLORS["green"]}),
+        "backward": ("backward", {"facecolor": "#FBE3C2", "edgecolor": COLORS["red"]}),
+        "reduce": ("reduce-scatter", {"facecolor": "white", "edgecolor": COLORS["purple"]}),
+    }
+    looks["reduce"][1]["hatch"] = "////"
+    events: list[tuple[str, str]] = []
+    for one in found["events"]:
+        event = (one["event"], one["unit"])
+        # torch announces that a pass comes to a unit, and then gathers what it computes with.
+        own = event[0] == "gather" and bool(events) and events[-1][1] == event[1]
+        if event[0] in looks:
+            events.insert(len(events) - own, event)
     counts = found["monitor"]
     note = (
+        "Time goes to the right; one column for each event. "
         f"Step {found['step']} of rank 0 of {found['ranks']} (gloo). FSDP2Monitor counted "
         f"{counts['fsdp2/collectives']:.0f} collectives, "
         f"{counts['fsdp2/gathered_bytes'] / 2**20:.1f} MiB gathered and "
         f"{counts['fsdp2/reduced_bytes'] / 2**20:.1f} MiB reduced."
     )
-    return step_picture(events, "Order of one training step", [note])
+    units = [*dict.fromkeys(unit for _, unit in events)]
+    figure, axes = _page("Order of one training step", 3.2, note)
+    for place, (event, unit) in enumerate(events):
+        axes.barh(units.index(unit), 0.9, 0.6, left=place, **looks[event][1])
+    turn = [event for event, _ in events].index("backward")
+    turn -= events[turn - 1][0] == "gather"  # which the first backward waits for
+    axes.axvline(turn - 0.05, color="black", ls="--")
+    axes.set_xticks([turn / 2, (turn + len(events)) / 2], ["forward pass", "backward pass"])
+    axes.set_yticks(range(len(units)), [unit or "<root>" for unit in units])
+    axes.tick_params(length=0)
+    axes.invert_yaxis()
+    keys = [Patch(label=name, **look) for name, look in looks.values()]
+    figure.legend(handles=keys, loc="outside lower left", ncols=4)
+    return figure
 
 
 def loss_curves() -> Figure:
@@ -72,7 +126,8 @@ def loss_curves() -> Figure:
         return tuple(Step(n, loss, 0.0) for n, loss in enumerate(found[name], 1))
 
     comparison = Comparison(run("old"), run("new"), TOLERANCES["fp32"])
-    return losses_picture(comparison, ("FSDP1", "FSDP2"), "Loss under FSDP1 and FSDP2")
+    names, title = ("FSDP1", "FSDP2"), "Loss under FSDP1 and FSDP2"
+    return comparison_picture(comparison, names, title, ["loss"])
 
 
 def parity_curves() -> Figure:
@@ -88,7 +143,29 @@ def parity_curves() -> Figure:
 
     names = ("FSDP1 file (no CUDA: trains as DDP)", "migrated to FSDP2")
     comparison = Comparison(run("old"), run("new"), TOLERANCES["fp32"])
-    return losses_picture(comparison, names, "Loss before and after migration")
+    return comparison_picture(comparison, names, "Loss before and after migration", ["loss"])
+
+
+def _bars(
+    bars: Mapping[str, Mapping[str, float]], title: str, note: str, unit: str, digits: int = 0
+) -> Figure:
+    """One bar for each figure, divided into its parts, with the sum at its end."""
+    parts = [*dict.fromkeys(part for sizes in bars.values() for part in sizes)]
+    figure, axes = _page(title, 1.6 + 0.35 * len(bars), note)
+    ends = [0.0] * len(bars)
+    for place, part in enumerate(parts):
+        sizes = [found.get(part, 0.0) for found in bars.values()]
+        look = {"color": "white", "edgecolor": _PALETTE[place]} if place % 2 else {}
+        hatch = "////" if place % 2 else None
+        look = {"color": _PALETTE[place], **look}
+        drawn = axes.barh([*bars], sizes, left=ends, label=part, hatch=hatch, **look)
+        ends = [end + size for end, size in zip(ends, sizes, strict=True)]
+    axes.bar_label(drawn, [f" {end:.{digits}f} {unit}" for end in ends])
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    if len(parts) > 1:
+        figure.legend(loc="outside lower left", ncols=len(parts))
+    return figure
 
 
 def memory_parts() -> Figure:
@@ -100,10 +177,12 @@ def memory_parts() -> Figure:
         "logits_bytes": "logits, twice",
     }
     lines = _lines("memory-modes.jsonl")
-    bars = {line["mode"]: {label: line[name] for name, label in parts.items()} for line in lines}
+    bars = {
+        line["mode"]: {label: line[name] / 2**20 for name, label in parts.items()} for line in lines
+    }
     note = "Predicted with fake tensors for one of 8 ranks (benchmarks/memory.py), not on a GPU."
     title = "Peak memory by activation mode"
-    return bars_picture(bars, title, [note], lambda size: f"{size / 2**20:.0f} MiB")
+    return _bars(bars, title, note, "MiB")
 
 
 def memory_8b() -> Figure:
@@ -117,7 +196,7 @@ def memory_8b() -> Figure:
         "(benchmarks/memory.py), not on a GPU. 'Ends in root': embedding and head in the root "
         "unit, as Composer wraps them."
     )
-    return bars_picture(bars, "Peak memory of a rank", [note], lambda size: f"{size:.1f} GiB")
+    return _bars(bars, "Peak memory of a rank", note, "GiB", digits=1)
 
 
 def communication() -> Figure:
@@ -128,13 +207,14 @@ def communication() -> Figure:
         "accumulate_last": "last",
         "accumulate_last_kept": "last, kept",
     }
-    bars = {names[line["case"]]: {"": line["wire_bytes"][0]} for line in _lines("comm.jsonl")}
+    lines = _lines("comm.jsonl")
+    bars = {names[line["case"]]: {"": line["wire_bytes"][0] / 2**20} for line in lines}
     note = (
         "gradient_sync, and reshard_after_forward: true (freed), auto or false (kept). Exact count "
         "for one of 8 ranks (benchmarks/comm.py --backend fake)."
     )
     title = "Sent per batch of 4 microbatches"
-    return bars_picture(bars, title, [note], lambda size: f"{size / 2**20:.0f} MiB")
+    return _bars(bars, title, note, "MiB")
 
 
 def sequence_memory() -> Figure:
@@ -145,11 +225,21 @@ def sequence_memory() -> Figure:
         name = "one rank" if degree == 1 else f"{degree} ranks, {method}"
         lines.setdefault(name, []).append((found["length"], found["peak"] / 2**20))
     note = (
-        "A small Llama of 8 blocks, recomputed, its loss in 8 chunks. Peak of a step less weights, "
+        "By tokens of a sequence. A small Llama of 8 blocks, recomputed, its loss in 8 chunks. "
+        "Peak of a step less weights, "
         "counted with fake tensors (benchmarks/sequence.py), not on a GPU."
     )
-    labels = ("tokens of a sequence", "MiB")
-    return lines_picture(lines, "Memory by length of a sequence", labels, [note])
+    figure, axes = _page("Memory by length of a sequence", 4.5, note)
+    for place, (name, points) in enumerate(lines.items()):
+        x, y = zip(*points, strict=True)
+        style = "--o" if place % 2 else "-o"
+        axes.plot(x, y, style, label=name, color=_PALETTE[place % len(_PALETTE)], ms=4)
+    for axis, scale in ((axes.xaxis, axes.set_xscale), (axes.yaxis, axes.set_yscale)):
+        scale("log", base=2)
+        axis.set_major_formatter("{x:,.0f}")
+    axes.set_ylabel("MiB")
+    axes.legend()
+    return figure
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
@@ -165,10 +255,16 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 }
 
 
+def drawn(name: str) -> Figure:
+    """One picture, whatever the user's style of matplotlib."""
+    with own_style():
+        return PICTURES[name]()
+
+
 def main(folder: Path = FOLDER) -> None:
     """Writes all pictures."""
-    for name, draw in PICTURES.items():
-        write_figure(draw(), folder / name)
+    for name in PICTURES:
+        write_figure(drawn(name), folder / name)
 
 
 if __name__ == "__main__":

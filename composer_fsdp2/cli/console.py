@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -18,13 +17,8 @@ from rich.markup import escape
 from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
-if TYPE_CHECKING:
-    from rich.progress import ProgressColumn
+__all__ = ["print_line", "progress", "reported", "say"]
 
-__all__ = ["CONSOLE", "print_line", "progress", "reported", "say"]
-
-CONSOLE = "console script"
-"""`Context.obj` of a command that is the whole program"""
 _USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
 
 
@@ -107,38 +101,26 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
     Yields:
         A function that takes what is done and the total, and perhaps another title.
     """
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield _show_nothing
-        return
-    from rich.progress import Progress
+    from rich import progress as rich
 
-    with Progress(*_columns(unit), console=console, transient=True) as bars:
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:  # where a bar of rich that is switched off writes an empty line
+        yield lambda *_: None
+        return
+    amount = [rich.MofNCompleteColumn(), rich.TextColumn(unit), rich.TimeElapsedColumn()]
+    if unit == "bytes":
+        amount = [rich.DownloadColumn(), rich.TransferSpeedColumn()]
+    columns: list[rich.ProgressColumn] = [
+        rich.TextColumn("{task.description}", markup=False),
+        rich.BarColumn(),
+        *amount,
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("left"),
+    ]
+    with rich.Progress(*columns, console=console, transient=True) as bars:
         bar = bars.add_task(title, total=None)
 
         def advance(done: int, total: int | None, title: str = title) -> None:
             bars.update(bar, completed=done, total=total, description=title)
 
         yield advance
-
-
-def _show_nothing(done: int, total: int | None, title: str = "") -> None:
-    """Takes what a bar takes."""
-
-
-def _columns(unit: str) -> list[ProgressColumn]:
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        MofNCompleteColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
-
-    count = [MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn()]
-    if unit == "bytes":
-        count = [DownloadColumn(), TransferSpeedColumn()]
-    title = TextColumn("{task.description}", markup=False)
-    return [title, BarColumn(), *count, TimeRemainingColumn(), TextColumn("left")]

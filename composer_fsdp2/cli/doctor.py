@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
@@ -10,15 +9,13 @@ import importlib.util
 import json
 import os
 import platform
-import sys
 import warnings
-from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from composer_fsdp2.cli.console import CONSOLE, print_line, reported
+from composer_fsdp2.cli.console import print_line, reported
 from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
@@ -44,8 +41,7 @@ every folder, and plans the units. No process is started and nothing is download
 
 - `composer-fsdp2 doctor --verbose`: for a bug report, with everything replaced in Composer
 
-Problems come first, then warnings, then the run. To be quick, doctor does not import packages that
-LLM Foundry imports and the run does not use (mlflow and pandas, for example); `--verbose` does.
+Problems come first, then warnings, then the run.
 
 Exit code 0 if nothing stands in the way of the run, 1 if something would make it fail, 2 for a
 mistake in the command line.
@@ -53,12 +49,9 @@ mistake in the command line.
 
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
 _VARIABLES = ("FSDP_VERSION", "RANK", "WORLD_SIZE")
-_EVERYTHING = "COMPOSER_FSDP2_IMPORT_EVERYTHING"
-"""set for the second attempt, where late imports went wrong"""
 
 
 def doctor(
-    context: typer.Context,
     config: Annotated[
         Path | None, typer.Argument(help="A training run of LLM Foundry.", metavar="CONFIG")
     ] = None,
@@ -77,14 +70,7 @@ def doctor(
     with reported():
         try:
             _check_command_line(config, overrides or [], ranks, gpus_per_node)
-            report = diagnose(
-                config,
-                overrides or [],
-                ranks,
-                gpus_per_node,
-                # A program that is one command; in any other, late imports would hit its own.
-                quick=context.obj == CONSOLE and not verbose,
-            )
+            report = diagnose(config, overrides or [], ranks, gpus_per_node)
         except ConfigError as error:
             if as_json:
                 _print_json(_read_machine(), None, [], str(error))
@@ -117,8 +103,6 @@ def diagnose(
     overrides: list[str],
     ranks: int | None,
     gpus_per_node: int | None,
-    *,
-    quick: bool,
 ) -> Report:
     """Looks at the machine, and at a run if one is given.
 
@@ -127,13 +111,11 @@ def diagnose(
         overrides: settings replaced in it.
         ranks: of the run; `None` for what `train` would start here.
         gpus_per_node: where it would run; `None` for here.
-        quick: whether packages that this run does not use are left out. Only for a program that
-            does nothing else: it is started anew where that goes wrong.
     """
     from composer_fsdp2.tools.doctor import examine
 
     # LLM Foundry's own imports warn, which is no news to who asks about a run.
-    with _imports(quick=quick), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         machine = _read_machine()
         if config is not None:
@@ -145,22 +127,6 @@ def diagnose(
         run, rehearsed, units = _try_run(config, overrides, machine, numbers, is_here=is_here)
     findings = examine(machine, run, rehearsed)
     return Report(machine=machine, run=run, findings=findings, units=units)
-
-
-@contextlib.contextmanager
-def _imports(*, quick: bool) -> Generator[None]:
-    """Imports late, and starts this program anew without that where a library cannot."""
-    if not quick or os.environ.get(_EVERYTHING):
-        yield
-        return
-    from composer_fsdp2.cli.late_imports import late_imports
-
-    try:
-        with late_imports():
-            yield
-    except Exception:
-        os.environ[_EVERYTHING] = "1"
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _import_foundry(machine: Machine) -> None:

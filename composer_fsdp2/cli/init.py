@@ -5,16 +5,13 @@ from __future__ import annotations
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.console import reported, say
 from composer_fsdp2.errors import ConfigError
-
-if TYPE_CHECKING:
-    from composer_fsdp2.tools.starter import Answers
 
 __all__ = ["HELP", "init"]
 
@@ -85,15 +82,34 @@ def init(
         answered = _ask(given)
         answers = Answers(**answered, tokenizer=tokenizer, max_seq_len=max_seq_len)
         text = starter_yaml(answers)
-        _write(file, text)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(
+                f"'{file}' cannot be written: {reason}. There is no run without it. Write another "
+                "path."
+            ) from None
+        # Doctor looks at the cluster of the answers, not at this machine.
+        per_node, cluster = answers.gpus // answers.nodes, ""
+        if answers.gpus not in (0, _local_gpus()):
+            cluster = f" --ranks {answers.gpus} --gpus-per-node {per_node}"
+        command = f"composer-fsdp2 train {file} --ranks {answers.ranks}"
+        if answers.nodes > 1:
+            command = (
+                f"on each node: torchrun --nnodes {answers.nodes} --nproc-per-node {per_node} "
+                "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python "
+                f"composer-fsdp2 train {file}"
+            )
         say(f"[green]Wrote {escape(str(file))}[/]")
-        say(f"Check it:  composer-fsdp2 doctor {escape(_for_doctor(file, answers))}")
-        say(f"Train:     {escape(_for_training(file, answers))}")
+        say(f"Check it:  composer-fsdp2 doctor {escape(f'{file}{cluster}')}")
+        say(f"Train:     {escape(command)}")
 
 
 def _ask(given: dict[str, Any]) -> dict[str, Any]:
     """Asks for what is not given; nobody can answer where there is no terminal."""
-    from composer_fsdp2.tools.starter import check_answers
+    from composer_fsdp2.tools.starter import check_answers, read_gpus
 
     missing = [name for name, value in given.items() if value is None]
     if missing and not _is_terminal():
@@ -107,24 +123,17 @@ def _ask(given: dict[str, Any]) -> dict[str, Any]:
     for name in missing:
         while given[name] is None:
             default = str(_local_gpus()) if name == "gpus" else None
-            text = typer.prompt(_QUESTIONS[name], default=default, err=True)
-            given[name] = _accepted(name, text.strip(), given)
+            text = typer.prompt(_QUESTIONS[name], default=default, err=True).strip()
+            try:
+                answer = read_gpus(text) if name == "gpus" else text
+                check_answers({**given, name: answer})
+            except ConfigError as error:  # the other answers stay
+                say(f"[red]{escape(str(error))}[/]")
+                continue
+            given[name] = answer
+            if name == "data":
+                _warn_of_missing(text)
     return given
-
-
-def _accepted(name: str, text: str, given: dict[str, Any]) -> Any:
-    """Returns an answer; `None` if it cannot be, which is said, and the others stay."""
-    from composer_fsdp2.tools.starter import check_answers, read_gpus
-
-    try:
-        answer = read_gpus(text) if name == "gpus" else text
-        check_answers({**given, name: answer})
-    except ConfigError as error:
-        say(f"[red]{escape(str(error))}[/]")
-        return None
-    if name == "data":
-        _warn_of_missing(text)
-    return answer
 
 
 def _is_terminal() -> bool:
@@ -137,17 +146,6 @@ def _local_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def _write(file: Path, text: str) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            f"'{file}' cannot be written: {reason}. There is no run without it. Write another path."
-        ) from None
-
-
 def _warn_of_missing(data: str | None) -> None:
     """Says what a path that is not there needs; doctor says it again."""
     if data is None:
@@ -155,21 +153,3 @@ def _warn_of_missing(data: str | None) -> None:
     local = data.startswith((".", "/", "~")) or "/" not in data
     if local and not Path(data).exists():
         say(f"[yellow]There is no '{escape(data)}' yet. The run cannot start without it.[/]")
-
-
-def _for_doctor(file: Path, answers: Answers) -> str:
-    """Arguments with which doctor looks at the cluster of the answers, not at this machine."""
-    if not answers.gpus or answers.gpus == _local_gpus():
-        return str(file)
-    per_node = answers.gpus // answers.nodes
-    return f"{file} --ranks {answers.gpus} --gpus-per-node {per_node}"
-
-
-def _for_training(file: Path, answers: Answers) -> str:
-    if answers.nodes == 1:
-        return f"composer-fsdp2 train {file} --ranks {answers.ranks}"
-    return (
-        f"on each node: torchrun --nnodes {answers.nodes} --nproc-per-node "
-        f"{answers.gpus // answers.nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29400 "
-        f"--no-python composer-fsdp2 train {file}"
-    )

@@ -1,9 +1,9 @@
 """Starts one process per rank on this node, and ends all of them when one fails.
 
 torch's elastic agent does the work, as it does under `torchrun`: it starts each rank in a session
-of its own and takes its children down with it. Added here is what an interactive command needs:
-which output goes where, a short report of the first failure, and ranks that end even when they are
-stuck in a collective.
+of its own, takes its children down with it, and kills a rank that does not leave a collective
+within 30 seconds. Added here is what an interactive command needs: which output goes where, and a
+short report of the first failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-import threading
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-    from torch.distributed.launcher.api import LaunchConfig
 
 __all__ = [
     "RankError",
@@ -39,9 +37,6 @@ __all__ = [
 _SCRIPT = "composer-fsdp2"
 _PARENT = "COMPOSER_FSDP2_LAUNCHER"
 _DETAIL_LINES = 40
-# Time to leave a collective after a signal. Composer finishes uploads when the interpreter ends; a
-# rank that got that far is left alone, and torch kills it after 30 s.
-_STUCK_SECONDS = 5.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -107,29 +102,16 @@ def launch_ranks(command: list[str], ranks: int, log_dir: Path, *, on_console: b
         RankError: a rank failed; all the others have been ended.
         SystemExit: this process was told to stop; all ranks have been ended.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # It reports a failure in 30 lines of its own; ours follows from the same facts.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     _set_rank_environment()
-    config = _launch_config(ranks, log_dir, first_logged=1 if on_console else 0)
-    try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        raise rank_error(error.failures, log_dir, config.run_id) from None
-    except SignalException as error:
-        raise SystemExit(128 + error.sigval) from None
-
-
-def _launch_config(ranks: int, log_dir: Path, first_logged: int) -> LaunchConfig:
-    """One node, whose ranks meet at this process over the loopback interface."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-    from torch.distributed.launcher.api import LaunchConfig
-
-    redirects = dict.fromkeys(range(first_logged, ranks), Std.ALL)
-    return LaunchConfig(
+    # One node, whose ranks meet at this process over the loopback interface.
+    redirects = dict.fromkeys(range(1 if on_console else 0, ranks), Std.ALL)
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
@@ -140,6 +122,12 @@ def _launch_config(ranks: int, log_dir: Path, first_logged: int) -> LaunchConfig
         max_restarts=0,
         logs_specs=DefaultLogsSpecs(log_dir=str(log_dir), redirects=redirects),
     )
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        raise rank_error(error.failures, log_dir, config.run_id) from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
 
 
 def _set_rank_environment() -> None:
@@ -162,94 +150,50 @@ def rank_error(failures: Mapping[int, ProcessFailure], log_dir: Path, run_id: st
     The traceback of an exception goes to a file of its own; without an exception the end of the
     rank's output is shown.
     """
-    rank = min(failures, key=lambda rank: _failed_at(failures[rank]))
+
+    def failed_at(rank: int) -> float:
+        # torch counts seconds, and the others often fail within the same one.
+        error_file = Path(failures[rank].error_file)
+        return error_file.stat().st_mtime if error_file.is_file() else failures[rank].timestamp
+
+    rank = min(failures, key=failed_at)
     failure = failures[rank]
     # One node: global and local ranks are the same. torch makes up the first folder's last part.
     log = next(log_dir.glob(f"{run_id}_*/attempt_0/{rank}/stderr.log"), None)
     message: Any = failure.message
     if isinstance(message, dict):
-        traceback = _write_traceback(log_dir, rank, message["extraInfo"]["py_callstack"])
+        traceback = None
+        if text := message["extraInfo"]["py_callstack"]:
+            log_dir.mkdir(parents=True, exist_ok=True)
+            traceback = log_dir / f"rank-{rank}-traceback.log"
+            traceback.write_text(f"{text.rstrip()}\n", errors="backslashreplace")
         return RankError(rank, message["message"], "", log, traceback)
-    tail = log.read_text(errors="replace") if log else ""
-    return RankError(rank, _ending(failure), tail, log)
-
-
-def _write_traceback(log_dir: Path, rank: int, text: str) -> Path | None:
-    """Returns the file that holds the traceback now; `None` where there is none."""
-    if not text:
-        return None
-    log_dir.mkdir(parents=True, exist_ok=True)
-    file = log_dir / f"rank-{rank}-traceback.log"
-    file.write_text(text if text.endswith("\n") else f"{text}\n", errors="backslashreplace")
-    return file
-
-
-def _failed_at(failure: ProcessFailure) -> float:
-    """When a rank failed; torch counts seconds, and the others often fail within the same one."""
-    error_file = Path(failure.error_file)
-    return error_file.stat().st_mtime if error_file.is_file() else failure.timestamp
-
-
-def _ending(failure: ProcessFailure) -> str:
-    """How a process ended that left no exception."""
-    if failure.exitcode >= 0:
-        return f"it ended with exit code {failure.exitcode}"
-    name = failure.signal_name()
-    hint = ", which the system sends when memory runs out" if name == "SIGKILL" else ""
-    return f"it was ended by {name}{hint}"
+    reason = f"it ended with exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        hint = ", which the system sends when memory runs out" if name == "SIGKILL" else ""
+        reason = f"it was ended by {name}{hint}"
+    return RankError(rank, reason, log.read_text(errors="replace") if log else "", log)
 
 
 @contextmanager
 def rank_guard() -> Generator[None]:
-    """Ends this rank when its launcher is gone, and soon after a signal even in a collective.
+    """Ends this rank when its launcher is gone, even in a collective.
 
     An exception that torch has written down for the launcher ends the rank without a second copy
     of its traceback on the console.
     """
-    _end_with_parent(int(os.environ[_PARENT]))
+    if sys.platform == "linux":
+        # The kernel ends this rank when the launcher is killed and cannot do it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[_PARENT]):
+        raise SystemExit(128 + signal.SIGTERM)
     # Python's own handler prints a traceback; Composer replaces this one with an orderly exit.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    left = threading.Event()
-    _watch_signals(left)
     try:
         yield
     except Exception:
-        if os.environ["RANK"] == "0" and _is_recorded():
+        file = Path(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+        if os.environ["RANK"] == "0" and file.is_file() and file.stat().st_size > 0:
             raise SystemExit(1) from None
         raise
-    finally:
-        left.set()
-
-
-def _is_recorded() -> bool:
-    """Whether the launcher will find the exception of this rank."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    return bool(file) and Path(file).is_file() and Path(file).stat().st_size > 0
-
-
-def _end_with_parent(parent: int) -> None:
-    """Has the kernel end this rank when the launcher is killed and cannot do it (Linux only)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        raise SystemExit(128 + signal.SIGTERM)
-
-
-def _watch_signals(left: threading.Event) -> None:
-    """Exits when a signal has come and training has not been left in time.
-
-    Composer handles SIGTERM and SIGINT in Python, which has to wait until the main thread comes
-    back from a collective that may never end. The interpreter writes to the wake-up file at once,
-    whatever the main thread does.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-
-    def watch() -> None:
-        while (number := os.read(reader, 1)[0]) not in (signal.SIGTERM, signal.SIGINT):
-            pass
-        if not left.wait(_STUCK_SECONDS):
-            os._exit(128 + number)
-
-    threading.Thread(target=watch, name="rank_guard", daemon=True).start()

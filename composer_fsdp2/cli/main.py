@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.checkpoint import app as checkpoint_app
-from composer_fsdp2.cli.console import CONSOLE, reported, say
+from composer_fsdp2.cli.console import reported, say
 from composer_fsdp2.cli.doctor import HELP as DOCTOR_HELP
 from composer_fsdp2.cli.doctor import diagnose, doctor, print_report
 from composer_fsdp2.cli.exit_codes import EXIT_CODES, ExitCode
@@ -95,7 +95,7 @@ app.command(help=QUICKSTART_HELP)(quickstart)
 
 def main() -> None:
     """Entry point of the console script."""
-    app(obj=CONSOLE)
+    app()
 
 
 @app.callback()
@@ -127,7 +127,6 @@ a terminal, and lines elsewhere. `--console full` is Composer's own console with
 """
 )
 def train(
-    context: typer.Context,
     run: _Run,
     overrides: _Overrides = None,
     ranks: Processes = None,
@@ -149,14 +148,12 @@ def train(
     if console is Console.full:
         os.environ[_CONSOLE] = console.value  # the ranks inherit it
     if dry_run:
-        _show_only(run, overrides or [], ranks, log_dir, quick=context.obj == CONSOLE)
+        _show_only(run, overrides or [], ranks, log_dir)
         return
     _start_or_join("train", run, overrides or [], ranks, log_dir, check=check)
 
 
-def _show_only(
-    run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None, *, quick: bool
-) -> None:
+def _show_only(run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None) -> None:
     """Prints what doctor finds and the units of FSDP2; the exit codes are doctor's."""
     from composer_fsdp2.foundry.run_file import check_named
 
@@ -167,7 +164,7 @@ def _show_only(
                 "Remove one of them."
             )
         check_named(run, overrides)
-        report = diagnose(run, overrides, ranks, None, quick=quick)
+        report = diagnose(run, overrides, ranks, None)
         print_report(report, verbose=False)
         if report.units is not None:
             typer.echo(f"\nThe plan:\n{report.units}")

@@ -7,8 +7,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,6 +19,8 @@ from composer_fsdp2.cli.options import AsJson, Processes
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
     from composer_fsdp2.tools.parity.compare import Comparison, Step
     from composer_fsdp2.tools.parity.jobs import Job
 
@@ -71,12 +71,22 @@ def parity(
         )
         limit, source = _limit(jobs, tolerance)
         folder = _folder(out)
-        _announce((old, new), jobs, notes, f"{_steps(steps)} on {ranks} ranks")
-        files = [_write_run(job, folder, steps) for job in jobs]
-        recorded = [_train(job, file, ranks, steps) for job, file in zip(jobs, files, strict=True)]
+        precisions = " and ".join(dict.fromkeys(job.precision for job in jobs))
+        say(f"Comparing {_steps(steps)} on {ranks} ranks, precision {escape(precisions)}")
+        for path, job in zip((old, new), jobs, strict=True):
+            say(f"  {job.name}: {job.kind:6}{escape(str(path))}")
+        for note in notes:
+            say(f"[yellow]{escape(note)}[/]")
+        recorded = [_train(job, folder / job.name, ranks, steps) for job in jobs]
         comparison = _compare(recorded[0], recorded[1], steps, limit)
         written = _write(comparison, folder, jobs)
-        _print(comparison, source, written, notes, as_json=as_json)
+        if as_json:
+            document = {**comparison.as_dict(), "notes": notes, "files": written}
+            typer.echo(json.dumps(document, indent=2, allow_nan=False))
+        else:
+            lines = ["", *comparison.table(), "", *comparison.verdict(source)]
+            typer.echo("\n".join(lines))
+            say("\n" + "\n".join(f"{kind:8} {escape(path)}" for kind, path in written.items()))
         raise typer.Exit(ExitCode.OK if comparison.within else ExitCode.FAILED)
 
 
@@ -90,12 +100,18 @@ def _prepare(
     import torch
 
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
-    from composer_fsdp2.foundry.run_file import check_installed, check_ranks, read_parallelism
+    from composer_fsdp2.foundry.run_file import (
+        check_installed,
+        check_ranks,
+        read_parallelism,
+        read_yaml,
+    )
     from composer_fsdp2.tools.parity.jobs import (
         check_room,
         check_same,
         describe_differences,
         differences,
+        overrides_for,
         plan_jobs,
     )
 
@@ -107,8 +123,15 @@ def _prepare(
     ranks = ranks or default_ranks()
     check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
     check_installed()
-    _check_overrides(paths, overrides)
-    jobs = _job("old", paths[0], overrides), _job("new", paths[1], overrides)
+    read = [read_yaml(path) for path in paths]
+    kept = [overrides_for(config, overrides) for config in read]
+    for item in overrides:
+        if not any(item in items for items in kept):
+            raise ConfigError(
+                f"The override '{item}' is of a block that neither OLD nor NEW has. It would "
+                "change what is compared. Write the block into one of them."
+            )
+    jobs: Any = tuple(map(_job, ("old", "new"), paths, read, kept))
     notes = []
     if allow_different:
         found = differences(jobs[0].config, jobs[1].config)
@@ -122,29 +145,14 @@ def _prepare(
     return jobs, notes, ranks
 
 
-def _check_overrides(paths: tuple[Path, Path], overrides: list[str]) -> None:
-    """Refuses an override of a sharding block that neither configuration has."""
-    from composer_fsdp2.foundry.run_file import read_yaml
-    from composer_fsdp2.tools.parity.jobs import overrides_for
-
-    used = [item for path in paths for item in overrides_for(read_yaml(path), overrides)]
-    for item in overrides:
-        if item not in used:
-            raise ConfigError(
-                f"The override '{item}' is of a block that neither OLD nor NEW has. It would "
-                "change what is compared. Write the block into one of them."
-            )
-
-
-def _job(name: str, path: Path, overrides: list[str]) -> Job:
-    from composer_fsdp2.foundry.run_file import merge, read_parallelism, read_yaml
+def _job(name: str, path: Path, config: DictConfig, overrides: list[str]) -> Job:
+    from composer_fsdp2.foundry.run_file import merge, read_parallelism
     from composer_fsdp2.foundry.transform import requests_fsdp2
     from composer_fsdp2.tools.foreign import check_is_run
-    from composer_fsdp2.tools.parity.jobs import Job, overrides_for
+    from composer_fsdp2.tools.parity.jobs import Job
 
-    config = read_yaml(path)
     check_is_run(path, config)
-    config = merge(config, overrides_for(config, overrides))
+    config = merge(config, overrides)
     parsed = read_parallelism(config)
     if requests_fsdp2(parsed):
         block = "parallelism_config.fsdp2" if "parallelism_config" in config else "fsdp_config"
@@ -176,74 +184,45 @@ def _folder(out: Path | None) -> Path:
     return out
 
 
-def _announce(paths: tuple[Path, Path], jobs: tuple[Job, Job], notes: list[str], what: str) -> None:
-    say(f"Comparing {what}, precision {escape(' and '.join({j.precision: 0 for j in jobs}))}")
-    for path, job in zip(paths, jobs, strict=True):
-        say(f"  {job.name}: {job.kind:6}{escape(str(path))}")
-    for note in notes:
-        say(f"[yellow]{escape(note)}[/]")
-
-
 # --- The two runs. ---
 
 
-def _write_run(job: Job, folder: Path, steps: int) -> Path:
-    """Writes the configuration that runs, as it runs, and clears what an earlier one recorded."""
+def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
+    """Trains a run in ranks of its own, with all their output in files."""
     from omegaconf import OmegaConf
 
-    from composer_fsdp2.trainer.step_record import NAME
-
-    place = folder / job.name
-    place.mkdir(exist_ok=True)
-    _recorded(place).unlink(missing_ok=True)
-    job.shorten(NAME, {"file": str(_recorded(place).resolve()), "steps": steps})
-    OmegaConf.save(job.config, place / "run.yaml")
-    return place
-
-
-def _recorded(place: Path) -> Path:
-    return place / "steps.jsonl"
-
-
-def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
-    """Trains in ranks of its own, with all their output in files."""
     from composer_fsdp2.cli.launch import RankError, launch_ranks, own_program
     from composer_fsdp2.tools.parity.compare import read_steps
+    from composer_fsdp2.trainer.step_record import NAME
 
+    place.mkdir(exist_ok=True)
+    record = place / "steps.jsonl"
+    record.unlink(missing_ok=True)
+    job.shorten(NAME, {"file": str(record.resolve()), "steps": steps})
+    OmegaConf.save(job.config, place / "run.yaml")
     command = [*own_program(), "train", str(place / "run.yaml")]
-    started = time.monotonic()
-    try:
-        with _shown(job, place, steps):
-            launch_ranks(command, ranks, place / "logs", on_console=False)
-    except RankError:
-        say(f"\n[bold red]The {job.name} run ({job.kind}) failed.[/]")
-        raise
-    found = read_steps(_recorded(place))
-    say(f"  {job.name}: {_steps(len(found))} in {time.monotonic() - started:.0f} s")
-    return found
-
-
-@contextmanager
-def _shown(job: Job, place: Path, steps: int) -> Generator[None]:
-    """Follows the file that a run writes, from a thread: this one waits for the ranks."""
-    from composer_fsdp2.tools.parity.compare import read_steps
-
-    done = threading.Event()
+    started, done = time.monotonic(), threading.Event()
     with progress(f"  {job.name}: {job.kind}", "steps") as show:
 
         def follow() -> None:
             while not done.wait(_POLL_SECONDS):
-                count = len(read_steps(_recorded(place)))
-                starting = "" if count else ", starting"
-                show(count, steps, f"  {job.name}: {job.kind}{starting}")
+                count = len(read_steps(record))
+                show(count, steps, f"  {job.name}: {job.kind}{'' if count else ', starting'}")
 
+        # From a thread: this one waits for the ranks.
         thread = threading.Thread(target=follow, name="parity", daemon=True)
         thread.start()
         try:
-            yield
+            launch_ranks(command, ranks, place / "logs", on_console=False)
+        except RankError:
+            say(f"\n[bold red]The {job.name} run ({job.kind}) failed.[/]")
+            raise
         finally:
             done.set()
             thread.join()
+    found = read_steps(record)
+    say(f"  {job.name}: {_steps(len(found))} in {time.monotonic() - started:.0f} s")
+    return found
 
 
 # --- Afterwards. ---
@@ -255,13 +234,17 @@ def _compare(
     """Exits with 1 where the runs did not take the same steps."""
     from composer_fsdp2.tools.parity.compare import Comparison
 
+    why = None
     if not old or not new:
-        _give_up("A run took no step: its duration was over when it began, or it had no batch.")
-    if [step.number for step in old] != [step.number for step in new]:
-        _give_up(
+        why = "A run took no step: its duration was over when it began, or it had no batch."
+    elif [step.number for step in old] != [step.number for step in new]:
+        why = (
             f"The old run took steps {old[0].number} to {old[-1].number}, the new run "
             f"{new[0].number} to {new[-1].number}. They cannot be compared."
         )
+    if why is not None:
+        say(f"[red]{why}[/]")
+        raise typer.Exit(ExitCode.FAILED)
     if len(old) < steps:
         say(
             f"[yellow]Both runs ended after {_steps(len(old))}, before the {steps} asked for: "
@@ -270,43 +253,21 @@ def _compare(
     return Comparison(old, new, tolerance)
 
 
-def _give_up(why: str) -> None:
-    say(f"[red]{why}[/]")
-    raise typer.Exit(ExitCode.FAILED)
-
-
 def _write(comparison: Comparison, folder: Path, jobs: tuple[Job, Job]) -> dict[str, str]:
     """Writes the files; returns their names by kind."""
-    from composer_fsdp2.tools.parity.show import write_csv, write_picture
+    from composer_fsdp2.tools.pictures import comparison_picture, write_figure
 
     values, picture = folder / "parity.csv", folder / "parity.png"
-    write_csv(comparison, values)
+    comparison.write_csv(values)
     written = {"values": str(values)}
-    names = tuple(f"{job.name}: {job.kind}" for job in jobs)
-    if write_picture(comparison, picture, (names[0], names[1])):
+    old, new = (f"{job.name}: {job.kind}" for job in jobs)
+    try:
+        write_figure(comparison_picture(comparison, (old, new), "Two runs"), picture)
         written["picture"] = str(picture)
-    else:
+    except ImportError:
         install = escape("pip install 'composer-fsdp2[plot]'")
         say(f"No picture: matplotlib is not installed. Install it with: {install}")
     return written | {"logs": str(folder / "*" / "logs")}
-
-
-def _print(
-    comparison: Comparison,
-    source: str,
-    written: dict[str, str],
-    notes: list[str],
-    *,
-    as_json: bool,
-) -> None:
-    from composer_fsdp2.tools.parity.show import as_dict, describe, describe_verdict
-
-    if as_json:
-        document: dict[str, Any] = {**as_dict(comparison), "notes": notes, "files": written}
-        typer.echo(json.dumps(document, indent=2, allow_nan=False))
-        return
-    typer.echo("\n".join(["", *describe(comparison), "", *describe_verdict(comparison, source)]))
-    say("\n" + "\n".join(f"{kind:8} {escape(path)}" for kind, path in written.items()))
 
 
 def _steps(count: int) -> str:

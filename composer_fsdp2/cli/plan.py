@@ -49,7 +49,7 @@ def plan(
     """Prints the plan to standard output and all else to standard error."""
     with reported():
         if plot is not None:
-            from composer_fsdp2.tools.pictures.sheet import check_destination
+            from composer_fsdp2.tools.pictures import check_destination
 
             check_destination(plot)
         found = _rehearse(run, overrides or [], ranks, gpus_per_node)
@@ -113,8 +113,7 @@ def _rehearse(
 
 
 def _draw(found: Rehearsal, file: Path, title: str) -> None:
-    from composer_fsdp2.tools.pictures.plan import plan_picture
-    from composer_fsdp2.tools.pictures.sheet import write_figure
+    from composer_fsdp2.tools.pictures import plan_picture, write_figure
 
     assert found.units is not None
     write_figure(plan_picture(found.units, found.frozen, title), file)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError
@@ -108,6 +105,153 @@ def check_answers(given: Mapping[str, Any]) -> None:
         )
 
 
+# --- The text. A word between two @ is filled in; see `starter_yaml`. ---
+
+_RUN = """\
+# @what@. Written by composer-fsdp2 init.
+
+# FSDP2: every rank holds a part of the weights, gradients and optimizer.
+parallelism_config:
+  fsdp2:
+    # true: activations are computed again in backward, which takes less memory and more time.
+    activation_checkpointing: @on_gpus@
+@hsdp@
+# Also the name of the folder that checkpoints are in.
+run_name: @run_name@
+
+variables:
+@model_variable@  # @data_about@
+  data: @data@
+max_seq_len: @length@
+
+# The model, as LLM Foundry builds it.
+@model@
+# The tokenizer that made the data, or the model's own.
+tokenizer:
+  name: @tokenizer@
+  kwargs:
+    model_max_length: ${max_seq_len}
+
+@loaders@optimizer:
+  name: decoupled_adamw
+  # The first value to change when the loss does not fall.
+  lr: @rate@
+  betas: [0.9, 0.95]
+  weight_decay: 0.0
+
+scheduler:
+  name: cosine_with_warmup
+  t_warmup: 0.03dur
+  alpha_f: 0.1
+
+algorithms:
+  gradient_clipping:
+    clipping_type: norm
+    clipping_threshold: 1.0
+
+# ba counts steps of the optimizer, ep passes over the data.
+max_duration: @duration@
+
+# Sequences of one step, over all ranks; a multiple of their number.
+global_train_batch_size: @batch@
+
+# Sequences that one rank takes at a time: raise it while the memory lasts. On GPUs auto finds the
+# largest.
+device_train_microbatch_size: 1
+device_eval_batch_size: 1
+eval_interval: @eval_interval@
+
+# @precision_about@
+precision: @precision@
+seed: 17
+
+# Checkpoints. With autoresume the same command goes on from the newest one.
+save_folder: runs/${run_name}/checkpoints
+save_interval: 500ba
+save_num_checkpoints_to_keep: 2
+autoresume: true
+
+callbacks:
+  speed_monitor:
+    window_size: 10
+
+# One line every console_log_interval; true shows a bar instead.
+progress_bar: false
+log_to_console: true
+console_log_interval: 10ba
+log_config: false
+python_log_level: warning
+dist_timeout: 1800
+"""
+
+_PROMPTS = 'A folder with train.jsonl; every line is {"prompt": "...", "response": "..."}.'
+_SHARDS = "A folder with the split train, and val if there is one, as MDS shards."
+
+_HSDP = f"""\
+    # HSDP: the model is sharded over the 8 GPUs of a node, and every node holds a copy.
+    data_parallel_shard_degree: {_GPUS_PER_NODE}
+    data_parallel_replicate_degree: -1
+"""
+
+_MPT = """\
+model:
+  name: mpt_causal_lm
+  # meta: no rank builds the whole model. mixed: rank 0 reads it and hands it out.
+  init_device: meta
+  d_model: @d_model@
+  n_heads: @n_heads@
+  n_layers: @n_layers@
+  expansion_ratio: 4
+  max_seq_len: ${max_seq_len}
+  # At least the size of the tokenizer's vocabulary.
+  vocab_size: @vocabulary@
+  # flash is quicker where flash-attn is installed.
+  attn_config:
+    attn_impl: torch
+  loss_fn: torch_crossentropy
+"""
+
+_HUGGING_FACE = """\
+model:
+  name: hf_causal_lm
+  pretrained_model_name_or_path: ${variables.model}
+  pretrained: @pretrained@
+  # meta: no rank builds the whole model. mixed: rank 0 reads it and hands it out.
+  init_device: @init_device@
+  attn_implementation: sdpa
+"""
+
+_LORA = """\
+  # LoRA: small adapters are trained, and the weights of the model are not.
+  peft_config:
+    peft_type: LORA
+    task_type: CAUSAL_LM
+    r: 16
+    lora_alpha: 32
+    lora_dropout: 0.05
+    target_modules: all-linear
+  # Checkpoints hold the adapters alone.
+  should_save_peft_only: true
+"""
+
+_LOADER = """\
+@loader@:
+  name: @kind@
+  dataset:
+    @place@
+    split: @split@
+    max_seq_len: ${max_seq_len}
+    shuffle: @training@
+    @format@
+  drop_last: @training@
+  num_workers: @workers@
+  pin_memory: @on_gpus@
+  prefetch_factor: @prefetch@
+  persistent_workers: @on_gpus@
+
+"""
+
+
 def starter_yaml(answers: Answers) -> str:
     """Returns the text of a run with comments.
 
@@ -115,86 +259,87 @@ def starter_yaml(answers: Answers) -> str:
         ConfigError: as `check_answers`.
     """
     check_answers(dataclasses.asdict(answers))
-    length = answers.max_seq_len or _default_length(answers)
-    settings: dict[str, Any] = {
-        "parallelism_config": {"fsdp2": _fsdp2(answers)},
-        "run_name": f"{answers.goal}-{Path(answers.model).name or 'run'}".lower(),
-        "variables": {"model": answers.model, "data": answers.data},
-        "max_seq_len": length,
-        "model": _model(answers),
-        "tokenizer": _tokenizer(answers),
-        **_loaders(answers),
-        **_training(answers),
-        **_running(answers),
+    goal, model, shape = answers.goal, answers.model, SHAPES.get(answers.model)
+    tokenizer = answers.tokenizer
+    if tokenizer is None and shape is not None:
+        beside = Path(answers.data, "tokenizer")
+        tokenizer = str(beside) if beside.is_dir() else _HUB_TOKENIZER
+    on_gpus, pretrained = answers.gpus > 0, goal != "pretrain"
+    what = {
+        "pretrain": f"Trains a model of the shape of {model} from random weights",
+        "finetune": f"Fine-tunes {model}",
+        "lora": f"Trains LoRA adapters of {model}",
+    }[goal]
+    where = f"{answers.gpus} GPUs" if on_gpus else "two processes of the CPU"
+    values = {
+        "what": " ".join(f"{what} on {where}".split()),
+        "on_gpus": json.dumps(on_gpus),
+        "hsdp": _HSDP if answers.nodes > 1 else "",
+        "run_name": _quoted(f"{goal}-{Path(model).name or 'run'}".lower()),
+        "model_variable": "" if shape else f"  model: {_quoted(model)}\n",
+        "data": _quoted(answers.data),
+        "data_about": _PROMPTS if pretrained else _SHARDS,
+        "length": str(answers.max_seq_len or _default_length(answers)),
+        "tokenizer": "${variables.model}" if tokenizer is None else _quoted(tokenizer),
+        "rate": {"pretrain": "6.0e-04", "finetune": "2.0e-05", "lora": "2.0e-04"}[goal],
+        "batch": str((8 if pretrained else 16) * answers.ranks),
+        "duration": "1ep" if pretrained else "1000ba",
+        "eval_interval": "1ep" if pretrained else "500ba",
+        "precision": "amp_bf16" if on_gpus else "fp32",
+        "precision_about": "bf16, with weights and gradients in fp32."
+        if on_gpus
+        else "The CPU trains in fp32 alone; GPUs in amp_bf16.",
+        "workers": "8" if on_gpus else "0",
+        "prefetch": "2" if on_gpus else "null",
     }
-    if answers.model in SHAPES:
-        del settings["variables"]["model"]
-    return _dump(settings, _COMMENTS | _comments(answers))
+    if shape is not None:
+        sizes = {name: str(size) for name, size in shape.items()}
+        sizes["vocabulary"] = str(_vocabulary(tokenizer or _HUB_TOKENIZER))
+        values["model"] = _filled(_MPT, sizes)
+    else:
+        start = "mixed" if pretrained else "meta"
+        begun = {"pretrained": json.dumps(pretrained), "init_device": start}
+        values["model"] = _filled(_HUGGING_FACE, begun) + (_LORA if goal == "lora" else "")
+    values["loaders"] = _filled(_loaders(answers), values)
+    return _filled(_RUN, values)
 
 
-# --- The parts of a run. ---
+def _filled(template: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"@(\w+)@", lambda found: values.get(found[1], found[0]), template)
 
 
-def _fsdp2(answers: Answers) -> dict[str, Any]:
-    settings: dict[str, Any] = {"activation_checkpointing": bool(answers.gpus)}
-    if answers.nodes > 1:
-        settings |= {
-            "data_parallel_shard_degree": _GPUS_PER_NODE,
-            "data_parallel_replicate_degree": -1,
-        }
-    return settings
+def _quoted(text: str) -> str:
+    """Returns a text in quotes, which no reader of YAML takes for a number or a comment."""
+    return json.dumps(text, ensure_ascii=False)
 
 
-def _model(answers: Answers) -> dict[str, Any]:
-    if answers.model in SHAPES:
-        return {
-            "name": "mpt_causal_lm",
-            "init_device": "meta",
-            **SHAPES[answers.model],
-            "expansion_ratio": 4,
-            "max_seq_len": "${max_seq_len}",
-            "vocab_size": _vocabulary(_tokenizer_name(answers)),
-            "attn_config": {"attn_impl": "torch"},
-            "loss_fn": "torch_crossentropy",
-        }
-    pretrained = answers.goal != "pretrain"
-    model: dict[str, Any] = {
-        "name": "hf_causal_lm",
-        "pretrained_model_name_or_path": "${variables.model}",
-        "pretrained": pretrained,
-        "init_device": "mixed" if pretrained else "meta",
-        "attn_implementation": "sdpa",
-    }
-    if answers.goal == "lora":
-        model["peft_config"] = {
-            "peft_type": "LORA",
-            "task_type": "CAUSAL_LM",
-            "r": 16,
-            "lora_alpha": 32,
-            "lora_dropout": 0.05,
-            "target_modules": "all-linear",
-        }
-        model["should_save_peft_only"] = True
-    return model
-
-
-def _tokenizer(answers: Answers) -> dict[str, Any]:
-    own = answers.tokenizer is None and answers.model not in SHAPES
-    name = "${variables.model}" if own else _tokenizer_name(answers)
-    return {"name": name, "kwargs": {"model_max_length": "${max_seq_len}"}}
-
-
-def _tokenizer_name(answers: Answers) -> str:
-    if answers.tokenizer is not None:
-        return answers.tokenizer
-    if answers.model not in SHAPES:
-        return answers.model
-    beside = Path(answers.data, "tokenizer")
-    return str(beside) if beside.is_dir() else _HUB_TOKENIZER
+def _loaders(answers: Answers) -> str:
+    """Returns the loader to train on, and one to evaluate on where a local folder has a split."""
+    folder, given = Path(answers.data), answers.data
+    looks_local = given.startswith((".", "/", "~")) or folder.exists()
+    if answers.goal == "pretrain":
+        held_out = [name for name in ("val", "test") if (folder / name / "index.json").is_file()]
+        kind, form = "text", "shuffle_seed: ${seed}"
+        place = "local: ${variables.data}"
+        if "://" in given:
+            place = "remote: ${variables.data}\n    local: /tmp/${run_name}/@split@"
+    else:
+        names = ("test", "validation", "val")
+        held_out = [name for name in names if (folder / f"{name}.jsonl").is_file()]
+        kind, form = "finetuning", "decoder_only_format: true\n    allow_pad_trimming: false"
+        place = "hf_name: ${variables.data}"
+        if looks_local or "/" not in given:
+            place = "hf_name: json\n    hf_kwargs:\n      data_dir: ${variables.data}"
+    text = ""
+    for name, split in zip(("train_loader", "eval_loader"), ["train", *held_out], strict=False):
+        values = {"loader": name, "kind": kind, "place": place, "format": form}
+        values["training"] = json.dumps(name == "train_loader")
+        text += _filled(_LOADER, values).replace("@split@", split)
+    return text
 
 
 def _vocabulary(tokenizer: str) -> int:
-    """Rows of the embedding: a multiple of 64, which GPUs are quick with."""
+    """Returns rows of the embedding: a multiple of 64, which GPUs are quick with."""
     try:
         content = json.loads(Path(tokenizer, "tokenizer.json").read_text(encoding="utf-8"))
         tokens = len(content["model"]["vocab"]) + len(content.get("added_tokens", ()))
@@ -213,201 +358,3 @@ def _default_length(answers: Answers) -> int:
     except (OSError, ValueError, AttributeError):
         known = None
     return min(known, _LONGEST) if isinstance(known, int) and known > 0 else _LONGEST
-
-
-def _loaders(answers: Answers) -> dict[str, Any]:
-    splits = _splits(answers)
-    loaders = {"train_loader": _loader(answers, splits[0])}
-    if len(splits) > 1:
-        loaders["eval_loader"] = {**_loader(answers, splits[1]), "drop_last": False}
-        loaders["eval_loader"]["dataset"]["shuffle"] = False
-    return loaders
-
-
-def _splits(answers: Answers) -> list[str]:
-    """The split to train on, and one to evaluate on where a local folder has it."""
-    folder = Path(answers.data)
-    if answers.goal == "pretrain":
-        held_out = [name for name in ("val", "test") if (folder / name / "index.json").is_file()]
-    else:
-        names = ("test", "validation", "val")
-        held_out = [name for name in names if (folder / f"{name}.jsonl").is_file()]
-    return ["train", *held_out[:1]]
-
-
-def _loader(answers: Answers, split: str) -> dict[str, Any]:
-    data = "${variables.data}"
-    if answers.goal == "pretrain":
-        place = {"local": data}
-        if "://" in answers.data:
-            place = {"remote": data, "local": f"/tmp/${{run_name}}/{split}"}
-        kind: dict[str, Any] = {"name": "text", "dataset": place}
-    elif _is_hub_data(answers):
-        kind = {"name": "finetuning", "dataset": {"hf_name": data}}
-    else:
-        kind = {
-            "name": "finetuning",
-            "dataset": {"hf_name": "json", "hf_kwargs": {"data_dir": data}},
-        }
-    kind["dataset"] |= {"split": split, "max_seq_len": "${max_seq_len}", "shuffle": True}
-    if answers.goal == "pretrain":
-        kind["dataset"]["shuffle_seed"] = "${seed}"
-    else:
-        kind["dataset"] |= {"decoder_only_format": True, "allow_pad_trimming": False}
-    workers = 8 if answers.gpus else 0
-    return {
-        **kind,
-        "drop_last": True,
-        "num_workers": workers,
-        "pin_memory": bool(workers),
-        "prefetch_factor": 2 if workers else None,
-        "persistent_workers": bool(workers),
-    }
-
-
-def _is_hub_data(answers: Answers) -> bool:
-    given = answers.data
-    looks_local = given.startswith((".", "/", "~")) or Path(given).exists()
-    return "/" in given and not looks_local
-
-
-def _training(answers: Answers) -> dict[str, Any]:
-    rate = {"pretrain": 6.0e-4, "finetune": 2.0e-5, "lora": 2.0e-4}[answers.goal]
-    per_rank = {"pretrain": 16, "finetune": 8, "lora": 8}[answers.goal]
-    return {
-        "optimizer": {
-            "name": "decoupled_adamw",
-            "lr": rate,
-            "betas": _flow([0.9, 0.95]),
-            "weight_decay": 0.0,
-        },
-        "scheduler": {"name": "cosine_with_warmup", "t_warmup": "0.03dur", "alpha_f": 0.1},
-        "algorithms": {
-            "gradient_clipping": {"clipping_type": "norm", "clipping_threshold": 1.0},
-        },
-        "max_duration": "1000ba" if answers.goal == "pretrain" else "1ep",
-        "global_train_batch_size": per_rank * answers.ranks,
-        "device_train_microbatch_size": 1,
-        "device_eval_batch_size": 1,
-        "eval_interval": "500ba" if answers.goal == "pretrain" else "1ep",
-        "precision": "amp_bf16" if answers.gpus else "fp32",
-        "seed": 17,
-    }
-
-
-def _running(answers: Answers) -> dict[str, Any]:
-    return {
-        "save_folder": "runs/${run_name}/checkpoints",
-        "save_interval": "500ba",
-        "save_num_checkpoints_to_keep": 2,
-        "autoresume": True,
-        "callbacks": {"speed_monitor": {"window_size": 10}},
-        "progress_bar": False,
-        "log_to_console": True,
-        "console_log_interval": "10ba",
-        "log_config": False,
-        "python_log_level": "warning",
-        "dist_timeout": 1800,
-    }
-
-
-# --- Text. ---
-
-_COMMENTS = {
-    "parallelism_config": "FSDP2: every rank holds a part of the weights, gradients and optimizer.",
-    "parallelism_config.fsdp2.activation_checkpointing": (
-        "true: activations are computed again in backward, which takes less memory and more time."
-    ),
-    "parallelism_config.fsdp2.data_parallel_shard_degree": (
-        "HSDP: the model is sharded over the 8 GPUs of a node, and every node holds a copy."
-    ),
-    "run_name": "Also the name of the folder that checkpoints are in.",
-    "model": "The model, as LLM Foundry builds it.",
-    "model.init_device": (
-        "meta: no rank builds the whole model. mixed: rank 0 reads it and hands it out."
-    ),
-    "model.peft_config": "LoRA: small adapters are trained, and the weights of the model are not.",
-    "model.should_save_peft_only": "Checkpoints hold the adapters alone.",
-    "model.vocab_size": "At least the size of the tokenizer's vocabulary.",
-    "model.attn_config": "flash is quicker where flash-attn is installed.",
-    "tokenizer": "The tokenizer that made the data, or the model's own.",
-    "optimizer.lr": "The first value to change when the loss does not fall.",
-    "max_duration": "ba counts steps of the optimizer, ep passes over the data.",
-    "global_train_batch_size": "Sequences of one step, over all ranks; a multiple of their number.",
-    "device_train_microbatch_size": (
-        "Sequences that one rank takes at a time: raise it while the memory lasts. On GPUs auto "
-        "finds the largest."
-    ),
-    "save_folder": "Checkpoints. With autoresume the same command goes on from the newest one.",
-    "progress_bar": "One line every console_log_interval; true shows a bar instead.",
-}
-"""comments before a key; a dot leads into a block"""
-
-
-def _comments(answers: Answers) -> dict[str, str]:
-    """Comments that depend on the answers, the first of them at the top of the file."""
-    said = {
-        "pretrain": f"Trains a model of the shape of {answers.model} from random weights",
-        "finetune": f"Fine-tunes {answers.model}",
-        "lora": f"Trains LoRA adapters of {answers.model}",
-    }
-    where = f"{answers.gpus} GPUs" if answers.gpus else "two processes of the CPU"
-    data = {
-        "pretrain": "A folder with the split train, and val if there is one, as MDS shards.",
-    }.get(
-        answers.goal,
-        'A folder with train.jsonl; every line is {"prompt": "...", "response": "..."}.',
-    )
-    precision = "bf16, with weights and gradients in fp32." if answers.gpus else ""
-    return {
-        "": f"{said[answers.goal]} on {where}. Written by composer-fsdp2 init.",
-        "variables.data": data,
-        "precision": precision or "The CPU trains in fp32 alone; GPUs in amp_bf16.",
-    }
-
-
-def _dump(settings: Mapping[str, Any], comments: Mapping[str, str]) -> str:
-    top = _commented(settings, comments, "", 0)
-    top.yaml_set_start_comment(f"{comments['']}\n")
-    writer = YAML()
-    writer.indent(mapping=2, sequence=2, offset=0)
-    writer.width = 120
-    # ruamel leaves null empty, which reads like a mistake.
-    writer.representer.add_representer(type(None), _null)
-    writer.representer.add_representer(float, _float)
-    stream = io.StringIO()
-    writer.dump(top, stream)
-    return stream.getvalue()
-
-
-def _null(representer: Any, _value: None) -> Any:
-    return representer.represent_scalar("tag:yaml.org,2002:null", "null")
-
-
-def _float(representer: Any, value: float) -> Any:
-    """2.0e-05 and not 2e-05, which is text to a reader of YAML 1.1."""
-    text = f"{value:.1e}" if abs(value) < 1e-3 and value else repr(value)
-    return representer.represent_scalar("tag:yaml.org,2002:float", text)
-
-
-def _commented(
-    settings: Mapping[str, Any], comments: Mapping[str, str], prefix: str, depth: int
-) -> CommentedMap:
-    """The settings with the comments before their keys, and an empty line before each block."""
-    found = CommentedMap()
-    for key, value in settings.items():
-        name = f"{prefix}{key}"
-        inner = isinstance(value, Mapping)
-        found[key] = _commented(value, comments, f"{name}.", depth + 1) if inner else value
-        text = comments.get(name)
-        gap = "\n" if depth == 0 and (inner or text) else ""
-        if text or gap:
-            before = gap + (text or "")
-            found.yaml_set_comment_before_after_key(key, before=before, indent=2 * depth)
-    return found
-
-
-def _flow(values: list[Any]) -> CommentedSeq:
-    sequence = CommentedSeq(values)
-    sequence.fa.set_flow_style()
-    return sequence

@@ -187,26 +187,21 @@ EXIT_CODES = {
 
 
 @pytest.mark.fault
-def test_no_rank_outlives_the_launcher_or_another_rank(tmp_path):
-    """Four launchers at the same time: each of them would mostly be waited for."""
-    folders = [tmp_path / name for name in (*(number.name for number in EXIT_CODES), "rank")]
+def test_no_rank_outlives_the_launcher(tmp_path):
+    """Three launchers at the same time: each of them would mostly be waited for."""
+    folders = [tmp_path / number.name for number in EXIT_CODES]
     for folder in folders:
         folder.mkdir()
     launchers = [Launcher(f"FOLDER = {str(folder)!r}\n{STUCK}", folder) for folder in folders]
     pids = [wait_for_pids(folder) for folder in folders]
     sent = time.monotonic()
-    for number, launcher in zip(EXIT_CODES, launchers, strict=False):
+    for number, launcher in zip(EXIT_CODES, launchers, strict=True):
         os.kill(launcher.process.pid, number)
-    os.kill(int((folders[-1] / "1.pid").read_text()), signal.SIGTERM)
-    for number, launcher, ranks in zip(EXIT_CODES, launchers, pids, strict=False):
-        assert launcher.wait(60)[0] == EXIT_CODES[number]
+    for number, launcher, ranks in zip(EXIT_CODES, launchers, pids, strict=True):
+        # torch kills a rank that is in a collective after 30 seconds.
+        assert launcher.wait(90)[0] == EXIT_CODES[number]
         assert gone_within(30, ranks), number.name
         record(f"{number.name} to the launcher", "reported", time.monotonic() - sent)
-    code, _, err = launchers[-1].wait(60)
-    assert code == 1
-    assert f"Rank 1 failed: it ended with exit code {128 + signal.SIGTERM}" in err
-    assert gone_within(30, pids[-1])
-    record("a rank of the launcher is told to stop", "reported", time.monotonic() - sent)
 
 
 def wait_for_pids(folder: Path) -> list[int]:

@@ -1,12 +1,14 @@
-"""Compares what two runs recorded."""
+"""Compares what two runs recorded, as text, as JSON and as CSV."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from composer_fsdp2.errors import ConfigError
 
@@ -14,7 +16,6 @@ __all__ = [
     "QUANTITIES",
     "TOLERANCES",
     "Comparison",
-    "Difference",
     "Step",
     "read_steps",
     "relative_difference",
@@ -37,6 +38,9 @@ TOLERANCES: Mapping[str, float] = {
 }
 """largest relative difference by precision"""
 
+_ROWS, _EDGE = 40, 3
+_VALUE, _SHARE = 12, 11
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -49,19 +53,11 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """The largest one of a quantity."""
-
-    value: float
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Comparison:
     """The same steps of two runs.
 
     Args:
-        old: steps of the old configuration.
+        old: steps of the old configuration, at least one.
         new: steps of the new one, as many and with the same numbers.
         tolerance: largest relative difference that passes.
     """
@@ -70,46 +66,111 @@ class Comparison:
     new: tuple[Step, ...]
     tolerance: float
 
-    def __post_init__(self) -> None:
-        assert self.old
-        assert [s.number for s in self.old] == [s.number for s in self.new]
-
     def difference(self, index: int, quantity: str) -> float:
-        """Relative difference of a step, by its place."""
+        """Returns the relative difference of a step, by its place."""
         old, new = self.old[index], self.new[index]
         return relative_difference(getattr(old, quantity), getattr(new, quantity))
 
-    def largest(self, quantity: str) -> Difference:
-        """Where a quantity differs most; the first such step."""
+    def largest(self, quantity: str) -> tuple[float, int]:
+        """Returns the largest difference of a quantity, and the first step that has it."""
         found = [self.difference(index, quantity) for index in range(len(self.old))]
-        worst = max(found)
-        return Difference(worst, self.old[found.index(worst)].number)
+        return max(found), self.old[found.index(max(found))].number
 
     @property
     def within(self) -> bool:
         """Whether no difference is beyond the tolerance."""
-        return all(self.largest(quantity).value <= self.tolerance for quantity in QUANTITIES)
+        return all(self.largest(quantity)[0] <= self.tolerance for quantity in QUANTITIES)
 
-    @property
-    def not_finite(self) -> list[int]:
-        """Numbers of the steps at which a run has a value that is not finite."""
+    def table(self) -> list[str]:
+        """Returns at most 100 columns; of a long run every nth step, both ends and the worst."""
+        count = len(self.old)
+        every = 1 if count <= _ROWS else math.ceil(count / (_ROWS - 2 * _EDGE))
+        worst = {self.largest(quantity)[1] for quantity in QUANTITIES}
+        width = 2 * _VALUE + _SHARE
+        heads = "".join(f"   {name:^{width}}" for name in QUANTITIES.values())
+        names = f"   {'old':>{_VALUE}}{'new':>{_VALUE}}{'relative':>{_SHARE}}" * len(QUANTITIES)
+        lines = [f"{'':5}{heads}".rstrip(), f"{'step':>5}{names}"]
+        for index, (old, new) in enumerate(zip(self.old, self.new, strict=True)):
+            inside = _EDGE <= index < count - _EDGE
+            if inside and index % every and old.number not in worst:
+                continue
+            line = f"{old.number:5}"
+            for quantity in QUANTITIES:
+                share = self.difference(index, quantity)
+                mark = "*" if share > self.tolerance else " "
+                values = (
+                    f"{getattr(old, quantity):#{_VALUE}.6g}{getattr(new, quantity):#{_VALUE}.6g}"
+                )
+                line += f"   {values}{share:{_SHARE - 1}.1e}{mark}"
+            lines.append(line.rstrip())
+        if len(lines) - 2 < count:
+            lines.append(f"{len(lines) - 2} of {count} steps are shown.")
+        return lines
+
+    def verdict(self, source: str) -> list[str]:
+        """Returns the largest differences, and what they mean.
+
+        Args:
+            source: where the tolerance is from, for the reader.
+        """
+        found = {name: self.largest(quantity) for quantity, name in QUANTITIES.items()}
+        largest = ", ".join(f"{name} {v:.1e} at step {step}" for name, (v, step) in found.items())
+        lines = [f"Largest relative difference: {largest}"]
         pairs = zip(self.old, self.new, strict=True)
-        return [
+        steps = [
             old.number
             for old, new in pairs
             if not all(math.isfinite(getattr(s, q)) for s in (old, new) for q in QUANTITIES)
         ]
+        if steps:
+            lines.append(
+                f"Values are not finite at {len(steps)} of the steps, first at {steps[0]}."
+            )
+        verdict = "Within" if self.within else "Beyond"
+        return [*lines, f"{verdict} the tolerance of {self.tolerance:g} ({source})."]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values; those that are not finite as text, since JSON has none."""
+        largest = {quantity: self.largest(quantity) for quantity in QUANTITIES}
+        return {
+            "tolerance": self.tolerance,
+            "within": self.within,
+            "largest": {
+                quantity: {"relative_difference": _plain(value), "step": step}
+                for quantity, (value, step) in largest.items()
+            },
+            "steps": [
+                {"step": step.number, **{q: self._values(index, q) for q in QUANTITIES}}
+                for index, step in enumerate(self.old)
+            ],
+        }
+
+    def write_csv(self, file: Path) -> None:
+        """Writes one line per step, in full precision."""
+        with file.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.writer(stream)
+            parts = ("old", "new", "relative_difference")
+            writer.writerow(["step", *(f"{q}_{part}" for q in QUANTITIES for part in parts)])
+            for index, step in enumerate(self.old):
+                rows = (self._values(index, quantity) for quantity in QUANTITIES)
+                writer.writerow([step.number, *(value for row in rows for value in row.values())])
+
+    def _values(self, index: int, quantity: str) -> dict[str, float | str]:
+        """Returns both values of a step and how far they are apart."""
+        return {
+            "old": _plain(getattr(self.old[index], quantity)),
+            "new": _plain(getattr(self.new[index], quantity)),
+            "relative_difference": _plain(self.difference(index, quantity)),
+        }
 
 
 def relative_difference(old: float, new: float) -> float:
-    """Difference in relation to the larger of the two; never NaN.
+    """Returns the difference in relation to the larger of the two; never NaN.
 
     Infinite where only one of them is finite. Two values that are the same infinity, or both not a
     number, do not differ.
     """
-    if math.isnan(old) and math.isnan(new):
-        return 0.0
-    if old == new:
+    if old == new or (math.isnan(old) and math.isnan(new)):
         return 0.0
     if not (math.isfinite(old) and math.isfinite(new)):
         return math.inf
@@ -117,7 +178,7 @@ def relative_difference(old: float, new: float) -> float:
 
 
 def tolerance_for(precision: str) -> float:
-    """The default for a training precision.
+    """Returns the default for a training precision.
 
     Raises:
         ConfigError: nothing is known about the precision.
@@ -131,8 +192,12 @@ def tolerance_for(precision: str) -> float:
 
 
 def read_steps(file: Path) -> tuple[Step, ...]:
-    """The steps in a file of JSON lines, as far as they are written."""
+    """Reads the steps in a file of JSON lines, as far as they are written."""
     if not file.is_file():
         return ()
     whole = file.read_text(encoding="utf-8").split("\n")[:-1]  # the last may be half written
     return tuple(Step(**json.loads(line)) for line in whole)
+
+
+def _plain(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_fsdp2.errors import ConfigError
@@ -62,8 +61,13 @@ WRITERS = (
 MONITOR = "fsdp2_monitor"
 """our own, which a run without FSDP2 refuses"""
 
+_START = "model.init_device"
 _NO_INFLUENCE = frozenset(
     {
+        *SHARDING,
+        *SHORT,
+        _START,
+        f"callbacks.{MONITOR}",
         "eval_subset_num_batches",
         "metadata",
         "python_log_level",
@@ -77,7 +81,6 @@ _NO_INFLUENCE = frozenset(
         "save_weights_only",
     }
 )
-_START = "model.init_device"
 _BATCH = "global_train_batch_size"
 _MANY = 64
 _RANKS_PER_CORE, _FEWEST = 8, 16
@@ -85,29 +88,19 @@ _RANKS_PER_CORE, _FEWEST = 8, 16
 _SHOWN = 20
 _DEFAULT_PRECISION = "amp_bf16"  # LLM Foundry's
 
-Kind = str
-"""'FSDP1', 'FSDP2' or 'DDP'"""
 
-
-@dataclass(slots=True)
 class Job:
     """One of the two runs.
 
     Args:
         name: what messages call it: 'old' or 'new'.
         config: the whole training configuration, interpolations included.
-        kind: what shards it.
+        kind: what shards it: 'FSDP1', 'FSDP2' or 'DDP'.
         block: path of its FSDP2 settings, where it has any.
     """
 
-    name: str
-    config: DictConfig
-    kind: Kind
-    block: str | None = None
-    precision: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.config = copy.deepcopy(self.config)
+    def __init__(self, name: str, config: DictConfig, kind: str, block: str | None = None) -> None:
+        self.name, self.config, self.kind, self.block = name, copy.deepcopy(config), kind, block
         self.precision = str(self.value("precision", _DEFAULT_PRECISION))
 
     def value(self, key: str, default: Any = None) -> Any:
@@ -132,15 +125,27 @@ class Job:
 # --- Is it one job? ---
 
 
-def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[Any, Any]]:
-    """Settings outside the sharding that differ and have an influence, with both values as text."""
-    ours, theirs = dict(_leaves(old)), dict(_leaves(new))
-    keys = [*ours, *(key for key in theirs if key not in ours)]
-    return {
-        key: (_text(ours, key), _text(theirs, key))
-        for key in keys
-        if _matters(key) and (key not in ours or key not in theirs or ours[key] != theirs[key])
-    }
+def differences(old: DictConfig, new: DictConfig) -> dict[str, tuple[str, str]]:
+    """Returns settings outside the sharding that differ and have an influence, as text."""
+    try:
+        read = [OmegaConf.to_container(config, resolve=True) for config in (old, new)]
+    except OmegaConfBaseException:  # a resolver that `code_paths` registers
+        read = [OmegaConf.to_container(config) for config in (old, new)]
+    ours, theirs = ({key: repr(value) for key, value in _leaves(one)} for one in read)
+    pairs = {key: (ours.get(key), theirs.get(key)) for key in (*ours, *theirs)}
+    return {key: (a or "not set", b or "not set") for key, (a, b) in pairs.items() if a != b}
+
+
+def _leaves(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Finds every value that has an influence outside the sharding, by its dotted path."""
+    for key, value in node.items() if isinstance(node, Mapping) else enumerate(node):
+        name = f"{path}{key}"
+        if name in _NO_INFLUENCE:
+            continue
+        if isinstance(value, Mapping | list) and value:
+            yield from _leaves(value, f"{name}.")
+        else:
+            yield name, value
 
 
 def check_same(old: DictConfig, new: DictConfig) -> None:
@@ -158,8 +163,8 @@ def check_same(old: DictConfig, new: DictConfig) -> None:
         )
 
 
-def describe_differences(found: Mapping[str, tuple[Any, Any]]) -> str:
-    """One line per setting, and a count of those that are too many."""
+def describe_differences(found: Mapping[str, tuple[str, str]]) -> str:
+    """Returns one line per setting, and a count of those that are too many."""
     lines = [f"  {key}: {old} -> {new}" for key, (old, new) in found.items()]
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
@@ -167,48 +172,17 @@ def describe_differences(found: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 def overrides_for(config: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """The overrides for one of the configurations: of a sharding block, only if it has that."""
-    return [item for item in overrides if _applies(config, item.partition("=")[0].split("."))]
+    """Returns the overrides for one configuration: of a sharding block, only if it has that."""
+    found = []
+    for item in overrides:
+        path = item.partition("=")[0].split(".")
+        block = ".".join(path[: 2 if path[0] == "parallelism_config" else 1])
+        if path[0] not in SHARDING or OmegaConf.select(config, block) is not None:
+            found.append(item)
+    return found
 
 
-def _applies(config: DictConfig, path: Sequence[str]) -> bool:
-    if path[0] not in SHARDING:
-        return True
-    depth = 2 if path[0] == "parallelism_config" else 1
-    return OmegaConf.select(config, ".".join(path[:depth]), throw_on_missing=False) is not None
-
-
-def _matters(key: str) -> bool:
-    first = key.partition(".")[0]
-    if f"{key}.".startswith(f"callbacks.{MONITOR}."):
-        return False
-    return first not in {*SHARDING, *SHORT, *_NO_INFLUENCE} and key != _START
-
-
-def _text(leaves: Mapping[str, Any], key: str) -> str:
-    return repr(leaves[key]) if key in leaves else "not set"
-
-
-def _leaves(node: DictConfig | ListConfig, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value by its dotted path. What cannot be resolved here stays as it is written."""
-    keys = list(node) if isinstance(node, DictConfig) else range(len(node))
-    for key in keys:
-        value = _resolved(node, key)
-        name = f"{path}{key}"
-        if isinstance(value, DictConfig | ListConfig) and len(value):
-            yield from _leaves(value, f"{name}.")
-        else:
-            yield name, OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-
-
-def _resolved(node: Any, key: Any) -> Any:
-    try:
-        return node[key]
-    except OmegaConfBaseException:  # a resolver that `code_paths` registers, or a missing value
-        return OmegaConf.to_container(node, resolve=False)[key]  # pyright: ignore
-
-
-# --- What is changed in both. ---
+# --- Changes of both. ---
 
 
 def plan_jobs(old: Job, new: Job, *, cuda: bool, ranks: int) -> list[str]:
@@ -220,22 +194,6 @@ def plan_jobs(old: Job, new: Job, *, cuda: bool, ranks: int) -> list[str]:
     Raises:
         ConfigError: the comparison would say nothing.
     """
-    _check_kinds(new, ranks)
-    for job in (old, new):
-        _check_batch(job, ranks)
-    notes = []
-    if not cuda:
-        notes += [note for job in (old, new) for note in _fit_cpu(job)]
-        notes += _fit_precision(old, new)
-    if old.precision != new.precision:
-        notes.append(
-            f"Precision is {old.precision} in OLD and {new.precision} in NEW: the tolerance is "
-            "that of the coarser one."
-        )
-    return notes + _same_start(old, new)
-
-
-def _check_kinds(new: Job, ranks: int) -> None:
     if new.kind != "FSDP2":
         raise ConfigError(
             "NEW does not ask for FSDP2: it has no `parallelism_config.fsdp2`. There would be "
@@ -247,19 +205,73 @@ def _check_kinds(new: Job, ranks: int) -> None:
             "shards nothing. The comparison would say nothing about sharding. Give -n 2; on a "
             "machine with one GPU, hide it with CUDA_VISIBLE_DEVICES= to compare on the CPU."
         )
+    jobs = (old, new)
+    for job in jobs:
+        batch = job.value(_BATCH)
+        if isinstance(batch, int) and batch % ranks:
+            fit = [str(count) for count in range(2, min(batch, _MANY) + 1) if batch % count == 0]
+            raise ConfigError(
+                f"{_BATCH} is {batch} in {job.name.upper()}, which {ranks} ranks cannot share "
+                "equally. LLM Foundry would refuse the run on every rank. Give -n "
+                f"{' or '.join(fit) or 'a number that divides it'}, or {_BATCH} a multiple of "
+                f"{ranks}."
+            )
+    notes = [] if cuda else _fit_cpu(jobs)
+    if old.precision != new.precision:
+        notes.append(
+            f"Precision is {old.precision} in OLD and {new.precision} in NEW: the tolerance is "
+            "that of the coarser one."
+        )
+    notes += _same_start(jobs)
+    reads = [bool(job.block and job.value(f"{job.block}.pretrained_weights")) for job in jobs]
+    if reads == [False, True] and not old.value("model.pretrained"):
+        notes.append(
+            "NEW starts from pretrained_weights and OLD from other weights: the runs will differ."
+        )
+    return notes
 
 
-def _check_batch(job: Job, ranks: int) -> None:
-    """LLM Foundry finds out when every rank has started and imported it."""
-    batch = job.value(_BATCH)
-    if not isinstance(batch, int) or batch % ranks == 0:
-        return
-    fitting = [str(count) for count in range(2, min(batch, _MANY) + 1) if batch % count == 0]
-    raise ConfigError(
-        f"{_BATCH} is {batch} in {job.name.upper()}, which {ranks} ranks cannot share equally. "
-        "LLM Foundry would refuse the run on every rank. Give -n "
-        f"{' or '.join(fitting) or 'a number that divides it'}, or {_BATCH} a multiple of {ranks}."
-    )
+def _fit_cpu(jobs: Sequence[Job]) -> list[str]:
+    """Has both runs compute in fp32, and an FSDP1 run train as DDP; returns what was changed.
+
+    FSDP1 does not run without CUDA; DDP computes the same from whole weights. Composer trains in
+    fp32 alone on a CPU.
+    """
+    notes = []
+    for job in jobs:
+        if job.kind == "FSDP1":
+            notes.append("No CUDA: the old configuration runs as DDP, whose numbers FSDP1's are.")
+        if job.kind != "FSDP2":
+            job.kind = "DDP"
+            for key in SHARDING:
+                job.config.pop(key, None)
+    lower = sorted({job.precision for job in jobs} - {"fp32"})
+    if lower:
+        notes.append(f"No CUDA: both runs compute in fp32, as {' and '.join(lower)} needs a GPU.")
+    for job in jobs:
+        job.precision = "fp32"
+        job.set("precision", "fp32")
+        key = f"{job.block}.mixed_precision"
+        if job.block is not None and isinstance(job.value(key), DictConfig):
+            job.set(key, "FULL")
+            notes.append(f"No CUDA: {key} is FULL here, as DDP has no such setting.")
+    return notes
+
+
+def _same_start(jobs: Sequence[Job]) -> list[str]:
+    """Has both runs start from rank 0's weights; see [Note: same start]."""
+    meta = [job.name.upper() for job in jobs if job.value(_START) == "meta"]
+    for job in jobs:
+        if job.kind == "DDP" and job.value(_START) is not None:
+            job.set(_START, "cpu")
+        elif job.value(_START) == "meta":
+            job.set(_START, "mixed")
+    if meta:
+        return [
+            f"{_START} is meta in {' and '.join(meta)}, which draws other weights under FSDP1, "
+            "FSDP2 and DDP. Both runs start from those that rank 0 draws on the CPU."
+        ]
+    return []
 
 
 def check_room(ranks: int, gpus: int, cores: int) -> None:
@@ -269,65 +281,9 @@ def check_room(ranks: int, gpus: int, cores: int) -> None:
         ConfigError: with the most there can be.
     """
     most = gpus or max(_RANKS_PER_CORE * cores, _FEWEST)
-    if ranks <= most:
-        return
-    have = f"{gpus} GPUs, one for each rank" if gpus else f"{cores} cores and no GPU"
-    raise ConfigError(
-        f"-n is {ranks}, and this machine has {have}. All ranks of a run start on this machine, "
-        f"and so many would not. Give -n {most} or less."
-    )
-
-
-def _fit_cpu(job: Job) -> list[str]:
-    """FSDP1 does not run without CUDA; DDP computes the same from whole weights."""
-    if job.kind == "FSDP2":
-        return []
-    was = job.kind
-    job.kind = "DDP"
-    for key in SHARDING:
-        job.config.pop(key, None)
-    if was == "DDP":
-        return []
-    return ["No CUDA: the old configuration runs as DDP, whose numbers FSDP1's are."]
-
-
-def _fit_precision(old: Job, new: Job) -> list[str]:
-    """Composer trains in fp32 alone on a CPU, and DDP has no precision of its own."""
-    notes = []
-    lower = sorted({job.precision for job in (old, new)} - {"fp32"})
-    for job in (old, new):
-        job.precision = "fp32"
-        job.set("precision", "fp32")
-    if lower:
-        notes.append(f"No CUDA: both runs compute in fp32, as {' and '.join(lower)} needs a GPU.")
-    for job in (old, new):
-        key = f"{job.block}.mixed_precision"
-        if job.block is not None and isinstance(job.value(key), DictConfig):
-            job.set(key, "FULL")
-            notes.append(f"No CUDA: {key} is FULL here, as DDP has no such setting.")
-    return notes
-
-
-def _same_start(old: Job, new: Job) -> list[str]:
-    """See [Note: same start]."""
-    notes = []
-    meta = [job.name.upper() for job in (old, new) if job.value(_START) == "meta"]
-    for job in (old, new):
-        if job.kind == "DDP" and job.value(_START) is not None:
-            job.set(_START, "cpu")
-        elif job.value(_START) == "meta":
-            job.set(_START, "mixed")
-    if meta:
-        notes.append(
-            f"{_START} is meta in {' and '.join(meta)}, which draws other weights under FSDP1, "
-            "FSDP2 and DDP. Both runs start from those that rank 0 draws on the CPU."
+    if ranks > most:
+        have = f"{gpus} GPUs, one for each rank" if gpus else f"{cores} cores and no GPU"
+        raise ConfigError(
+            f"-n is {ranks}, and this machine has {have}. All ranks of a run start on this "
+            f"machine, and so many would not. Give -n {most} or less."
         )
-    if _reads_weights(new) and not (_reads_weights(old) or old.value("model.pretrained")):
-        notes.append(
-            "NEW starts from pretrained_weights and OLD from other weights: the runs will differ."
-        )
-    return notes
-
-
-def _reads_weights(job: Job) -> bool:
-    return job.block is not None and job.value(f"{job.block}.pretrained_weights") is not None

@@ -19,7 +19,6 @@ from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.parity.compare import (
     TOLERANCES,
     Comparison,
-    Difference,
     Step,
     read_steps,
     relative_difference,
@@ -34,13 +33,7 @@ from composer_fsdp2.tools.parity.jobs import (
     overrides_for,
     plan_jobs,
 )
-from composer_fsdp2.tools.parity.show import (
-    as_dict,
-    describe,
-    describe_verdict,
-    write_csv,
-    write_picture,
-)
+from composer_fsdp2.tools.pictures import comparison_picture, write_figure
 
 ROOT = Path(__file__).parents[3]
 NAN, INF = math.nan, math.inf
@@ -95,8 +88,8 @@ def test_relative_difference(old, new, expected):
 
 def test_the_largest_difference_and_its_step():
     found = compared([(1, 1), (1, 4), (2, 8)], [(1, 1), (1, 3), (1, 6)])
-    assert found.largest("loss") == Difference(0.5, 3)
-    assert found.largest("gradient_norm") == Difference(0.25, 2)
+    assert found.largest("loss") == (0.5, 3)
+    assert found.largest("gradient_norm") == (0.25, 2)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +115,7 @@ def test_a_run_without_difference_passes_with_tolerance_zero():
 def test_not_finite_in_both_is_no_difference_but_is_said():
     found = compared([(1, 1), (NAN, NAN)], [(1, 1), (NAN, NAN)])
     assert found.within
-    assert found.not_finite == [2]
-    assert "not finite at 1 of the steps, first at 2" in "\n".join(describe_verdict(found, ""))
+    assert "not finite at 1 of the steps, first at 2" in "\n".join(found.verdict(""))
 
 
 def test_every_precision_of_composer_has_a_tolerance():
@@ -156,7 +148,7 @@ def test_steps_are_read_as_far_as_they_are_written(tmp_path):
 def test_the_table_fits_in_100_columns_and_marks_what_is_beyond():
     old = [(-8.123456e-10, 1.0), (1.0, 123456789.0)]
     found = compared(old, [(-8.123456e-10, 2.0), (1.0, NAN)])
-    lines = describe(found)
+    lines = found.table()
     assert max(map(len, lines)) <= 100
     assert lines[0].split() == ["loss", "gradient", "norm"]
     assert lines[1].split() == ["step", *["old", "new", "relative"] * 2]
@@ -167,7 +159,7 @@ def test_the_table_fits_in_100_columns_and_marks_what_is_beyond():
 def test_a_long_run_shows_some_steps_and_the_worst():
     old = [(1.0, 1.0)] * 1000
     new = [*old[:700], (0.5, 1.0), *old[701:]]
-    lines = describe(compared(old, new))
+    lines = compared(old, new).table()
     shown = [int(line.split()[0]) for line in lines[2:-1]]
     assert len(shown) <= 41
     assert shown[:3] == [1, 2, 3]
@@ -177,13 +169,13 @@ def test_a_long_run_shows_some_steps_and_the_worst():
 
 
 def test_the_verdict_names_the_tolerance_and_where_it_is_from():
-    lines = describe_verdict(compared([(1.0, 1.0)], [(1.0, 0.5)]), "the default for fp32")
+    lines = compared([(1.0, 1.0)], [(1.0, 0.5)]).verdict("the default for fp32")
     assert "gradient norm 5.0e-01 at step 1" in lines[0]
     assert lines[-1] == "Beyond the tolerance of 1e-05 (the default for fp32)."
 
 
 def test_json_has_no_value_that_json_lacks():
-    found = as_dict(compared([(1.0, NAN)], [(1.0, 2.0)]))
+    found = compared([(1.0, NAN)], [(1.0, 2.0)]).as_dict()
     assert json.loads(json.dumps(found, allow_nan=False)) == found
     assert found["within"] is False
     (step,) = found["steps"]
@@ -197,7 +189,7 @@ def test_json_has_no_value_that_json_lacks():
 
 def test_csv_keeps_every_digit(tmp_path):
     third = 1 / 3
-    write_csv(compared([(third, 2.0)], [(third, NAN)]), tmp_path / "parity.csv")
+    compared([(third, 2.0)], [(third, NAN)]).write_csv(tmp_path / "parity.csv")
     (row,) = csv.DictReader((tmp_path / "parity.csv").read_text().splitlines())
     assert row["step"] == "1"
     assert float(row["loss_old"]) == third
@@ -212,14 +204,17 @@ def test_the_picture_is_a_png_also_of_values_that_are_not_finite(tmp_path, new, 
     pytest.importorskip("matplotlib", reason="needs the extra foundry")
     file = tmp_path / "parity.png"
     found = compared([(1.0, 2.0), (NAN, 1.0)], new, tolerance)
-    assert write_picture(found, file, ("old: DDP", "new: FSDP2"))
+    write_figure(comparison_picture(found, ("old: DDP", "new: FSDP2")), file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_there_is_no_picture(tmp_path, monkeypatch):
+def test_without_matplotlib_there_is_no_picture_and_parity_says_so(tmp_path, monkeypatch, capsys):
+    from composer_fsdp2.cli.parity import _write
+
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert not write_picture(compared([(1, 1)], [(1, 1)]), tmp_path / "parity.png", ("a", "b"))
+    assert "picture" not in _write(compared([(1, 1)], [(1, 1)]), tmp_path, jobs_of())
     assert not (tmp_path / "parity.png").exists()
+    assert "No picture: matplotlib is not installed" in capsys.readouterr().err
 
 
 # --- Is it one job? ---

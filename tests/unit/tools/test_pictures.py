@@ -18,17 +18,19 @@ from torch import nn
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.frozen import frozen_elements
-from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.tools.parity.compare import Comparison, Step
-from composer_fsdp2.tools.pictures.charts import bars_picture, losses_picture
-from composer_fsdp2.tools.pictures.mesh import mesh_picture
-from composer_fsdp2.tools.pictures.plan import plan_picture
-from composer_fsdp2.tools.pictures.rows import MOST_ROWS, elements_text, plan_rows
-from composer_fsdp2.tools.pictures.sheet import check_destination, write_figure
-from composer_fsdp2.tools.pictures.step import UnitEvent, step_picture
+from composer_fsdp2.tools.pictures import (
+    MOST_ROWS,
+    check_destination,
+    comparison_picture,
+    elements_text,
+    plan_picture,
+    plan_rows,
+    write_figure,
+)
 from tests.support.models import TinyLM
 
 ROOT = Path(__file__).parents[3]
@@ -44,7 +46,12 @@ def plan_of(*units: ShardUnit, **values: object) -> WrapPlan:
 
 
 def texts_of(figure: Figure) -> list[str]:
-    return [text.get_text() for axes in figure.axes for text in axes.texts]
+    legends = [text for legend in figure.legends for text in legend.get_texts()]
+    titles = [legend.get_title() for legend in figure.legends]
+    ticks = [label for axes in figure.axes for label in axes.get_yticklabels()]
+    drawn = [text for axes in figure.axes for text in axes.texts]
+    shown = [text.get_text() for text in (*figure.texts, *legends, *titles, *ticks, *drawn)]
+    return [line.strip("\N{NO-BREAK SPACE} ") for text in shown for line in text.split("\n")]
 
 
 def check_text(figure: Figure) -> None:
@@ -52,15 +59,16 @@ def check_text(figure: Figure) -> None:
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     width, height = figure.bbox.width, figure.bbox.height
-    found = [
-        (text.get_text(), text.get_window_extent(renderer))
-        for text in [*figure.texts, *(t for axes in figure.axes for t in axes.texts)]
-        if text.get_text()
-    ]
+    texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    for axes in figure.axes:
+        low, high = sorted(axes.get_ylim())
+        ticks = axes.get_yticklabels()  # those beyond the axis are not drawn
+        texts += [label for label in ticks if low <= label.get_position()[1] <= high]
+    parts = [*texts, *figure.legends]
+    found = [(str(part), part.get_window_extent(renderer)) for part in parts]
     outside = [t for t, box in found if not (box.x0 >= 0 and box.x1 <= width and box.y0 >= 0)]
     assert not outside + [text for text, box in found if box.y1 > height]
     pairs = itertools.combinations(found, 2)
-    # Boxes are as high as the highest letter can be; lines 16 points apart may touch by one.
     both = [(a, b) for (a, x), (b, y) in pairs if x.padded(-1).overlaps(y.padded(-1))]
     assert not both
 
@@ -107,12 +115,10 @@ def test_nested_units_are_below_those_around_them():
     rows = plan_rows(PLANS["nested"], {"layers.2": 20})
     assert [(row.label, row.depth, len(row.units), row.frozen) for row in rows] == [
         ("<root>", 0, 1, 0),
-        ("layers.0-1,3", 1, 3, 0),
-        ("attn", 2, 3, 0),
-        ("mlp", 2, 3, 0),
+        ("layers.0,1,3", 1, 3, 0),
+        ("layers.0-3.attn", 2, 4, 0),
+        ("layers.0-3.mlp", 2, 4, 0),
         ("layers.2", 1, 1, 20),
-        ("attn", 2, 1, 0),
-        ("mlp", 2, 1, 0),
     ]
 
 
@@ -125,10 +131,12 @@ def test_too_many_different_units_end_in_one_row():
 
 
 def test_sizes_may_differ_where_there_would_be_too_many_rows():
-    rows = plan_rows(plan_of(*(unit(f"blocks.{n}", 100 + n) for n in range(60))), {})
-    assert [(row.label, row.smallest, row.largest) for row in rows][1:] == [
-        ("blocks.0-59", 100, 159)
+    plan = plan_of(*(unit(f"blocks.{n}", 100 + n) for n in range(60)))
+    rows = plan_rows(plan, {})
+    assert [(row.label, len(row.units), row.total) for row in rows][1:] == [
+        ("blocks.0-59", 60, sum(range(100, 160)))
     ]
+    assert "100 to 159 \N{MULTIPLICATION SIGN} 60" in texts_of(plan_picture(plan))
 
 
 def test_a_drawing_shows_sizes_ties_and_what_is_frozen():
@@ -153,57 +161,12 @@ def test_a_tied_parameter_counts_once():
     assert frozen_elements(model, plan_wrapping(model, [root_rule])) == {"": 9}
 
 
-@pytest.mark.parametrize(
-    "shape", [(4, 2), (8, None), (2, 1), (64, 32), (1, 3)], ids=lambda s: f"{s[1]} x {s[0]}"
-)
-def test_text_of_a_mesh_is_apart_and_on_the_page(shape):
-    figure = mesh_picture(MeshShape(shard=shape[0], replicate=shape[1]))
-    check_text(figure)
-    ranks = shape[0] * (shape[1] or 1)
-    last = f"rank {ranks - 1}"
-    assert {last, last.removeprefix("rank ")} & {*texts_of(figure)}
-
-
-def test_a_mesh_has_replicas_as_rows():
-    figure = mesh_picture(MeshShape(shard=4, replicate=2))
-    place = {t.get_text(): t.get_position() for axes in figure.axes for t in axes.texts}
-    assert place["rank 4"][0] == place["rank 0"][0]
-    assert place["rank 4"][1] > place["rank 0"][1]
-    assert place["rank 3"][1] == place["rank 0"][1]
-
-
-def test_a_cell_of_a_mesh_holds_a_tensor_group():
-    figure = mesh_picture(MeshShape(shard=2, replicate=2, tensor=8))
-    check_text(figure)
-    shown = {*texts_of(figure)}
-    assert {"0-7", "8-15", "16-23", "24-31"} <= shown
-    assert "dp_replicate 2 x dp_shard 2 x tp 8: 32 ranks" in shown
-
-
-def test_a_step_shows_a_gather_before_what_it_is_for():
-    events = [
-        *(UnitEvent(e, u) for u in ("", "blocks.0") for e in ("forward", "gather")),
-        UnitEvent("backward", "blocks.0"),
-        UnitEvent("reduce", "blocks.0"),
-    ]
-    figure = step_picture(events, "A step", ["A note. " * 30])
-    check_text(figure)
-    patches = [p for p in figure.axes[0].patches if p.get_height() == 14.0]
-    columns = [round(p.get_x()) for p in patches]
-    rows = [round(p.get_y()) for p in patches]
-    assert columns == sorted(columns)
-    assert rows[0] == rows[1] < rows[2] == rows[5]
-    solid = [p.get_edgecolor()[3] == 0 for p in patches[:4]]
-    assert solid == [True, False, True, False], "gather, forward, gather, forward"
-
-
-def test_charts_of_runs():
+def test_text_of_two_runs_is_apart_and_on_the_page():
     old = tuple(Step(n, 5.0 - n / 10, 1.0) for n in range(1, 9))
     new = tuple(dataclasses.replace(step, loss=step.loss * (1 + 1e-7)) for step in old)
-    check_text(losses_picture(Comparison(old, new, 1e-5), ("old", "new"), "Losses"))
-    check_text(losses_picture(Comparison(old, new, 0.0), ("old", "new"), "No tolerance"))
-    check_text(losses_picture(Comparison(old, old, 1e-5), ("old", "new"), "Equal"))
-    check_text(bars_picture({"a": {"x": 1.0, "y": 2.0}, "b" * 80: {"x": 9e9, "y": 0}}, "Bars"))
+    for runs in (Comparison(old, new, 1e-5), Comparison(old, new, 0.0), Comparison(old, old, 1e-5)):
+        check_text(comparison_picture(runs, ("old", "new"), "Two runs"))
+        check_text(comparison_picture(runs, ("old", "new"), "Losses", ["loss"]))
 
 
 @pytest.mark.parametrize(
@@ -268,8 +231,7 @@ def test_an_svg_is_white_and_holds_text():
 def test_matplotlib_is_imported_only_to_draw():
     code = (
         "import sys\n"
-        "import composer_fsdp2.cli.main, composer_fsdp2.tools.pictures.plan\n"
-        "import composer_fsdp2.tools.pictures.charts\n"
+        "import composer_fsdp2.cli.main, composer_fsdp2.tools.pictures\n"
         "print('matplotlib' in sys.modules)"
     )
     done = subprocess.run(

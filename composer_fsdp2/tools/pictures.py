@@ -1,0 +1,384 @@
+"""Draws a plan and a comparison of two runs with matplotlib, which is imported to draw alone.
+
+[Note: same picture everywhere] A drawing depends on its values alone: matplotlib's defaults replace
+a user's style, the font is the one that matplotlib brings along, identifiers in an SVG come from a
+fixed text, and no file holds a date. Text in an SVG stays text, so it can be searched and copied.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.tools.parity.compare import QUANTITIES, Comparison
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = [
+    "COLORS",
+    "MOST_ROWS",
+    "Row",
+    "check_destination",
+    "comparison_picture",
+    "elements_text",
+    "own_style",
+    "plan_picture",
+    "plan_rows",
+    "write_figure",
+]
+
+MOST_ROWS = 24
+"""Rows of a drawing of a plan; the smallest units beyond are counted in one row."""
+
+# Source: Okabe and Ito, "Color Universal Design", https://jfly.uni-koeln.de/color/, whose colours
+# people with any kind of colour blindness can tell apart.
+COLORS: Mapping[str, str] = {
+    "blue": "#0072B2",
+    "orange": "#E69F00",
+    "green": "#009E73",
+    "purple": "#CC79A7",
+    "sky": "#56B4E9",
+    "red": "#D55E00",
+    "grey": "#8C8C8C",
+}
+_KINDS: Mapping[str, tuple[str, str]] = {
+    "root": ("root", COLORS["orange"]),
+    "embedding": ("embedding", COLORS["green"]),
+    "block": ("block", COLORS["blue"]),
+    "head": ("head", COLORS["purple"]),
+    "fp32": ("computes in fp32", COLORS["sky"]),
+    "other": ("other unit", COLORS["grey"]),
+}
+"""kind of a unit -> its name in the legend, and its colour"""
+_STYLE: Mapping[str, Any] = {
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.family": ["DejaVu Sans"],
+    "font.size": 11.0,
+    "legend.frameon": False,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "none",
+    "svg.hashsalt": "composer-fsdp2",
+    # Names hold dollar signs and underscores, which would be read as formulas.
+    "text.parse_math": False,
+}
+_NUMBER = re.compile(r"\d+")
+_LONGEST, _NOTES = 40, 4
+"""characters of a name; ties that are written out, and lines about names that are left out"""
+
+
+@contextmanager
+def own_style() -> Generator[None]:
+    """Sets matplotlib's defaults and ours for a block; see [Note: same picture everywhere]."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_STYLE)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        yield
+
+
+# --- A plan. ---
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Units that are drawn as one bar."""
+
+    label: str
+    depth: int
+    """number of units around them"""
+    kind: str
+    """'root', 'embedding', 'head', 'block', 'fp32' or 'other'"""
+    units: tuple[ShardUnit, ...]
+    frozen: int
+    """elements of all units of this row that are not trained"""
+    ties: tuple[int, ...]
+    """numbers of the ties that this row owns, from 1"""
+
+    @property
+    def total(self) -> int:
+        """Elements of all units of this row."""
+        return sum(unit.numel for unit in self.units)
+
+
+def plan_picture(
+    plan: WrapPlan, frozen: Mapping[str, int] | None = None, title: str = "FSDP2 units"
+) -> Figure:
+    """Draws one bar for each unit, or for units that are repeated, by its number of elements.
+
+    Collective: no. Needs matplotlib.
+
+    Args:
+        plan: of a model.
+        frozen: elements that are not trained, by the name of the unit (its first module).
+        title: of the drawing; the numbers of units and parameters stand below it.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    rows, notes = plan_rows(plan, frozen or {}), _notes(plan)
+    with own_style():
+        height = 1.8 + 0.3 * len(rows) + 0.17 * notes.count("\n")
+        figure = Figure(figsize=(7.5, height), layout="constrained")
+        axes = figure.subplots()
+        for y, row in enumerate(rows):
+            # The mean of a row whose units differ in size.
+            size, color = row.total / len(row.units), _KINDS[row.kind][1]
+            trained = size * (1 - row.frozen / max(row.total, 1))
+            axes.barh(y, trained, color=color)
+            frozen_look: dict[str, Any] = {"color": "white", "edgecolor": color, "hatch": "////"}
+            axes.barh(y, size - trained, left=trained, **frozen_look)
+            if _is_kept(row.units[0]):
+                axes.barh(y, size, fill=False, edgecolor="black", linewidth=1.6)
+            axes.annotate(_value(row), (size, y), (6, 0), textcoords="offset points", va="center")
+        # Padded with spaces that an SVG keeps, so that right-aligned labels begin at their depth.
+        labels = ["\N{NO-BREAK SPACE}" * 2 * row.depth + _shortened(row.label) for row in rows]
+        longest = max(map(len, labels))
+        padded = [label.ljust(longest, "\N{NO-BREAK SPACE}") for label in labels]
+        axes.set_yticks(range(len(rows)), padded, family="DejaVu Sans Mono", size=9)
+        axes.tick_params(axis="y", length=0)
+        axes.invert_yaxis()
+        axes.set_xticks([])
+        units = [unit for unit in plan.units if unit.params]
+        elements = elements_text(sum(unit.numel for unit in units))
+        sizes = f"{len(units)} unit{'s' * (len(units) != 1)}, {elements} parameters"
+        about = f"{_shortened(title, 60)}\n{sizes}. A bar is one unit."
+        figure.suptitle(about, x=0.01, ha="left")
+        kinds = {row.kind for row in rows}
+        keys = [Patch(color=c, label=name) for kind, (name, c) in _KINDS.items() if kind in kinds]
+        if any(row.frozen for row in rows):
+            keys.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="frozen"))
+        if any(_is_kept(row.units[0]) for row in rows):
+            keys.append(Patch(fill=False, edgecolor="black", label="kept until backward"))
+        place: dict[str, Any] = {"loc": "outside lower left", "alignment": "left", "ncols": 4}
+        figure.legend(handles=keys, title=notes, title_fontsize=10, **place)
+    return figure
+
+
+def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) -> list[Row]:
+    """Returns the rows from the root down.
+
+    Units are one row where their names differ in numbers only and their sizes and settings are
+    equal. If that leaves too many rows, sizes may differ; if it still does, the smallest units are
+    counted in a last row. Collective: no.
+
+    Args:
+        plan: of a model.
+        frozen: elements that are not trained, by the name of the unit (its first module).
+        most: number of rows.
+    """
+    order = {unit.modules[0]: place for place, unit in enumerate(plan.units)}
+    blocks, owners = {*plan.blocks()}, plan.owner_of()
+    ties: dict[str, tuple[int, ...]] = {}
+    for number, names in enumerate(plan.tied, 1):
+        if names[0] in owners:  # and not left out of the plan
+            owner = owners[names[0]].modules[0]
+            ties[owner] = (*ties.get(owner, ()), number)
+
+    def around(unit: ShardUnit) -> list[int]:
+        """Returns the places of the units around a unit, and its own."""
+        parts = [part for part in unit.modules[0].split(".") if part]
+        outer = (".".join(parts[:count]) for count in range(len(parts) + 1))
+        return [order[name] for name in outer if name in order]
+
+    def kind(unit: ShardUnit) -> str:
+        # `blocks` are found by what is around a unit, so a single embedding is among them.
+        repeated = unit.modules[0] in blocks and _NUMBER.search(unit.modules[0]) is not None
+        return "root" if unit.top_level else unit.role or ("block" if repeated else "other")
+
+    groups: dict[object, list[ShardUnit]] = {}
+    for exact in (True, False):
+        groups.clear()
+        for unit in sorted(plan.units, key=around):
+            name = unit.modules[0]
+            settings = (unit.reshard_after_forward, str(unit.mixed_precision), kind(unit))
+            size = (unit.numel, frozen.get(name, 0)) if exact else ()
+            key = (_NUMBER.sub("*", name), settings, size, ties.get(name))
+            groups.setdefault(key, []).append(unit)
+        if len(groups) <= most:
+            break
+
+    def row(units: Sequence[ShardUnit]) -> Row:
+        names = [unit.modules[0] for unit in units]
+        label = _joined(names) + "".join(f" + {other}" for other in units[0].modules[1:])
+        still = sum(frozen.get(name, 0) for name in names)
+        tied = tuple(number for name in names for number in ties.get(name, ()))
+        return Row(label, len(around(units[0])) - 1, kind(units[0]), tuple(units), still, tied)
+
+    rows = [row(units) for units in groups.values()]
+    if len(rows) <= most:
+        return rows
+    largest = sorted(rows, key=lambda one: -one.total)[: most - 1]
+    small = [one for one in rows if one not in largest]
+    units = tuple(unit for one in small for unit in one.units)
+    still, tied = sum(one.frozen for one in small), tuple(n for one in small for n in one.ties)
+    rest = Row(f"{len(units)} smaller units", 0, "other", units, still, tied)
+    return [*(one for one in rows if one in largest), rest]
+
+
+def _is_kept(unit: ShardUnit) -> bool:
+    """Whether the parameters stay gathered from forward to backward."""
+    return unit.reshard_after_forward is False and unit.numel > 0
+
+
+def _joined(names: Sequence[str]) -> str:
+    """Returns one name for names that differ in numbers only: `blocks.0-31`."""
+    texts: list[str] = []
+    for column in zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True):
+        numbers = sorted({*column})
+        first, last = numbers[0], numbers[-1]
+        if last - first + 1 == len(numbers) > 1:
+            texts.append(f"{first}-{last}")
+        else:
+            shown = numbers if len(numbers) <= 4 else [first, "...", last]
+            texts.append(",".join(map(str, shown)))
+    found = iter(texts)
+    return _NUMBER.sub(lambda _: next(found), names[0]) or "<root>"
+
+
+def _value(row: Row) -> str:
+    if not row.total:
+        return "no parameters"
+    sizes = [unit.numel for unit in row.units]
+    size = " to ".join(dict.fromkeys(elements_text(end) for end in (min(sizes), max(sizes))))
+    count = f" \N{MULTIPLICATION SIGN} {len(sizes)}" if len(sizes) > 1 else ""
+    still = "" if not row.frozen else ", frozen" if row.frozen == row.total else ", part frozen"
+    ties = "".join(f", tie {number}" for number in row.ties[:2])
+    return f"{size}{count}{still}{ties}{', ...' if len(row.ties) > 2 else ''}"
+
+
+def _notes(plan: WrapPlan) -> str:
+    """Returns the lines below the drawing: ties, and parameters that are left out."""
+    lines = [f"tie {n}: {' = '.join(names)}" for n, names in enumerate(plan.tied[:_NOTES], 1)]
+    if len(plan.tied) > _NOTES:
+        lines.append(f"and {len(plan.tied) - _NOTES} more ties")
+    if plan.ignored:
+        names = ", ".join(plan.ignored)
+        lines.append(f"left out by ignored_params ({len(plan.ignored)}): {names}")
+    wrapped = (textwrap.wrap(line, 90, max_lines=_NOTES, placeholder=" ...") for line in lines)
+    return "\n".join(line for block in wrapped for line in block)
+
+
+def _shortened(text: str, longest: int = _LONGEST) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 3]}…{text[-longest * 2 // 3 :]}"
+
+
+def elements_text(count: float) -> str:
+    """Returns a number in three digits: `768`, `12.3 K`, `7.09 M`, `1.21 B`."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= 0.9995 * size:
+            value = count / size
+            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+            return f"{value:.{digits}f} {unit}"
+    return f"{count:.0f}"
+
+
+# --- Two runs. ---
+
+
+def comparison_picture(
+    comparison: Comparison,
+    names: tuple[str, str],
+    title: str = "",
+    quantities: Sequence[str] = tuple(QUANTITIES),
+) -> Figure:
+    """Draws both curves of each quantity, and below them how far they are apart.
+
+    Collective: no. Needs matplotlib.
+
+    Args:
+        comparison: of the runs, as `composer-fsdp2 parity` makes it.
+        names: of the old and the new run, for the legend.
+        title: of the drawing.
+        quantities: attributes of the steps.
+    """
+    from matplotlib.figure import Figure
+
+    with own_style():
+        size = (2.5 + 4.5 * len(quantities), 5.5)
+        figure = Figure(figsize=size, layout="constrained")
+        figure.suptitle(title)
+        axes = figure.subplots(2, len(quantities), sharex=True, height_ratios=(2, 1), squeeze=False)
+        numbers = [step.number for step in comparison.old]
+        for (above, below), quantity in zip(axes.T, quantities, strict=True):
+            # The new run is drawn over the old one, so the line below is wide.
+            old = [getattr(step, quantity) for step in comparison.old]
+            new = [getattr(step, quantity) for step in comparison.new]
+            above.plot(numbers, old, label=names[0], lw=5, color=COLORS["orange"])
+            above.plot(numbers, new, label=names[1], lw=1.6, color=COLORS["blue"])
+            above.set_ylabel(QUANTITIES[quantity])
+            above.legend()
+            shares = [comparison.difference(index, quantity) for index in range(len(numbers))]
+            # Steps that are equal to the last bit have no dot on a logarithmic axis.
+            shown = [share if 0 < share < math.inf else math.nan for share in shares]
+            below.plot(numbers, shown, ".", color=COLORS["blue"])
+            tolerance = comparison.tolerance
+            if tolerance > 0:
+                below.axhline(tolerance, color=COLORS["red"], ls="--", label="tolerance")
+                below.legend()
+            visible = [value for value in (*shown, tolerance) if value > 0] or [1.0]
+            below.set_yscale("log")
+            below.yaxis.set_major_formatter("{x:.0e}")
+            below.set_ylim(min(visible) / 10, max(visible) * 10)
+            below.set_ylabel("relative\ndifference")
+            equal = sum(share == 0 for share in shares)
+            below.set_xlabel(f"step ({equal} of {len(shares)} are equal and have no dot)")
+    return figure
+
+
+# --- Files. ---
+
+
+def check_destination(file: Path, option: str = "--plot") -> None:
+    """Checks that a picture can be written, before anything is planned for it.
+
+    Raises:
+        ConfigError: matplotlib is not installed or does not write such files, or the folder is not
+            there.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(
+            f"{option} is given, and matplotlib is not installed. It draws the picture. Install it "
+            "with: pip install 'composer-fsdp2[plot]'"
+        ) from None
+    known = Figure().canvas.get_supported_filetypes()
+    if file.suffix.removeprefix(".").lower() not in known:
+        raise ConfigError(
+            f"{option} is '{file}', and matplotlib writes no files that end in '{file.suffix}'. "
+            "The ending decides what kind of picture it is. Write one of .svg, .png, .pdf "
+            f"({', '.join(f'.{name}' for name in sorted(known))} are known)."
+        )
+    if not file.parent.is_dir():
+        raise ConfigError(
+            f"{option} is '{file}', and there is no folder '{file.parent}'. The picture would have "
+            "no place. Make the folder, or give another path."
+        )
+
+
+def write_figure(figure: Figure, file: Path) -> None:
+    """Writes a drawing; the ending of the name decides the kind of file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    kind = file.suffix.removeprefix(".").lower()
+    dated = {"svg": "Date", "pdf": "CreationDate", "ps": "CreationDate", "eps": "CreationDate"}
+    try:
+        with own_style():
+            figure.savefig(file, dpi=150, metadata={dated[kind]: None} if kind in dated else {})
+    except OSError as error:
+        raise ConfigError(
+            f"The picture '{file}' cannot be written: {error.strerror}. Give another path."
+        ) from None
