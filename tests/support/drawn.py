@@ -343,7 +343,7 @@ class Run:
         self.trainer = trainer_for(
             model,
             optimizer,
-            Rows(*(ids_of(self.batches + step) for step in range(STEPS))),
+            Rows(*(ids_of(1000 * self.case.number + step) for step in range(STEPS))),
             self.settings,
             batch=per_rank,
             device_train_microbatch_size=max(1, per_rank // self.case.microbatches),
@@ -380,12 +380,13 @@ class Run:
         """One step of both. Collective: yes."""
         ids = ids_of(1000 * self.case.number + number)
         if self.trainer is not None:
-            self.optimizer.zero_grad()  # as the Trainer does, before a batch and not after it
+            self.optimizer.zero_grad()  # as the Trainer does, of groups that were added too
         expected = self.loss(self.oracle, ids)
         expected.backward()
         if self.trainer is not None:
             clip(self.case, self.oracle, torch.nn.utils.clip_grad_norm_)
             self.optimizer.step()
+            self.optimizer.zero_grad()
             self.trainer.fit(duration="1ba")
             got = self.trainer.state.total_loss_dict["loss/train/total"]
             self.close(f"loss of step {number}", expected, torch.tensor(got), NEAR)
