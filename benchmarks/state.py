@@ -77,8 +77,9 @@ class Run:
 
 
 def _nbytes(state: Any) -> int:
-    if hasattr(state, "nbytes"):
-        return state.nbytes
+    if hasattr(state, "stored"):
+        moments = [value for value in state.stored.values() if hasattr(value, "form")]
+        return sum(moment.values.nbytes + moment.exponents.nbytes for moment in moments)
     moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
     return sum(moment.to_local().nbytes for moment in moments)
 

@@ -311,7 +311,7 @@ class FSDP2Config:
         see="optimizers.md",
         since="0.3.0",
         example="local_step: true",
-        saves="Up to six sevenths of the CPU time of a step.",
+        saves="Up to four fifths of the CPU time of a step.",
     )
     optimizer_state: OptimizerState = setting(
         OptimizerState(),

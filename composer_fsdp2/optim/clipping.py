@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from composer_fsdp2.optim.norms import Shards, norm_of
-from composer_fsdp2.shard.torch_private.tensors import scale_all
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_"]
 
@@ -35,7 +34,7 @@ def clip_grad_norm_(
     Args:
         parameters: a tensor or several, whose gradients are scaled in place.
         max_norm: the largest norm that is left as it is.
-        norm_type: p of the p-norm; `float("inf")` for the largest absolute value.
+        norm_type: p of the p-norm, above 0; `float("inf")` for the largest absolute value.
         error_if_nonfinite: refuse a norm that is infinite or NaN. The host then waits for the
             device.
         foreach: use the implementation for many tensors at once; by default where there is one.
@@ -47,6 +46,7 @@ def clip_grad_norm_(
     Raises:
         RuntimeError: the norm is infinite or NaN and `error_if_nonfinite` is true. The gradients
             stay as they are.
+        ValueError: `norm_type` is not above 0.
 
     Source: the factor is torch's,
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/nn/utils/clip_grad.py#L109
@@ -67,11 +67,7 @@ def clip_grad_norm_(
             "clipping would make every gradient 0 or NaN. Look for the step whose loss is not "
             "finite, or pass error_if_nonfinite=False to scale by it all the same."
         )
-    if foreach is None and shards.is_uniform:
-        factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-        scale_all(shards.grads, factor.to(shards.device))
-    else:
-        torch.nn.utils.clip_grads_with_norm_(_holders(shards.grads), max_norm, total, foreach)
+    torch.nn.utils.clip_grads_with_norm_(_holders(shards.grads), max_norm, total, foreach)
     return total
 
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.optim.local_shard import local_gradient
+from composer_fsdp2.optim.local import local_gradient
 from composer_fsdp2.optim.muon_exchange import Exchange
 from composer_fsdp2.optim.muon_groups import (
     Blocks,

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.optim.group_shards import are_same
 from composer_fsdp2.optim.muon_groups import ALGORITHMS, Choice
 from composer_fsdp2.optim.muon_iteration import ADJUSTMENTS, Layout
 
@@ -218,7 +217,7 @@ def follow_parameters(
         PlanError: a group that lost parameters before the first step, or got some.
     """
     held = [group["params"] for group in groups]
-    if len(held) == len(stepped) and all(map(are_same, held, stepped)):
+    if [list(map(id, params)) for params in held] == [list(map(id, params)) for params in stepped]:
         return
     known = {
         id(param): layout

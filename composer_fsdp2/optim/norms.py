@@ -9,7 +9,6 @@ goes over the shard axis alone, and a plain tensor needs none.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
@@ -26,7 +25,6 @@ from composer_fsdp2.shard.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,
     local_tensor,
-    norms_of,
 )
 
 __all__ = [
@@ -128,12 +126,6 @@ class Shards:
                 self.grads.append(local)
                 terms.append(local_tensor(_summed_up(grad)) if is_sum else local)
 
-    @functools.cached_property
-    def is_uniform(self) -> bool:
-        """Whether all are plain tensors of one dtype and device, which torch need not sort."""
-        kinds = set(map(type, self.grads)), self.dtypes, set(map(attrgetter("device"), self.grads))
-        return kinds[0] == {torch.Tensor} and all(len(kind) == 1 for kind in kinds)
-
 
 def _are_alike(one: Any, other: Any) -> bool:
     """Whether tensors with these layouts are divided between the same ranks in the same way."""
@@ -165,13 +157,16 @@ def gradient_norm(
 
     Args:
         params: sharded, whole, or both; a missing gradient counts as zeros.
-        norm_type: p of the p-norm, also infinite, negative or 0.
+        norm_type: p of the p-norm, above 0; also infinite.
         dtype: in which the elements are added up; by default the gradients' own, or float32 where
             that has fewer bits.
 
     Returns:
         A plain tensor without dimensions, in `dtype`, or in float64 if a parameter is and else in
         float32.
+
+    Raises:
+        ValueError: the order is not above 0.
     """
     return norm_of(Shards(params), norm_type, dtype=dtype)
 
@@ -184,79 +179,48 @@ def norm_of(
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """As `gradient_norm`; `foreach` is that of `torch.nn.utils.clip_grad_norm_`."""
-    wide = shards.dtypes & {torch.float64, torch.complex128}
-    order = _Order(float(norm_type), shards, foreach, dtype)
-    parts = [order.part(terms) for terms in shards.terms.values()] or [order.part([])]
-    whole = order.whole(_reduced(parts, list(shards.terms) or [()], order.operation))
-    return whole.to(dtype or (torch.float64 if wide else torch.float32))
-
-
-class _Order:
-    """A p-norm in two parts: of one rank's tensors, and of what all ranks found.
-
-    The parts are float64, so that powers of large norms stay finite. For infinite p a part holds
-    besides the largest absolute value whether there is a NaN, which a maximum may pass over.
-    """
-
-    def __init__(
-        self, p: float, shards: Shards, foreach: bool | None, dtype: torch.dtype | None
-    ) -> None:
-        self.p = p
-        self.device, self.foreach, self.dtype = shards.device, foreach, dtype
-        self.is_uniform = shards.is_uniform
-        self.few_bits = any(dtype.itemsize < 4 for dtype in shards.dtypes)
-        self.operation: Any = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-
-    def part(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Of one rank: the sum of powers, or the largest (smallest, negated) absolute value."""
-        # `vector_norm` refuses an empty tensor for infinite and negative orders.
-        if self.p <= 0 or math.isinf(self.p):
-            tensors = [tensor for tensor in tensors if tensor.numel() > 0]
-        if math.isinf(self.p):
-            if not tensors:
-                return self._numbers(0.0 if self.p > 0 else -math.inf, 0.0)
-            norm = self._local(tensors)
-            value = norm.nan_to_num(nan=0.0, posinf=math.inf)
-            return torch.stack([value if self.p > 0 else -value, norm.isnan().double()])
-        if not tensors:
-            return self._numbers(0.0)
-        norm = self._local(tensors)
-        return (norm if self.p == 0 else norm.pow(self.p)).reshape(1)
-
-    def whole(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The norm, from complete parts."""
-        if not math.isinf(self.p):
-            total = parts[0] if len(parts) == 1 else torch.stack(parts).sum()
-            return (total if self.p == 0 else total.pow(1 / self.p)).reshape(())
-        value, is_nan = torch.stack(parts).amax(dim=0)
-        return torch.where(is_nan > 0, math.nan, value if self.p > 0 else -value)
-
-    def _numbers(self, *values: float) -> torch.Tensor:
-        """Made on the device: the host would wait for a copy."""
-        filled = (
-            torch.full((), value, dtype=torch.float64, device=self.device) for value in values
+    p = float(norm_type)
+    if not p > 0:
+        raise ValueError(
+            f"norm_type is {norm_type}, and a norm over all gradients needs an order above 0. "
+            "Others are no norms, and empty shards would change them. Write 2.0, or inf for the "
+            "largest absolute value."
         )
-        return torch.stack([*filled])
+    few_bits = any(found.itemsize < 4 for found in shards.dtypes)
+    parts: list[torch.Tensor] = []
+    for tensors in shards.terms.values() or [[]]:
+        # `vector_norm` refuses an empty tensor for the infinite order.
+        held = [tensor for tensor in tensors if tensor.numel() > 0]
+        if not held:
+            norm = torch.zeros((), device=shards.device)
+        elif dtype is None and not few_bits:
+            norm = torch.nn.utils.get_total_norm(held, p, foreach=foreach)
+        else:
+            # torch would round the norm of each tensor to the tensor's few bits.
+            norms = [_precise_norm(tensor, p, dtype).to(shards.device) for tensor in held]
+            norm = torch.linalg.vector_norm(torch.stack(norms), p)
+        # In float64, so that powers of large norms stay finite.
+        norm = norm.to(shards.device, torch.float64)
+        if math.isinf(p):
+            # A maximum over ranks may pass over a NaN.
+            number = norm.nan_to_num(nan=0.0, posinf=math.inf)
+            parts.append(torch.stack([number, norm.isnan().double()]))
+        else:
+            parts.append(norm.pow(p).reshape(1))
+    operation: Any = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+    found = torch.stack(_reduced(parts, list(shards.terms) or [()], operation))
+    if math.isinf(p):
+        largest, is_nan = found.amax(dim=0)
+        total = torch.where(is_nan > 0, math.nan, largest)
+    else:
+        total = found.sum().pow(1 / p)
+    wide = shards.dtypes & {torch.float64, torch.complex128}
+    return total.to(dtype or (torch.float64 if wide else torch.float32))
 
-    def _local(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """The norm over one rank's tensors."""
-        if self.p != 0 and self.dtype is None and not self.few_bits:
-            norms = None
-            if self.foreach is None and self.is_uniform:
-                norms = norms_of(tensors, self.p)
-            if norms is None:
-                norm = torch.nn.utils.get_total_norm(tensors, self.p, foreach=self.foreach)
-            else:
-                norm = torch.linalg.vector_norm(torch.stack(norms), self.p)
-            return norm.to(self.device, torch.float64)
-        # torch would round the norm of each tensor to the tensor's few bits.
-        norms = torch.stack([self._precise(tensor) for tensor in tensors])
-        return norms.sum() if self.p == 0 else torch.linalg.vector_norm(norms, self.p)
 
-    def _precise(self, tensor: torch.Tensor) -> torch.Tensor:
-        few = torch.float32 if tensor.dtype.itemsize < 4 else None
-        norm = torch.linalg.vector_norm(tensor, self.p, dtype=self.dtype or few)
-        return norm.to(self.device, torch.float64)
+def _precise_norm(tensor: torch.Tensor, p: float, dtype: torch.dtype | None) -> torch.Tensor:
+    few = torch.float32 if tensor.dtype.itemsize < 4 else None
+    return torch.linalg.vector_norm(tensor, p, dtype=dtype or few).double()
 
 
 # --- Norms of units ---

@@ -293,7 +293,6 @@ def apply_to_model(
 def _connect_optimizer(model: nn.Module, plan: PreparePlan) -> None:
     """Gives the optimizer its step. Collective: yes."""
     apply_local_step(
-        model,
         plan.optimizer,
         plan.settings.local_step,
         torch.device(plan.device_type),

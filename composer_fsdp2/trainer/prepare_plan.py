@@ -31,7 +31,7 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
-from composer_fsdp2.optim.state_check import check_optimizer_state
+from composer_fsdp2.optim.state.step import check_optimizer_state
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_checks import refuse_gradients, refuse_unreadable

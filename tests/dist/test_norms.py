@@ -31,7 +31,7 @@ from tests.support.parity import OPTIMIZERS, assert_same_gradients, full
 from tests.support.training import samples_of, trainer_for
 
 HSDP = {"data_parallel_replicate_degree": 2}
-ORDERS = [2.0, 1.0, 3.0, 0.5, -1.0, 0.0, math.inf, -math.inf]
+ORDERS = [2.0, 1.0, 3.0, 0.5, math.inf]
 
 
 class Seen(TorchDispatchMode):
@@ -164,11 +164,9 @@ def test_terms_of_a_sum_are_added_up_first():
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("order", [2.0, math.inf, -math.inf])
+@pytest.mark.parametrize("order", [2.0, math.inf])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_all_ranks_hear_of_what_is_not_finite_on_one(order: float, value: float):
-    if order < 0 and value == math.inf:
-        return  # no smallest value
     held = Params(init_device_mesh("cpu", (2,)), Shard(0))
     grad = held.params[0].grad
     assert isinstance(grad, DTensor)
@@ -212,6 +210,12 @@ def test_plain_tensors_have_the_bits_of_torch(foreach: bool | None, order: float
     assert torch.equal(norm, nn.utils.clip_grad_norm_(twins, 0.5, order, foreach=foreach))
     for one, other in zip(pair, twins, strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [0.0, -1.0, -math.inf, math.nan])
+def test_an_order_that_is_not_above_zero_is_refused(order: float):
+    with pytest.raises(ValueError, match="needs an order above 0"):
+        clip_grad_norm_([nn.Parameter(torch.ones(2))], 1.0, order)
 
 
 def test_nothing_to_clip():

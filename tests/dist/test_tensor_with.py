@@ -21,8 +21,8 @@ from composer_fsdp2.blocks.fp8 import Float8Plan, apply_float8
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.optim.state_form import Place, Stored, empty, read, write
-from composer_fsdp2.optim.state_kept import SMALL
+from composer_fsdp2.optim.state.form import Place, Stored, read, write
+from composer_fsdp2.optim.state.kept import SMALL
 from composer_fsdp2.trainer.parallelism.refused import check_scale
 from tests.dist.test_tensor_parallel import (
     DEGREE,
@@ -195,9 +195,7 @@ def test_state_in_bf16_has_the_bits_of_one_process():
             if (before := kept[number]) is not None:
                 moment += 0.9 * read(before, place)
             form = "bf16" if moment.numel() >= SMALL else "own"
-            after = empty(form, moment, place, moment.device, pin=False)
-            write(after, moment, place, 0, "momentum_buffer")
-            kept[number] = after
+            kept[number] = write(form, moment, place, 0, "momentum_buffer")
             values[number] -= rate * moment
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""State in CPU memory while parameters are on the GPU: pinned, two streams, the same bits."""
+"""State in CPU memory while parameters are on the GPU: pinned, the same bits."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.optim.state_form import Stored
-from composer_fsdp2.optim.state_kept import KeptState
+from composer_fsdp2.optim.state.form import Stored
+from composer_fsdp2.optim.state.kept import KeptState
 from tests.support.models import TinyLM, batches, lm_loss
 from tests.support.parity import full
 
@@ -45,10 +45,7 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 @pytest.mark.world_size(1, backend="nccl")
 @pytest.mark.parametrize("form", [{}, {"dtype": "bf16"}, {"bits": 8}], ids=str)
 def test_the_device_of_state_changes_no_bit(form: dict[str, Any]):
-    with pytest.MonkeyPatch.context() as patch:
-        # Many buckets, so that some travel while others are stepped.
-        patch.setattr("composer_fsdp2.optim.state_step.AT_ONCE", 1)
-        assert_equal(everything(*trained(form)), everything(*trained({**form, "device": "cpu"})))
+    assert_equal(everything(*trained(form)), everything(*trained({**form, "device": "cpu"})))
 
 
 @pytest.mark.world_size(1, backend="nccl")
@@ -58,7 +55,7 @@ def test_state_is_pinned_and_nothing_of_it_stays_on_the_gpu():
         assert param.device.type == "cuda"
         state = optimizer.state[param]
         assert isinstance(state, KeptState)
-        moments = [one for one in state.stored().values() if isinstance(one, Stored)]
+        moments = [one for one in state.stored.values() if isinstance(one, Stored)]
         assert len(moments) == 2
         assert all(one.values.is_pinned() and not one.values.is_cuda for one in moments)
     torch.cuda.synchronize()
@@ -83,14 +80,12 @@ def test_state_that_is_loaded_goes_on(policy: dict[str, Any]):
 @pytest.mark.world_size(1, backend="nccl")
 def test_codes_are_those_of_the_cpu():
     """Rounding is integer arithmetic, so that a run may go on on another device."""
-    from composer_fsdp2.optim.state_form import Place, empty, write
+    from composer_fsdp2.optim.state.form import Place, write
 
     value, place = torch.randn(70, 300).exp(), Place(70, 300, 7, 300)
     for form in ("bf16", "signed", "unsigned"):
         made = []
         for device in ("cpu", "cuda"):
-            there = value.to(device)
-            stored = empty(form, there, place, there.device, pin=False)
-            write(stored, there, place, 3, "exp_avg")
-            made.append([part.cpu() for part in stored.parts])
+            stored = write(form, value.to(device), place, 3, "exp_avg")
+            made.append([stored.values.cpu(), stored.exponents.cpu()])
         assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))

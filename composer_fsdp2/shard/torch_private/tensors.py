@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import _utils, nn
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
     checkpoint_wrapper,
@@ -41,7 +41,6 @@ __all__ = [
     "compiler_backends",
     "compiler_modes",
     "copy_hooks",
-    "copy_into",
     "default_store",
     "fast_chunking",
     "flatten_state_dict",
@@ -50,17 +49,13 @@ __all__ = [
     "is_compiled",
     "is_view",
     "is_whole_graph",
-    "join_flat",
     "layouts_of",
-    "list_makers",
     "local_gradients",
     "local_tensor",
     "local_tensors",
     "make_wrapper_subclass",
     "non_persistent_buffers",
-    "norms_of",
     "post_accumulate_hooks",
-    "scale_all",
     "storage_id",
     "storage_info",
     "tensor_hooks",
@@ -114,46 +109,6 @@ def is_view(tensor: torch.Tensor) -> bool:
 def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the same values in the same memory, and no view for autograd."""
     return _OPERATORS.aten._unsafe_view(tensor, tensor.shape)
-
-
-def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source into its target, at once where torch can."""
-    together = getattr(torch, "_foreach_copy_", None)
-    if together is not None:
-        together(list(targets), list(sources))
-        return
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-def norms_of(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor] | None:
-    """Returns the norm of each tensor, at once; nothing where torch cannot."""
-    together = getattr(torch, "_foreach_norm", None)
-    return None if together is None else list(together(list(tensors), order))
-
-
-def scale_all(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies each tensor in place, at once where torch can."""
-    together = getattr(torch, "_foreach_mul_", None)
-    if together is not None:
-        together(list(tensors), factor)
-        return
-    for tensor in tensors:
-        tensor.mul_(factor)
-
-
-def join_flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the elements of all tensors end to end, in new memory."""
-    together = getattr(_utils, "_flatten_dense_tensors", None)
-    if together is not None:
-        return together(list(tensors))
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def list_makers(kind: type[torch.optim.Optimizer]) -> dict[str, Callable[..., Any]]:
-    """Returns the method that lists a group's parameters, gradients and state, if there is one."""
-    method = getattr(kind, "_init_group", None)
-    return {} if method is None else {"_init_group": method}
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:

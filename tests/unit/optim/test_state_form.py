@@ -10,9 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.optim.state_form import BLOCK, Form, Place, Stored, empty, read, write
+from composer_fsdp2.optim.state.form import BLOCK, Form, Place, Stored, read, write
 
-CPU = torch.device("cpu")
 FORMS: tuple[Form, ...] = ("bf16", "signed", "unsigned")
 
 
@@ -27,10 +26,7 @@ def given_to(form: Form, found: torch.Tensor) -> torch.Tensor:
 
 
 def kept(form: Form, value: torch.Tensor, first: int = 0, step: int = 1, key: str = "k") -> Stored:
-    place = place_of(value, first)
-    stored = empty(form, value, place, CPU, pin=False)
-    write(stored, value, place, step, key)
-    return stored
+    return write(form, value, place_of(value, first), step, key)
 
 
 def place_of(value: torch.Tensor, first: int = 0) -> Place:
@@ -84,10 +80,9 @@ def test_small_changes_add_up():
     for form in FORMS:
         value = torch.full((64, 256), 0.7)
         place = place_of(value)
-        stored = empty(form, value, place, CPU, pin=False)
-        write(stored, value, place, 0, "k")
+        stored = write(form, value, place, 0, "k")
         for step in range(1, 501):
-            write(stored, read(stored, place) * 0.999, place, step, "k")
+            stored = write(form, read(stored, place) * 0.999, place, step, "k")
         assert read(stored, place).mean().item() == pytest.approx(0.7 * 0.999**500, rel=0.03)
 
 
@@ -101,9 +96,7 @@ def test_parts_of_rows_are_kept_as_in_the_whole(form: Form, cuts: list[int], row
     for start, end in itertools.pairwise(edges):
         part = kept(form, value[start:end], first=start * row)
         assert torch.equal(part.values, whole.values[start:end])
-        if part.exponents is not None:
-            assert whole.exponents is not None
-            assert torch.equal(part.exponents, whole.exponents[start:end])
+        assert torch.equal(part.exponents, whole.exponents[start:end])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -116,8 +109,7 @@ def test_chance_differs_by_place_step_and_key(form: Form):
         kept(form, value, key="l"),
     ):
         assert 0.05 < (back(other) != one).float().mean() < 0.6
-    counted = empty(form, value, place_of(value), CPU, pin=False)
-    write(counted, value, place_of(value), torch.tensor(1.0), "k")
+    counted = write(form, value, place_of(value), torch.tensor(1.0), "k")
     assert torch.equal(back(counted), one)
 
 
@@ -155,9 +147,12 @@ def test_zero_is_zero_and_nothing_that_is_divided_by_becomes_it(form: Form):
 @pytest.mark.parametrize(("rows", "row"), [(5, 1), (3, 256), (3, 257), (7, 1000), (0, 10)])
 def test_bytes(rows: int, row: int):
     value = torch.zeros(rows, row)
-    assert kept("bf16", value).nbytes == 2 * rows * row
+    stored = kept("bf16", value)
+    assert (stored.values.nbytes, stored.exponents.nbytes) == (2 * rows * row, 0)
     for form in ("signed", "unsigned"):
-        assert kept(form, value).nbytes == rows * row + rows * math.ceil(row / BLOCK)
+        stored = kept(form, value)
+        assert stored.values.nbytes == rows * row
+        assert stored.exponents.nbytes == rows * math.ceil(row / BLOCK)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16])

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
-__all__ = ["Form", "Place", "Stored", "empty", "read", "read_into", "write"]
+__all__ = ["BLOCK", "Form", "Place", "Stored", "read", "write"]
 
 Form = Literal["own", "bf16", "signed", "unsigned"]
 
@@ -37,9 +37,8 @@ BLOCK = 256
 _AT_ONCE = {"cpu": 2**16, "cuda": 2**23}
 """elements that are converted at a time: temporary tensors take some 20 bytes for each"""
 _INT = torch.int32
-_SIGN = -(2**31)
 _NAN = 0x7FC00000
-_CODE_BITS = {"signed": 7, "unsigned": 8}
+_LARGEST_CODE = {"signed": 127, "unsigned": 255}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,30 +56,17 @@ class Place:
     @classmethod
     def of(cls, param: DTensor) -> Place:
         """Reads it from a sharded parameter. Collective: no."""
-        local = local_tensor(param)
-        stride = math.prod(param.shape[1:])
-        rows = local.shape[0]
-        row = math.prod(local.shape[1:])
-        chunks: Any = param.__create_chunk_list__() if local.numel() else ()
-        first = 0
-        if chunks:
-            offsets = chunks[0].offsets
-            for size, offset in zip(param.shape, offsets, strict=True):
+        shape, first = local_tensor(param).shape, 0
+        if shape.numel():
+            chunks: Any = param.__create_chunk_list__()
+            for size, offset in zip(param.shape, chunks[0].offsets, strict=True):
                 first = first * size + offset
-        return cls(rows, row, first, stride)
+        return cls(shape[0], math.prod(shape[1:]), first, math.prod(param.shape[1:]))
 
-    def chunks(self, device: torch.device) -> Iterator[tuple[int, int]]:
+    def chunks(self, device: torch.device) -> Iterator[slice]:
         """Cuts the rows, so that not too much is converted at a time."""
         step = max(1, _AT_ONCE.get(device.type, 2**20) // max(1, self.row))
-        for start in range(0, self.rows, step):
-            yield start, min(start + step, self.rows)
-
-    def numbers(self, start: int, end: int, device: torch.device) -> Tensor:
-        """The number of each element of some rows in the whole, modulo 2^32."""
-        first = self.first + start * self.stride
-        rows = torch.arange(end - start, dtype=_INT, device=device).mul_(_wrapped(self.stride))
-        columns = torch.arange(self.row, dtype=_INT, device=device).add_(_wrapped(first))
-        return rows[:, None] + columns
+        return (slice(start, start + step) for start in range(0, self.rows, step))
 
 
 @dataclass(slots=True, eq=False)
@@ -90,70 +76,53 @@ class Stored:
     form: Form
     values: Tensor
     """of the shape of the shard; 8-bit codes in 8-bit forms"""
-    exponents: Tensor | None
-    """of each block of a row, in 8-bit forms"""
+    exponents: Tensor
+    """of each block of a row, in 8-bit forms; else without elements"""
     dtype: torch.dtype
     """in which the optimizer computes"""
 
-    @property
-    def parts(self) -> list[Tensor]:
-        """Its tensors."""
-        return [self.values] if self.exponents is None else [self.values, self.exponents]
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that it takes on this rank."""
-        return sum(part.numel() * part.element_size() for part in self.parts)
+    def copied_to(self, device: Any, *, pin: bool = False) -> Stored:
+        """Returns a copy on another device, without waiting for it where memory is pinned."""
+        made = [
+            torch.empty_like(part, device=device, pin_memory=pin).copy_(part, non_blocking=True)
+            for part in (self.values, self.exponents)
+        ]
+        return Stored(self.form, made[0], made[1], self.dtype)
 
 
-def empty(form: Form, like: Tensor, place: Place, device: torch.device, *, pin: bool) -> Stored:
-    """Returns memory for a state tensor of the shape and dtype of another."""
-
-    def made(shape: Any, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pin)
-
-    exponents = None
-    dtype = {"bf16": torch.bfloat16, "own": like.dtype}.get(form, torch.uint8)
-    if form in _CODE_BITS:
-        exponents = made((place.rows, _blocks(place.row)), torch.uint8)
-    return Stored(form, made(like.shape, dtype), exponents, like.dtype)
-
-
-def write(stored: Stored, value: Tensor, place: Place, step: Tensor | int, key: str) -> None:
-    """Keeps a value; `step` and `key` are part of what decides about rounding."""
-    if stored.form == "own":
-        stored.values.copy_(value)
-        return
-    source = value.reshape(place.rows, place.row)
-    target = stored.values.view(place.rows, place.row)
+def write(form: Form, value: Tensor, place: Place, step: Tensor | int, key: str) -> Stored:
+    """Returns a value in a form; `step` and `key` are part of the chance that rounds it."""
+    blocks = -(-place.row // BLOCK) if form in _LARGEST_CODE else 0
+    exponents = torch.empty((place.rows, blocks), dtype=torch.uint8, device=value.device)
+    if form == "own":
+        return Stored(form, value.clone(), exponents, value.dtype)
+    kept = torch.bfloat16 if form == "bf16" else torch.uint8
+    stored = Stored(form, torch.empty_like(value, dtype=kept), exponents, value.dtype)
+    source, target = (one.view(place.rows, place.row) for one in (value, stored.values))
     seed = _seed(step, key, value.device)
-    for start, end in place.chunks(value.device):
-        bits = source[start:end].float().contiguous().view(_INT)
-        numbers = place.numbers(start, end, value.device)
-        if stored.exponents is None:
-            target[start:end] = _to_bf16(bits, _chance(bits, numbers, seed, 16))
+    for rows in place.chunks(value.device):
+        bits = source[rows].float().contiguous().view(_INT)
+        numbers = _numbers(place, rows.start, bits)
+        if form == "bf16":
+            # A NaN of all ones would carry into the sign.
+            size = (bits & 0x7FFFFFFF).clamp_(max=_NAN).add_(_chance(bits, numbers, seed, 16))
+            sign = bits & -(2**31)
+            target[rows] = size.bitwise_and_(-0x10000).bitwise_or_(sign).view(torch.float32)
         else:
             chance = _chance(bits, numbers, seed, 20)
-            codes, exponents = _to_codes(bits, chance, stored.form)
-            target[start:end] = codes
-            stored.exponents[start:end] = exponents
+            target[rows], exponents[rows] = _to_codes(bits, chance, form)
+    return stored
 
 
 def read(stored: Stored, place: Place) -> Tensor:
     """Returns the value in the dtype in which the optimizer computes: always new memory."""
-    found = torch.empty(stored.values.shape, dtype=stored.dtype, device=stored.values.device)
-    read_into(found, stored, place)
+    found = torch.empty_like(stored.values, dtype=stored.dtype)
+    if stored.form not in _LARGEST_CODE:
+        return found.copy_(stored.values)
+    codes, flat = (one.view(place.rows, place.row) for one in (stored.values, found))
+    for rows in place.chunks(codes.device):
+        flat[rows] = _from_codes(codes[rows], stored.exponents[rows], stored.form)
     return found
-
-
-def read_into(target: Tensor, stored: Stored, place: Place) -> None:
-    """Fills a tensor of the shard's shape with the value."""
-    if stored.exponents is None:
-        target.copy_(stored.values)
-        return
-    codes, flat = stored.values.view(place.rows, place.row), target.view(place.rows, place.row)
-    for start, end in place.chunks(codes.device):
-        flat[start:end] = _from_codes(codes[start:end], stored.exponents[start:end], stored.form)
 
 
 # --- Chance. ---
@@ -165,14 +134,20 @@ def _wrapped(number: int) -> int:
 
 
 def _seed(step: Tensor | int, key: str, device: torch.device) -> Tensor | int:
-    salt = _wrapped(zlib.crc32(key.encode()))
-    if isinstance(step, Tensor) and step.device.type == "cpu":
-        step = int(step.item())
-    if isinstance(step, Tensor):
+    salt = zlib.crc32(key.encode())
+    if isinstance(step, Tensor) and step.device.type != "cpu":
         # Not read by the host, which would wait for the device.
         counted = step.detach().to(device=device, dtype=_INT)
-        return counted.mul(_wrapped(0x85EBCA6B)).add_(salt)
-    return _wrapped(step * 0x85EBCA6B + salt)
+        return counted.mul(_wrapped(0x85EBCA6B)).add_(_wrapped(salt))
+    return _wrapped(int(step) * 0x85EBCA6B + salt)
+
+
+def _numbers(place: Place, start: int, rows: Tensor) -> Tensor:
+    """The number of each element of some rows in the whole, modulo 2^32."""
+    count, row = rows.shape
+    first = torch.arange(count, dtype=_INT, device=rows.device).mul_(_wrapped(place.stride))
+    columns = torch.arange(row, dtype=_INT, device=rows.device)
+    return first[:, None] + columns.add_(_wrapped(place.first + start * place.stride))
 
 
 def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int, count: int) -> Tensor:
@@ -185,64 +160,42 @@ def _chance(bits: Tensor, numbers: Tensor, seed: Tensor | int, count: int) -> Te
     return mixed.bitwise_right_shift_(32 - count).bitwise_and_(2**count - 1)
 
 
-# --- bfloat16. ---
-
-
-def _to_bf16(bits: Tensor, chance: Tensor) -> Tensor:
-    # A NaN of all ones would carry into the sign.
-    size = (bits & 0x7FFFFFFF).clamp_(max=_NAN)
-    size.add_(chance).bitwise_and_(-0x10000)
-    return size.bitwise_or_(bits & _SIGN).view(torch.float32).to(torch.bfloat16)
-
-
 # --- 8 bits. ---
-
-
-def _blocks(row: int) -> int:
-    return -(-row // BLOCK)
 
 
 def _in_blocks(rows: Tensor) -> Tensor:
     """The same as (rows, blocks, elements of a block), with zeros where a block has less."""
-    short = _blocks(rows.shape[1]) * BLOCK - rows.shape[1]
     if rows.shape[1] <= BLOCK:
         return rows[:, None]
-    padded = torch.nn.functional.pad(rows, (0, short)) if short else rows
-    return padded.view(rows.shape[0], -1, BLOCK)
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))
 
 
 def _to_codes(bits: Tensor, chance: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    most = 2 ** _CODE_BITS[form] - 1
-    row = bits.shape[1]
+    most = _LARGEST_CODE[form]
     size, chance = _in_blocks((bits & 0x7FFFFFFF).clamp_(max=_NAN)), _in_blocks(chance)
     exponents = size.amax(dim=-1, keepdim=True) >> 23
     # The largest mantissa of the largest exponent has the largest code. Rounded up it would move
     # the exponent of the block, and what is kept again would be other codes.
     top = _code_of_zero(exponents, most)
     codes = ((size + chance) >> 20).sub_(top).clamp_(max=most)
-    below = codes < 1
-    if form == "unsigned":
-        # Divided by, a zero would be an infinite step.
-        to_least = below.logical_and_(size > 0)
-    else:
+    # Divided by, a second moment of zero would be an infinite step.
+    to_least = size > 0
+    if form == "signed":
         least = ((top + 1) << 20).view(torch.float32)
-        up = chance.float().mul_(2.0**-20).mul_(least) < size.view(torch.float32)
-        to_least = below.logical_and_(up)
-    codes.clamp_(min=0).add_(to_least)
-    codes = codes.view(bits.shape[0], -1)[:, :row]
+        to_least = chance.float().mul_(2.0**-20).mul_(least) < size.view(torch.float32)
+    to_least = to_least.logical_and_(codes < 1)
+    codes = codes.clamp_(min=0).add_(to_least).flatten(1)[:, : bits.shape[1]]
     if form == "signed":
         codes = codes | (bits >> 24).bitwise_and_(0x80)
     return codes, exponents.squeeze(-1)
 
 
 def _from_codes(codes: Tensor, exponents: Tensor, form: str) -> Tensor:
-    most = 2 ** _CODE_BITS[form] - 1
-    row = codes.shape[1]
-    wide = codes.to(_INT)
+    most, wide = _LARGEST_CODE[form], codes.to(_INT)
     size = _in_blocks(wide & most)
     top = _code_of_zero(exponents.to(_INT), most)[..., None]
     found = (size + top).bitwise_left_shift_(20).masked_fill_(size == 0, 0)
-    found = found.view(codes.shape[0], -1)[:, :row]
+    found = found.flatten(1)[:, : codes.shape[1]]
     if form == "signed":
         found = found | (wide & 0x80).bitwise_left_shift_(24)
     return found.contiguous().view(torch.float32)
