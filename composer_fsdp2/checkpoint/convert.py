@@ -1,8 +1,7 @@
-"""Converting a checkpoint to the other kind, offline and piece by piece.
+"""Converts a checkpoint to the other kind, offline and piece by piece.
 
 One process, no process group. torch.distributed.checkpoint's own writer keeps every tensor until
-the end; here a tensor goes from the mapped source to the file, and memory does not depend on the
-size of the checkpoint.
+the end; here memory does not depend on the size of the checkpoint.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import math
 import mmap
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,15 +28,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from composer_fsdp2.checkpoint.averages import take_trained_weights
+from composer_fsdp2.checkpoint.algorithms import take_trained_weights, vet_algorithms_of
 from composer_fsdp2.checkpoint.describe import find_ties
-from composer_fsdp2.checkpoint.descriptions import vet_algorithms_of
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
     CHECKSUMS,
     Checkpoint,
     FileCheckpoint,
     FolderCheckpoint,
+    TensorEntry,
     Way,
     digest_of,
 )
@@ -46,7 +45,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import storage_info
 
-__all__ = ["Advance", "alone", "nest", "prove_whole", "write_full", "write_sharded"]
+__all__ = ["Advance", "nest", "prove_whole", "write_full", "write_sharded"]
 
 Advance = Callable[[int, int], object]
 """Told after each part: bytes done so far, bytes in all."""
@@ -64,8 +63,7 @@ def prove_whole(source: Checkpoint) -> None:
     """
     vet_algorithms_of(source)
     if isinstance(source, FileCheckpoint):
-        for _ in source.check():
-            pass
+        source.check()
 
 
 # --- To a folder of shards. ---
@@ -95,7 +93,11 @@ def write_sharded(
         done = 0
         for key in source.paths:
             if isinstance(source, FolderCheckpoint):
-                _copy_raw(source, key, shards)
+                shards.entries[key] = source.metadata.state_dict_metadata[key]
+                for index in source.indices(key):
+                    file = source.checked(index)
+                    source.piece(index, file)  # refuses what a load would refuse
+                    shards.add(index, file.getbuffer())
             elif key in source.tensors:
                 _write_pieces(key, source.tensor(key), shards)
             else:
@@ -122,26 +124,17 @@ class _Shards(AbstractContextManager["_Shards"]):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def add(self, index: MetadataIndex, value: memoryview | torch.Tensor) -> None:
-        """Appends a tensor, or the bytes of what `torch.save` wrote earlier."""
-        file = self._room_for(value.nbytes)
-        start = file.tell()
-        if isinstance(value, torch.Tensor):
-            torch.save(value, file)
-        else:
-            file.write(value)
-        self._places[index] = storage_info(self._files[-1], start, file.tell() - start)
-
-    def _room_for(self, size_bytes: int) -> BinaryIO:
+    def add(self, index: MetadataIndex, saved: memoryview) -> None:
+        """Appends what `torch.save` wrote."""
         file = self._file
-        if file is None or (file.tell() and file.tell() + size_bytes > self._limit):
+        if file is None or (file.tell() and file.tell() + saved.nbytes > self._limit):
             self._stack.close()
             # torch's form of a name, `__<rank>_<number>`. Readers take the names from `.metadata`.
             self._files.append(f"__{len(self._files)}_0.distcp")
-            file = self._file = self._stack.enter_context(
-                (self._folder / self._files[-1]).open("wb")
-            )
-        return file
+            path = self._folder / self._files[-1]
+            file = self._file = self._stack.enter_context(path.open("wb"))
+        self._places[index] = storage_info(self._files[-1], file.tell(), saved.nbytes)
+        file.write(saved)
 
     def finish(self, paths: Mapping[str, Way]) -> None:
         """Writes what finds the values, and what proves them whole."""
@@ -155,48 +148,22 @@ class _Shards(AbstractContextManager["_Shards"]):
         (self._folder / CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
 
 
-def _copy_raw(source: FolderCheckpoint, key: str, shards: _Shards) -> None:
-    shards.entries[key] = source.metadata.state_dict_metadata[key]
-    for index in source.indices(key):
-        source.check_piece(index)
-        shards.add(index, source.raw(index))
-
-
 def _write_pieces(key: str, tensor: torch.Tensor, shards: _Shards) -> None:
-    pieces = list(_cut(tensor))
-    shards.entries[key] = TensorStorageMetadata(
-        TensorProperties(dtype=tensor.dtype),
-        tensor.shape,
-        [ChunkStorageMetadata(offsets, piece.shape) for offsets, piece in pieces],
-    )
-    for i, (offsets, piece) in enumerate(pieces):
+    """Writes a tensor in pieces of whole rows."""
+    pieces, rows = (tensor,), 1
+    if tensor.ndim and tensor.numel():
+        rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes)
+        pieces = tensor.split(rows)
+    chunks: list[ChunkStorageMetadata] = []
+    for number, piece in enumerate(pieces):
+        start = torch.Size([number * rows, *[0] * tensor.ndim][: tensor.ndim])
+        chunks.append(ChunkStorageMetadata(start, piece.shape))
+        # `torch.save` writes whole storages, of which the piece is a part.
+        own = piece.detach().clone(memory_format=torch.contiguous_format)
         # The number is a hint for the search in `chunks`, and no part of the index's equality.
-        shards.add(MetadataIndex(key, offsets, i), alone(piece))
-
-
-def _cut(tensor: torch.Tensor) -> Iterator[tuple[torch.Size, torch.Tensor]]:
-    """Views of whole rows and where they begin."""
-    zeros = [0] * tensor.ndim
-    if tensor.nbytes <= _PIECE_BYTES or tensor.ndim == 0:
-        yield torch.Size(zeros), tensor
-        return
-    rows = max(1, _PIECE_BYTES // (tensor.nbytes // len(tensor)))
-    for start in range(0, len(tensor), rows):
-        yield torch.Size([start, *zeros[1:]]), tensor[start : start + rows]
-
-
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values over a storage of their own: `torch.save` writes whole storages, once each.
-
-    The bytes are not copied if the values lie one after another.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/serialization.py#L1141
-    """
-    if tensor.numel() == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    # As bytes, because numpy has no bfloat16 and no float8.
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
+        shards.add(MetadataIndex(key, start, number), _saved(own))
+    properties = TensorProperties(dtype=tensor.dtype)
+    shards.entries[key] = TensorStorageMetadata(properties, tensor.shape, chunks)
 
 
 def _saved(value: Any) -> memoryview:
@@ -218,8 +185,8 @@ def write_full(
 
     Args:
         source: an open checkpoint.
-        destination: a path where nothing is yet. Tensors in several pieces are put together in a
-            file without a name beside it, not in memory.
+        destination: a path where nothing is yet. Tensors are put together in a file without a name
+            beside it, not in memory.
         advance: told how far it is.
         trained: takes the trained weights in place of EMA's averages.
 
@@ -227,20 +194,37 @@ def write_full(
         CheckpointError: the source is damaged, or the destination cannot be written; or there are
             no averages.
     """
-    with staged(destination, folder=False) as path:
+    with (
+        staged(destination, folder=False) as path,
+        tempfile.TemporaryFile(dir=destination.parent) as scratch,
+    ):
         prove_whole(source)
-        whole = _Whole(source, destination.parent)
         total = 2 * max(1, sum(entry.size_bytes for entry in source.tensors.values()))
+        done, places = 0, dict[str, int]()
+        for key, entry in source.tensors.items():
+            scratch.seek(math.ceil(scratch.tell() / _ALIGN) * _ALIGN)
+            places[key] = scratch.tell()
+            # One tensor at a time, as bytes, because numpy has no bfloat16 and no float8. Written
+            # and not mapped: a full disk is an error here, and would be a crash there.
+            flat = source.tensor(key).detach().contiguous().view(-1)
+            scratch.write(flat.view(torch.uint8).numpy().data)
+            done += entry.size_bytes
+            advance(done, total)
+        scratch.flush()
+        # The system refuses to map an empty file.
+        empty = not scratch.tell()
+        data = b"" if empty else mmap.mmap(scratch.fileno(), 0, access=mmap.ACCESS_COPY)
         values: dict[str, Any] = {}
-        done = 0
         for key in source.paths:
-            if key in source.tensors:
-                values[key] = alone(whole.tensor(key))
-                done += source.tensors[key].size_bytes
-                advance(done, total)
+            if key in places:
+                values[key] = _mapped(source.tensors[key], memoryview(data)[places[key] :])
             else:
                 values[key] = source.object(key)
-        _tie(values, find_ties(source))
+        for first, *others in find_ties(source):
+            for other in others:
+                # A checksum says that they are probably equal; this makes it certain.
+                if torch.equal(values[first], values[other]):
+                    values[other] = values[first]
         nested = nest((source.paths[key], value) for key, value in values.items())
         for optimizer in nested.get("state", {}).get("optimizers", {}).values():
             # A key of its own in a file; a folder has none for an empty dictionary.
@@ -252,50 +236,20 @@ def write_full(
         advance(total, total)
 
 
-class _Whole:
-    """Whole tensors outside of this process's own memory."""
-
-    def __init__(self, source: Checkpoint, scratch: Path) -> None:
-        self._source = source
-        self._places: dict[str, int] = {}
-        if not isinstance(source, FolderCheckpoint):
-            return
-        with tempfile.TemporaryFile(dir=scratch) as file:
-            for key, entry in source.tensors.items():
-                if len(source.indices(key)) > 1 and entry.size_bytes:
-                    file.seek(math.ceil(file.tell() / _ALIGN) * _ALIGN)
-                    self._places[key] = file.tell()
-                    # One tensor at a time. Written and not mapped: a full disk is an error here,
-                    # and would be a crash there.
-                    file.write(alone(source.tensor(key)).view(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            if self._places:
-                # The mapping keeps the bytes of the file, which has no name, after it is closed.
-                self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-
-    def tensor(self, key: str) -> torch.Tensor:
-        if key not in self._places:
-            return self._source.tensor(key)
-        entry, start = self._source.tensors[key], self._places[key]
-        data = self._data[start : start + entry.size_bytes]
-        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
-
-
-def _tie(values: dict[str, Any], ties: Iterable[tuple[str, ...]]) -> None:
-    for first, *others in ties:
-        for other in others:
-            # A checksum says that they are probably equal; this makes it certain.
-            if torch.equal(values[first], values[other]):
-                values[other] = values[first]
+def _mapped(entry: TensorEntry, data: memoryview) -> torch.Tensor:
+    """Returns a tensor over bytes, which are its whole storage: `torch.save` writes storages."""
+    if not entry.size_bytes:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.frombuffer(data[: entry.size_bytes], dtype=entry.dtype).view(entry.shape)
 
 
 def nest(items: Iterable[tuple[Way, Any]]) -> dict[str, Any]:
-    """Dictionaries and lists from values and the ways to them.
+    """Makes dictionaries and lists from values and the ways to them.
 
     Raises:
         CheckpointError: two ways contradict each other, or a list has gaps.
     """
-    root: dict[Any, Any] = {}
+    root = _Node()
     for way, value in items:
         place = root
         for part in way[:-1]:
@@ -309,7 +263,7 @@ def nest(items: Iterable[tuple[Way, Any]]) -> dict[str, Any]:
 
 
 class _Node(dict[Any, Any]):
-    """Not a plain dictionary, which may be a value."""
+    """A dictionary that is no value of the checkpoint."""
 
 
 def _listed(value: Any) -> Any:

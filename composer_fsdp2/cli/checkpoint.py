@@ -143,7 +143,7 @@ def convert(
 @app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")
 def verify(path: PathArgument, as_json: JsonOption = False) -> None:
     """Finds flipped bytes, missing, cut off and foreign files."""
-    from composer_fsdp2.checkpoint.verify import verify_checkpoint
+    from composer_fsdp2.checkpoint.describe import verify_checkpoint
 
     with reported():
         with progress("Reading") as advance:

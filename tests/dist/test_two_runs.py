@@ -14,9 +14,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
 from composer_fsdp2 import installed
+from composer_fsdp2.checkpoint.describe import verify_checkpoint
 from composer_fsdp2.checkpoint.source import open_checkpoint
 from composer_fsdp2.checkpoint.staging import Publications, hidden, new_token, staged
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.checkpoint.write import Savers, write_sharded
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run

@@ -17,7 +17,12 @@ from typer.testing import CliRunner
 from composer_fsdp2.checkpoint import convert as convert_module
 from composer_fsdp2.checkpoint.convert import nest
 from composer_fsdp2.checkpoint.diff import compare_checkpoints
-from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
+from composer_fsdp2.checkpoint.source import (
+    CHECKSUMS,
+    FolderCheckpoint,
+    files_of,
+    open_checkpoint,
+)
 from composer_fsdp2.cli.main import app
 from composer_fsdp2.errors import CheckpointError
 from tests.support.saved import (
@@ -218,7 +223,7 @@ def test_a_part_of_a_larger_storage_is_written_alone(tmp_path: Path):
     assert source.stat().st_size > 40_000
     for to in ("sharded", "full"):
         run("convert", source, tmp_path / to, "--to", to)
-        assert open_checkpoint(tmp_path / to).size_bytes < 5_000
+        assert sum(files_of(tmp_path / to).values()) < 5_000
         assert run("diff", source, tmp_path / to).startswith("Equal")
 
 
