@@ -35,7 +35,6 @@ from composer_fsdp2.checkpoint.source import (
     CHECKSUMS,
     Checkpoint,
     FileCheckpoint,
-    FolderCheckpoint,
     TensorEntry,
     Way,
     digest_of,
@@ -74,9 +73,8 @@ def write_sharded(
 ) -> None:
     """Writes a folder as torch.distributed.checkpoint does, with our checksums beside it.
 
-    From a folder, every piece and object is copied as it is, after its checksum was compared; an
-    optimizer at the root is then where it is today. From a file, every key gets a tensor of its
-    own, in pieces of whole rows.
+    Every key gets a tensor of its own, in pieces of whole rows. An optimizer at the root is then
+    where it is today.
 
     Args:
         source: an open checkpoint.
@@ -92,13 +90,7 @@ def write_sharded(
         total = max(1, sum(entry.size_bytes for entry in source.tensors.values()))
         done = 0
         for key in source.paths:
-            if isinstance(source, FolderCheckpoint):
-                shards.entries[key] = source.metadata.state_dict_metadata[key]
-                for index in source.indices(key):
-                    file = source.checked(index)
-                    source.piece(index, file)  # refuses what a load would refuse
-                    shards.add(index, file.getbuffer())
-            elif key in source.tensors:
+            if key in source.tensors:
                 _write_pieces(key, source.tensor(key), shards)
             else:
                 shards.entries[key] = BytesStorageMetadata()

@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its metadata and small values alone, or verifies all of its bytes."""
+"""Describes a checkpoint from its metadata and small values, verifies its bytes, compares two."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from composer_fsdp2.checkpoint.algorithms import vet_algorithms_of
@@ -17,6 +18,8 @@ from composer_fsdp2.checkpoint.source import (
     Checkpoint,
     FileCheckpoint,
     FolderCheckpoint,
+    TensorEntry,
+    Way,
     files_of,
     open_checkpoint,
 )
@@ -24,9 +27,11 @@ from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
     "MESH",
+    "Comparison",
     "Description",
     "ParamGroup",
     "Verdict",
+    "compare_checkpoints",
     "describe_checkpoint",
     "find_ties",
     "verify_checkpoint",
@@ -43,7 +48,11 @@ _SCALARS = {
     "run_name": ("state", "run_name"),
     "mesh": ("state", "metadata", MESH),
 }
+# Composer keeps the state of an object under the name of its class.
+_TIMESTAMP = ("state", "timestamp", "Timestamp")
 _TIMES = ("iteration", "epoch", "batch", "sample", "token")
+_BLOCK = 1 << 24
+"""elements compared at once; each may need 16 bytes"""
 _SAMPLE = 64
 """elements of a matrix in a file that are compared before all of them"""
 
@@ -110,45 +119,48 @@ def describe_checkpoint(path: Path) -> Description:
         return found
     found.kind = source.kind
     found.problems.extend(source.problems.values())
-    keys = {way: key for key, way in source.paths.items()}
+    _describe_state(source, found)
+    _describe_tensors(source, found)
+    return found
 
-    def small(*way: str | int) -> Any:
-        """Returns a small value; one that cannot be read becomes a problem."""
-        key = keys.get(way)
+
+def _small_values(source: Checkpoint, problems: list[str]) -> dict[Way, Any]:
+    """Reads the values that a description shows; one that cannot be read becomes a problem."""
+    values: dict[Way, Any] = {}
+    for key, way in source.paths.items():
+        of_group = way[:2] == OPTIMIZERS and way[3:4] == ("param_groups",) and len(way) == 6
+        if not (of_group or way[:3] == _TIMESTAMP or way in _SCALARS.values()):
+            continue
         try:
-            if key is None or (key in source.tensors and source.tensors[key].shape):
-                return None
-            return source.tensor(key).item() if key in source.tensors else source.object(key)
+            if key in source.objects:
+                values[way] = source.object(key)
+            elif not source.tensors[key].shape:
+                values[way] = source.tensor(key).item()
         except CheckpointError as error:
             # A file that is missing is a problem already, and not one for each of its values.
-            if not source.problems:
-                found.problems.append(str(error))
-            return None
+            problems += [] if source.problems else [str(error)]
+    return values
 
+
+def _describe_state(source: Checkpoint, found: Description) -> None:
+    values = _small_values(source, found.problems)
     for name, way in _SCALARS.items():
-        value = small(*way)
+        value = values.get(way)
         if value is not None:
             setattr(found, name, value if isinstance(value, int) else str(value))
     if found.world_size is None:
-        ranks = {way[0] for way in source.under("rng").values()}
-        found.world_size = len(ranks) or None
+        found.world_size = len({way[0] for way in source.under("rng").values()}) or None
     for unit in _TIMES:
-        # Composer keeps the state of an object under the name of its class.
-        value = small("state", "timestamp", "Timestamp", unit)
-        with suppress(TypeError, ValueError, OverflowError):  # of a damaged one, or not there
-            found.progress[unit] = int(value)
-    _describe_tensors(source, found)
-    groups: dict[str, dict[int, dict[str, Any]]] = {}
-    for way in source.under(*OPTIMIZERS).values():
-        by_number = groups.setdefault(str(way[0]), {})
-        if len(way) == 4 and way[1] == "param_groups" and str(way[2]).isdecimal():
-            by_number.setdefault(int(way[2]), {})[str(way[3])] = small(*OPTIMIZERS, *way)
-    for optimizer, by_number in groups.items():
-        found.optimizers[optimizer] = [
-            ParamGroup(values, len(values.pop("params", None) or ()))
-            for _, values in sorted(by_number.items())
-        ]
-    return found
+        with suppress(LookupError, TypeError, ValueError, OverflowError):  # damaged, or not there
+            found.progress[unit] = int(values[(*_TIMESTAMP, unit)])
+    found.optimizers = {str(way[0]): [] for way in source.under(*OPTIMIZERS).values()}
+    groups: dict[tuple[str, int], dict[str, Any]] = {}
+    for way, value in values.items():
+        if way[:2] == OPTIMIZERS and str(way[4]).isdecimal():
+            groups.setdefault((str(way[2]), int(way[4])), {})[str(way[5])] = value
+    for (optimizer, _), group in sorted(groups.items(), key=lambda item: item[0]):
+        names = len(group.pop("params", None) or ())
+        found.optimizers[optimizer].append(ParamGroup(group, names))
 
 
 def _describe_tensors(source: Checkpoint, found: Description) -> None:
@@ -289,3 +301,106 @@ def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> Verd
             problems.append(str(error))
     advance(total, total)
     return Verdict(str(path), source.kind, total, len(source.paths), tuple(problems))
+
+
+# --- Two checkpoints. ---
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Differences by key; all empty if the checkpoints are equal."""
+
+    only_in_first: list[str] = field(default_factory=list)
+    only_in_second: list[str] = field(default_factory=list)
+    layouts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """shape and dtype on either side, where they differ"""
+    values: dict[str, float] = field(default_factory=dict)
+    """largest absolute difference, where the bytes differ; NaN if either has one"""
+    objects: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """text of other values, on either side"""
+    equal_tensors: int = 0
+    equal_objects: int = 0
+
+    @property
+    def equal(self) -> bool:
+        """Returns whether nothing differs."""
+        found = (self.only_in_first, self.only_in_second, self.layouts, self.values, self.objects)
+        return not any(found)
+
+
+def compare_checkpoints(
+    first: Checkpoint, second: Checkpoint, advance: Callable[[int, int], object]
+) -> Comparison:
+    """Compares by key; the kinds may differ.
+
+    Args:
+        first: an open checkpoint.
+        second: another one.
+        advance: told the bytes of tensors compared so far, and in all.
+
+    Raises:
+        CheckpointError: a value cannot be read.
+    """
+    found = Comparison(
+        only_in_first=[key for key in first.paths if key not in second.paths],
+        only_in_second=[key for key in second.paths if key not in first.paths],
+    )
+    both = [key for key in first.paths if key in second.paths]
+    sizes = {key: first.tensors[key].size_bytes for key in both if key in first.tensors}
+    done, total = 0, max(1, sum(sizes.values()))
+    for key in both:
+        # Of a tensor its dtype and shape, of another value itself.
+        a, b = (
+            _layout(side.tensors[key]) if key in side.tensors else side.object(key)
+            for side in (first, second)
+        )
+        if not (key in first.tensors and key in second.tensors):
+            if _same(a, b):
+                found.equal_objects += 1
+            else:
+                found.objects[key] = (_text(a), _text(b))
+        elif a != b:
+            found.layouts[key] = (a, b)
+        else:
+            difference = _largest_difference(first.tensor(key), second.tensor(key))
+            if difference is None:
+                found.equal_tensors += 1
+            else:
+                found.values[key] = difference
+        done += sizes.get(key, 0)
+        advance(done, total)
+    return found
+
+
+def _layout(entry: TensorEntry) -> str:
+    return f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"
+
+
+def _text(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | None:
+    """Returns None if the bytes are equal; in blocks, because wider numbers are needed."""
+    found: list[float] = []
+    blocks = (side.detach().reshape(-1).split(_BLOCK) for side in (a, b))
+    for x, y in zip(*blocks, strict=True):
+        if not torch.equal(x.view(torch.uint8), y.view(torch.uint8)):
+            wide = torch.complex128 if x.is_complex() else torch.float64
+            found.append((x.to(wide) - y.to(wide)).abs().max().item())
+    return float(np.max(found)) if found else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Compares inside containers too; `==` of arrays is an array."""
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, np.ndarray | torch.Tensor):
+        equal = np.array_equal if isinstance(a, np.ndarray) else torch.equal
+        return bool(a.dtype == b.dtype and equal(a, b))
+    return bool(a == b or (a != a and b != b))

@@ -6,12 +6,16 @@ Composer keeps the Hugging Face config and the tokenizer's files in the checkpoi
 [Note: tied weights] `from_pretrained` ties word embeddings again if the config says so, and
 nothing else. So of equal word embeddings the first is written, and of everything else every name:
 a name too many costs bytes, a name too few leaves a weight at random values.
+
+[Note: adapters] A checkpoint with LoRA adapters keeps the names of the model's parameters and
+PEFT's configuration. The folder that PEFT loads has the names without that of the adapter, which is
+chosen anew by whoever loads it. Source: `get_peft_model_state_dict` of peft 0.16, for LoRA.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +24,6 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from composer_fsdp2.checkpoint.adapters import adapter_names, configuration_of_adapters
 from composer_fsdp2.checkpoint.convert import Advance, nest, prove_whole
 from composer_fsdp2.checkpoint.describe import MODEL, find_ties
 from composer_fsdp2.checkpoint.source import Checkpoint
@@ -34,6 +37,13 @@ _PREFIX = "model."
 """of the HuggingFaceModel around the model"""
 _SMALL_FILES = (".jinja", ".json", ".model", ".txt")
 _EXPORTED = {"attn_impl": "torch", "init_device": "cpu"}
+_ADAPTER = "default"
+"""the only one of a HuggingFaceModel"""
+_WHOLE = f".modules_to_save.{_ADAPTER}."
+_MAGNITUDE = f"lora_magnitude_vector.{_ADAPTER}.weight"
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+# A folder of shards has no keys for empty dictionaries.
+_EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
 
 
 @dataclass(slots=True)
@@ -173,13 +183,14 @@ def _write_adapters(
         except (OSError, ValueError):
             base_size = None  # it is no folder on this machine
     resized = base_size is not None and size not in (None, base_size)
-    names = adapter_names(settings, keys, source.path, embeddings=embeddings, resized=resized)
+    names = _adapter_names(settings, list(keys), source.path, embeddings, resized=resized)
     beside = _Beside(files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
     with staged(destination, folder=True) as folder:
         prove_whole(source)
         tensors = {name: _own(source, keys[inside], dtype) for name, inside in names.items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(configuration_of_adapters(settings), indent=2, sort_keys=True)
+        written = {**{key: {} for key in _EMPTY}, **settings, "inference_mode": True}
+        text = json.dumps(written, indent=2, sort_keys=True)
         (folder / "adapter_config.json").write_text(text)
         beside.write(folder)
     advance(1, 1)
@@ -191,6 +202,79 @@ def _write_adapters(
             "vocabulary was resized, the embeddings are missing here."
         )
     return [*beside.remarks(), *remarks]
+
+
+def _adapter_names(
+    config: Mapping[str, Any],
+    names: list[str],
+    path: Path,
+    embeddings: Collection[str],
+    *,
+    resized: bool,
+) -> dict[str, str]:
+    """Returns name for PEFT -> name in the model, see [Note: adapters].
+
+    Args:
+        config: PEFT's, from the checkpoint.
+        names: of all weights of the Hugging Face model that the checkpoint has.
+        path: the checkpoint, for the errors.
+        embeddings: those of them with a row for each token.
+        resized: whether the model has another number of tokens than its base, which PEFT answers
+            by writing the embeddings whole.
+
+    Raises:
+        CheckpointError: they are no adapters that this is written for.
+    """
+    kind, bias = config.get("peft_type"), config.get("bias", "none")
+    if kind != "LORA" or bias not in ("none", "all", "lora_only"):
+        raise CheckpointError(
+            f"'{path}' holds adapters with peft_type {kind!r} and bias {bias!r}. Which weights "
+            "belong to them is known for LoRA only, and some could be left out. Load it with the "
+            "Trainer and call save_pretrained of the model."
+        )
+    if config.get("trainable_token_indices"):
+        raise CheckpointError(
+            f"'{path}' holds trained rows of an embedding (trainable_token_indices). They are not "
+            "written yet, and without them the adapters are not what was trained. Load it with the "
+            "Trainer and call save_pretrained of the model."
+        )
+    adapted = [name for name in names if "lora_" in name and _ADAPTER in name]
+    chosen = list(adapted)
+    if bias == "all":
+        chosen += [name for name in names if "bias" in name]
+    elif bias == "lora_only":
+        beside = {name.partition("lora_")[0] + "bias" for name in adapted}
+        chosen += [name for name in names if name in beside]
+    found = {_for_peft(name): name for name in chosen}
+    found |= {_for_peft(name.replace(_WHOLE, ".")): name for name in names if _WHOLE in name}
+    # PEFT writes an embedding whole beside its adapter.
+    targets = [each for each in _EMBEDDINGS if each in (config.get("target_modules") or ())]
+    modules = tuple(f"{each}.base_layer." for each in targets)
+    found |= {name: name for name in names if any(module in name for module in modules)}
+    if resized and not targets:
+        if not embeddings:
+            raise CheckpointError(
+                f"'{path}' holds adapters of a model with another number of tokens than its base, "
+                "and not the embeddings. What was computed for the other tokens could not be found "
+                "again. Train with should_save_peft_only: false, or load it with the Trainer and "
+                "call save_pretrained."
+            )
+        whole = tuple(name.removesuffix("weight") for name in embeddings)
+        found |= {name: name for name in names if name.startswith(whole)}
+    if not found:
+        raise CheckpointError(
+            f"'{path}' has the configuration of adapters, and no weights of them. There is nothing "
+            "to convert. Give a checkpoint of the run that trained them."
+        )
+    return found
+
+
+def _for_peft(name: str) -> str:
+    # DoRA's magnitude was a parameter before PEFT made it a layer with a `weight`. In files PEFT
+    # keeps the old name.
+    if name.endswith(_MAGNITUDE):
+        name = name.removesuffix(".weight")
+    return name.replace(f".{_ADAPTER}", "")
 
 
 # --- Config and tokenizer. ---
@@ -214,7 +298,7 @@ def _stored(source: Checkpoint, values: Mapping[str, Any]) -> _Beside:
 
 
 def _as_exported(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config as the export of a model writes it; Composer saves that of the running model.
+    """Returns a config as the export of a model writes it; Composer saves the running model's.
 
     Source: `PreTrainedModel.save_pretrained`, without whose first change attention is the slowest
     kind; LLM Foundry's `HuggingFaceCheckpointer` for the others, which are settings of MPT.

@@ -23,8 +23,7 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from composer_fsdp2.checkpoint.describe import Description
-    from composer_fsdp2.checkpoint.diff import Comparison
+    from composer_fsdp2.checkpoint.describe import Comparison, Description
 
 __all__ = ["app"]
 
@@ -169,7 +168,7 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compares bytes of tensors and values of everything else."""
-    from composer_fsdp2.checkpoint.diff import compare_checkpoints
+    from composer_fsdp2.checkpoint.describe import compare_checkpoints
     from composer_fsdp2.checkpoint.source import open_checkpoint
 
     with reported():

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.checkpoint import convert as convert_module
 from composer_fsdp2.checkpoint.convert import nest
-from composer_fsdp2.checkpoint.diff import compare_checkpoints
+from composer_fsdp2.checkpoint.describe import compare_checkpoints
 from composer_fsdp2.checkpoint.source import (
     CHECKSUMS,
     FolderCheckpoint,
