@@ -7,7 +7,6 @@ the end; here memory does not depend on the size of the checkpoint.
 from __future__ import annotations
 
 import io
-import json
 import math
 import mmap
 import pickle
@@ -32,12 +31,11 @@ from composer_fsdp2.checkpoint.algorithms import take_trained_weights, vet_algor
 from composer_fsdp2.checkpoint.describe import find_ties
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
-    CHECKSUMS,
     Checkpoint,
     FileCheckpoint,
     TensorEntry,
     Way,
-    digest_of,
+    write_checksums,
 )
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.errors import CheckpointError
@@ -133,11 +131,7 @@ class _Shards(AbstractContextManager["_Shards"]):
         self._stack.close()
         metadata = Metadata(self.entries, dict(paths), self._places, StorageMeta())
         (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
-        checksums = {
-            "files": {name: (self._folder / name).stat().st_size for name in self._files},
-            "metadata_sha256": digest_of(self._folder / METADATA),
-        }
-        (self._folder / CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
+        write_checksums(self._folder)
 
 
 def _write_pieces(key: str, tensor: torch.Tensor, shards: _Shards) -> None:
@@ -235,39 +229,27 @@ def _mapped(entry: TensorEntry, data: memoryview) -> torch.Tensor:
     return torch.frombuffer(data[: entry.size_bytes], dtype=entry.dtype).view(entry.shape)
 
 
-def nest(items: Iterable[tuple[Way, Any]]) -> dict[str, Any]:
+def nest(items: Iterable[tuple[Way, Any]]) -> Any:
     """Makes dictionaries and lists from values and the ways to them.
 
     Raises:
         CheckpointError: two ways contradict each other, or a list has gaps.
     """
-    root = _Node()
+    below: dict[str | int, list[tuple[Way, Any]]] = {}
     for way, value in items:
-        place = root
-        for part in way[:-1]:
-            place = place.setdefault(part, _Node())
-            if not isinstance(place, _Node):
-                raise _contradiction(way)
-        if way[-1] in place:
-            raise _contradiction(way)
-        place[way[-1]] = value
-    return {key: _listed(value) for key, value in root.items()}
-
-
-class _Node(dict[Any, Any]):
-    """A dictionary that is no value of the checkpoint."""
-
-
-def _listed(value: Any) -> Any:
-    if not isinstance(value, _Node):
-        return value
-    inside = {key: _listed(item) for key, item in value.items()}
+        below.setdefault(way[0], []).append((way[1:], value))
+    found: dict[str | int, Any] = {}
+    for part, inside in below.items():
+        values = [value for rest, value in inside if not rest]
+        if values and len(inside) > 1:
+            raise _contradiction((part,))
+        found[part] = values[0] if values else nest(inside)
     # torch makes text of the keys of dictionaries, so a number is always a place in a list.
-    if not any(isinstance(key, int) for key in inside):
-        return inside
-    if inside.keys() != set(range(len(inside))):
-        raise _contradiction(tuple(inside))
-    return [inside[i] for i in range(len(inside))]
+    if not any(isinstance(part, int) for part in found):
+        return found
+    if found.keys() != set(range(len(found))):
+        raise _contradiction(tuple(found))
+    return [found[place] for place in range(len(found))]
 
 
 def _contradiction(way: Way) -> CheckpointError:

@@ -174,7 +174,7 @@ def _describe_tensors(source: Checkpoint, found: Description) -> None:
             name = str(entry.dtype).removeprefix("torch.")
             found.dtypes[name] = found.dtypes.get(name, 0) + elements
             found.parameters += 0 if key in again else elements
-        if isinstance(source, FolderCheckpoint) and entry.shape:
+        if isinstance(source, FolderCheckpoint) and entry.shape and key not in source.problems:
             starts = [index.offset or () for index in source.indices(key)]
             dims = [n for n, at in enumerate(zip(*starts, strict=False)) if len({*at}) > 1]
             cut = f"dim {' and '.join(map(str, dims))}" if dims else "whole"

@@ -110,6 +110,7 @@ def write_huggingface(
     values = nest(
         (way, source.tensor(key) if key in source.tensors else source.object(key))
         for key, way in source.under(*_STORED).items()
+        if way
     )
     if "peft_config" in values.get("model", {}):
         return _write_adapters(source, destination, advance, values, dtype, config)

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
@@ -40,6 +40,7 @@ from composer_fsdp2.checkpoint.pickles import (
     trusts,
     unreadable,
 )
+from composer_fsdp2.checkpoint.staging import sync
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import flatten_state_dict
@@ -53,10 +54,10 @@ __all__ = [
     "TensorEntry",
     "Way",
     "detect_kind",
-    "digest_of",
     "files_of",
     "flatten",
     "open_checkpoint",
+    "write_checksums",
 ]
 
 Kind = Literal["sharded", "full"]
@@ -85,7 +86,7 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Checkpoint:
+class Checkpoint(ABC):
     """Common interface of a folder and a file; see the subclasses.
 
     Attributes:
@@ -104,33 +105,33 @@ class Checkpoint:
     objects: Collection[str]
     paths: Mapping[str, Way]
 
+    @abstractmethod
     def tensor(self, key: str) -> torch.Tensor:
         """Returns the whole tensor on the CPU, never to be written to.
 
         Raises:
             CheckpointError: its bytes are missing or damaged.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def object(self, key: str) -> Any:
         """Returns a value that is no tensor.
 
         Raises:
             CheckpointError: its bytes are missing, damaged, or could execute code.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def parts(self) -> Sequence[Any]:
         """Returns what `check_part` takes, without the parts that `problems` names."""
-        raise NotImplementedError
 
+    @abstractmethod
     def check_part(self, part: Any) -> int:
         """Reads one part as a load does, and compares it with its checksums; returns its bytes.
 
         Raises:
             CheckpointError: it is missing, damaged, or of another checkpoint.
         """
-        raise NotImplementedError
 
     def check(self, share: tuple[int, int] = (0, 1)) -> None:
         """Checks everything.
@@ -220,7 +221,7 @@ class FolderCheckpoint(Checkpoint):
         # Before it is unpickled: metadata that is not what was written may ask for much.
         expected = _read_digest(path)
         readable = os.access(path / METADATA, os.R_OK)
-        if expected is not None and readable and digest_of(path / METADATA) != expected:
+        if expected is not None and readable and _digest_of(path / METADATA) != expected:
             raise CheckpointError(
                 f"'{path / METADATA}' is damaged: it is not what was written beside it in "
                 f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
@@ -238,23 +239,33 @@ class FolderCheckpoint(Checkpoint):
             # Only a planner that flattens writes the ways to its values.
             ways = self.metadata.planner_data or {}
             self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
-            self._indices: dict[str, list[MetadataIndex]] = {}
+            if not all(isinstance(way[0], str) for way in self.paths.values()):
+                raise TypeError("a value has no name")
+            self._indices: dict[str, list[MetadataIndex]] = {key: [] for key in entries}
             for index in self.metadata.storage_data:
                 self._indices.setdefault(index.fqn, []).append(index)
+            # By their offsets: torch's plan keeps their place in `chunks` as a hint only.
+            self._sizes = {
+                (key, chunk.offsets): chunk.sizes
+                for key, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata)
+                for chunk in entry.chunks
+            }
             self.problems = dict([*self._find_short_files(), *self._find_gaps()])
         except (AttributeError, TypeError, LookupError) as error:
             raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
             raise self._incomplete()
 
-    def chunks(self, key: str) -> list[ChunkStorageMetadata]:
-        """Returns how a tensor is cut: offsets and sizes of its pieces."""
-        entry = self.metadata.state_dict_metadata[key]
-        return entry.chunks if isinstance(entry, TensorStorageMetadata) else []
-
     def indices(self, key: str) -> list[MetadataIndex]:
-        """Returns where the pieces of a value are; an object has one."""
-        return self._indices.get(key, [])
+        """Returns where the pieces of a value are; an object has one.
+
+        Raises:
+            CheckpointError: pieces are missing.
+        """
+        if key in self.problems:
+            raise self._incomplete()
+        return self._indices[key]
 
     def where(self, index: MetadataIndex) -> str:
         """Returns the name of a piece or object in errors."""
@@ -299,10 +310,13 @@ class FolderCheckpoint(Checkpoint):
             CheckpointError: it is missing, damaged, could execute code, or is a piece of another
                 checkpoint.
         """
+        if index.fqn in self.problems:
+            raise self._incomplete()
         file = self.checked(index) if file is None else file
         found = load_object(file, self.where(index), trusted=trusts(self.path))
         if index.fqn in self.tensors:
-            shape, dtype = tuple(self._sizes_of(index)), self.tensors[index.fqn].dtype
+            shape = tuple(self._sizes[index.fqn, index.offset])
+            dtype = self.tensors[index.fqn].dtype
             if not isinstance(found, torch.Tensor):
                 raise CheckpointError(
                     f"{self.where(index)} is a {type(found).__name__} where the metadata promises "
@@ -318,37 +332,22 @@ class FolderCheckpoint(Checkpoint):
 
     def tensor(self, key: str) -> torch.Tensor:
         """Returns the whole tensor."""
-        if key in self.problems:
-            raise self._incomplete()
-        entry = self.tensors[key]
+        entry, sizes = self.tensors[key], self._sizes
         # A rank without rows of a tensor saves an empty piece, which begins at the tensor's end.
-        pieces = [index for index in self.indices(key) if math.prod(self._sizes_of(index))]
+        pieces = [index for index in self.indices(key) if math.prod(sizes[key, index.offset])]
         if len(pieces) == 1:
             return self.piece(pieces[0])
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for index in pieces:
             target = whole
             for dim, start in enumerate(index.offset or ()):
-                target = target.narrow(dim, start, self._sizes_of(index)[dim])
+                target = target.narrow(dim, start, sizes[key, index.offset][dim])
             target.copy_(self.piece(index))
         return whole
 
     def object(self, key: str) -> Any:
         """Returns a value that is no tensor, its checksum compared."""
-        if key in self.problems:
-            raise self._incomplete()
         return self.piece(self.indices(key)[0])
-
-    def _sizes_of(self, index: MetadataIndex) -> Sequence[int]:
-        chunks = self.chunks(index.fqn)
-        # torch's plan keeps the place of a piece in `chunks` as a hint; the offset decides.
-        hint = index.index
-        if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
-            return chunks[hint].sizes
-        found = next((chunk for chunk in chunks if chunk.offsets == index.offset), None)
-        if found is None:
-            raise self._incomplete()  # `_find_gaps` has found it
-        return found.sizes
 
     def parts(self) -> Sequence[MetadataIndex]:
         """Returns pieces and objects."""
@@ -379,18 +378,22 @@ class FolderCheckpoint(Checkpoint):
     def _find_gaps(self) -> Iterator[tuple[str, str]]:
         """Yields values that no piece covers: a load would leave garbage there."""
         for key, entry in self.tensors.items():
-            stored = {index.offset for index in self.indices(key)}
-            pieces = [chunk for chunk in self.chunks(key) if chunk.offsets in stored]
-            found, size = sum(math.prod(c.sizes) for c in pieces), math.prod(entry.shape)
-            stored_bytes = sum(self.metadata.storage_data[i].length for i in self.indices(key))
-            if found != size or len(pieces) != len(stored):
+            stored = self._indices[key]
+            boxes = [
+                (index.offset or (), self._sizes[key, index.offset])
+                for index in stored
+                if (key, index.offset) in self._sizes
+            ]
+            found, size = sum(math.prod(sizes) for _, sizes in boxes), math.prod(entry.shape)
+            stored_bytes = sum(self.metadata.storage_data[i].length for i in stored)
+            if found != size or len(boxes) != len(stored):
                 yield key, f"pieces of '{key}' hold {found} of {size} elements"
-            elif not covers_exactly(entry.shape, [(c.offsets, c.sizes) for c in pieces]):
+            elif not covers_exactly(entry.shape, boxes):
                 yield key, f"pieces of '{key}' overlap, and leave gaps between them"
             elif entry.size_bytes > stored_bytes:
                 yield key, f"'{key}' has {stored_bytes} of {entry.size_bytes} bytes"
         for key in self.objects:
-            if not self.indices(key):
+            if not self._indices[key]:
                 yield key, f"'{key}' is in no file"
 
     def _incomplete(self) -> CheckpointError:
@@ -403,8 +406,19 @@ class FolderCheckpoint(Checkpoint):
         )
 
 
-def digest_of(path: Path) -> str:
-    """Returns the SHA-256 of a small file."""
+def write_checksums(folder: Path) -> None:
+    """Records what is in a folder; the values in it carry their own checksums."""
+    files = {name: size for name, size in files_of(folder).items() if name != CHECKSUMS}
+    found: dict[str, Any] = {"files": files}
+    if METADATA in files:
+        found["metadata_sha256"] = _digest_of(folder / METADATA)
+    # Another node of a shared disk may be writing its own, which will be the same.
+    (folder / CHECKSUMS).write_text(json.dumps(found, indent=1))
+    sync(folder / CHECKSUMS)
+    sync(folder)
+
+
+def _digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

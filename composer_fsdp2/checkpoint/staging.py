@@ -14,12 +14,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
@@ -33,7 +31,6 @@ __all__ = [
     "check_destination",
     "hidden",
     "locked",
-    "new_token",
     "publish",
     "reason_at",
     "remove_leftovers",
@@ -55,14 +52,13 @@ _REFUSED_BYTES = ("inline_container.cc", "PytorchStreamWriter", "No space left")
 """parts of errors in which torch hides that the system took no more bytes"""
 
 
-def new_token() -> str:
-    """Returns a part of a name that no other save has."""
-    given = f"{socket.gethostname()} {os.getpid()} {secrets.token_hex(8)}"
-    return hashlib.sha256(given.encode()).hexdigest()[:12]
-
-
 def hidden(path: Path, token: str) -> Path:
-    """Returns where something is written before it is complete; the suffix of the name stays."""
+    """Returns where something is written before it is complete; the suffix of the name stays.
+
+    Args:
+        path: the name that it gets.
+        token: twelve hexadecimal digits that no other save has.
+    """
     return path.with_name(f"{_INCOMPLETE}{token}.{path.name}")
 
 
@@ -186,7 +182,7 @@ def staged(
     """
     if not replace:
         check_destination(destination, folder=folder)
-    temporary = hidden(destination, new_token())
+    temporary = hidden(destination, secrets.token_hex(6))
     try:
         if replace:
             destination.parent.mkdir(parents=True, exist_ok=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
+import secrets
 import shutil
 import signal
 import threading
@@ -27,16 +27,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
-from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.source import CHECKSUMS, digest_of
+from composer_fsdp2.checkpoint.source import write_checksums
 from composer_fsdp2.checkpoint.staging import (
     Publications,
     hidden,
     locked,
-    new_token,
     publish,
     remove_leftovers,
-    sync,
     unwritten,
     write_failure,
 )
@@ -49,7 +46,6 @@ __all__ = [
     "Staging",
     "point_to",
     "together",
-    "write_checksums",
     "write_sharded",
 ]
 
@@ -123,7 +119,7 @@ def write_sharded(
         CheckpointError: on every rank, when any rank could not write. Nothing appears then.
     """
     group, first = savers.everyone, savers.first_on_node
-    token = raise_on_all_ranks({"~token": new_token()}, group=group)[0]["~token"]
+    token = raise_on_all_ranks({"~token": secrets.token_hex(6)}, group=group)[0]["~token"]
     rank = dist.get_rank(group) if dist.is_initialized() else 0
     temporary, held = hidden(folder, token), contextlib.ExitStack()
 
@@ -245,22 +241,9 @@ def bytes_of(items: Iterable[WriteItem]) -> int:
     return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in tensors)
 
 
-def write_checksums(folder: Path) -> None:
-    """Records what is in a folder; the values in it carry their own checksums."""
-    files = [item for item in folder.iterdir() if item.is_file()]
-    # Another node of a shared disk may be writing its own, which will be the same.
-    sizes = {item.name: item.stat().st_size for item in files if item.name != CHECKSUMS}
-    found: dict[str, Any] = {"files": dict(sorted(sizes.items()))}
-    if (folder / METADATA).is_file():
-        found["metadata_sha256"] = digest_of(folder / METADATA)
-    (folder / CHECKSUMS).write_text(json.dumps(found, indent=1))
-    sync(folder / CHECKSUMS)
-    sync(folder)
-
-
 def point_to(link: Path, target: Path) -> None:
     """Makes a symbolic link point somewhere else, with no moment in between without a link."""
-    temporary = hidden(link, new_token())
+    temporary = hidden(link, secrets.token_hex(6))
     temporary.symlink_to(os.path.relpath(target, link.parent))
     temporary.replace(link)
 

@@ -7,8 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
-from composer_fsdp2.checkpoint import write
-from composer_fsdp2.checkpoint.source import CHECKSUMS
+from composer_fsdp2.checkpoint.source import CHECKSUMS, write_checksums
 from composer_fsdp2.checkpoint.staging import locked, remove_leftovers
 from tests.support.limits import scaled
 
@@ -37,7 +36,7 @@ def test_nodes_of_one_disk_write_the_same_checksums(tmp_path: Path):
     (tmp_path / "__0_0.distcp").write_bytes(b"values")
     found = []
     for _ in range(2):
-        write.write_checksums(tmp_path)
+        write_checksums(tmp_path)
         found.append((tmp_path / CHECKSUMS).read_text())
     assert found[0] == found[1]
     assert json.loads(found[0])["files"] == {"__0_0.distcp": 6}
