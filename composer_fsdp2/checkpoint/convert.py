@@ -42,7 +42,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import storage_info
 
-__all__ = ["Advance", "nest", "prove_whole", "write_full", "write_sharded"]
+__all__ = ["Advance", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
 
 Advance = Callable[[int, int], object]
 """Told after each part: bytes done so far, bytes in all."""
@@ -180,32 +180,18 @@ def write_full(
         CheckpointError: the source is damaged, or the destination cannot be written; or there are
             no averages.
     """
-    with (
-        staged(destination, folder=False) as path,
-        tempfile.TemporaryFile(dir=destination.parent) as scratch,
-    ):
+    total, done = 2 * max(1, sum(entry.size_bytes for entry in source.tensors.values())), 0
+
+    def read(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        advance(done, total)
+
+    with staged(destination, folder=False) as path:
         prove_whole(source)
-        total = 2 * max(1, sum(entry.size_bytes for entry in source.tensors.values()))
-        done, places = 0, dict[str, int]()
-        for key, entry in source.tensors.items():
-            scratch.seek(math.ceil(scratch.tell() / _ALIGN) * _ALIGN)
-            places[key] = scratch.tell()
-            # One tensor at a time, as bytes, because numpy has no bfloat16 and no float8. Written
-            # and not mapped: a full disk is an error here, and would be a crash there.
-            flat = source.tensor(key).detach().contiguous().view(-1)
-            scratch.write(flat.view(torch.uint8).numpy().data)
-            done += entry.size_bytes
-            advance(done, total)
-        scratch.flush()
-        # The system refuses to map an empty file.
-        empty = not scratch.tell()
-        data = b"" if empty else mmap.mmap(scratch.fileno(), 0, access=mmap.ACCESS_COPY)
-        values: dict[str, Any] = {}
-        for key in source.paths:
-            if key in places:
-                values[key] = _mapped(source.tensors[key], memoryview(data)[places[key] :])
-            else:
-                values[key] = source.object(key)
+        keys = {key: key for key in source.tensors}
+        values: dict[str, Any] = {**map_copies(source, keys, destination.parent, read)}
+        values = {key: values[key] if key in values else source.object(key) for key in source.paths}
         for first, *others in find_ties(source):
             for other in others:
                 # A checksum says that they are probably equal; this makes it certain.
@@ -222,11 +208,49 @@ def write_full(
         advance(total, total)
 
 
-def _mapped(entry: TensorEntry, data: memoryview) -> torch.Tensor:
-    """Returns a tensor over bytes, which are its whole storage: `torch.save` writes storages."""
-    if not entry.size_bytes:
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    return torch.frombuffer(data[: entry.size_bytes], dtype=entry.dtype).view(entry.shape)
+def map_copies(
+    source: Checkpoint,
+    keys: Mapping[str, str],
+    folder: Path,
+    read: Callable[[int], object],
+    dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """Puts tensors into a file without a name and maps it, so that they take no memory.
+
+    Each tensor is the whole of its storage, which `torch.save` and safetensors want.
+
+    Args:
+        source: an open checkpoint.
+        keys: name -> key of a tensor.
+        folder: has room for them.
+        read: told the bytes of each tensor.
+        dtype: of floating point tensors; None keeps each as it is.
+    """
+    entries: dict[str, tuple[int, TensorEntry]] = {}
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for name, key in keys.items():
+            tensor = source.tensor(key).detach()
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            file.seek(math.ceil(file.tell() / _ALIGN) * _ALIGN)
+            entries[name] = (file.tell(), TensorEntry(tuple(tensor.shape), tensor.dtype))
+            # As bytes, because numpy has no bfloat16 and no float8. Written and not mapped: a full
+            # disk is an error here, and would be a crash there.
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            read(source.tensors[key].size_bytes)
+        file.flush()
+        # The system refuses to map an empty file.
+        empty = not any(entry.size_bytes for _, entry in entries.values())
+        data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    copies: dict[str, torch.Tensor] = {}
+    for name, (start, entry) in entries.items():
+        part = data[start : start + entry.size_bytes]
+        # `torch.frombuffer` refuses an empty buffer.
+        flat = (
+            torch.frombuffer(part, dtype=entry.dtype) if part else torch.empty(0, dtype=entry.dtype)
+        )
+        copies[name] = flat.view(entry.shape)
+    return copies
 
 
 def nest(items: Iterable[tuple[Way, Any]]) -> Any:

@@ -24,7 +24,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from composer_fsdp2.checkpoint.convert import Advance, nest, prove_whole
+from composer_fsdp2.checkpoint.convert import Advance, map_copies, nest, prove_whole
 from composer_fsdp2.checkpoint.describe import MODEL, find_ties
 from composer_fsdp2.checkpoint.source import Checkpoint
 from composer_fsdp2.checkpoint.staging import staged
@@ -89,7 +89,7 @@ def write_huggingface(
 
     Of a checkpoint with adapters of PEFT these alone, as PEFT does, and its `adapter_config.json`.
 
-    Memory: one of the files, at most `max_file_bytes` or one tensor; all adapters.
+    Memory: one tensor; the weights of one file are in a file without a name beside `destination`.
 
     Args:
         source: an open checkpoint of a HuggingFaceModel.
@@ -116,15 +116,12 @@ def write_huggingface(
         return _write_adapters(source, destination, advance, values, dtype, config)
     beside = _stored(source, values) if config is None else _given(config)
     names = _names(source, _second_names(source, beside.config))
-    # Tensors on meta, of which files are made one after the other.
-    entries = {
-        name: torch.empty(
-            source.tensors[key].shape,
-            dtype=_written(source.tensors[key].dtype, dtype),
-            device="meta",
-        )
-        for name, key in names.items()
-    }
+    # Tensors on meta, to divide them into files before any is read.
+    entries: dict[str, torch.Tensor] = {}
+    for name, key in names.items():
+        entry = source.tensors[key]
+        cast = dtype if entry.dtype.is_floating_point and dtype is not None else entry.dtype
+        entries[name] = torch.empty(entry.shape, dtype=cast, device="meta")
     # The pattern gives the names that transformers uses.
     split = split_torch_state_dict_into_shards(
         entries, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
@@ -133,12 +130,15 @@ def write_huggingface(
         prove_whole(source)
         total = max(1, sum(source.tensors[key].size_bytes for key in names.values()))
         done = 0
+
+        def read(size_bytes: int) -> None:
+            nonlocal done
+            done += size_bytes
+            advance(done, total)
+
         for file_name, inside in split.filename_to_tensors.items():
-            tensors: dict[str, torch.Tensor] = {}
-            for name in inside:
-                tensors[name] = _own(source, names[name], dtype)
-                done += source.tensors[names[name]].size_bytes
-                advance(done, total)
+            keys = {name: names[name] for name in inside}
+            tensors = map_copies(source, keys, destination.parent, read, dtype)
             # `from_pretrained` raises when there is no `format` that it knows.
             save_file(tensors, folder / file_name, metadata={"format": "pt"})
         if split.is_sharded:
@@ -188,7 +188,8 @@ def _write_adapters(
     beside = _Beside(files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
     with staged(destination, folder=True) as folder:
         prove_whole(source)
-        tensors = {name: _own(source, keys[inside], dtype) for name, inside in names.items()}
+        chosen = {name: keys[inside] for name, inside in names.items()}
+        tensors = map_copies(source, chosen, destination.parent, lambda _: None, dtype)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         written = {**{key: {} for key in _EMPTY}, **settings, "inference_mode": True}
         text = json.dumps(written, indent=2, sort_keys=True)
@@ -402,13 +403,3 @@ def _settings(config: Mapping[str, Any], name: str) -> Iterator[Any]:
             yield value
         elif isinstance(value, Mapping):
             yield from _settings(value, name)
-
-
-def _written(saved: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    return asked if asked is not None and saved.is_floating_point else saved
-
-
-def _own(source: Checkpoint, key: str, dtype: torch.dtype | None) -> torch.Tensor:
-    """Returns a tensor in memory of its own, as safetensors wants it."""
-    tensor = source.tensor(key).detach()
-    return tensor.to(_written(tensor.dtype, dtype), copy=True).contiguous()

@@ -20,8 +20,10 @@ from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
     "METADATA",
+    "check_counts",
     "check_places",
     "covers_exactly",
+    "is_inside",
     "read_metadata",
     "senseless_metadata",
 ]
@@ -103,13 +105,13 @@ def _check_numbers(metadata: Metadata) -> None:
         key.encode()  # what cannot be written cannot be the name of anything
         if isinstance(entry, TensorStorageMetadata):
             parts = [part for chunk in entry.chunks for part in (chunk.offsets, chunk.sizes)]
-            _check_counts(key, itertools.chain(entry.size, *parts))
+            check_counts(key, itertools.chain(entry.size, *parts))
     for index, info in metadata.storage_data.items():
         info.relative_path.encode()
-        _check_counts(index.fqn, (info.offset, info.length))
+        check_counts(index.fqn, (info.offset, info.length))
 
 
-def _check_counts(key: str, numbers: Iterable[Any]) -> None:
+def check_counts(key: str, numbers: Iterable[Any]) -> None:
     """Refuses offsets and sizes that are no counts, with a ValueError."""
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"{key!a} has a place or a size that is no number")
@@ -124,8 +126,7 @@ def check_places(metadata: Metadata, folder: Path) -> None:
         CheckpointError: naming the value.
     """
     for index, info in metadata.storage_data.items():
-        place = PurePosixPath(info.relative_path)
-        if not place.parts or place.is_absolute() or ".." in place.parts:
+        if not is_inside(info.relative_path):
             raise CheckpointError(
                 f"'{folder / METADATA}' looks for '{index.fqn}' in '{info.relative_path}', outside "
                 "of its own folder. No save writes such a path, and following it could read any "
@@ -137,6 +138,12 @@ def check_places(metadata: Metadata, folder: Path) -> None:
                 f"({', '.join(info.transform_descriptors)}), which cannot be read here. Its values "
                 "would be garbage. Save it again without extensions."
             )
+
+
+def is_inside(name: str) -> bool:
+    """Returns whether a relative path stays below the folder it is in."""
+    place = PurePosixPath(name)
+    return bool(place.parts) and not place.is_absolute() and ".." not in place.parts
 
 
 def covers_exactly(shape: Sequence[int], boxes: Iterable[Box]) -> bool:

@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 
 from composer_fsdp2.checkpoint.metadata import (
     METADATA,
+    check_counts,
     covers_exactly,
+    is_inside,
     read_metadata,
     senseless_metadata,
 )
@@ -65,9 +67,8 @@ Way = tuple[str | int, ...]
 """the way to a value, before its parts are joined by dots"""
 
 CHECKSUMS = "checksums.json"
-"""Written by our saves beside `.metadata`: the size of every file, for people, and a digest of
-`.metadata`, which is compared. It says how long the files have to be, and the values are covered by
-checksums inside the files, see [Note: checksums] in `pickles`."""
+"""Written by our saves beside `.metadata`: the size of every file, and a digest of `.metadata`.
+The values are covered by the checksums inside the files, see [Note: checksums] in `pickles`."""
 
 
 _DIRECTORY_BYTES = 1 << 16
@@ -218,8 +219,9 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
+        checksums = _read_checksums(path)
         # Before it is unpickled: metadata that is not what was written may ask for much.
-        expected = _read_digest(path)
+        expected = checksums.get("metadata_sha256")
         readable = os.access(path / METADATA, os.R_OK)
         if expected is not None and readable and _digest_of(path / METADATA) != expected:
             raise CheckpointError(
@@ -251,7 +253,8 @@ class FolderCheckpoint(Checkpoint):
                 if isinstance(entry, TensorStorageMetadata)
                 for chunk in entry.chunks
             }
-            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
+            short = self._find_short_files(checksums.get("files", {}))
+            self.problems = dict([*short, *self._find_gaps()])
         except (AttributeError, TypeError, LookupError) as error:
             raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
@@ -362,9 +365,9 @@ class FolderCheckpoint(Checkpoint):
         self.piece(part)
         return self.metadata.storage_data[part].length
 
-    def _find_short_files(self) -> Iterator[tuple[str, str]]:
+    def _find_short_files(self, listed: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         """Yields files that are missing or too short; costs one look at each."""
-        needed: dict[str, int] = {}
+        needed = dict(listed)
         for info in self.metadata.storage_data.values():
             end = info.offset + info.length
             needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
@@ -422,14 +425,17 @@ def _digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _read_digest(folder: Path) -> str | None:
-    """Returns the digest of `.metadata` where our save wrote one."""
+def _read_checksums(folder: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads((folder / CHECKSUMS).read_text())["metadata_sha256"]
-        if not isinstance(found, str):
-            raise TypeError("no digest")
+        found = json.loads((folder / CHECKSUMS).read_text())
+        files, digest = found["files"], found["metadata_sha256"]
+        if not isinstance(files, dict) or not isinstance(digest, str):
+            raise TypeError("no table of files, or no digest")
+        if not all(is_inside(name) for name in files):
+            raise ValueError("a file outside of the folder")
+        check_counts(CHECKSUMS, files.values())
     except FileNotFoundError:
-        return None  # written by somebody else
+        return {}  # written by somebody else
     except (OSError, ValueError, LookupError, TypeError):
         raise CheckpointError(
             f"'{folder / CHECKSUMS}' is damaged. It cannot be told whether the checkpoint is "

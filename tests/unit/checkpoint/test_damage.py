@@ -278,6 +278,17 @@ def test_more_elements_than_bytes(folder: Path):
     found_by(folder, f"of {many * 32} bytes")
 
 
+@pytest.mark.table("../outside-1", ".metadata-nan")
+@pytest.mark.parametrize(
+    ("name", "size"), [("../outside", 1), ("/etc/passwd", 1), (METADATA, math.nan), ("x", "1")]
+)
+def test_checksums_that_make_no_sense(name: str, size: Any, folder: Path):
+    found = json.loads((folder / CHECKSUMS).read_text())
+    found["files"][name] = size
+    (folder / CHECKSUMS).write_text(json.dumps(found))
+    found_by(folder, f"{CHECKSUMS}' is damaged")
+
+
 def test_link_where_a_conversion_is_written(folder: Path, tmp_path: Path):
     precious = tmp_path / "precious"
     precious.mkdir()

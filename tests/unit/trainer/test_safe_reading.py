@@ -13,10 +13,20 @@ ALGORITHM = """
 from composer_fsdp2.trainer.safe_reading import vet_algorithms
 vet_algorithms({"algorithms": [("EMA", {"repr": TEXT})]})
 """
+CHECKSUMS = """
+import json, pathlib, tempfile
+from composer_fsdp2.checkpoint.source import _read_checksums
+with tempfile.TemporaryDirectory() as name:
+    folder = pathlib.Path(name)
+    found = {"files": {"../climbed": 1}, "metadata_sha256": ""}
+    (folder / "checksums.json").write_text(json.dumps(found))
+    _read_checksums(folder)
+"""
 CODE = {
     "another name": ALGORITHM.replace("TEXT", repr("exit()")),
     "a call of a call": ALGORITHM.replace("TEXT", repr("EMA()()")),
     "a comparison": ALGORITHM.replace("TEXT", repr("exit() == EMA()")),
+    "a file elsewhere": CHECKSUMS,
 }
 
 
