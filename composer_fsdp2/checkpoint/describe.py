@@ -400,7 +400,8 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if type(a) is not type(b):
         return False
-    if isinstance(a, np.ndarray | torch.Tensor):
-        equal = np.array_equal if isinstance(a, np.ndarray) else torch.equal
-        return bool(a.dtype == b.dtype and equal(a, b))
+    if isinstance(a, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
     return bool(a == b or (a != a and b != b))

@@ -75,7 +75,7 @@ def _as_today(metadata: Metadata) -> Metadata:
     legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
     if not legacy:
         return metadata
-    today = {key: f"state.{key}" for key in legacy}
+    today: dict[Any, str] = {key: f"state.{key}" for key in legacy}
     return replace(
         metadata,
         state_dict_metadata={

@@ -130,11 +130,14 @@ class _DataUnpickler(pickle.Unpickler):
         # A tensor in a plain pickle holds what `torch.save` wrote of its storage, and torch's own
         # function loads that with `weights_only=False`.
         if (module, name) == ("torch.storage", "_load_from_bytes"):
-            return lambda data: load_object(io.BytesIO(data), str(self._path))
+            return self._load_storage
         for kind in _safe_types():
             if isinstance(kind, type) and (kind.__module__, kind.__qualname__) == (module, name):
                 return kind
         raise _refusal(str(self._path), f"{module}.{name}")
+
+    def _load_storage(self, data: bytes) -> Any:
+        return load_object(io.BytesIO(data), str(self._path))
 
 
 def unpickle(path: Path) -> Any:

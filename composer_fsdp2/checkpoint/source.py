@@ -247,7 +247,7 @@ class FolderCheckpoint(Checkpoint):
             for index in self.metadata.storage_data:
                 self._indices.setdefault(index.fqn, []).append(index)
             # By their offsets: torch's plan keeps their place in `chunks` as a hint only.
-            self._sizes = {
+            self._sizes: dict[tuple[str, Any], torch.Size] = {
                 (key, chunk.offsets): chunk.sizes
                 for key, entry in entries.items()
                 if isinstance(entry, TensorStorageMetadata)
