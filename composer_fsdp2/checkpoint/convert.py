@@ -42,7 +42,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import storage_info
 
-__all__ = ["Advance", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
+__all__ = ["Advance", "counter", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
 
 Advance = Callable[[int, int], object]
 """Told after each part: bytes done so far, bytes in all."""
@@ -50,6 +50,18 @@ Advance = Callable[[int, int], object]
 _PIECE_BYTES = 1 << 28
 """A rank that needs a slice reads whole pieces."""
 _ALIGN = 64
+
+
+def counter(advance: Advance, total: int) -> Callable[[int], None]:
+    """Returns a function that adds bytes, and tells how far it is."""
+    done = 0
+
+    def add(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        advance(done, max(1, total))
+
+    return add
 
 
 def prove_whole(source: Checkpoint) -> None:
@@ -85,21 +97,19 @@ def write_sharded(
     """
     with staged(destination, folder=True) as folder, _Shards(folder, max_file_bytes) as shards:
         prove_whole(source)
-        total = max(1, sum(entry.size_bytes for entry in source.tensors.values()))
-        done = 0
+        read = counter(advance, sum(entry.size_bytes for entry in source.tensors.values()))
         for key in source.paths:
             if key in source.tensors:
                 _write_pieces(key, source.tensor(key), shards)
+                read(source.tensors[key].size_bytes)
             else:
                 shards.entries[key] = BytesStorageMetadata()
                 shards.add(MetadataIndex(key), _saved(source.object(key)))
-            done += source.tensors[key].size_bytes if key in source.tensors else 0
-            advance(done, total)
         shards.finish(source.paths)
 
 
 class _Shards(AbstractContextManager["_Shards"]):
-    """The files of a sharded checkpoint that is being written."""
+    """Writes the files of a sharded checkpoint."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         check_private_members(["checkpoints"])
@@ -180,18 +190,15 @@ def write_full(
         CheckpointError: the source is damaged, or the destination cannot be written; or there are
             no averages.
     """
-    total, done = 2 * max(1, sum(entry.size_bytes for entry in source.tensors.values())), 0
-
-    def read(size_bytes: int) -> None:
-        nonlocal done
-        done += size_bytes
-        advance(done, total)
-
+    # Each tensor is read, and then written.
+    total = 2 * sum(entry.size_bytes for entry in source.tensors.values())
     with staged(destination, folder=False) as path:
         prove_whole(source)
         keys = {key: key for key in source.tensors}
-        values: dict[str, Any] = {**map_copies(source, keys, destination.parent, read)}
-        values = {key: values[key] if key in values else source.object(key) for key in source.paths}
+        copies = map_copies(source, keys, destination.parent, counter(advance, total))
+        values: dict[str, Any] = {
+            key: copies[key] if key in copies else source.object(key) for key in source.paths
+        }
         for first, *others in find_ties(source):
             for other in others:
                 # A checksum says that they are probably equal; this makes it certain.
@@ -205,7 +212,7 @@ def write_full(
             take_trained_weights(nested)
         with path.open("wb") as file:
             torch.save(nested, file)
-        advance(total, total)
+        advance(max(1, total), max(1, total))
 
 
 def map_copies(

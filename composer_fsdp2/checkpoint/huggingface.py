@@ -24,7 +24,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from composer_fsdp2.checkpoint.convert import Advance, map_copies, nest, prove_whole
+from composer_fsdp2.checkpoint.convert import Advance, counter, map_copies, nest, prove_whole
 from composer_fsdp2.checkpoint.describe import MODEL, find_ties
 from composer_fsdp2.checkpoint.source import Checkpoint
 from composer_fsdp2.checkpoint.staging import staged
@@ -128,14 +128,7 @@ def write_huggingface(
     )
     with staged(destination, folder=True) as folder:
         prove_whole(source)
-        total = max(1, sum(source.tensors[key].size_bytes for key in names.values()))
-        done = 0
-
-        def read(size_bytes: int) -> None:
-            nonlocal done
-            done += size_bytes
-            advance(done, total)
-
+        read = counter(advance, sum(source.tensors[key].size_bytes for key in names.values()))
         for file_name, inside in split.filename_to_tensors.items():
             keys = {name: names[name] for name in inside}
             tensors = map_copies(source, keys, destination.parent, read, dtype)

@@ -1,8 +1,8 @@
 """Loads a checkpoint into the state that a run already has: only if it fits, and exactly.
 
 torch fills a state dict key by key and asks only for the keys the run has. Whatever the file has
-beside them is dropped without a word, and hyperparameters go by the number of their group. So what
-fits is settled here first, from names and shapes.
+beside them is dropped without a word, and hyperparameters go by the number of their group. So names
+and shapes are compared here first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Fit:
     shapes: list[str] = field(default_factory=list)
     """names that are there with another shape, and both shapes"""
     left_out: list[str] = field(default_factory=list)
-    """keys that keep the value they have, because nothing is lost by that"""
+    """keys that keep the value of the run, because nothing is lost by that"""
 
 
 def check_fit(
@@ -72,7 +72,7 @@ def check_fit(
 
     Args:
         saved: the checkpoint.
-        wanted: key -> value of the run, flattened. Keys that are not to be loaded are not in it.
+        wanted: key -> value of the run, flattened, without the keys that are not to be loaded.
         strict: whether the model's names must be the same. If not, differences of its names go to
             `left_out`; differences of shape never do.
         ignored: globs over ways joined by `/`, of what the user does not want from the checkpoint.
@@ -258,7 +258,7 @@ def load_sharded(
 
 
 def reason_of(error: CheckpointException) -> str:
-    """The first rank's reason; the others usually say the same."""
+    """Returns the first rank's reason; the others usually say the same."""
     rank, (cause, _) = min(error.failures.items())
     text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
     return text if len(error.failures) > 1 else f"On rank {rank}: {text}"

@@ -50,7 +50,7 @@ _SLICE_BYTES = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Description of one tensor in a header."""
+    """Place, shape and dtype of a tensor, from a header."""
 
     file: Path
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class PretrainedFolder:
-    """The tensors of a folder, known from the headers of its files alone."""
+    """Names, shapes and dtypes of the tensors of a folder, from the headers of its files alone."""
 
     path: Path
     tensors: Mapping[str, StoredTensor]
@@ -125,7 +125,7 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _is_inside(name: str) -> bool:
-    """By the name alone: the cache of downloads is made of links to files elsewhere."""
+    """Looks at the name alone: the cache of downloads is made of links to files elsewhere."""
     path = PurePosixPath(name)
     return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
 
@@ -204,10 +204,10 @@ class PretrainedPlan:
     keys: Mapping[str, str]
     """name in the model -> key in the folder"""
     skipped: tuple[str, ...] = ()
-    """keys of a head this model has not"""
+    """keys of a head that is not part of this model"""
 
     def __str__(self) -> str:
-        """One line per name, for the ranks to compare."""
+        """Returns a line for each name, for the ranks to compare."""
         return "\n".join(f"{name} <- {key}" for name, key in self.keys.items())
 
 
@@ -308,7 +308,7 @@ class PretrainedWeights:
     _open: dict[Path, Any] = field(default_factory=dict[Path, Any])
 
     def __contains__(self, name: object) -> bool:
-        """Whether a name of the model is read from the folder."""
+        """Returns whether a name of the model is read from the folder."""
         return name in self.plan.keys
 
     def read_into(self, target: torch.Tensor, name: str, offsets: Sequence[int]) -> None:

@@ -219,7 +219,7 @@ class _Writer(FileSystemWriter):
 
 
 class CountedPlanner:
-    """A planner that tells of every value it hands out; all else is the planner's own."""
+    """Counts the bytes of values that a planner hands out; all else is the planner's own."""
 
     def __init__(self, planner: SavePlanner, done: Callable[[int], object]) -> None:
         self._planner = planner
