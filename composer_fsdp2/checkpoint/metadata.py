@@ -86,7 +86,7 @@ def _as_today(metadata: Metadata) -> Metadata:
             for key, way in ways.items()
         },
         storage_data={
-            MetadataIndex(today.get(index.fqn, index.fqn), index.offset, index.index): info
+            MetadataIndex(today.get(index.fqn) or index.fqn, index.offset, index.index): info
             for index, info in metadata.storage_data.items()
         },
     )
