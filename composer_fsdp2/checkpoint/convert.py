@@ -6,7 +6,6 @@ the end; here memory does not depend on the size of the checkpoint.
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
 import pickle
@@ -104,7 +103,7 @@ def write_sharded(
                 read(source.tensors[key].size_bytes)
             else:
                 shards.entries[key] = BytesStorageMetadata()
-                shards.add(MetadataIndex(key), _saved(source.object(key)))
+                shards.add(MetadataIndex(key), source.object(key))
         shards.finish(source.paths)
 
 
@@ -124,17 +123,18 @@ class _Shards(AbstractContextManager["_Shards"]):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def add(self, index: MetadataIndex, saved: memoryview) -> None:
-        """Appends what `torch.save` wrote."""
-        file = self._file
-        if file is None or (file.tell() and file.tell() + saved.nbytes > self._limit):
+    def add(self, index: MetadataIndex, value: Any) -> None:
+        """Appends a value; the bytes around a tensor count for the next file."""
+        file, size_bytes = self._file, value.nbytes if isinstance(value, torch.Tensor) else 0
+        if file is None or (file.tell() and file.tell() + size_bytes > self._limit):
             self._stack.close()
             # torch's form of a name, `__<rank>_<number>`. Readers take the names from `.metadata`.
             self._files.append(f"__{len(self._files)}_0.distcp")
             path = self._folder / self._files[-1]
             file = self._file = self._stack.enter_context(path.open("wb"))
-        self._places[index] = storage_info(self._files[-1], file.tell(), saved.nbytes)
-        file.write(saved)
+        start = file.tell()
+        torch.save(value, file)
+        self._places[index] = storage_info(self._files[-1], start, file.tell() - start)
 
     def finish(self, paths: Mapping[str, Way]) -> None:
         """Writes what finds the values, and what proves them whole."""
@@ -157,15 +157,9 @@ def _write_pieces(key: str, tensor: torch.Tensor, shards: _Shards) -> None:
         # `torch.save` writes whole storages, of which the piece is a part.
         own = piece.detach().clone(memory_format=torch.contiguous_format)
         # The number is a hint for the search in `chunks`, and no part of the index's equality.
-        shards.add(MetadataIndex(key, start, number), _saved(own))
+        shards.add(MetadataIndex(key, start, number), own)
     properties = TensorProperties(dtype=tensor.dtype)
     shards.entries[key] = TensorStorageMetadata(properties, tensor.shape, chunks)
-
-
-def _saved(value: Any) -> memoryview:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getbuffer()
 
 
 # --- To one file. ---
