@@ -219,6 +219,7 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
+        self._trusted = trusts(path)
         checksums = _read_checksums(path)
         # Before it is unpickled: metadata that is not what was written may ask for much.
         expected = checksums.get("metadata_sha256")
@@ -316,7 +317,7 @@ class FolderCheckpoint(Checkpoint):
         if index.fqn in self.problems:
             raise self._incomplete()
         file = self.checked(index) if file is None else file
-        found = load_object(file, self.where(index), trusted=trusts(self.path))
+        found = load_object(file, self.where(index), trusted=self._trusted)
         if index.fqn in self.tensors:
             shape = tuple(self._sizes[index.fqn, index.offset])
             dtype = self.tensors[index.fqn].dtype
