@@ -325,7 +325,7 @@ def _name_in(data: bytes) -> str:
 
 def _refusal(where: str, asked: str) -> CheckpointError:
     module, _, name = asked.rpartition(".")
-    asked = f"{_AS_WRITTEN.get(module, module)}.{name}"
+    asked = f"{_AS_WRITTEN.get(module, module)}.{name}".removeprefix(".")
     return CheckpointError(
         f"{where} asks for '{asked}', which is not data. Loading it could execute code that came "
         "with the file, so nothing was loaded. If you trust whoever wrote it, set "
