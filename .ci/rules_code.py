@@ -42,7 +42,7 @@ GLUE = {
 }
 """The libraries we plug into, and the only stages that may know them."""
 TORCH_ALONE = {"ranks", "config", "plan", "blocks", "parallel", "shard", "runtime", "optim"}
-CHECKPOINT_ALONE = {"numpy", "safetensors", "torch", "tqdm"}
+CHECKPOINT_ALONE = {"huggingface_hub", "numpy", "safetensors", "torch", "tqdm"}
 """Libraries that these stages, and checkpoint, may import; no other."""
 REPLACING = (ROOM, "trainer/patches/")
 """The only folders that may assign to attributes of other packages."""

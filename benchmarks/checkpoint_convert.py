@@ -86,8 +86,6 @@ def read(source: Path) -> None:
 
 def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bool) -> None:
     """One conversion and one copy, in a process of their own."""
-    from composer_fsdp2.cli.checkpoint import Kind, _convert
-
     path, out, copied = folder / source, folder / "out", folder / "copied"
     config = folder / "config.json" if to == "hf" else None
 
@@ -95,7 +93,7 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
 
     def ours() -> float:
         with resident.Peak.watched() as peak:
-            taken = seconds(lambda: _convert(path, out, Kind(to), 5 * 10**9, None, config))
+            taken = seconds(lambda: _convert(path, out, to, config))
         peaks.append(peak.above)
         return taken
 
@@ -112,21 +110,24 @@ def measure(conn: Connection, folder: Path, source: str, to: str, copy_first: bo
 
 
 def _warm_up(folder: Path) -> None:
-    from composer_fsdp2.cli.checkpoint import Kind, _convert
-
     small = folder / "small"
     torch.save({"state": {"model": {"model.w": torch.ones(2)}}}, small)
-    for kind in Kind:
-        config = folder / "config.json" if kind is Kind.hf else None
-        _convert(small, folder / "warm", kind, 10**9, None, config)
+    for to in ("sharded", "hf", "full"):
+        _convert(small, folder / "warm", to, folder / "config.json" if to == "hf" else None)
         remove(folder / "warm")
+
+
+def _convert(source: Path, destination: Path, to: str, config: Path | None) -> None:
+    from composer_fsdp2.cli.checkpoint import Kind, convert
+
+    convert(source, destination, Kind(to), config=config)
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, help="on the disk to measure; 7 GB are needed")
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; 9 GB are needed")
     options = parser.parse_args(arguments)
     context = multiprocessing.get_context("spawn")
     figures: dict[str, float] = {}

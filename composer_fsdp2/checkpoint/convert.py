@@ -1,19 +1,16 @@
-"""Converting a checkpoint to the other kind, offline and piece by piece.
+"""Converts a checkpoint to the other kind, offline and piece by piece.
 
 One process, no process group. torch.distributed.checkpoint's own writer keeps every tensor until
-the end; here a tensor goes from the mapped source to the file, and memory does not depend on the
-size of the checkpoint.
+the end; here memory does not depend on the size of the checkpoint.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import math
 import mmap
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -29,24 +26,22 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from composer_fsdp2.checkpoint.averages import take_trained_weights
+from composer_fsdp2.checkpoint.algorithms import take_trained_weights, vet_algorithms_of
 from composer_fsdp2.checkpoint.describe import find_ties
-from composer_fsdp2.checkpoint.descriptions import vet_algorithms_of
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import (
-    CHECKSUMS,
     Checkpoint,
     FileCheckpoint,
-    FolderCheckpoint,
+    TensorEntry,
     Way,
-    digest_of,
+    write_checksums,
 )
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import storage_info
 
-__all__ = ["Advance", "alone", "nest", "prove_whole", "write_full", "write_sharded"]
+__all__ = ["Advance", "counter", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
 
 Advance = Callable[[int, int], object]
 """Told after each part: bytes done so far, bytes in all."""
@@ -54,6 +49,18 @@ Advance = Callable[[int, int], object]
 _PIECE_BYTES = 1 << 28
 """A rank that needs a slice reads whole pieces."""
 _ALIGN = 64
+
+
+def counter(advance: Advance, total: int) -> Callable[[int], None]:
+    """Returns a function that adds bytes, and tells how far it is."""
+    done = 0
+
+    def add(size_bytes: int) -> None:
+        nonlocal done
+        done += size_bytes
+        advance(done, max(1, total))
+
+    return add
 
 
 def prove_whole(source: Checkpoint) -> None:
@@ -64,8 +71,7 @@ def prove_whole(source: Checkpoint) -> None:
     """
     vet_algorithms_of(source)
     if isinstance(source, FileCheckpoint):
-        for _ in source.check():
-            pass
+        source.check()
 
 
 # --- To a folder of shards. ---
@@ -76,9 +82,8 @@ def write_sharded(
 ) -> None:
     """Writes a folder as torch.distributed.checkpoint does, with our checksums beside it.
 
-    From a folder, every piece and object is copied as it is, after its checksum was compared; an
-    optimizer at the root is then where it is today. From a file, every key gets a tensor of its
-    own, in pieces of whole rows.
+    Every key gets a tensor of its own, in pieces of whole rows. An optimizer at the root is then
+    where it is today.
 
     Args:
         source: an open checkpoint.
@@ -91,23 +96,19 @@ def write_sharded(
     """
     with staged(destination, folder=True) as folder, _Shards(folder, max_file_bytes) as shards:
         prove_whole(source)
-        total = max(1, sum(entry.size_bytes for entry in source.tensors.values()))
-        done = 0
+        read = counter(advance, sum(entry.size_bytes for entry in source.tensors.values()))
         for key in source.paths:
-            if isinstance(source, FolderCheckpoint):
-                _copy_raw(source, key, shards)
-            elif key in source.tensors:
+            if key in source.tensors:
                 _write_pieces(key, source.tensor(key), shards)
+                read(source.tensors[key].size_bytes)
             else:
                 shards.entries[key] = BytesStorageMetadata()
-                shards.add(MetadataIndex(key), _saved(source.object(key)))
-            done += source.tensors[key].size_bytes if key in source.tensors else 0
-            advance(done, total)
+                shards.add(MetadataIndex(key), source.object(key))
         shards.finish(source.paths)
 
 
 class _Shards(AbstractContextManager["_Shards"]):
-    """The files of a sharded checkpoint that is being written."""
+    """Writes the files of a sharded checkpoint."""
 
     def __init__(self, folder: Path, max_file_bytes: int) -> None:
         check_private_members(["checkpoints"])
@@ -122,87 +123,43 @@ class _Shards(AbstractContextManager["_Shards"]):
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def add(self, index: MetadataIndex, value: memoryview | torch.Tensor) -> None:
-        """Appends a tensor, or the bytes of what `torch.save` wrote earlier."""
-        file = self._room_for(value.nbytes)
-        start = file.tell()
-        if isinstance(value, torch.Tensor):
-            torch.save(value, file)
-        else:
-            file.write(value)
-        self._places[index] = storage_info(self._files[-1], start, file.tell() - start)
-
-    def _room_for(self, size_bytes: int) -> BinaryIO:
-        file = self._file
+    def add(self, index: MetadataIndex, value: Any) -> None:
+        """Appends a value; the bytes around a tensor count for the next file."""
+        file, size_bytes = self._file, value.nbytes if isinstance(value, torch.Tensor) else 0
         if file is None or (file.tell() and file.tell() + size_bytes > self._limit):
             self._stack.close()
             # torch's form of a name, `__<rank>_<number>`. Readers take the names from `.metadata`.
             self._files.append(f"__{len(self._files)}_0.distcp")
-            file = self._file = self._stack.enter_context(
-                (self._folder / self._files[-1]).open("wb")
-            )
-        return file
+            path = self._folder / self._files[-1]
+            file = self._file = self._stack.enter_context(path.open("wb"))
+        start = file.tell()
+        torch.save(value, file)
+        self._places[index] = storage_info(self._files[-1], start, file.tell() - start)
 
     def finish(self, paths: Mapping[str, Way]) -> None:
         """Writes what finds the values, and what proves them whole."""
         self._stack.close()
         metadata = Metadata(self.entries, dict(paths), self._places, StorageMeta())
         (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
-        checksums = {
-            "files": {name: (self._folder / name).stat().st_size for name in self._files},
-            "metadata_sha256": digest_of(self._folder / METADATA),
-        }
-        (self._folder / CHECKSUMS).write_text(json.dumps(checksums, indent=1) + "\n")
-
-
-def _copy_raw(source: FolderCheckpoint, key: str, shards: _Shards) -> None:
-    shards.entries[key] = source.metadata.state_dict_metadata[key]
-    for index in source.indices(key):
-        source.check_piece(index)
-        shards.add(index, source.raw(index))
+        write_checksums(self._folder)
 
 
 def _write_pieces(key: str, tensor: torch.Tensor, shards: _Shards) -> None:
-    pieces = list(_cut(tensor))
-    shards.entries[key] = TensorStorageMetadata(
-        TensorProperties(dtype=tensor.dtype),
-        tensor.shape,
-        [ChunkStorageMetadata(offsets, piece.shape) for offsets, piece in pieces],
-    )
-    for i, (offsets, piece) in enumerate(pieces):
+    """Writes a tensor in pieces of whole rows."""
+    pieces, rows = (tensor,), 1
+    if tensor.ndim and tensor.numel():
+        rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes)
+        pieces = tensor.split(rows)
+    chunks: list[ChunkStorageMetadata] = []
+    for number, piece in enumerate(pieces):
+        start = torch.Size([number * rows, *[0] * tensor.ndim][: tensor.ndim])
+        chunks.append(ChunkStorageMetadata(start, piece.shape))
+        # `torch.save` writes whole storages, of which the piece is a part.
+        own = piece.detach().clone(memory_format=torch.contiguous_format)
         # The number is a hint for the search in `chunks`, and no part of the index's equality.
-        shards.add(MetadataIndex(key, offsets, i), alone(piece))
-
-
-def _cut(tensor: torch.Tensor) -> Iterator[tuple[torch.Size, torch.Tensor]]:
-    """Views of whole rows and where they begin."""
-    zeros = [0] * tensor.ndim
-    if tensor.nbytes <= _PIECE_BYTES or tensor.ndim == 0:
-        yield torch.Size(zeros), tensor
-        return
-    rows = max(1, _PIECE_BYTES // (tensor.nbytes // len(tensor)))
-    for start in range(0, len(tensor), rows):
-        yield torch.Size([start, *zeros[1:]]), tensor[start : start + rows]
-
-
-def alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values over a storage of their own: `torch.save` writes whole storages, once each.
-
-    The bytes are not copied if the values lie one after another.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/serialization.py#L1141
-    """
-    if tensor.numel() == 0:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-    # As bytes, because numpy has no bfloat16 and no float8.
-    data = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    return torch.frombuffer(data, dtype=tensor.dtype).view(tensor.shape)
-
-
-def _saved(value: Any) -> memoryview:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getbuffer()
+        shards.add(MetadataIndex(key, start, number), own)
+    properties = TensorProperties(dtype=tensor.dtype)
+    shards.entries[key] = TensorStorageMetadata(properties, tensor.shape, chunks)
 
 
 # --- To one file. ---
@@ -218,8 +175,8 @@ def write_full(
 
     Args:
         source: an open checkpoint.
-        destination: a path where nothing is yet. Tensors in several pieces are put together in a
-            file without a name beside it, not in memory.
+        destination: a path where nothing is yet. Tensors are put together in a file without a name
+            beside it, not in memory.
         advance: told how far it is.
         trained: takes the trained weights in place of EMA's averages.
 
@@ -227,20 +184,20 @@ def write_full(
         CheckpointError: the source is damaged, or the destination cannot be written; or there are
             no averages.
     """
+    # Each tensor is read, and then written.
+    total = 2 * sum(entry.size_bytes for entry in source.tensors.values())
     with staged(destination, folder=False) as path:
         prove_whole(source)
-        whole = _Whole(source, destination.parent)
-        total = 2 * max(1, sum(entry.size_bytes for entry in source.tensors.values()))
-        values: dict[str, Any] = {}
-        done = 0
-        for key in source.paths:
-            if key in source.tensors:
-                values[key] = alone(whole.tensor(key))
-                done += source.tensors[key].size_bytes
-                advance(done, total)
-            else:
-                values[key] = source.object(key)
-        _tie(values, find_ties(source))
+        keys = {key: key for key in source.tensors}
+        copies = map_copies(source, keys, destination.parent, counter(advance, total))
+        values: dict[str, Any] = {
+            key: copies[key] if key in copies else source.object(key) for key in source.paths
+        }
+        for first, *others in find_ties(source):
+            for other in others:
+                # A checksum says that they are probably equal; this makes it certain.
+                if torch.equal(values[first], values[other]):
+                    values[other] = values[first]
         nested = nest((source.paths[key], value) for key, value in values.items())
         for optimizer in nested.get("state", {}).get("optimizers", {}).values():
             # A key of its own in a file; a folder has none for an empty dictionary.
@@ -249,79 +206,75 @@ def write_full(
             take_trained_weights(nested)
         with path.open("wb") as file:
             torch.save(nested, file)
-        advance(total, total)
+        advance(max(1, total), max(1, total))
 
 
-class _Whole:
-    """Whole tensors outside of this process's own memory."""
+def map_copies(
+    source: Checkpoint,
+    keys: Mapping[str, str],
+    folder: Path,
+    read: Callable[[int], object],
+    dtype: torch.dtype | None = None,
+) -> dict[str, torch.Tensor]:
+    """Puts tensors into a file without a name and maps it, so that they take no memory.
 
-    def __init__(self, source: Checkpoint, scratch: Path) -> None:
-        self._source = source
-        self._places: dict[str, int] = {}
-        if not isinstance(source, FolderCheckpoint):
-            return
-        with tempfile.TemporaryFile(dir=scratch) as file:
-            for key, entry in source.tensors.items():
-                if len(source.indices(key)) > 1 and entry.size_bytes:
-                    file.seek(math.ceil(file.tell() / _ALIGN) * _ALIGN)
-                    self._places[key] = file.tell()
-                    # One tensor at a time. Written and not mapped: a full disk is an error here,
-                    # and would be a crash there.
-                    file.write(alone(source.tensor(key)).view(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            if self._places:
-                # The mapping keeps the bytes of the file, which has no name, after it is closed.
-                self._data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    Each tensor is the whole of its storage, which `torch.save` and safetensors want.
 
-    def tensor(self, key: str) -> torch.Tensor:
-        if key not in self._places:
-            return self._source.tensor(key)
-        entry, start = self._source.tensors[key], self._places[key]
-        data = self._data[start : start + entry.size_bytes]
-        return torch.frombuffer(data, dtype=entry.dtype).view(entry.shape)
+    Args:
+        source: an open checkpoint.
+        keys: name -> key of a tensor.
+        folder: has room for them.
+        read: told the bytes of each tensor.
+        dtype: of floating point tensors; None keeps each as it is.
+    """
+    entries: dict[str, tuple[int, TensorEntry]] = {}
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for name, key in keys.items():
+            tensor = source.tensor(key).detach()
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            file.seek(math.ceil(file.tell() / _ALIGN) * _ALIGN)
+            entries[name] = (file.tell(), TensorEntry(tuple(tensor.shape), tensor.dtype))
+            # As bytes, because numpy has no bfloat16 and no float8. Written and not mapped: a full
+            # disk is an error here, and would be a crash there.
+            file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+            read(source.tensors[key].size_bytes)
+        file.flush()
+        # The system refuses to map an empty file.
+        empty = not any(entry.size_bytes for _, entry in entries.values())
+        data = memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    copies: dict[str, torch.Tensor] = {}
+    for name, (start, entry) in entries.items():
+        part = data[start : start + entry.size_bytes]
+        # `torch.frombuffer` refuses an empty buffer.
+        flat = (
+            torch.frombuffer(part, dtype=entry.dtype) if part else torch.empty(0, dtype=entry.dtype)
+        )
+        copies[name] = flat.view(entry.shape)
+    return copies
 
 
-def _tie(values: dict[str, Any], ties: Iterable[tuple[str, ...]]) -> None:
-    for first, *others in ties:
-        for other in others:
-            # A checksum says that they are probably equal; this makes it certain.
-            if torch.equal(values[first], values[other]):
-                values[other] = values[first]
-
-
-def nest(items: Iterable[tuple[Way, Any]]) -> dict[str, Any]:
-    """Dictionaries and lists from values and the ways to them.
+def nest(items: Iterable[tuple[Way, Any]]) -> Any:
+    """Makes dictionaries and lists from values and the ways to them.
 
     Raises:
         CheckpointError: two ways contradict each other, or a list has gaps.
     """
-    root: dict[Any, Any] = {}
+    below: dict[str | int, list[tuple[Way, Any]]] = {}
     for way, value in items:
-        place = root
-        for part in way[:-1]:
-            place = place.setdefault(part, _Node())
-            if not isinstance(place, _Node):
-                raise _contradiction(way)
-        if way[-1] in place:
-            raise _contradiction(way)
-        place[way[-1]] = value
-    return {key: _listed(value) for key, value in root.items()}
-
-
-class _Node(dict[Any, Any]):
-    """Not a plain dictionary, which may be a value."""
-
-
-def _listed(value: Any) -> Any:
-    if not isinstance(value, _Node):
-        return value
-    inside = {key: _listed(item) for key, item in value.items()}
+        below.setdefault(way[0], []).append((way[1:], value))
+    found: dict[str | int, Any] = {}
+    for part, inside in below.items():
+        values = [value for rest, value in inside if not rest]
+        if values and len(inside) > 1:
+            raise _contradiction((part,))
+        found[part] = values[0] if values else nest(inside)
     # torch makes text of the keys of dictionaries, so a number is always a place in a list.
-    if not any(isinstance(key, int) for key in inside):
-        return inside
-    if inside.keys() != set(range(len(inside))):
-        raise _contradiction(tuple(inside))
-    return [inside[i] for i in range(len(inside))]
+    if not any(isinstance(part, int) for part in found):
+        return found
+    if found.keys() != set(range(len(found))):
+        raise _contradiction(tuple(found))
+    return [found[place] for place in range(len(found))]
 
 
 def _contradiction(way: Way) -> CheckpointError:

@@ -1,4 +1,4 @@
-"""From a checkpoint to a folder that `from_pretrained` loads, one tensor at a time.
+"""Converts a checkpoint to a folder that `from_pretrained` loads, one file at a time.
 
 Composer keeps the Hugging Face config and the tokenizer's files in the checkpoint, under
 `state.integrations.huggingface`, as the values that were in the JSON files.
@@ -6,24 +6,27 @@ Composer keeps the Hugging Face config and the tokenizer's files in the checkpoi
 [Note: tied weights] `from_pretrained` ties word embeddings again if the config says so, and
 nothing else. So of equal word embeddings the first is written, and of everything else every name:
 a name too many costs bytes, a name too few leaves a weight at random values.
+
+[Note: adapters] A checkpoint with LoRA adapters keeps the names of the model's parameters and
+PEFT's configuration. The folder that PEFT loads has the names without that of the adapter, which is
+chosen anew by whoever loads it. Source: `get_peft_model_state_dict` of peft 0.16, for LoRA.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
 
-from composer_fsdp2.checkpoint.adapters import adapter_names, write_adapters
-from composer_fsdp2.checkpoint.convert import Advance, nest, prove_whole
+from composer_fsdp2.checkpoint.convert import Advance, counter, map_copies, nest, prove_whole
 from composer_fsdp2.checkpoint.describe import MODEL, find_ties
-from composer_fsdp2.checkpoint.source import Checkpoint, TensorEntry
+from composer_fsdp2.checkpoint.source import Checkpoint
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.errors import CheckpointError
 
@@ -34,32 +37,43 @@ _PREFIX = "model."
 """of the HuggingFaceModel around the model"""
 _SMALL_FILES = (".jinja", ".json", ".model", ".txt")
 _EXPORTED = {"attn_impl": "torch", "init_device": "cpu"}
-_BLOCK = 1 << 24
-"""elements written at once"""
-_DTYPES = {
-    torch.bool: "BOOL",
-    torch.bfloat16: "BF16",
-    torch.complex64: "C64",
-    torch.float16: "F16",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int16: "I16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-}
+_ADAPTER = "default"
+"""the only one of a HuggingFaceModel"""
+_WHOLE = f".modules_to_save.{_ADAPTER}."
+_MAGNITUDE = f"lora_magnitude_vector.{_ADAPTER}.weight"
+_EMBEDDINGS = ("embed_tokens", "lm_head")
+# A folder of shards has no keys for empty dictionaries.
+_EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
 
 
 @dataclass(slots=True)
-class _Pretrained:
+class _Beside:
     """Files beside the weights."""
 
-    config: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
     model_class: str = ""
     files: dict[str, bytes] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        for name, data in self.files.items():
+            if (folder / name).exists():
+                raise CheckpointError(
+                    f"The checkpoint calls a file of its tokenizer '{name}', as one of the model "
+                    "is called. It would take its place. Do not use this checkpoint."
+                )
+            (folder / name).write_bytes(data)
+
+    def remarks(self) -> list[str]:
+        remarks: list[str] = []
+        # Without a dot it is unknown, or FSDP2 has hidden where it is.
+        if "." in self.model_class and not self.model_class.startswith("transformers."):
+            remarks.append(
+                f"The model's class is {self.model_class}, not one of transformers: load it with "
+                "from_pretrained of that class. The code of the class is not in the checkpoint."
+            )
+        if not any(name.startswith("token") or name.endswith(".model") for name in self.files):
+            remarks.append("The checkpoint holds no tokenizer: save one beside the weights.")
+        return remarks
 
 
 def write_huggingface(
@@ -75,7 +89,7 @@ def write_huggingface(
 
     Of a checkpoint with adapters of PEFT these alone, as PEFT does, and its `adapter_config.json`.
 
-    Memory: one tensor, where it is in several pieces; all adapters.
+    Memory: one tensor; the weights of one file are in a file without a name beside `destination`.
 
     Args:
         source: an open checkpoint of a HuggingFaceModel.
@@ -84,65 +98,57 @@ def write_huggingface(
         advance: told how far it is.
         dtype: of all floating point weights; None keeps each as it is.
         config: a `config.json`, or a folder with one and perhaps the tokenizer's files, instead of
-            what the checkpoint holds.
+            those that the checkpoint holds.
 
     Returns:
-        What its user should know, one sentence each.
+        Sentences for the user.
 
     Raises:
         CheckpointError: the checkpoint holds no config, or no Hugging Face model, or is damaged;
             or the destination cannot be written.
     """
-    values = _integration(source)
+    values = nest(
+        (way, source.tensor(key) if key in source.tensors else source.object(key))
+        for key, way in source.under(*_STORED).items()
+        if way
+    )
     if "peft_config" in values.get("model", {}):
-        return _write_peft(source, destination, advance, values, dtype, config)
-    found = _given(config) if config is not None else _stored(source, values)
-    names = _names(source, _second_names(source, found.config))
-    entries = {name: _as_written(source.tensors[key], dtype) for name, key in names.items()}
-    files = _divide(entries, max_file_bytes)
+        return _write_adapters(source, destination, advance, values, dtype, config)
+    beside = _stored(source, values) if config is None else _given(config)
+    names = _names(source, _second_names(source, beside.config))
+    # Tensors on meta, to divide them into files before any is read.
+    entries: dict[str, torch.Tensor] = {}
+    for name, key in names.items():
+        entry = source.tensors[key]
+        cast = dtype if entry.dtype.is_floating_point and dtype is not None else entry.dtype
+        entries[name] = torch.empty(entry.shape, dtype=cast, device="meta")
+    # The pattern gives the names that transformers uses.
+    split = split_torch_state_dict_into_shards(
+        entries, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_bytes
+    )
     with staged(destination, folder=True) as folder:
         prove_whole(source)
-        total = max(1, sum(source.tensors[key].size_bytes for key in names.values()))
-        done = 0
-        for file_name, inside in files.items():
-            with (folder / file_name).open("wb") as file:
-                _write_header(file, {name: entries[name] for name in inside})
-                for name in inside:
-                    _write_values(file, source.tensor(names[name]), entries[name].dtype)
-                    done += source.tensors[names[name]].size_bytes
-                    advance(done, total)
-        if len(files) > 1:
-            _write_index(folder, files, entries)
-        found.config.update(_about_weights(found, entries))
-        (folder / "config.json").write_text(_json(found.config))
-        _write_beside(folder, found.files)
-    return _remarks(found)
+        read = counter(advance, sum(source.tensors[key].size_bytes for key in names.values()))
+        for file_name, inside in split.filename_to_tensors.items():
+            keys = {name: names[name] for name in inside}
+            tensors = map_copies(source, keys, destination.parent, read, dtype)
+            # `from_pretrained` raises when there is no `format` that it knows.
+            save_file(tensors, folder / file_name, metadata={"format": "pt"})
+        if split.is_sharded:
+            index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+            (folder / "model.safetensors.index.json").write_text(_json(index))
+        # What `save_pretrained` of a model would have added.
+        dtypes = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
+        if len(dtypes) == 1:
+            beside.config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        if beside.model_class and not beside.config.get("architectures"):
+            beside.config["architectures"] = [beside.model_class.rpartition(".")[2]]
+        (folder / "config.json").write_text(_json(beside.config))
+        beside.write(folder)
+    return beside.remarks()
 
 
-# --- Config and tokenizer. ---
-
-
-def _integration(source: Checkpoint) -> dict[str, Any]:
-    keys = source.under(*_STORED)
-    return nest((way, _value(source, key)) for key, way in keys.items())
-
-
-def _stored(source: Checkpoint, values: Mapping[str, Any]) -> _Pretrained:
-    if "config" not in values.get("model", {}):
-        raise CheckpointError(
-            f"'{source.path}' holds no Hugging Face config, because its model was no "
-            "HuggingFaceModel or the save left it out. Without it nobody knows which class the "
-            "weights belong to. Give --config with a config.json, or with a folder that has one."
-        )
-    stored = values["model"]["config"]
-    return _Pretrained(
-        _as_saved(stored["content"]),
-        _own_class(str(stored.get("class", ""))),
-        dict(_tokenizer_files(values.get("tokenizer", {}), source.path)),
-    )
-
-
-def _write_peft(
+def _write_adapters(
     source: Checkpoint,
     destination: Path,
     advance: Advance,
@@ -150,6 +156,7 @@ def _write_peft(
     dtype: torch.dtype | None,
     config: Path | None,
 ) -> list[str]:
+    """Writes `adapter_model.safetensors` and `adapter_config.json`, as `save_pretrained` does."""
     if config is not None:
         raise CheckpointError(
             f"'{source.path}' holds adapters of PEFT, and --config is given. Their folder has no "
@@ -157,65 +164,146 @@ def _write_peft(
         )
     settings = values["model"]["peft_config"]["content"]
     keys = _names(source, set())
-    stored = values["model"].get("config", {}).get("content", {})
-    embeddings = _embeddings(source, keys, stored)
-    base_size = _base_vocabulary(settings)
-    resized = base_size is not None and stored.get("vocab_size") not in (None, base_size)
-    names = adapter_names(settings, keys, source.path, embeddings=embeddings, resized=resized)
-    found = _Pretrained({}, files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
+    # Matrices with a row for each token.
+    size = values["model"].get("config", {}).get("content", {}).get("vocab_size")
+    shapes = {name: source.tensors[key].shape for name, key in keys.items()}
+    embeddings = [n for n, shape in shapes.items() if len(shape) == 2 and shape[0] == size]
+    base = settings.get("base_model_name_or_path")
+    base_size = None
+    if base:
+        try:
+            text = (Path(base) / "config.json").read_text(encoding="utf-8")
+            base_size = json.loads(text).get("vocab_size")
+        except (OSError, ValueError):
+            base_size = None  # it is no folder on this machine
+    resized = base_size is not None and size not in (None, base_size)
+    names = _adapter_names(settings, list(keys), source.path, embeddings, resized=resized)
+    beside = _Beside(files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
     with staged(destination, folder=True) as folder:
         prove_whole(source)
-        keys = {name: keys[inside] for name, inside in names.items()}
-        write_adapters(source, folder, settings, keys, dtype)
-        _write_beside(folder, found.files)
+        chosen = {name: keys[inside] for name, inside in names.items()}
+        tensors = map_copies(source, chosen, destination.parent, lambda _: None, dtype)
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        written = {**{key: {} for key in _EMPTY}, **settings, "inference_mode": True}
+        text = json.dumps(written, indent=2, sort_keys=True)
+        (folder / "adapter_config.json").write_text(text)
+        beside.write(folder)
     advance(1, 1)
-    base = settings.get("base_model_name_or_path") or "the base model"
+    base = base or "the base model"
     remarks = [f"These are adapters: load {base} first, then them with PeftModel."]
     if embeddings and base_size is None:
         remarks.append(
             f"{base} is no folder on this machine: it is taken to have as many tokens. If the "
             "vocabulary was resized, the embeddings are missing here."
         )
-    return [*_remarks(found), *remarks]
+    return [*beside.remarks(), *remarks]
 
 
-def _embeddings(
-    source: Checkpoint, keys: Mapping[str, str], config: Mapping[str, Any]
-) -> list[str]:
-    """Names of the matrices with a row for each token."""
-    shapes = {name: source.tensors[key].shape for name, key in keys.items()}
-    size = config.get("vocab_size")
-    return [n for n, shape in shapes.items() if len(shape) == 2 and shape[0] == size]
+def _adapter_names(
+    config: Mapping[str, Any],
+    names: list[str],
+    path: Path,
+    embeddings: Collection[str],
+    *,
+    resized: bool,
+) -> dict[str, str]:
+    """Returns name for PEFT -> name in the model, see [Note: adapters].
+
+    Args:
+        config: PEFT's, from the checkpoint.
+        names: of all weights of the Hugging Face model that the checkpoint has.
+        path: the checkpoint, for the errors.
+        embeddings: those of them with a row for each token.
+        resized: whether the model has another number of tokens than its base, which PEFT answers
+            by writing the embeddings whole.
+
+    Raises:
+        CheckpointError: they are no adapters that this is written for.
+    """
+    kind, bias = config.get("peft_type"), config.get("bias", "none")
+    if kind != "LORA" or bias not in ("none", "all", "lora_only"):
+        raise CheckpointError(
+            f"'{path}' holds adapters with peft_type {kind!r} and bias {bias!r}. Which weights "
+            "belong to them is known for LoRA only, and some could be left out. Load it with the "
+            "Trainer and call save_pretrained of the model."
+        )
+    if config.get("trainable_token_indices"):
+        raise CheckpointError(
+            f"'{path}' holds trained rows of an embedding (trainable_token_indices). They are not "
+            "written yet, and without them the adapters are not what was trained. Load it with the "
+            "Trainer and call save_pretrained of the model."
+        )
+    adapted = [name for name in names if "lora_" in name and _ADAPTER in name]
+    chosen = list(adapted)
+    if bias == "all":
+        chosen += [name for name in names if "bias" in name]
+    elif bias == "lora_only":
+        beside = {name.partition("lora_")[0] + "bias" for name in adapted}
+        chosen += [name for name in names if name in beside]
+    found = {_for_peft(name): name for name in chosen}
+    found |= {_for_peft(name.replace(_WHOLE, ".")): name for name in names if _WHOLE in name}
+    # PEFT writes an embedding whole beside its adapter.
+    targets = [each for each in _EMBEDDINGS if each in (config.get("target_modules") or ())]
+    modules = tuple(f"{each}.base_layer." for each in targets)
+    found |= {name: name for name in names if any(module in name for module in modules)}
+    if resized and not targets:
+        if not embeddings:
+            raise CheckpointError(
+                f"'{path}' holds adapters of a model with another number of tokens than its base, "
+                "and not the embeddings. What was computed for the other tokens could not be found "
+                "again. Train with should_save_peft_only: false, or load it with the Trainer and "
+                "call save_pretrained."
+            )
+        whole = tuple(name.removesuffix("weight") for name in embeddings)
+        found |= {name: name for name in names if name.startswith(whole)}
+    if not found:
+        raise CheckpointError(
+            f"'{path}' has the configuration of adapters, and no weights of them. There is nothing "
+            "to convert. Give a checkpoint of the run that trained them."
+        )
+    return found
 
 
-def _base_vocabulary(settings: Mapping[str, Any]) -> int | None:
-    """How many tokens the base model has, if it is a folder on this machine."""
-    base = settings.get("base_model_name_or_path")
-    if not base:
-        return None
-    file = Path(base) / "config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
-    except (OSError, ValueError):
-        return None
+def _for_peft(name: str) -> str:
+    # DoRA's magnitude was a parameter before PEFT made it a layer with a `weight`. In files PEFT
+    # keeps the old name.
+    if name.endswith(_MAGNITUDE):
+        name = name.removesuffix(".weight")
+    return name.replace(f".{_ADAPTER}", "")
 
 
-def _as_saved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as the export of a model writes it; Composer saves the one of the running model.
+# --- Config and tokenizer. ---
+
+
+def _stored(source: Checkpoint, values: Mapping[str, Any]) -> _Beside:
+    """Returns the files that the checkpoint holds."""
+    if "config" not in values.get("model", {}):
+        raise CheckpointError(
+            f"'{source.path}' holds no Hugging Face config, because its model was no "
+            "HuggingFaceModel or the save left it out. Without it nobody knows which class the "
+            "weights belong to. Give --config with a config.json, or with a folder that has one."
+        )
+    stored = values["model"]["config"]
+    model_class = str(stored.get("class", ""))
+    # FSDP2 makes a class of its own, in whose name Composer saved no module of the model's.
+    if model_class.startswith("torch.distributed."):
+        model_class = model_class.rpartition(".")[2].removeprefix("FSDP")
+    files = dict(_tokenizer_files(values.get("tokenizer", {}), source.path))
+    return _Beside(_as_exported(stored["content"]), model_class, files)
+
+
+def _as_exported(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config as the export of a model writes it; Composer saves the running model's.
 
     Source: `PreTrainedModel.save_pretrained`, without whose first change attention is the slowest
     kind; LLM Foundry's `HuggingFaceCheckpointer` for the others, which are settings of MPT.
     """
     settings = {
-        key: _as_saved(value) if isinstance(value, Mapping) else value
+        key: _as_exported(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if key != "_attn_implementation_autoset"
     }
     return settings | {key: value for key, value in _EXPORTED.items() if key in settings}
-
-
-def _value(source: Checkpoint, key: str) -> Any:
-    return source.tensor(key) if key in source.tensors else source.object(key)
 
 
 def _tokenizer_files(stored: Mapping[str, Any], path: Path) -> Iterator[tuple[str, bytes]]:
@@ -229,89 +317,44 @@ def _tokenizer_files(stored: Mapping[str, Any], path: Path) -> Iterator[tuple[st
                 "could be written anywhere. Do not use this checkpoint."
             )
         if suffix == ".json":
-            yield file_name, _json(content).encode()
-        elif isinstance(content, bytes):
-            yield file_name, content
-        else:
-            text = content if isinstance(content, str) else "\n".join(content)
-            yield file_name, text.encode()
+            content = _json(content)
+        elif isinstance(content, list | tuple):
+            content = "\n".join(content)
+        yield file_name, content if isinstance(content, bytes) else content.encode()
 
 
-def _write_beside(folder: Path, files: Mapping[str, bytes]) -> None:
-    for name, data in files.items():
-        if (folder / name).exists():
-            raise CheckpointError(
-                f"The checkpoint calls a file of its tokenizer '{name}', as one of the model is "
-                "called. It would take its place. Do not use this checkpoint."
-            )
-        (folder / name).write_bytes(data)
-
-
-def _given(path: Path) -> _Pretrained:
+def _given(path: Path) -> _Beside:
+    """Returns the files of --config."""
     folder = path if path.is_dir() else None
     file = path / "config.json" if folder else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        small = sorted(folder.iterdir()) if folder else []
+        if not isinstance(config, dict):
+            raise TypeError(f"it holds a {type(config).__name__}")
         files = {
             item.name: item.read_bytes()
-            for item in small
+            for item in (sorted(folder.iterdir()) if folder else ())
             if item.suffix in _SMALL_FILES
             and item.name != "config.json"
             and not item.name.endswith(".index.json")
         }
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"--config cannot be read from '{file}': {error}. Without it nobody knows which class "
             "the weights belong to. Give a config.json, or a folder that has one."
         ) from None
-    if not isinstance(config, dict):
-        raise CheckpointError(
-            f"'{file}' is no config: it holds a {type(config).__name__}. Without one nobody knows "
-            "which class the weights belong to. Give a config.json, or a folder that has one."
-        )
-    return _Pretrained(config, files=files)
+    return _Beside(config, files=files)
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-def _own_class(saved: str) -> str:
-    """Returns the name of a model's class; FSDP2 hides its module where Composer saved it."""
-    module, _, name = saved.rpartition(".")
-    return name.removeprefix("FSDP") if module.startswith("torch.distributed.") else saved
-
-
-def _about_weights(found: _Pretrained, entries: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Settings of the config that `save_pretrained` of a model would have added."""
-    settings: dict[str, Any] = {}
-    dtypes = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
-    if len(dtypes) == 1:
-        settings["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
-    if found.model_class and not found.config.get("architectures"):
-        settings["architectures"] = [found.model_class.rpartition(".")[2]]
-    return settings
-
-
-def _remarks(found: _Pretrained) -> list[str]:
-    remarks: list[str] = []
-    # Without a dot it is unknown, or FSDP2 has hidden where it is.
-    if "." in found.model_class and not found.model_class.startswith("transformers."):
-        remarks.append(
-            f"The model's class is {found.model_class}, not one of transformers: load it with "
-            "from_pretrained of that class. The code of the class is not in the checkpoint."
-        )
-    if not any(name.startswith("token") or name.endswith(".model") for name in found.files):
-        remarks.append("The checkpoint holds no tokenizer: save one beside the weights.")
-    return remarks
-
-
 # --- Weights. ---
 
 
 def _names(source: Checkpoint, again: set[str]) -> dict[str, str]:
-    """Name for Hugging Face -> key, in the order of the model, without the keys `again`."""
+    """Returns name for Hugging Face -> key, in the order of the model, without the keys `again`."""
     names: dict[str, str] = {}
     for key, way in source.under(*MODEL).items():
         name = ".".join(map(str, way))
@@ -333,7 +376,7 @@ def _names(source: Checkpoint, again: set[str]) -> dict[str, str]:
 
 
 def _second_names(source: Checkpoint, config: Mapping[str, Any]) -> set[str]:
-    """Keys to leave out, see [Note: tied weights]."""
+    """Returns keys to leave out, see [Note: tied weights]."""
     if False in _settings(config, "tie_word_embeddings"):
         return set()
     vocabularies = {size for size in _settings(config, "vocab_size") if isinstance(size, int)}
@@ -341,82 +384,15 @@ def _second_names(source: Checkpoint, config: Mapping[str, Any]) -> set[str]:
     for first, *others in find_ties(source):
         shape = source.tensors[first].shape
         if len(shape) == 2 and shape[0] in vocabularies:
-            again.update(key for key in others if _equal(source, first, key))
+            whole = source.tensor(first)
+            again.update(key for key in others if torch.equal(whole, source.tensor(key)))
     return again
 
 
 def _settings(config: Mapping[str, Any], name: str) -> Iterator[Any]:
-    """Every value of a setting: models of several parts have a config for each."""
+    """Yields every value of a setting: models of several parts have a config for each."""
     for key, value in config.items():
         if key == name:
             yield value
         elif isinstance(value, Mapping):
             yield from _settings(value, name)
-
-
-def _equal(source: Checkpoint, first: str, second: str) -> bool:
-    return torch.equal(source.tensor(first), source.tensor(second))
-
-
-def _as_written(entry: TensorEntry, dtype: torch.dtype | None) -> TensorEntry:
-    cast = dtype is not None and entry.dtype.is_floating_point
-    written = TensorEntry(entry.shape, dtype if cast and dtype is not None else entry.dtype)
-    if written.dtype not in _DTYPES:
-        raise CheckpointError(
-            f"A weight has the dtype {written.dtype}, which safetensors does not know. It cannot "
-            "be written. Convert with --to full."
-        )
-    return written
-
-
-def _divide(entries: Mapping[str, TensorEntry], max_bytes: int) -> dict[str, list[str]]:
-    """File -> names, with the file names that transformers uses."""
-    groups: list[list[str]] = []
-    size = math.inf
-    for name, entry in entries.items():
-        if size + entry.size_bytes > max_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(name)
-        size += entry.size_bytes
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    n = len(groups)
-    return {f"model-{i:05d}-of-{n:05d}.safetensors": names for i, names in enumerate(groups, 1)}
-
-
-def _write_header(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> None:
-    """Source: github.com/huggingface/safetensors, README, "Format"."""
-    # `from_pretrained` raises when there is metadata without a `format` that it knows.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name, entry in entries.items():
-        end = start + entry.size_bytes
-        header[name] = {
-            "dtype": _DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
-        }
-        start = end
-    data = json.dumps(header, separators=(",", ":")).encode()
-    # Spaces at the end are JSON, and the data then begins at a multiple of 8 bytes.
-    data += b" " * (-len(data) % 8)
-    file.write(struct.pack("<Q", len(data)) + data)
-
-
-def _write_values(file: BinaryIO, tensor: torch.Tensor, dtype: torch.dtype) -> None:
-    flat = tensor.detach().reshape(-1)
-    for start in range(0, len(flat), _BLOCK):
-        block = flat[start : start + _BLOCK].to(dtype)
-        # As bytes, because numpy has no bfloat16 and no float8.
-        file.write(block.view(torch.uint8).numpy().data)
-
-
-def _write_index(
-    folder: Path, files: Mapping[str, Iterable[str]], entries: Mapping[str, TensorEntry]
-) -> None:
-    index = {
-        "metadata": {"total_size": sum(entry.size_bytes for entry in entries.values())},
-        "weight_map": {name: file for file, names in files.items() for name in names},
-    }
-    (folder / "model.safetensors.index.json").write_text(_json(index))

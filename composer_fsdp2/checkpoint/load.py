@@ -1,25 +1,24 @@
-"""Loading a checkpoint into what a run already has: only if it fits, and exactly.
+"""Loads a checkpoint into the state that a run already has: only if it fits, and exactly.
 
 torch fills a state dict key by key and asks only for the keys the run has. Whatever the file has
-beside them is dropped without a word, and hyperparameters go by the number of their group. So what
-fits is settled here first, from names and shapes.
+beside them is dropped without a word, and hyperparameters go by the number of their group. So names
+and shapes are compared here first.
 """
 
 from __future__ import annotations
 
 import fnmatch
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from composer_fsdp2.checkpoint.pickles import load_object, trusts
 from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.progress import counting_bytes
@@ -48,7 +47,7 @@ _OPTIONAL = (
 
 @dataclass(slots=True)
 class Fit:
-    """How a checkpoint's keys lie against those of a run."""
+    """Differences between the keys of a checkpoint and those of a run."""
 
     missing: list[str] = field(default_factory=list)
     """names the run needs and the checkpoint has not"""
@@ -57,7 +56,7 @@ class Fit:
     shapes: list[str] = field(default_factory=list)
     """names that are there with another shape, and both shapes"""
     left_out: list[str] = field(default_factory=list)
-    """keys that keep the value they have, because nothing is lost by that"""
+    """keys that keep the value of the run, because nothing is lost by that"""
 
 
 def check_fit(
@@ -73,7 +72,7 @@ def check_fit(
 
     Args:
         saved: the checkpoint.
-        wanted: key -> value of the run, flattened. Keys that are not to be loaded are not in it.
+        wanted: key -> value of the run, flattened, without the keys that are not to be loaded.
         strict: whether the model's names must be the same. If not, differences of its names go to
             `left_out`; differences of shape never do.
         ignored: globs over ways joined by `/`, of what the user does not want from the checkpoint.
@@ -92,10 +91,12 @@ def check_fit(
                 run = tuple(value.shape)
                 fit.shapes.append(f"{key} (checkpoint {have}, run {run})")
         elif key not in saved.tensors and not _holds(saved, key):
-            optional = any(fnmatch.fnmatchcase(key, pattern) for pattern in _OPTIONAL)
-            optional = optional and not _is_learned(key, value)
-            optional = optional or _is_new_part(saved, key)
-            optional = optional or (not strict and key.startswith(_MODEL))
+            learned = isinstance(value, torch.Tensor) and not key.startswith("rng.")
+            optional = (
+                (not learned and any(fnmatch.fnmatchcase(key, glob) for glob in _OPTIONAL))
+                or _is_new_part(saved, key)
+                or (not strict and key.startswith(_MODEL))
+            )
             (fit.left_out if optional else fit.missing).append(key)
     parts = {key.split(".")[1] for key in wanted if key.startswith(("state.model", "state.opt"))}
     for key in saved.tensors:
@@ -106,44 +107,9 @@ def check_fit(
             continue
         loose = not strict and key.startswith(_MODEL)
         (fit.left_out if loose else fit.unexpected).append(key)
-    _raise_unfit(saved, fit)
-    return fit
-
-
-def _is_ignored(way: Way, ignored: Sequence[str]) -> bool:
-    starts = ["/".join(map(str, way[:n])) for n in range(1, len(way) + 1)]
-    return any(fnmatch.fnmatchcase(start, glob) for start in starts for glob in ignored)
-
-
-def _is_learned(key: str, value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not key.startswith("rng.")
-
-
-def _holds(saved: Checkpoint, key: str) -> bool:
-    """Whether it has the key, or an object that contains it, as before torch 2.4."""
-    while key:
-        if key in saved.objects:
-            return True
-        key = key.rpartition(".")[0]
-    return False
-
-
-_PARTS = ("callbacks", "algorithms", "schedulers")
-
-
-def _is_new_part(saved: Checkpoint, key: str) -> bool:
-    """Whether it is of a callback, algorithm or scheduler that the saved run did not have."""
-    parts = key.split(".")
-    if parts[0] != "state" or parts[1] not in _PARTS:
-        return False
-    name = ".".join(parts[:3])
-    return not any(k == name or k.startswith(f"{name}.") for k in (*saved.objects, *saved.tensors))
-
-
-def _raise_unfit(saved: Checkpoint, fit: Fit) -> None:
     differences = [
-        f"{what}: {_shown(names)}"
-        for what, names in (
+        f"{kind}: {_shown(names)}"
+        for kind, names in (
             ("not in the checkpoint", fit.missing),
             ("not in the run", fit.unexpected),
             ("of another shape", fit.shapes),
@@ -157,6 +123,30 @@ def _raise_unfit(saved: Checkpoint, fit: Fit) -> None:
             "the model and optimizer it was saved with, or name in `load_ignore_keys` what should "
             "not be loaded."
         )
+    return fit
+
+
+def _is_ignored(way: Way, ignored: Sequence[str]) -> bool:
+    starts = ["/".join(map(str, way[:n])) for n in range(1, len(way) + 1)]
+    return any(fnmatch.fnmatchcase(start, glob) for start in starts for glob in ignored)
+
+
+def _holds(saved: Checkpoint, key: str) -> bool:
+    """Returns whether it has the key, or an object that contains it, as before torch 2.4."""
+    while key:
+        if key in saved.objects:
+            return True
+        key = key.rpartition(".")[0]
+    return False
+
+
+def _is_new_part(saved: Checkpoint, key: str) -> bool:
+    """Returns whether it is of a callback, algorithm or scheduler that the saved run had not."""
+    parts = key.split(".")
+    if parts[0] != "state" or parts[1] not in ("callbacks", "algorithms", "schedulers"):
+        return False
+    name = ".".join(parts[:3])
+    return not any(k == name or k.startswith(f"{name}.") for k in (*saved.objects, *saved.tensors))
 
 
 def _shown(names: Sequence[str]) -> str:
@@ -203,26 +193,33 @@ def read_items(saved: FolderCheckpoint, plan: LoadPlan, planner: LoadPlanner) ->
     Raises:
         CheckpointError: a piece is damaged, could execute code, or has not the promised shape.
     """
-    trusted = trusts(saved.path)
-    sizes = {item.storage_index: _size(saved, item) for item in plan.items}
-    with counting_bytes(f"Loading {saved.path.name}", sum(sizes.values())) as advance:
-        # Pieces that lie behind each other are read one after the other.
-        for item in sorted(plan.items, key=lambda item: _place(saved, item)):
-            _read_item(saved, item, planner, trusted=trusted)
-            advance(sizes.pop(item.storage_index, 0))
+    wanted: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in plan.items:
+        wanted.setdefault(item.storage_index, []).append(item)
+    places = saved.metadata.storage_data
+    # Pieces that lie behind each other are read one after the other.
+    order = sorted(wanted, key=lambda index: (places[index].relative_path, places[index].offset))
+    total = sum(places[index].length for index in wanted)
+    with counting_bytes(f"Loading {saved.path.name}", total) as advance:
+        for index in order:
+            group = wanted[index]
+            if index.fqn in saved.tensors:
+                piece = saved.piece(index)
+                for item in group:
+                    _copy_part(saved, item, piece, planner)
+            else:
+                file = saved.checked(index)
+                saved.piece(index, file)
+                for item in group:
+                    # The bytes execute nothing, so the planner may load them its own way.
+                    file.seek(0)
+                    planner.load_bytes(item, file)
+            advance(places[index].length)
 
 
-def _read_item(
-    saved: FolderCheckpoint, item: ReadItem, planner: LoadPlanner, *, trusted: bool
+def _copy_part(
+    saved: FolderCheckpoint, item: ReadItem, piece: torch.Tensor, planner: LoadPlanner
 ) -> None:
-    archive = saved.archive(item.storage_index)
-    if item.type == LoadItemType.BYTE_IO:
-        archive.check()
-        # What passes here cannot execute anything when the planner loads it its own way.
-        load_object(archive.data, archive.where, trusted=trusted)
-        planner.load_bytes(item, io.BytesIO(archive.data))
-        return
-    piece = saved.chunk(item.storage_index)
     try:
         # These offsets count from the stored piece. `resolve_tensor` has narrowed the target.
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
@@ -233,20 +230,11 @@ def _read_item(
             raise ValueError("another shape")
     except (RuntimeError, ValueError, IndexError):
         raise CheckpointError(
-            f"{archive.where} has not the shape its metadata promises. The file belongs to "
-            "another checkpoint. Restore the right file, or take another checkpoint."
+            f"{saved.where(item.storage_index)} has not the shape its metadata promises. The file "
+            "belongs to another checkpoint. Restore the right file, or take another checkpoint."
         ) from None
     target.copy_(piece)
     planner.commit_tensor(item, target)
-
-
-def _size(saved: FolderCheckpoint, item: ReadItem) -> int:
-    return saved.metadata.storage_data[item.storage_index].length
-
-
-def _place(saved: FolderCheckpoint, item: ReadItem) -> tuple[str, int]:
-    info = saved.metadata.storage_data[item.storage_index]
-    return info.relative_path, info.offset
 
 
 def load_sharded(
@@ -270,7 +258,7 @@ def load_sharded(
 
 
 def reason_of(error: CheckpointException) -> str:
-    """The first rank's reason; the others usually say the same."""
+    """Returns the first rank's reason; the others usually say the same."""
     rank, (cause, _) = min(error.failures.items())
     text = str(cause) if isinstance(cause, CheckpointError) else f"{type(cause).__name__}: {cause}"
     return text if len(error.failures) > 1 else f"On rank {rank}: {text}"

@@ -1,9 +1,10 @@
-"""The metadata of a sharded checkpoint: read as data, checked, and in today's form."""
+"""Reads the metadata of a sharded checkpoint: checked, and in today's form."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -14,14 +15,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from composer_fsdp2.checkpoint.pickles import damaged, newer_torch, unpickle, unreadable
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
     "METADATA",
-    "as_today",
     "check_counts",
     "check_places",
+    "covers_exactly",
     "is_inside",
+    "read_metadata",
     "senseless_metadata",
 ]
 
@@ -31,35 +34,62 @@ METADATA = ".metadata"
 # https://github.com/mosaicml/composer/blob/v0.32.1/composer/utils/checkpoint.py#L662
 _ROOT = "optimizers"
 
+Box = tuple[Sequence[int], Sequence[int]]
+"""where a piece begins, and its sizes"""
 
-def as_today(metadata: Metadata, folder: Path) -> Metadata:
-    """Checks what the file says and moves an optimizer at the root under `state`."""
-    ways = metadata.planner_data or {}
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads the `.metadata` of a folder, executing nothing, and moves a root optimizer to `state`.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or asks for something that could execute code.
+    """
+    path = folder / METADATA
     try:
-        _check_numbers(metadata)
-        check_places(metadata, folder)
-        legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
-        if not legacy:
-            return metadata
-
-        def today(key: str) -> str:
-            return f"state.{key}" if key in legacy else key
-
-        return replace(
-            metadata,
-            state_dict_metadata={today(k): v for k, v in metadata.state_dict_metadata.items()},
-            planner_data={
-                today(k): ("state", *way) if k in legacy else way for k, way in ways.items()
-            },
-            storage_data={
-                MetadataIndex(today(index.fqn), index.offset, index.index): info
-                for index, info in metadata.storage_data.items()
-            },
+        found = unpickle(path)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except Exception as error:  # a damaged pickle raises anything at all
+        # Newer torch adds properties of tensors at the end, and older torch cannot unpack them.
+        newer = isinstance(error, ValueError) and "too many values to unpack" in str(error)
+        raise (newer_torch(path, error) if newer else damaged(str(path), error)) from None
+    if not isinstance(found, Metadata):
+        raise CheckpointError(
+            f"'{path}' holds a {type(found).__name__}, not the metadata of a checkpoint. Nothing "
+            "can be found without it. Give the folder that torch.distributed.checkpoint wrote."
         )
+    try:
+        _check_numbers(found)
+        check_places(found, folder)
+        return _as_today(found)
     except (AttributeError, TypeError, ValueError, LookupError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise senseless_metadata(folder, error) from error
+
+
+def _as_today(metadata: Metadata) -> Metadata:
+    ways = metadata.planner_data or {}
+    legacy = {key for key, way in ways.items() if next(iter(way)) == _ROOT}
+    if not legacy:
+        return metadata
+    today: dict[Any, str] = {key: f"state.{key}" for key in legacy}
+    return replace(
+        metadata,
+        state_dict_metadata={
+            today.get(key, key): entry for key, entry in metadata.state_dict_metadata.items()
+        },
+        planner_data={
+            today.get(key, key): ("state", *way) if key in legacy else way
+            for key, way in ways.items()
+        },
+        storage_data={
+            MetadataIndex(today.get(index.fqn) or index.fqn, index.offset, index.index): info
+            for index, info in metadata.storage_data.items()
+        },
+    )
 
 
 def senseless_metadata(folder: Path, error: Exception) -> CheckpointError:
@@ -82,7 +112,7 @@ def _check_numbers(metadata: Metadata) -> None:
 
 
 def check_counts(key: str, numbers: Iterable[Any]) -> None:
-    """Refuses what is no offset and no size, with a ValueError."""
+    """Refuses offsets and sizes that are no counts, with a ValueError."""
     if any(type(number) is not int or number < 0 for number in numbers):
         raise ValueError(f"{key!a} has a place or a size that is no number")
 
@@ -111,6 +141,38 @@ def check_places(metadata: Metadata, folder: Path) -> None:
 
 
 def is_inside(name: str) -> bool:
-    """Whether a relative path stays below the folder it is in."""
+    """Returns whether a relative path stays below the folder it is in."""
     place = PurePosixPath(name)
     return bool(place.parts) and not place.is_absolute() and ".." not in place.parts
+
+
+def covers_exactly(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
+    """Returns whether boxes fill a shape without a gap, an overlap, or anything outside.
+
+    Collective: no. It takes as long for a thousand pieces as a thousand times one.
+
+    [Note: signed corners] Let f(x) be the number of boxes that x is in. Its mixed difference over
+    all dimensions is 0 but at corners of boxes, where it is +1 or -1 by the number of ends among
+    the corner's coordinates. Summing that difference up gives f back, so f is that of the whole,
+    1 inside and 0 outside, exactly if the signed corners of all boxes add up to those of the whole.
+    """
+    boxes = [(tuple(starts), tuple(sizes)) for starts, sizes in boxes]
+    if any(len(starts) != len(shape) or len(sizes) != len(shape) for starts, sizes in boxes):
+        return False
+    if 0 in shape:
+        return all(0 in sizes for _, sizes in boxes)
+    # Dimensions that nobody cuts say nothing, and each of them would double the corners.
+    cut = [
+        dim
+        for dim, size in enumerate(shape)
+        if any((starts[dim], sizes[dim]) != (0, size) for starts, sizes in boxes)
+    ]
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = ([0] * len(shape), shape)
+    for sign, (starts, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
+        for ends in itertools.product((0, 1), repeat=len(cut)):
+            place = tuple(
+                starts[dim] + end * sizes[dim] for dim, end in zip(cut, ends, strict=True)
+            )
+            corners[place] += sign * (-1) ** sum(ends)
+    return not any(corners.values())

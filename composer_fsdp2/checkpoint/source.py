@@ -1,4 +1,4 @@
-"""Opening a checkpoint of any kind under one interface: names, shapes and values by key.
+"""Opens a checkpoint of any kind under one interface: names, shapes and values by key.
 
 Keys are those of torch.distributed.checkpoint: the way to a value through nested dictionaries and
 lists, joined by dots, such as `state.model.lm_head.weight`. They are the same for a folder of
@@ -7,12 +7,14 @@ shards and for one file.
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import io
 import json
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping
+import zipfile
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,21 +22,27 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     MetadataIndex,
     TensorStorageMetadata,
 )
 
-from composer_fsdp2.checkpoint.archive import Archive, map_file
-from composer_fsdp2.checkpoint.cover import covers_exactly
 from composer_fsdp2.checkpoint.metadata import (
     METADATA,
-    as_today,
     check_counts,
+    covers_exactly,
     is_inside,
+    read_metadata,
     senseless_metadata,
 )
-from composer_fsdp2.checkpoint.pickles import load_file, load_object, read_metadata, trusts
+from composer_fsdp2.checkpoint.pickles import (
+    check_archive,
+    check_member,
+    load_object,
+    open_archive,
+    trusts,
+    unreadable,
+)
+from composer_fsdp2.checkpoint.staging import sync
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import flatten_state_dict
@@ -48,9 +56,10 @@ __all__ = [
     "TensorEntry",
     "Way",
     "detect_kind",
-    "digest_of",
+    "files_of",
     "flatten",
     "open_checkpoint",
+    "write_checksums",
 ]
 
 Kind = Literal["sharded", "full"]
@@ -59,7 +68,10 @@ Way = tuple[str | int, ...]
 
 CHECKSUMS = "checksums.json"
 """Written by our saves beside `.metadata`: the size of every file, and a digest of `.metadata`.
-The values are covered by the checksums inside the files, see `archive`."""
+The values are covered by the checksums inside the files, see [Note: checksums] in `pickles`."""
+
+
+_DIRECTORY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +83,20 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Checkpoint:
+class Checkpoint(ABC):
     """Common interface of a folder and a file; see the subclasses.
 
     Attributes:
         path: the folder or file.
         tensors: key -> shape and dtype, in the order of the file.
-        objects: keys of everything that is no tensor.
-        paths: key -> the way to it.
-        problems: file or key -> what is known to be wrong with it; empty unless opened although
-            `incomplete`.
+        objects: keys of all other values.
+        paths: key -> the way to its value.
+        problems: file or key -> its damage, as far as it is known without reading values; empty
+            unless opened although `incomplete`.
     """
 
     kind: Kind
@@ -94,43 +106,49 @@ class Checkpoint:
     objects: Collection[str]
     paths: Mapping[str, Way]
 
+    @abstractmethod
     def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor on the CPU; where possible a view of the file, never to be written to.
+        """Returns the whole tensor on the CPU, never to be written to.
 
         Raises:
             CheckpointError: its bytes are missing or damaged.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def object(self, key: str) -> Any:
-        """A value that is no tensor.
+        """Returns a value that is no tensor.
 
         Raises:
             CheckpointError: its bytes are missing, damaged, or could execute code.
         """
-        raise NotImplementedError
 
-    def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
-        """Reads everything and compares it with its checksums.
+    @abstractmethod
+    def parts(self) -> Sequence[Any]:
+        """Returns what `check_part` takes, without the parts that `problems` names."""
+
+    @abstractmethod
+    def check_part(self, part: Any) -> int:
+        """Reads one part as a load does, and compares it with its checksums; returns its bytes.
+
+        Raises:
+            CheckpointError: it is missing, damaged, or of another checkpoint.
+        """
+
+    def check(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Checks everything.
 
         Args:
-            share: (i, n) looks at every n-th part from the i-th, so that ranks divide the work.
-
-        Yields:
-            the bytes of each part, when it has been read.
+            share: (i, n) checks every n-th part from the i-th, so that ranks divide the work.
 
         Raises:
             CheckpointError: a file is missing, cut off, of another checkpoint, or damaged.
         """
-        raise NotImplementedError
-
-    @functools.cached_property
-    def size_bytes(self) -> int:
-        """Of all its files."""
-        raise NotImplementedError
+        first, step = share
+        for part in self.parts()[first::step]:
+            self.check_part(part)
 
     def under(self, *start: str | int) -> dict[str, Way]:
-        """Keys whose way begins with `start`, and the rest of their way."""
+        """Returns keys whose way begins with `start`, and the rest of their way."""
         n = len(start)
         return {key: way[n:] for key, way in self.paths.items() if way[:n] == start}
 
@@ -159,6 +177,12 @@ def detect_kind(path: Path) -> Kind:
     )
 
 
+def files_of(path: Path) -> dict[str, int]:
+    """Returns name -> bytes of the files of a checkpoint; empty if there is none."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    return {item.name: item.stat().st_size for item in files if item.is_file()}
+
+
 def open_checkpoint(path: str | os.PathLike[str], *, incomplete: bool = False) -> Checkpoint:
     """Opens what is at a path, reading no tensor.
 
@@ -177,6 +201,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, incomplete: bool = False) -
     return FolderCheckpoint(path, incomplete=incomplete)
 
 
+# --- A folder of shards. ---
+
+
 class FolderCheckpoint(Checkpoint):
     """A folder of shards with a `.metadata`, as torch.distributed.checkpoint writes it.
 
@@ -192,138 +219,159 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path, *, incomplete: bool = False) -> None:
         self.path = path
-        _check_digest(path)  # before it is unpickled: what is not what was written may ask for much
-        self.metadata = as_today(read_metadata(path / METADATA), path)
-        self._mapped: dict[str, memoryview] = {}
+        self._trusted = trusts(path)
+        checksums = _read_checksums(path)
+        # Before it is unpickled: metadata that is not what was written may ask for much.
+        expected = checksums.get("metadata_sha256")
+        readable = os.access(path / METADATA, os.R_OK)
+        if expected is not None and readable and _digest_of(path / METADATA) != expected:
+            raise CheckpointError(
+                f"'{path / METADATA}' is damaged: it is not what was written beside it in "
+                f"'{CHECKSUMS}'. Values would be looked for in wrong places. Take another "
+                "checkpoint."
+            )
+        self.metadata = read_metadata(path)
         try:
-            self._index()
-            self.problems = dict([*self._find_short_files(), *self._find_gaps()])
+            entries = self.metadata.state_dict_metadata
+            self.tensors = {
+                key: TensorEntry(tuple(entry.size), entry.properties.dtype)
+                for key, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            self.objects = {key: None for key in entries if key not in self.tensors}.keys()
+            # Only a planner that flattens writes the ways to its values.
+            ways = self.metadata.planner_data or {}
+            self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
+            if not all(isinstance(way[0], str) for way in self.paths.values()):
+                raise TypeError("a value has no name")
+            self._indices: dict[str, list[MetadataIndex]] = {key: [] for key in entries}
+            for index in self.metadata.storage_data:
+                self._indices.setdefault(index.fqn, []).append(index)
+            # By their offsets: torch's plan keeps their place in `chunks` as a hint only.
+            self._sizes: dict[tuple[str, Any], torch.Size] = {
+                (key, chunk.offsets): chunk.sizes
+                for key, entry in entries.items()
+                if isinstance(entry, TensorStorageMetadata)
+                for chunk in entry.chunks
+            }
+            short = self._find_short_files(checksums.get("files", {}))
+            self.problems = dict([*short, *self._find_gaps()])
         except (AttributeError, TypeError, LookupError) as error:
             raise senseless_metadata(path, error) from error
         if self.problems and not incomplete:
             raise self._incomplete()
 
-    def _index(self) -> None:
-        entries = self.metadata.state_dict_metadata
-        self.tensors = {
-            key: TensorEntry(tuple(entry.size), entry.properties.dtype)
-            for key, entry in entries.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        self.objects = {key: None for key in entries if key not in self.tensors}.keys()
-        # Only a planner that flattens writes the ways to its values.
-        ways = self.metadata.planner_data or {}
-        self.paths = {key: tuple(ways.get(key, (key,))) for key in entries}
-        self._chunks: dict[str, list[MetadataIndex]] = {}
-        for index in self.metadata.storage_data:
-            self._chunks.setdefault(index.fqn, []).append(index)
-
-    def chunks(self, key: str) -> list[ChunkStorageMetadata]:
-        """How a tensor is cut: offsets and sizes of its pieces."""
-        entry = self.metadata.state_dict_metadata[key]
-        return entry.chunks if isinstance(entry, TensorStorageMetadata) else []
-
-    def chunk(self, index: MetadataIndex) -> torch.Tensor:
-        """One piece of a tensor as it is on disk, its checksum compared.
+    def indices(self, key: str) -> list[MetadataIndex]:
+        """Returns where the pieces of a value are; an object has one.
 
         Raises:
-            CheckpointError: it is missing, damaged, or a piece of another checkpoint.
+            CheckpointError: pieces are missing.
         """
-        archive = self.archive(index)
-        archive.check()
-        found = archive.tensor()
-        expected = TensorEntry(tuple(self._chunk_of(index).sizes), self.tensors[index.fqn].dtype)
-        if (tuple(found.shape), found.dtype) != (expected.shape, expected.dtype):
-            raise CheckpointError(
-                f"{archive.where} is a {found.dtype} of shape {tuple(found.shape)}, where the "
-                f"metadata promises a {expected.dtype} of shape {expected.shape}. Its file belongs "
-                "to another checkpoint. Take another copy."
-            )
-        return found
-
-    def raw(self, index: MetadataIndex) -> memoryview:
-        """The bytes of one piece or object, unread."""
-        info = self.metadata.storage_data[index]
-        mapped = self._mapped.get(info.relative_path)
-        if mapped is None:
-            mapped = self._mapped[info.relative_path] = map_file(self.path / info.relative_path)
-        return mapped[info.offset : info.offset + info.length]
-
-    def archive(self, index: MetadataIndex) -> Archive:
-        """The archive that holds one piece or object."""
-        info = self.metadata.storage_data[index]
-        return Archive(self.raw(index), f"'{index.fqn}' in '{self.path / info.relative_path}'")
-
-    def indices(self, key: str) -> list[MetadataIndex]:
-        """Where the pieces of a value are; an object has one."""
-        return self._chunks.get(key, [])
-
-    def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor; a view of the file if it is in one piece."""
         if key in self.problems:
             raise self._incomplete()
-        entry = self.tensors[key]
+        return self._indices[key]
+
+    def where(self, index: MetadataIndex) -> str:
+        """Returns the name of a piece or object in errors."""
+        return f"'{index.fqn}' in '{self.path / self.metadata.storage_data[index].relative_path}'"
+
+    def _bytes(self, index: MetadataIndex, start: int = 0) -> io.BytesIO:
+        info = self.metadata.storage_data[index]
+        path = self.path / info.relative_path
+        try:
+            if path.stat().st_size < info.offset + info.length:
+                raise EOFError(f"it ends before '{index.fqn}' does")
+            with path.open("rb") as file:
+                file.seek(info.offset + start)
+                return io.BytesIO(file.read(info.length - start))
+        except (OSError, EOFError, ValueError) as error:
+            raise unreadable(path, error) from error
+
+    def checked(self, index: MetadataIndex) -> io.BytesIO:
+        """Returns the bytes of one piece or object, its checksums compared.
+
+        Raises:
+            CheckpointError: they are missing or damaged.
+        """
+        file = self._bytes(index)
+        check_archive(file, self.where(index))
+        file.seek(0)
+        return file
+
+    def directory(self, index: MetadataIndex) -> io.BytesIO:
+        """Returns the end of an archive, where its directory is, of one piece or object."""
+        length = self.metadata.storage_data[index].length
+        return self._bytes(index, max(0, length - _DIRECTORY_BYTES))
+
+    def piece(self, index: MetadataIndex, file: io.BytesIO | None = None) -> Any:
+        """Returns an object, or one piece of a tensor as it was saved, its checksum compared.
+
+        Args:
+            index: of the piece.
+            file: its bytes, where `checked` has returned them already.
+
+        Raises:
+            CheckpointError: it is missing, damaged, could execute code, or is a piece of another
+                checkpoint.
+        """
+        if index.fqn in self.problems:
+            raise self._incomplete()
+        file = self.checked(index) if file is None else file
+        found = load_object(file, self.where(index), trusted=self._trusted)
+        if index.fqn in self.tensors:
+            shape = tuple(self._sizes[index.fqn, index.offset])
+            dtype = self.tensors[index.fqn].dtype
+            if not isinstance(found, torch.Tensor):
+                raise CheckpointError(
+                    f"{self.where(index)} is a {type(found).__name__} where the metadata promises "
+                    "a tensor. Its file belongs to another checkpoint. Take another copy."
+                )
+            if (tuple(found.shape), found.dtype) != (shape, dtype):
+                raise CheckpointError(
+                    f"{self.where(index)} is a {found.dtype} of shape {tuple(found.shape)}, where "
+                    f"the metadata promises a {dtype} of shape {shape}. Its file belongs to "
+                    "another checkpoint. Take another copy."
+                )
+        return found
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Returns the whole tensor."""
+        entry, sizes = self.tensors[key], self._sizes
         # A rank without rows of a tensor saves an empty piece, which begins at the tensor's end.
-        pieces = [i for i in self.indices(key) if math.prod(self._chunk_of(i).sizes)]
-        if len(pieces) == 1 and tuple(self._chunk_of(pieces[0]).sizes) == entry.shape:
-            return self.chunk(pieces[0])
+        pieces = [index for index in self.indices(key) if math.prod(sizes[key, index.offset])]
+        if len(pieces) == 1:
+            return self.piece(pieces[0])
         whole = torch.empty(entry.shape, dtype=entry.dtype)
         for index in pieces:
             target = whole
             for dim, start in enumerate(index.offset or ()):
-                target = target.narrow(dim, start, self._chunk_of(index).sizes[dim])
-            target.copy_(self.chunk(index))
+                target = target.narrow(dim, start, sizes[key, index.offset][dim])
+            target.copy_(self.piece(index))
         return whole
 
-    def _chunk_of(self, index: MetadataIndex) -> ChunkStorageMetadata:
-        chunks = self.chunks(index.fqn)
-        # torch's plan keeps the place of a piece in `chunks` as a hint; the offset decides.
-        hint = index.index
-        if hint is not None and hint < len(chunks) and chunks[hint].offsets == index.offset:
-            return chunks[hint]
-        found = next((chunk for chunk in chunks if chunk.offsets == index.offset), None)
-        if found is None:
-            raise self._incomplete()  # `_find_gaps` has found it
-        return found
-
     def object(self, key: str) -> Any:
-        """A value that is no tensor, its checksum compared."""
-        if key in self.problems:
-            raise self._incomplete()
-        return self._object_at(self.indices(key)[0])
+        """Returns a value that is no tensor, its checksum compared."""
+        return self.piece(self.indices(key)[0])
 
-    def _object_at(self, index: MetadataIndex) -> Any:
-        archive = self.archive(index)
-        archive.check()
-        return load_object(archive.data, archive.where, trusted=trusts(self.path))
+    def parts(self) -> Sequence[MetadataIndex]:
+        """Returns pieces and objects."""
+        return [
+            index
+            for index, info in self.metadata.storage_data.items()
+            if info.relative_path not in self.problems and index.fqn not in self.problems
+        ]
 
-    def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
-        """Every n-th piece, read as a load reads it."""
-        first, step = share
-        for index in list(self.metadata.storage_data)[first::step]:
-            yield self.check_piece(index)
+    def check_part(self, part: MetadataIndex) -> int:
+        """Reads one piece or object without keeping it; returns its bytes."""
+        self.piece(part)
+        return self.metadata.storage_data[part].length
 
-    def check_piece(self, index: MetadataIndex) -> int:
-        """Reads one piece or object as a load does, without keeping it; returns its bytes."""
-        if index.fqn in self.tensors:
-            self.chunk(index)
-        else:
-            self._object_at(index)
-        return self.metadata.storage_data[index].length
-
-    @functools.cached_property
-    def size_bytes(self) -> int:
-        """Of all its files."""
-        return sum(item.stat().st_size for item in self.path.iterdir() if item.is_file())
-
-    def _find_short_files(self) -> Iterator[tuple[str, str]]:
-        """Every file is there, and long enough; costs one look at each."""
-        needed: dict[str, int] = {}
+    def _find_short_files(self, listed: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+        """Yields files that are missing or too short; costs one look at each."""
+        needed = dict(listed)
         for info in self.metadata.storage_data.values():
             end = info.offset + info.length
             needed[info.relative_path] = max(needed.get(info.relative_path, 0), end)
-        for name, size in _read_checksums(self.path).get("files", {}).items():
-            needed[name] = max(needed.get(name, 0), size)
         for name, size in needed.items():
             file = self.path / name
             if not file.is_file():
@@ -332,20 +380,24 @@ class FolderCheckpoint(Checkpoint):
                 yield name, f"'{name}' has {file.stat().st_size} of {size} bytes"
 
     def _find_gaps(self) -> Iterator[tuple[str, str]]:
-        """Every value is somewhere: what no piece covers would be read as garbage."""
+        """Yields values that no piece covers: a load would leave garbage there."""
         for key, entry in self.tensors.items():
-            stored = {index.offset for index in self.indices(key)}
-            pieces = [chunk for chunk in self.chunks(key) if chunk.offsets in stored]
-            found, size = sum(math.prod(c.sizes) for c in pieces), math.prod(entry.shape)
-            stored_bytes = sum(self.metadata.storage_data[i].length for i in self.indices(key))
-            if found != size or len(pieces) != len(stored):
+            stored = self._indices[key]
+            boxes = [
+                (index.offset or (), self._sizes[key, index.offset])
+                for index in stored
+                if (key, index.offset) in self._sizes
+            ]
+            found, size = sum(math.prod(sizes) for _, sizes in boxes), math.prod(entry.shape)
+            stored_bytes = sum(self.metadata.storage_data[i].length for i in stored)
+            if found != size or len(boxes) != len(stored):
                 yield key, f"pieces of '{key}' hold {found} of {size} elements"
-            elif not covers_exactly(entry.shape, [(c.offsets, c.sizes) for c in pieces]):
+            elif not covers_exactly(entry.shape, boxes):
                 yield key, f"pieces of '{key}' overlap, and leave gaps between them"
             elif entry.size_bytes > stored_bytes:
                 yield key, f"'{key}' has {stored_bytes} of {entry.size_bytes} bytes"
         for key in self.objects:
-            if not self.indices(key):
+            if not self._indices[key]:
                 yield key, f"'{key}' is in no file"
 
     def _incomplete(self) -> CheckpointError:
@@ -358,23 +410,19 @@ class FolderCheckpoint(Checkpoint):
         )
 
 
-def _check_digest(folder: Path) -> None:
-    """Compares `.metadata`, which is small, with its digest where our save wrote one.
-
-    Raises:
-        CheckpointError: it is not what was written.
-    """
-    expected = _read_checksums(folder).get("metadata_sha256")
-    metadata = folder / METADATA
-    if expected is not None and os.access(metadata, os.R_OK) and digest_of(metadata) != expected:
-        raise CheckpointError(
-            f"'{metadata}' is damaged: it is not what was written beside it in '{CHECKSUMS}'. "
-            "Values would be looked for in wrong places. Take another checkpoint."
-        )
+def write_checksums(folder: Path) -> None:
+    """Records what is in a folder; the values in it carry their own checksums."""
+    files = {name: size for name, size in files_of(folder).items() if name != CHECKSUMS}
+    found: dict[str, Any] = {"files": files}
+    if METADATA in files:
+        found["metadata_sha256"] = _digest_of(folder / METADATA)
+    # Another node of a shared disk may be writing its own, which will be the same.
+    (folder / CHECKSUMS).write_text(json.dumps(found, indent=1))
+    sync(folder / CHECKSUMS)
+    sync(folder)
 
 
-def digest_of(path: Path) -> str:
-    """SHA-256 of a small file."""
+def _digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -397,6 +445,9 @@ def _read_checksums(folder: Path) -> Mapping[str, Any]:
     return found
 
 
+# --- One file. ---
+
+
 class FileCheckpoint(Checkpoint):
     """One file that `torch.save` wrote: nested dictionaries with whole tensors.
 
@@ -411,7 +462,9 @@ class FileCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.values = load_file(path)
+        # Older files are no archives and have no checksums.
+        self._archive = open_archive(path, str(path)) if zipfile.is_zipfile(path) else None
+        self.values = load_object(path, str(path), trusted=trusts(path))
         if not isinstance(self.values, dict):
             raise CheckpointError(
                 f"'{path}' holds a {type(self.values).__name__}, not a dictionary. It is no "
@@ -430,48 +483,25 @@ class FileCheckpoint(Checkpoint):
         self.objects = {key: None for key in self._flat if key not in self.tensors}.keys()
 
     def tensor(self, key: str) -> torch.Tensor:
-        """The whole tensor, a view of the file."""
+        """Returns the whole tensor, a view of the file."""
         return self._flat[key]
 
     def object(self, key: str) -> Any:
-        """A value that is no tensor."""
+        """Returns a value that is no tensor."""
         return self._flat[key]
 
-    def stored_crc(self, key: str) -> int | None:
-        """The checksum of a tensor's whole storage as the file has it; None if it has none."""
-        return self._crcs.get(self._flat[key].untyped_storage().data_ptr())
+    def parts(self) -> Sequence[zipfile.ZipInfo]:
+        """Returns the members of the archive."""
+        return [] if self._archive is None else self._archive.infolist()
 
-    @functools.cached_property
-    def _crcs(self) -> dict[int, int]:
-        """By address: storages are mapped in one piece, so they lie as the archive's members do."""
-        data = map_file(self.path)
-        if bytes(data[:2]) != b"PK":
-            return {}
-        archive = Archive(data, f"'{self.path}'")
-        members = [m for name, m in archive.members.items() if "/data/" in name and m.size]
-        storages = (self._flat[key].untyped_storage() for key in self.tensors)
-        mapped = {storage.data_ptr() for storage in storages if storage.nbytes()}
-        if not members or not mapped:
-            return {}
-        base = min(mapped) - min(member.start for member in members)
-        crcs = {base + member.start: member.crc for member in members}
-        return crcs if mapped <= crcs.keys() else {}
-
-    def check(self, share: tuple[int, int] = (0, 1)) -> Iterator[int]:
-        """Every n-th member of the archive."""
-        data = map_file(self.path)
-        if bytes(data[:2]) == b"PK":  # older files have no checksums
-            Archive(data, f"'{self.path}'").check(share)
-        yield len(data)
-
-    @functools.cached_property
-    def size_bytes(self) -> int:
-        """Of the file."""
-        return self.path.stat().st_size
+    def check_part(self, part: zipfile.ZipInfo) -> int:
+        """Compares one member with its checksum; returns its bytes."""
+        archive = self._archive
+        return 0 if archive is None else check_member(archive, part, str(self.path))
 
 
 def flatten(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Way]]:
-    """Values and ways by key, with the keys torch.distributed.checkpoint would give them.
+    """Returns values and ways by key, with the keys torch.distributed.checkpoint would give them.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/_nested_dict.py#L27
     """

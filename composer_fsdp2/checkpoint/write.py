@@ -1,4 +1,4 @@
-"""Writing the checkpoint of a live run: all ranks together, complete or not at all.
+"""Writes the checkpoint of a live run: all ranks together, complete or not at all.
 
 See [Note: visible at once] in `staging`.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
 import os
+import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.load import reason_of
-from composer_fsdp2.checkpoint.metadata import METADATA
-from composer_fsdp2.checkpoint.progress import CountedPlanner, bytes_of
-from composer_fsdp2.checkpoint.source import CHECKSUMS, digest_of
+from composer_fsdp2.checkpoint.source import write_checksums
 from composer_fsdp2.checkpoint.staging import (
-    INCOMPLETE,
     Publications,
     hidden,
-    keep_beside,
     locked,
-    make_own_folder,
-    new_token,
+    publish,
     remove_leftovers,
-    sync,
     unwritten,
     write_failure,
 )
@@ -48,20 +42,15 @@ from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import raise_on_all_ranks
 
 __all__ = [
-    "REPLACED",
     "Savers",
     "Staging",
     "point_to",
     "together",
-    "write_checksums",
     "write_sharded",
 ]
 
-
 _SAID = ("could not be written", "was written by another run")
 """errors that say all there is to say"""
-REPLACED = ".replaced."
-"""Beginning of the name of a folder while another one takes its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +100,7 @@ def write_sharded(
     folder: Path,
     savers: Savers,
     planner: SavePlanner | None = None,
-    publish: Callable[[], None] | None = None,
+    announce: Callable[[], None] | None = None,
     own: Publications | None = None,
 ) -> None:
     """Writes a state dict of shards as one folder.
@@ -123,64 +112,85 @@ def write_sharded(
         folder: where it appears when it is complete. What is there is replaced.
         savers: who takes part.
         planner: what decides who writes which piece.
-        publish: called on every rank when the checkpoint is complete and visible.
+        announce: called on every rank when the checkpoint is complete and visible.
         own: what the run has written; what another one has is not replaced.
 
     Raises:
         CheckpointError: on every rank, when any rank could not write. Nothing appears then.
     """
-    group = savers.everyone
-    token = raise_on_all_ranks({"~token": new_token()}, group=group)[0]["~token"]
+    group, first = savers.everyone, savers.first_on_node
+    token = raise_on_all_ranks({"~token": secrets.token_hex(6)}, group=group)[0]["~token"]
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
     temporary, held = hidden(folder, token), contextlib.ExitStack()
 
-    def clear() -> None:
-        if savers.first_on_node:
-            remove_leftovers(folder)
-            held.enter_context(make_own_folder(temporary))
+    def make_folder() -> None:
+        temporary.mkdir(parents=True, exist_ok=True)
+        held.enter_context(locked(temporary, shared=True))
+
+    def write_shards() -> None:
+        save(
+            state_dict,
+            # FileSystemWriter forces each file to the disk before it returns (`sync_files`).
+            storage_writer=_Writer(temporary),
+            # Composer's choice. By default torch spreads values that all ranks hold over them.
+            planner=planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            process_group=savers.writers,
+        )
 
     def appear() -> None:
-        _appear(temporary, folder, token, own)
+        # On a shared disk the first to come renames it for all; the others see that it is gone.
+        if temporary.is_dir():
+            publish(temporary, folder, own)
 
     try:
-        together(group, clear, folder)
-        together(group, lambda: _write_shards(state_dict, temporary, savers, planner), folder)
-        together(
-            group, lambda: write_checksums(temporary) if savers.first_on_node else None, folder
-        )
-        # On a shared disk the first to come renames it for all; the others see that it is gone.
-        rank = dist.get_rank(group) if dist.is_initialized() else 0
-        together(group, lambda: appear() if rank == 0 else None, folder)
-        late = savers.first_on_node and rank != 0
-        together(group, lambda: appear() if late else None, folder)
+        together(group, lambda: remove_leftovers(folder), folder, when=first)
+        together(group, make_folder, folder, when=first)
+        together(group, write_shards, folder, when=savers.writes)
+        together(group, lambda: write_checksums(temporary), folder, when=first)
+        together(group, appear, folder, when=rank == 0)
+        together(group, appear, folder, when=first and rank != 0)
     finally:
         held.close()
-        if savers.first_on_node:
+        if first:
             shutil.rmtree(temporary, ignore_errors=True)
-    if publish is not None:
-        together(group, publish, folder)
+    if announce is not None:
+        together(group, announce, folder)
 
 
 @_signals_after()
-def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: Path) -> None:
-    """Acts, and raises on every rank of the group when any could not write.
+def together(
+    group: dist.ProcessGroup | None, act: Callable[[], object], path: Path, *, when: bool = True
+) -> None:
+    """Acts on the ranks that are to, and raises on every rank of the group when any could not.
 
     Collective: yes.
+
+    Args:
+        group: all ranks that call this.
+        act: writes, or prepares to.
+        path: the checkpoint.
+        when: whether this rank acts.
 
     Raises:
         CheckpointError: saying that nothing is at `path`, and why.
     """
-    error: Exception | None = None
+    error: CheckpointError | None = None
     try:
-        act()
-    except CheckpointError as failed:
-        error = failed
-    except CheckpointException as failed:
-        error = CheckpointError(reason_of(failed))
-    except Exception as failed:  # whatever it is, the other ranks must hear of it
-        refused = write_failure(failed)
-        error = CheckpointError(f"{type(failed).__name__}: {failed}")
-        if refused is not None:
+        if when:
+            act()
+    except (Exception, CheckpointException) as failed:  # the other ranks must hear of anything
+        cause: BaseException = failed
+        if isinstance(failed, CheckpointException):
+            _, (cause, _) = min(failed.failures.items())
+        refused = write_failure(cause)
+        if isinstance(failed, CheckpointError):
+            error = failed
+        elif refused is not None:
             error = unwritten(path, refused)
+        elif isinstance(failed, CheckpointException):
+            error = CheckpointError(reason_of(failed))
+        else:
+            error = CheckpointError(f"{type(failed).__name__}: {failed}")
     try:
         raise_on_all_ranks({}, error, group)
     except CheckpointError as agreed:
@@ -193,92 +203,47 @@ def together(group: dist.ProcessGroup | None, act: Callable[[], object], path: P
 
 
 class _Writer(FileSystemWriter):
-    """torch's own, which hides what the system said, and loses it on the way to other ranks.
-
-    Source: an error travels pickled, without its cause,
-    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/utils.py#L193
-    """
+    """torch's own, with a bar, and without the error that hides the system's."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Writes this rank's file. Collective: no."""
-        size_bytes = bytes_of(plan.items)
-        with (
-            _told_plainly(Path(self.path)),
-            counting_bytes("Saving checkpoint", size_bytes) as advance,
-        ):
-            counted: Any = CountedPlanner(planner, plan, advance)
-            return super().write_data(plan, counted)
-
-    def finish(self, *args: Any, **kwargs: Any) -> None:
-        """Writes `.metadata`. Collective: no."""
-        with _told_plainly(Path(self.path)):
-            super().finish(*args, **kwargs)
+        try:
+            with counting_bytes("Saving checkpoint", bytes_of(plan.items)) as advance:
+                counted: Any = CountedPlanner(planner, advance)
+                return super().write_data(plan, counted)
+        except Exception as error:
+            refused = write_failure(error)
+            # It travels to the other ranks pickled, without the error that caused it:
+            # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/utils.py#L193
+            raise error if refused is None else refused from None
 
 
-@contextlib.contextmanager
-def _told_plainly(temporary: Path) -> Generator[None]:
-    try:
-        yield
-    except Exception as error:
-        refused = write_failure(error)
-        if refused is None:
-            raise
-        shown = temporary.name.removeprefix(INCOMPLETE).partition(".")[2]
-        raise unwritten(temporary.with_name(shown), refused) from error
+class CountedPlanner:
+    """Counts the bytes of values that a planner hands out; all else is the planner's own."""
+
+    def __init__(self, planner: SavePlanner, done: Callable[[int], object]) -> None:
+        self._planner = planner
+        self._done = done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        """Returns the value of an item, which is written next."""
+        value = self._planner.resolve_data(write_item)
+        self._done(bytes_of([write_item]))
+        return value
 
 
-def _write_shards(
-    state_dict: dict[str, Any], temporary: Path, savers: Savers, planner: SavePlanner | None
-) -> None:
-    if not savers.writes:
-        return
-    save(
-        state_dict,
-        # FileSystemWriter forces each file to the disk before it returns (`sync_files`).
-        storage_writer=_Writer(temporary),
-        # Composer's choice. By default torch spreads values that all ranks hold over the ranks.
-        planner=planner or DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-        process_group=savers.writers,
-    )
-
-
-def write_checksums(folder: Path) -> None:
-    """Records what is in a folder; the values in it carry their own checksums."""
-    files = [item for item in folder.iterdir() if item.is_file()]
-    # Another node of a shared disk may be writing its own, which will be the same.
-    sizes = {item.name: item.stat().st_size for item in files if item.name != CHECKSUMS}
-    found: dict[str, Any] = {"files": dict(sorted(sizes.items()))}
-    if (folder / METADATA).is_file():
-        found["metadata_sha256"] = digest_of(folder / METADATA)
-    with (folder / CHECKSUMS).open("w") as file:
-        json.dump(found, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    sync(folder)
-
-
-def _appear(temporary: Path, folder: Path, token: str, own: Publications | None) -> None:
-    """Gives the folder its name; what has the name steps aside first and goes afterwards."""
-    if not temporary.is_dir():
-        return
-    replaced = folder.with_name(f"{REPLACED}{folder.name}")
-    with locked(folder.parent):
-        if own is not None and own.is_anothers(folder):
-            raise keep_beside(temporary, folder, token)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if folder.exists():
-            # rename(2) refuses to replace a folder that holds something.
-            folder.rename(replaced)
-        temporary.rename(folder)
-        if own is not None:
-            own.note(folder)
-    sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+def bytes_of(items: Iterable[WriteItem]) -> int:
+    """Returns the size of the tensors among items; that of other values is not known before."""
+    tensors = [item.tensor_data for item in items if item.tensor_data is not None]
+    return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in tensors)
 
 
 def point_to(link: Path, target: Path) -> None:
     """Makes a symbolic link point somewhere else, with no moment in between without a link."""
-    temporary = hidden(link, new_token())
+    temporary = hidden(link, secrets.token_hex(6))
     temporary.symlink_to(os.path.relpath(target, link.parent))
     temporary.replace(link)
 
@@ -313,26 +278,22 @@ class Staging:
 
     def _copy(self, value: Any, way: tuple[str | int, ...]) -> Any:
         if isinstance(value, torch.Tensor):
-            return self._copy_tensor(value.detach(), way)
+            value, kept = value.detach(), self._tensors.get(way)
+            if kept is None or _layout(kept) != _layout(value):
+                kept = self._tensors[way] = torch.empty_like(value, device="cpu")
+            _local(kept).copy_(_local(value), non_blocking=True)
+            return kept
         if isinstance(value, dict):
             return {key: self._copy(item, (*way, key)) for key, item in value.items()}
         if type(value) in (list, tuple):
             return type(value)(self._copy(item, (*way, i)) for i, item in enumerate(value))
         return copy.deepcopy(value)
 
-    def _copy_tensor(self, value: torch.Tensor, way: tuple[str | int, ...]) -> torch.Tensor:
-        kept = self._tensors.get(way)
-        if kept is None or not _alike(kept, value):
-            kept = self._tensors[way] = torch.empty_like(value, device="cpu")
-        _local(kept).copy_(_local(value), non_blocking=True)
-        return kept
-
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _alike(kept: torch.Tensor, value: torch.Tensor) -> bool:
-    placed = [t.placements if isinstance(t, DTensor) else None for t in (kept, value)]
-    a, b = _local(kept), _local(value)
-    return placed[0] == placed[1] and a.shape == b.shape and a.dtype == b.dtype
+def _layout(tensor: torch.Tensor) -> Any:
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    return placements, _local(tensor).shape, tensor.dtype

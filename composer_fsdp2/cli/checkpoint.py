@@ -6,8 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,10 +20,7 @@ from composer_fsdp2.cli.plain_errors import PlainTyper
 from composer_fsdp2.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
-    from composer_fsdp2.checkpoint.describe import Description
-    from composer_fsdp2.checkpoint.diff import Comparison
+    from composer_fsdp2.checkpoint.describe import Comparison, Description
 
 __all__ = ["app"]
 
@@ -117,7 +113,14 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Reads with checksums and writes under a temporary name."""
-    with reported(), _interruptible(destination):
+    import torch
+
+    from composer_fsdp2.checkpoint.convert import write_full, write_sharded
+    from composer_fsdp2.checkpoint.huggingface import write_huggingface
+    from composer_fsdp2.checkpoint.source import open_checkpoint
+    from composer_fsdp2.checkpoint.staging import check_destination
+
+    with reported():
         if weights is Weights.trained and to is not Kind.full:
             raise ConfigError(
                 f"--weights trained is given with --to {to.value}. Only whole weights can be "
@@ -128,7 +131,25 @@ def convert(
                 f"--dtype or --config is given with --to {to.value}. It would have no effect: a "
                 "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
             )
-        remarks = _convert(source, destination, to, _bytes(max_shard_size), dtype, config, weights)
+        max_bytes, remarks = _bytes(max_shard_size), list[str]()
+        try:
+            check_destination(destination, folder=to is not Kind.full)
+            opened = open_checkpoint(source)
+            with progress("Converting") as advance:
+                if to is Kind.sharded:
+                    write_sharded(opened, destination, max_bytes, advance)
+                elif to is Kind.full:
+                    write_full(opened, destination, advance, trained=weights is Weights.trained)
+                else:
+                    cast = None if dtype is None else getattr(torch, dtype.value)
+                    remarks = write_huggingface(
+                        opened, destination, max_bytes, advance, dtype=cast, config=config
+                    )
+        except KeyboardInterrupt:
+            raise CheckpointError(
+                f"Interrupted before '{destination}' was complete. Nothing is left of it, because "
+                "half a checkpoint is none. Convert again."
+            ) from None
         files = [item for item in destination.rglob("*") if item.is_file()] or [destination]
         sizes = {item.name: item.stat().st_size for item in sorted(files)}
         if as_json:
@@ -143,7 +164,7 @@ def convert(
 @app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")
 def verify(path: PathArgument, as_json: JsonOption = False) -> None:
     """Finds flipped bytes, missing, cut off and foreign files."""
-    from composer_fsdp2.checkpoint.verify import verify_checkpoint
+    from composer_fsdp2.checkpoint.describe import verify_checkpoint
 
     with reported():
         with progress("Reading") as advance:
@@ -169,7 +190,7 @@ def diff(
     as_json: JsonOption = False,
 ) -> None:
     """Compares bytes of tensors and values of everything else."""
-    from composer_fsdp2.checkpoint.diff import compare_checkpoints
+    from composer_fsdp2.checkpoint.describe import compare_checkpoints
     from composer_fsdp2.checkpoint.source import open_checkpoint
 
     with reported():
@@ -183,61 +204,9 @@ def diff(
         raise typer.Exit(ExitCode.OK if found.equal else ExitCode.FAILED)
 
 
-# --- Converting. ---
-
-
-def _convert(
-    source: Path,
-    destination: Path,
-    to: Kind,
-    max_bytes: int,
-    dtype: FloatType | None,
-    config: Path | None,
-    weights: Weights,
-) -> list[str]:
-    """Returns remarks for the user."""
-    from composer_fsdp2.checkpoint.convert import write_full, write_sharded
-    from composer_fsdp2.checkpoint.huggingface import write_huggingface
-    from composer_fsdp2.checkpoint.source import open_checkpoint
-    from composer_fsdp2.checkpoint.staging import check_destination
-
-    check_destination(destination, folder=to is not Kind.full)
-    opened = open_checkpoint(source)
-    with progress("Converting") as advance:
-        if to is Kind.sharded:
-            write_sharded(opened, destination, max_bytes, advance)
-        elif to is Kind.full:
-            write_full(opened, destination, advance, trained=weights is Weights.trained)
-        else:
-            return write_huggingface(
-                opened, destination, max_bytes, advance, dtype=_torch_type(dtype), config=config
-            )
-    return []
-
-
-def _torch_type(dtype: FloatType | None) -> torch.dtype | None:
-    import torch
-
-    return None if dtype is None else getattr(torch, dtype.value)
-
-
-@contextmanager
-def _interruptible(destination: Path) -> Generator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise CheckpointError(
-            f"Interrupted before '{destination}' was complete. Nothing is left of it, because half "
-            "a checkpoint is none. Convert again."
-        ) from None
-
-
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9.]+) *([A-Z]*)", text.strip().upper())
-    try:
-        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
-    except (ValueError, KeyError):
-        size = 0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) *([A-Z]*)", text.strip().upper())
+    size = int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
     if size <= 0:
         raise ConfigError(
             f"--max-shard-size is '{text}', which is no size. Files cannot be divided by it. Write "
@@ -265,8 +234,12 @@ def _plain(value: Any) -> Any:
 
 
 def _describe(found: Description) -> Iterator[str]:
+    # Along which dimensions tensors lie in pieces, where that is not rows alone.
+    pieces = ""
+    if any(cut.startswith("dim") and cut != "dim 0" for cut in found.pieces):
+        pieces = ", ".join(f"{cut} ({_count(n, 'tensor')})" for cut, n in found.pieces.items())
     yield f"{found.path}: {found.kind or 'no checkpoint'}"
-    yield from _lines(
+    items = (
         ("run", found.run_name),
         ("world size", found.world_size),
         ("mesh", found.mesh),
@@ -276,9 +249,10 @@ def _describe(found: Description) -> Iterator[str]:
         ("parameters", f"{found.parameters:,}" if found.parameters else None),
         ("dtypes", ", ".join(f"{name} ({n:,})" for name, n in found.dtypes.items())),
         ("values", f"{found.tensors} tensors, {found.objects} objects" if found.tensors else None),
-        ("in pieces", _pieces(found.pieces)),
+        ("in pieces", pieces),
         ("size", f"{_size(found.size_bytes)} in {_count(len(found.files), 'file')}"),
     )
+    yield from (f"  {name:12}{value}" for name, value in items if value not in (None, ""))
     for optimizer, groups in found.optimizers.items():
         yield f"  {'optimizer':12}{optimizer}, {_count(len(groups), 'group')}"
         for i, group in enumerate(groups):
@@ -290,40 +264,22 @@ def _describe(found: Description) -> Iterator[str]:
         yield f"  {'problem':12}{problem}"
 
 
-def _pieces(found: Mapping[str, int]) -> str:
-    """Says along which dimensions tensors lie in pieces, where that is not rows alone."""
-    if not any(what.startswith("dim") and what != "dim 0" for what in found):
-        return ""
-    return ", ".join(f"{what} ({_count(n, 'tensor')})" for what, n in found.items())
-
-
-def _lines(*items: tuple[str, object]) -> Iterator[str]:
-    return (f"  {name:12}{value}" for name, value in items if value not in (None, ""))
-
-
 def _differences(found: Comparison, first: Path, second: Path, lines: int | None) -> Iterator[str]:
-    pairs = {
-        "Shape or dtype differ": found.layouts.items(),
-        "Other objects": found.objects.items(),
+    sections = {
+        f"Only in {first}": found.only_in_first,
+        f"Only in {second}": found.only_in_second,
+        "Shape or dtype differ": [f"{key}: {a} | {b}" for key, (a, b) in found.layouts.items()],
+        "Other objects": [f"{key}: {a} | {b}" for key, (a, b) in found.objects.items()],
+        "Values differ": [f"{key}: at most {n:.3g} apart" for key, n in found.values.items()],
     }
-    yield from _section(f"Only in {first}", found.only_in_first, lines)
-    yield from _section(f"Only in {second}", found.only_in_second, lines)
-    for title, items in pairs.items():
-        yield from _section(title, [f"{key}: {a} | {b}" for key, (a, b) in items], lines)
-    values = [f"{key}: at most {value:.3g} apart" for key, value in found.values.items()]
-    yield from _section("Values differ", values, lines)
+    for title, items in sections.items():
+        if items:
+            yield f"{title} ({len(items)}):"
+            yield from (f"  {item}" for item in items[:lines])
+        if lines is not None and len(items) > lines:
+            yield f"  ... {len(items) - lines} more, see --all"
     equal = f"{_count(found.equal_tensors, 'tensor')} and {_count(found.equal_objects, 'object')}"
     yield f"{'Equal' if found.equal else 'Not equal'}: {equal} are the same in both"
-
-
-def _section(title: str, items: Iterable[str], lines: int | None) -> Iterator[str]:
-    items = list(items)
-    if not items:
-        return
-    yield f"{title} ({len(items)}):"
-    yield from (f"  {item}" for item in items[:lines])
-    if lines is not None and len(items) > lines:
-        yield f"  ... {len(items) - lines} more, see --all"
 
 
 def _count(n: int, what: str) -> str:
@@ -335,4 +291,4 @@ def _size(size_bytes: int) -> str:
     while size >= 1024 and len(units) > 1:
         size /= 1024
         units.pop(0)
-    return f"{size:.0f} {units[0]}" if units[0] == "bytes" else f"{size:.1f} {units[0]}"
+    return f"{size:.{0 if units[0] == 'bytes' else 1}f} {units[0]}"

@@ -18,7 +18,8 @@ from composer.utils.file_helpers import format_name_with_dist, parse_uri
 
 from composer_fsdp2.checkpoint.pickles import is_refusal
 from composer_fsdp2.checkpoint.source import Checkpoint, open_checkpoint
-from composer_fsdp2.checkpoint.write import REPLACED, point_to
+from composer_fsdp2.checkpoint.staging import REPLACED
+from composer_fsdp2.checkpoint.write import point_to
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.compile_once import note_compiled_whole
@@ -221,8 +222,7 @@ def _is_damaged(path: Path) -> bool:
     """Whether any byte is wrong; ranks divide the work. Collective: yes."""
     damaged = False
     try:
-        for _ in open_checkpoint(path).check((dist.get_global_rank(), dist.get_world_size())):
-            pass
+        open_checkpoint(path).check((dist.get_global_rank(), dist.get_world_size()))
     except CheckpointError as error:
         # Whether to trust somebody is for the user to say, and no older checkpoint helps.
         damaged = not is_refusal(error)

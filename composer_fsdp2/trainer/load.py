@@ -21,7 +21,7 @@ from composer.utils import checkpoint as composers
 from composer.utils import dist, reproducibility
 from composer.utils.misc import partial_format
 
-from composer_fsdp2.checkpoint.averages import ACTIVE, holds_averages
+from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages
 from composer_fsdp2.checkpoint.load import (
     Fit,
     check_fit,
@@ -396,8 +396,7 @@ class _FullLoad(_Load):
 
     def _read(self, path: Path, share: tuple[int, int], wanted: StateDict) -> StateDict:
         saved = FileCheckpoint(path)
-        for _ in saved.check(share):
-            pass
+        saved.check(share)
         self.saved = saved
         self.averages = holds_averages(saved.values.get("state", {}).get("algorithms"))
         values = saved.values = drop_keys(saved.values, self.ignore)

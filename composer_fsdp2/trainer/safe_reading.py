@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import tarfile
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from composer import algorithms
 from composer.utils import checkpoint as composers
 from torch.distributed.checkpoint.planner import LoadItemType
 
-from composer_fsdp2.checkpoint.descriptions import (
+from composer_fsdp2.checkpoint.algorithms import (
     descriptions,
     executes,
     is_plain_call,
@@ -22,7 +23,7 @@ from composer_fsdp2.checkpoint.descriptions import (
 )
 from composer_fsdp2.checkpoint.load import read_items
 from composer_fsdp2.checkpoint.metadata import METADATA, check_places
-from composer_fsdp2.checkpoint.pickles import load_object, load_plainly, trusts, vet_metadata
+from composer_fsdp2.checkpoint.pickles import load_object, load_plainly, trusts, vet_pickle
 from composer_fsdp2.checkpoint.source import FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError
 
@@ -118,7 +119,7 @@ def read_folder_metadata(original: Callable[[Any], Any], reader: Any) -> Any:
         composers._ensure_valid_checkpoint(folder / METADATA)
         return reader.checkpoint.metadata
     if (folder / METADATA).is_file():
-        vet_metadata(folder / METADATA)
+        vet_pickle(folder / METADATA)
     found = original(reader)
     check_places(found, folder)
     return found
@@ -159,4 +160,5 @@ def _vet_entry(reader: Any, item: Any) -> None:
         with path.open("rb") as file:
             file.seek(info.offset)
             data = file.read(info.length)
-        load_object(data, f"'{item.storage_index.fqn}' in '{path}'", trusted=trusts(path))
+        where = f"'{item.storage_index.fqn}' in '{path}'"
+        load_object(io.BytesIO(data), where, trusted=trusts(path))

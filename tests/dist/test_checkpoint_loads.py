@@ -21,8 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from composer_fsdp2 import installed
-from composer_fsdp2.checkpoint.archive import Archive, map_file
-from composer_fsdp2.checkpoint.source import FolderCheckpoint
+from composer_fsdp2.checkpoint.source import FolderCheckpoint, open_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_fsdp1_checkpoints import check_state, fit, resume
 from tests.support.fsdp1_fixtures import path_of, tiny_model
@@ -261,16 +260,13 @@ def test_without_node_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def flip(path: Path) -> None:
     """Changes one bit of a weight, which torch would load without a word."""
-    if path.is_dir():
-        saved = FolderCheckpoint(path)
-        index = saved.indices("state.model.model.wte.weight")[0]
-        info, archive = saved.metadata.storage_data[index], saved.archive(index)
-        start, file = info.offset, path / info.relative_path
-    else:
-        archive, start, file = Archive(map_file(path), "x"), 0, path
-    member = next(m for name, m in archive.members.items() if name.endswith("data/0"))
+    file, start, saved = path, 0, open_checkpoint(path)
+    if isinstance(saved, FolderCheckpoint):
+        info = saved.metadata.storage_data[saved.indices("state.model.model.wte.weight")[0]]
+        file, start = path / info.relative_path, info.offset
     data = bytearray(file.read_bytes())
-    data[start + member.start + 1] ^= 0x10
+    values = saved.tensor("state.model.model.wte.weight").numpy().tobytes()[:32]
+    data[data.index(values, start) + 1] ^= 0x10
     file.write_bytes(data)
 
 

@@ -174,8 +174,7 @@ def look(folder: Path) -> str:
     link = folder / "latest-rank0.pt"
     visible = sorted(p for p in folder.iterdir() if not p.name.startswith(".") and p != link)
     for path in visible:
-        for _ in open_checkpoint(path).check():
-            pass
+        open_checkpoint(path).check()
     if link.is_symlink():
         assert detect_kind(link.resolve())
     return f"killed with {visible[-1].name.removesuffix('-rank0.pt') if visible else 'nothing'}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
 from torch.distributed.checkpoint.planner import WriteItem
 
 from composer_fsdp2 import installed
+from composer_fsdp2.checkpoint.describe import verify_checkpoint
 from composer_fsdp2.checkpoint.source import open_checkpoint
-from composer_fsdp2.checkpoint.staging import Publications, hidden, new_token, staged
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
+from composer_fsdp2.checkpoint.staging import Publications, hidden, staged
 from composer_fsdp2.checkpoint.write import Savers, write_sharded
 from composer_fsdp2.errors import CheckpointError
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
@@ -149,8 +150,8 @@ def test_two_trainers(kind: str, tmp_path: Path):
 @pytest.mark.world_size(2)
 def test_what_was_left_behind_goes_and_what_is_being_written_stays(tmp_path: Path):
     folder = tmp_path / "ep0-ba5"
-    left, busy = hidden(folder, new_token()), hidden(folder, new_token())
-    other = hidden(tmp_path / "ep0-ba50", new_token())
+    left, busy = hidden(folder, secrets.token_hex(6)), hidden(folder, secrets.token_hex(6))
+    other = hidden(tmp_path / "ep0-ba50", secrets.token_hex(6))
     handle = None
     if dist.get_rank() == 0:
         for item in (left, busy, other, tmp_path / ".incomplete.ep0-ba5"):

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from composer_fsdp2.checkpoint.describe import verify_checkpoint
 from composer_fsdp2.checkpoint.source import open_checkpoint
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.config import schema, wrapping
 from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.errors import CheckpointError, ConfigError

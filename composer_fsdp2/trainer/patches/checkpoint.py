@@ -81,9 +81,9 @@ def _read_file(_original: Any, checkpoint_filepath: Any, map_location: str) -> A
 def _load_resumption(original: Any, state: Any, load_path: str) -> Any:
     from pathlib import Path
 
-    from composer_fsdp2.checkpoint.pickles import check_pickle
+    from composer_fsdp2.checkpoint.pickles import vet_pickle
 
-    check_pickle(Path(load_path))
+    vet_pickle(Path(load_path))
     return original(state, load_path)
 
 

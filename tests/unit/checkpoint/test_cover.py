@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from composer_fsdp2.checkpoint.cover import covers_exactly
+from composer_fsdp2.checkpoint.metadata import covers_exactly
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -27,7 +27,7 @@ from tests.support.models import TinyLM
 
 
 def folder_of(*keys: str, shape: tuple[int, ...] = (2,), dtype: str = "F32") -> PretrainedFolder:
-    stored = StoredTensor(Path("model.safetensors"), shape, dtype, 8)
+    stored = StoredTensor(Path("model.safetensors"), shape, dtype)
     return PretrainedFolder(Path("/folder"), dict.fromkeys(keys, stored))
 
 

@@ -9,8 +9,7 @@ import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
 from composer_fsdp2.checkpoint.describe import describe_checkpoint
-from composer_fsdp2.checkpoint.progress import CountedPlanner, bytes_of
-from composer_fsdp2.checkpoint.write import Savers, write_sharded
+from composer_fsdp2.checkpoint.write import CountedPlanner, Savers, bytes_of, write_sharded
 from tests.support.screen import show_on
 
 
@@ -30,7 +29,7 @@ def test_every_byte_of_a_plan_is_counted_once():
     planner.set_up_planner({"a": torch.arange(10.0), "n": 1}, None, True)
     plan = planner.create_local_plan()
     done: list[int] = []
-    counted = CountedPlanner(planner, plan, done.append)
+    counted = CountedPlanner(planner, done.append)
     values = [counted.resolve_data(item) for item in plan.items]
     assert sum(done) == bytes_of(plan.items) == 40
     assert any(isinstance(value, torch.Tensor) for value in values)

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
 
+from composer_fsdp2.checkpoint.describe import verify_checkpoint
 from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import CHECKSUMS, FolderCheckpoint, open_checkpoint
-from composer_fsdp2.checkpoint.verify import verify_checkpoint
 from composer_fsdp2.errors import CheckpointError
 from tests.support.saved import as_newer_torch, save_file, save_folder, small_state
 from tests.unit.checkpoint.test_damage import EMBED, found_by, run, save_ours
@@ -179,7 +179,7 @@ def test_it_is_called_what_it_is(
     call: Callable[..., Any], asked: str, place: str, protocol: int, tmp_path: Path
 ):
     path = _hostile(place, Runs(call, "true"), protocol, tmp_path)
-    found_by(path, "asks to run code: ", asked)
+    found_by(path, " asks for '", f"{asked}', which is not data")
     for command in (["verify", path], ["convert", path, tmp_path / "out", "--to", "full"]):
         text = run(*command)[1]
         assert "is damaged" not in text
