@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
@@ -18,22 +15,27 @@ import typer
 from composer_fsdp2.cli.console import print_line, reported
 from composer_fsdp2.cli.exit_codes import ExitCode
 from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
-from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+from composer_fsdp2.cli.version import installed
+from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from composer_fsdp2.foundry.cluster import Cluster
+    from composer_fsdp2.foundry.findings import Finding
+    from composer_fsdp2.foundry.rehearsal import Rehearsal
     from composer_fsdp2.plan.wrap_plan import WrapPlan
-    from composer_fsdp2.tools.doctor import Finding, Machine, Run
+    from composer_fsdp2.tools.doctor import Machine, Run
 
-__all__ = ["HELP", "Report", "diagnose", "doctor", "print_report"]
+__all__ = ["HELP", "Report", "cluster_of", "diagnose", "doctor", "print_report", "rehearsed"]
 
 HELP = """Show what would make CONFIG fail; without CONFIG, what is installed.
 
 CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes
 through what the run goes through before its first batch: it imports `code_paths`, applies config
-transforms (which may write data), builds everything that has a name, the model on meta, looks for
-every folder, and plans the units. No process is started and nothing is downloaded.
+transforms (which may write data), builds everything that has a name, a batch of local data and the
+model on meta, and plans the units. What they raise is shown with what to write instead. No process
+is started and nothing is downloaded.
 
 - `composer-fsdp2 doctor run.yaml`
 
@@ -69,14 +71,13 @@ def doctor(
     """Prints to standard output, for a bug report."""
     with reported():
         try:
-            _check_command_line(config, overrides or [], ranks, gpus_per_node)
             report = diagnose(config, overrides or [], ranks, gpus_per_node)
         except ConfigError as error:
             if as_json:
-                _print_json(_read_machine(), None, [], str(error))
+                _print_json(Report(machine=_read_machine(), run=None, findings=[]), str(error))
             raise
         if as_json:
-            _print_json(report.machine, report.run, report.findings)
+            _print_json(report)
         else:
             print_report(report, verbose=verbose)
         raise typer.Exit(report.exit_code)
@@ -99,10 +100,7 @@ class Report:
 
 
 def diagnose(
-    config: Path | None,
-    overrides: list[str],
-    ranks: int | None,
-    gpus_per_node: int | None,
+    config: Path | None, overrides: list[str], ranks: int | None, gpus_per_node: int | None
 ) -> Report:
     """Looks at the machine, and at a run if one is given.
 
@@ -111,33 +109,82 @@ def diagnose(
         overrides: settings replaced in it.
         ranks: of the run; `None` for what `train` would start here.
         gpus_per_node: where it would run; `None` for here.
-    """
-    from composer_fsdp2.tools.doctor import examine
 
-    # LLM Foundry's own imports warn, which is no news to who asks about a run.
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        machine = _read_machine()
-        if config is not None:
-            _import_foundry(machine)
-    run, rehearsed, units = None, [], None
+    Raises:
+        ConfigError: the command line cannot be, whatever the run is.
+    """
+    from composer_fsdp2.foundry.findings import OWN_ERRORS, Finding, findings_of
+    from composer_fsdp2.foundry.run_file import check_installed, check_named, epochs_meant, read_run
+    from composer_fsdp2.tools.doctor import examine
+    from composer_fsdp2.tools.foreign import check_is_run
+
     if config is not None:
-        numbers = _processes(machine, ranks, gpus_per_node)
-        is_here = gpus_per_node is None
-        run, rehearsed, units = _try_run(config, overrides, machine, numbers, is_here=is_here)
-    findings = examine(machine, run, rehearsed)
+        check_named(config, overrides)
+    elif ranks or gpus_per_node:
+        raise ConfigError(
+            "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
+            "Give the training YAML they are for."
+        )
+    cluster = cluster_of(ranks, gpus_per_node)
+    machine, run, found, units = _read_machine(), None, list[Finding](), None
+    if config is not None:
+        try:
+            cfg = read_run(config, overrides)
+            check_is_run(config, cfg)
+            run = _read_run(config, cfg, cluster)
+            check_installed()
+            rehearsal = rehearsed(cfg, cluster)
+            found, units = rehearsal.findings, rehearsal.units
+            run = dataclasses.replace(
+                run,
+                builds_on_meta=rehearsal.builds_on_meta,
+                units=None if units is None else len(units.units),
+            )
+            if (meant := epochs_meant(cfg)) is not None:
+                found.append(Finding("warning", *meant))
+        except OWN_ERRORS as error:
+            found = list(findings_of(error))
+    findings = examine(machine, run, found)
     return Report(machine=machine, run=run, findings=findings, units=units)
 
 
-def _import_foundry(machine: Machine) -> None:
-    """Imports what a rehearsal needs; what cannot be imported, the rehearsal reports."""
-    if machine.versions.get("llm-foundry") is None or not machine.has_pkg_resources:
-        return
-    for module in ("llmfoundry.command_utils", "composer_fsdp2.foundry.rehearsal.run"):
-        importlib.import_module(module)
-
-
 # --- Facts. ---
+
+
+def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
+    """Returns the ranks of a run, by default those that `train` would start on this machine.
+
+    Raises:
+        ConfigError: the ranks do not fill nodes.
+    """
+    import torch
+
+    from composer_fsdp2.cli.launch import default_ranks, under_launcher
+    from composer_fsdp2.foundry.cluster import Cluster
+
+    gpus = torch.cuda.device_count()
+    launched = os.environ["WORLD_SIZE"] if under_launcher() else ""
+    number = ranks or (launched.isdecimal() and int(launched)) or gpus_per_node or default_ranks()
+    per_node = min(number, gpus_per_node or gpus or number)
+    if number % per_node:
+        raise ConfigError(
+            f"{number} ranks do not fill nodes of {per_node} GPUs. Launchers start the same number "
+            f"on each node. Give --ranks as a multiple of {per_node}, or another --gpus-per-node."
+        )
+    # GPUs that are named are there, though perhaps not here.
+    on_gpus = bool(gpus) or gpus_per_node is not None
+    return Cluster(ranks=number, ranks_per_node=per_node, on_gpus=on_gpus)
+
+
+def rehearsed(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+    """Goes through a run, without the warnings that libraries raise when they are imported."""
+    from composer_fsdp2.foundry.cluster import OFFLINE, environment
+
+    with environment(OFFLINE), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from composer_fsdp2.foundry.rehearsal import rehearse
+
+        return rehearse(cfg, cluster)
 
 
 def _read_machine() -> Machine:
@@ -153,136 +200,39 @@ def _read_machine() -> Machine:
     count = torch.cuda.device_count()
     devices = [torch.cuda.get_device_properties(number) for number in range(count)]
     read = (*_VARIABLES, *VARIABLES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of imports, which is no news to who asks about a run
+        patches = patch_states()
     return Machine(
-        versions={"python": platform.python_version(), **{p: _version(p) for p in _PACKAGES}},
+        versions={
+            "python": platform.python_version(),
+            **{name: installed(name) for name in _PACKAGES},
+        },
         gpus=tuple(Gpu(device.name, device.total_memory) for device in devices),
-        patches=patch_states(),
+        patches=patches,
         members=member_states(),
         environment={name: os.environ[name] for name in read if name in os.environ},
-        has_pkg_resources=importlib.util.find_spec("pkg_resources") is not None,
         nccl=nccl_version(),
     )
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _check_command_line(
-    config: Path | None, overrides: list[str], ranks: int | None, gpus_per_node: int | None
-) -> None:
-    """Checks what can be checked without an import that takes seconds.
-
-    Raises:
-        ConfigError: the command line cannot be, whatever the run is.
-    """
-    from composer_fsdp2.foundry.run_file import check_named
-
-    if config is not None:
-        check_named(config, overrides)
-    elif ranks or gpus_per_node:
-        raise ConfigError(
-            "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
-            "Give the training YAML they are for."
-        )
-    if ranks and gpus_per_node:
-        _check_full_nodes(ranks, min(ranks, gpus_per_node))
-
-
-def _try_run(
-    path: Path,
-    overrides: list[str],
-    machine: Machine,
-    numbers: tuple[int, int],
-    *,
-    is_here: bool,
-) -> tuple[Run | None, list[Finding], WrapPlan | None]:
-    """Reads a run and goes through it; what `train` would refuse it for is found as well."""
-    from composer_fsdp2.tools.doctor import findings_of
-
-    try:
-        cfg, run = _read_run(path, overrides, machine, numbers, is_here=is_here)
-    except ConfigError as error:
-        return None, list(findings_of(error)), None
-    try:
-        return _rehearse(cfg, run, machine, is_here=is_here)
-    except (CheckpointError, ConfigError, PatchError, PlanError) as error:
-        return run, list(findings_of(error)), None
-
-
-def _read_run(
-    path: Path, overrides: list[str], machine: Machine, numbers: tuple[int, int], *, is_here: bool
-) -> tuple[DictConfig, Run]:
-    from composer_fsdp2.foundry.run_file import read_parallelism, read_run, read_setting
+def _read_run(path: Path, cfg: DictConfig, cluster: Cluster) -> Run:
+    from composer_fsdp2.foundry.run_file import read_parallelism, read_setting
     from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
     from composer_fsdp2.tools.doctor import KEYS, Run
-    from composer_fsdp2.tools.foreign import check_is_run
 
-    cfg = read_run(path, overrides)
-    check_is_run(path, cfg)
     parsed = read_parallelism(cfg)
     fsdp2 = requests_fsdp2(parsed)
     values = {key: read_setting(cfg, key) for key in KEYS}
-    number, per_node = numbers
-    run = Run(
+    return Run(
         path=str(path),
         asks="FSDP2" if fsdp2 else "FSDP1" if parsed.get("fsdp_config") is not None else "neither",
         settings=fsdp2_settings(parsed) if fsdp2 else None,
-        ranks=number,
-        ranks_per_node=per_node,
-        # GPUs that are named are there, though perhaps not here.
-        on_gpus=bool(machine.gpus) or not is_here,
+        ranks=cluster.ranks,
+        ranks_per_node=cluster.ranks_per_node,
+        on_gpus=cluster.on_gpus,
         others={key: value for key, value in values.items() if value is not None},
     )
-    return cfg, run
-
-
-def _rehearse(
-    cfg: DictConfig, run: Run, machine: Machine, *, is_here: bool
-) -> tuple[Run, list[Finding], WrapPlan | None]:
-    """Goes through the run; what only that shows is added to it."""
-    from composer_fsdp2.tools.doctor import Finding
-
-    if machine.versions.get("llm-foundry") is None or not machine.has_pkg_resources:
-        return run, [], None
-    from composer_fsdp2.foundry.rehearsal.notes import Cluster
-    from composer_fsdp2.foundry.rehearsal.run import rehearse
-    from composer_fsdp2.foundry.run_file import epochs_meant
-
-    cluster = Cluster(
-        ranks=run.ranks,
-        ranks_per_node=run.ranks_per_node,
-        on_gpus=run.on_gpus,
-        is_here=is_here,
-    )
-    found = rehearse(cfg, cluster)
-    units = None if found.units is None else len(found.units.units)
-    run = dataclasses.replace(run, builds_on_meta=found.builds_on_meta, units=units)
-    findings = [Finding(one.level, one.what, one.advice) for one in found.mistakes]
-    if (meant := epochs_meant(cfg)) is not None:
-        findings.append(Finding("warning", *meant))
-    return run, findings, found.units
-
-
-def _processes(machine: Machine, ranks: int | None, gpus_per_node: int | None) -> tuple[int, int]:
-    from composer_fsdp2.cli.launch import default_ranks, under_launcher
-
-    launched = os.environ["WORLD_SIZE"] if under_launcher() else ""
-    number = ranks or (launched.isdecimal() and int(launched)) or gpus_per_node or default_ranks()
-    per_node = min(number, gpus_per_node or len(machine.gpus) or number)
-    _check_full_nodes(number, per_node)
-    return number, per_node
-
-
-def _check_full_nodes(number: int, per_node: int) -> None:
-    if number % per_node:
-        raise ConfigError(
-            f"{number} ranks do not fill nodes of {per_node} GPUs. Launchers start the same number "
-            f"on each node. Give --ranks as a multiple of {per_node}, or another --gpus-per-node."
-        )
 
 
 # --- Output. ---
@@ -290,42 +240,33 @@ def _check_full_nodes(number: int, per_node: int) -> None:
 
 def print_report(report: Report, *, verbose: bool) -> None:
     """Prints a report to standard output, problems first."""
-    from composer_fsdp2.cli.doctor_text import report_lines
+    from composer_fsdp2.tools.doctor_text import report_lines
 
-    lines = report_lines(report.machine, report.run, report.findings, verbose=verbose)
-    for line in lines:
-        print_line(line.text, line.colour)
+    for text, colour in report_lines(report.machine, report.run, report.findings, verbose=verbose):
+        print_line(text, colour)
 
 
-def _print_json(
-    machine: Machine, run: Run | None, findings: list[Finding], error: str | None = None
-) -> None:
-    from composer_fsdp2.cli.doctor_text import backend_of
+def _print_json(report: Report, error: str | None = None) -> None:
+    from composer_fsdp2.tools.doctor_text import backend_of
 
+    machine, run = report.machine, report.run
     document: dict[str, Any] = {
-        "machine": {**_as_dict(machine), "backend": backend_of(bool(machine.gpus))},
-        "run": None if run is None else _run_as_dict(run),
-        "findings": [_as_dict(found) for found in findings],
+        "machine": {**dataclasses.asdict(machine), "backend": backend_of(bool(machine.gpus))},
+        "run": None,
+        "findings": [dataclasses.asdict(found) for found in report.findings],
         "error": error,
     }
+    if run is not None:
+        from composer_fsdp2.tools.doctor import mesh_of
+
+        try:
+            shape = mesh_of(run)
+        except ConfigError:
+            shape = None
+        document["run"] = {
+            **dataclasses.asdict(run),
+            "nodes": run.nodes,
+            "backend": backend_of(run.on_gpus),
+            "mesh": shape and dataclasses.asdict(shape),
+        }
     typer.echo(json.dumps(document, default=str, indent=2))
-
-
-def _run_as_dict(run: Run) -> dict[str, Any]:
-    from composer_fsdp2.cli.doctor_text import backend_of
-    from composer_fsdp2.tools.doctor import mesh_of
-
-    try:
-        shape = mesh_of(run)
-    except ConfigError:
-        shape = None
-    return {
-        **_as_dict(run),
-        "nodes": run.nodes,
-        "backend": backend_of(run.on_gpus),
-        "mesh": None if shape is None else _as_dict(shape),
-    }
-
-
-def _as_dict(value: Any) -> dict[str, Any]:
-    return dataclasses.asdict(value)

@@ -155,15 +155,12 @@ def train(
 
 def _show_only(run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None) -> None:
     """Prints what doctor finds and the units of FSDP2; the exit codes are doctor's."""
-    from composer_fsdp2.foundry.run_file import check_named
-
     with reported():
         if log_dir is not None:
             raise ConfigError(
                 "--log-dir is given with --dry-run. It would have no effect: no rank starts. "
                 "Remove one of them."
             )
-        check_named(run, overrides)
         report = diagnose(run, overrides, ranks, None)
         print_report(report, verbose=False)
         if report.units is not None:
@@ -209,21 +206,19 @@ def _start_or_join(
 ) -> None:
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
     from composer_fsdp2.foundry.run_file import check_ranks, epochs_meant, load_run, read_run
-    from composer_fsdp2.foundry.run_keys import check_keys
     from composer_fsdp2.tools.foreign import check_is_run
 
     with reported():
         read = read_run(run, overrides)
         check_is_run(run, read)
         cfg = load_run(run, overrides)
-        note = check_keys(read, command)
         if not under_launcher():
             given, ranks = ranks is not None, ranks or default_ranks()
             check_ranks(cfg, ranks)
             if given:
                 _check_room(ranks)
-            for text in filter(None, (note, " ".join(epochs_meant(read) or ()))):
-                say(f"[yellow]{escape(text)}[/]")
+            if (meant := epochs_meant(read)) is not None:
+                say(f"[yellow]{escape(' '.join(meant))}[/]")
             if check:
                 _ask_doctor(run, overrides, ranks)
             _launch([command, str(run), *overrides], ranks, log_dir)
@@ -246,7 +241,7 @@ def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
         ConfigError: doctor finds problems.
     """
     from composer_fsdp2.cli.launch import own_program
-    from composer_fsdp2.foundry.rehearsal.environment import LAUNCHED
+    from composer_fsdp2.foundry.cluster import LAUNCHED
 
     command = [*own_program(), "doctor", str(run), *overrides, f"--ranks={ranks}", "--json"]
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
@@ -337,9 +332,12 @@ def _train_from_yaml(run: Path, overrides: list[str]) -> None:
 def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
     from llmfoundry.command_utils import eval_from_yaml
 
+    from composer_fsdp2.foundry.names import check_eval_keys
     from composer_fsdp2.foundry.registered import register
+    from composer_fsdp2.foundry.run_file import read_run
     from composer_fsdp2.trainer.patches import install
 
+    check_eval_keys(read_run(run, overrides))
     register()
     install()  # it asks no plugin before it refuses `parallelism_config`
     eval_from_yaml(str(run), overrides)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,11 +11,12 @@ import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.console import reported, say
+from composer_fsdp2.cli.doctor import cluster_of, rehearsed
 from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
-    from composer_fsdp2.foundry.rehearsal.run import Rehearsal
+    from composer_fsdp2.foundry.rehearsal import Rehearsal
 
 __all__ = ["HELP", "plan"]
 
@@ -54,14 +54,14 @@ def plan(
             check_destination(plot)
         found = _rehearse(run, overrides or [], ranks, gpus_per_node)
         if found.units is None:
-            for mistake in found.mistakes:
-                say(f"[red]{mistake.level}: {escape(mistake.what)}[/] {escape(mistake.advice)}")
+            for finding in found.findings:
+                say(f"[red]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
             say("[red]The model cannot be planned.[/]")
             raise typer.Exit(1)
         text = str(found.units) if found.sizes is None else f"{found.units}\n{found.sizes}"
         typer.echo(_as_json(found) if as_json else text)
-        if found.mistakes:
-            count = "A problem was" if len(found.mistakes) == 1 else "Problems were"
+        if found.findings:
+            count = "A problem was" if len(found.findings) == 1 else "Problems were"
             command = f"composer-fsdp2 doctor {run}"
             say(f"[yellow]{count} found on the way; '{escape(command)}' shows more.[/]")
         if plot is not None:
@@ -79,7 +79,6 @@ def _as_json(found: Rehearsal) -> str:
 def _rehearse(
     run: Path, overrides: list[str], ranks: int | None, gpus_per_node: int | None
 ) -> Rehearsal:
-    from composer_fsdp2.cli.launch import default_ranks
     from composer_fsdp2.foundry.run_file import check_installed, read_parallelism, read_run
     from composer_fsdp2.foundry.transform import requests_fsdp2
     from composer_fsdp2.tools.foreign import check_is_run
@@ -93,23 +92,7 @@ def _rehearse(
             "units to show. Write `parallelism_config: {fsdp2: {}}`, or let `composer-fsdp2 "
             "migrate` change settings of FSDP1."
         )
-    import torch
-
-    from composer_fsdp2.foundry.rehearsal.notes import Cluster
-    from composer_fsdp2.foundry.rehearsal.run import rehearse
-
-    gpus = torch.cuda.device_count()
-    number = ranks or gpus_per_node or default_ranks()
-    cluster = Cluster(
-        ranks=number,
-        ranks_per_node=min(number, gpus_per_node or gpus or number),
-        # GPUs that are named are there, though perhaps not here.
-        on_gpus=bool(gpus) or gpus_per_node is not None,
-        is_here=gpus_per_node is None,
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of LLM Foundry's own imports, as in `doctor`
-        return rehearse(cfg, cluster)
+    return rehearsed(cfg, cluster_of(ranks, gpus_per_node))
 
 
 def _draw(found: Rehearsal, file: Path, title: str) -> None:

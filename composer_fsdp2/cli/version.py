@@ -8,7 +8,7 @@ import typer
 
 from composer_fsdp2 import __version__
 
-__all__ = ["show_versions", "versions"]
+__all__ = ["installed", "show_versions", "versions"]
 
 _BESIDE = ("torch", "mosaicml", "llm-foundry")
 """Distributions that decide what this package can do."""
@@ -16,11 +16,12 @@ _BESIDE = ("torch", "mosaicml", "llm-foundry")
 
 def versions() -> dict[str, str]:
     """Returns the version of this package, and of those beside it that are installed."""
-    beside = {name: _installed(name) for name in _BESIDE}
+    beside = {name: installed(name) for name in _BESIDE}
     return {"composer-fsdp2": __version__} | {name: v for name, v in beside.items() if v}
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """Returns the version of a distribution; `None` where it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -37,6 +37,6 @@ def register_names() -> None:
     """
     from llmfoundry.registry import config_transforms
 
-    from composer_fsdp2.foundry.registry_names import NAME, checking_names
+    from composer_fsdp2.foundry.names import NAME, refuse_unknown
 
-    config_transforms.register(NAME, func=checking_names(config_transforms.get_all()))
+    config_transforms.register(NAME, func=refuse_unknown)

@@ -1,30 +1,29 @@
-"""Conclusions of `doctor` from the facts of a machine and a run. Pure: facts in, findings out."""
+"""Concludes findings from the facts of a machine and a run. Pure: facts in, findings out.
+
+What the libraries check themselves is not here: `foundry/rehearsal.py` lets them check it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.nccl_environment import missing_for
-from composer_fsdp2.shard.precision import compute_dtype
 from composer_fsdp2.shard.torch_private.members import EVERY_RUN
 
 if TYPE_CHECKING:
     from composer_fsdp2.shard.torch_private.members import MemberState
     from composer_fsdp2.trainer.patches import PatchState
 
-__all__ = ["KEYS", "Finding", "Gpu", "Machine", "Run", "examine", "findings_of", "mesh_of"]
+__all__ = ["KEYS", "Gpu", "Machine", "Run", "examine", "mesh_of"]
 
 KEYS = (
-    "algorithms.gradient_clipping.clipping_type",
-    "device_train_microbatch_size",
-    "global_train_batch_size",
     "model.init_device",
     "model.pretrained",
     "precision",
@@ -33,8 +32,6 @@ KEYS = (
 
 _DEFAULTS = {"precision": "amp_bf16", "model.init_device": "cpu"}
 """LLM Foundry's"""
-_NUMBERED = re.compile(r"^ +\d+\. ", re.MULTILINE)
-"""how an error begins each of several mistakes"""
 SHARD, REPLICATE = "data_parallel_shard", "data_parallel_replicate"
 """Composer's names of the mesh axes, and the beginnings of the settings' names"""
 
@@ -58,7 +55,6 @@ class Machine:
     members: tuple[MemberState, ...] = ()
     """private ones of torch"""
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    has_pkg_resources: bool = True
     nccl: tuple[int, ...] | None = None
     """version of torch's NCCL"""
 
@@ -96,86 +92,43 @@ class Run:
         return self.others.get(key, _DEFAULTS.get(key))
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """Something to know, and what to do about it."""
-
-    level: Literal["problem", "warning"]
-    """at a problem a run would fail, or train something else than asked"""
-    what: str
-    advice: str
-
-
 Findings = Iterator[Finding]
 
 
 def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()) -> list[Finding]:
-    """Everything there is to say, problems first.
+    """Returns all findings, problems first.
 
     Args:
         machine: what is installed.
         run: what is asked for.
         rehearsed: what going through the run found.
     """
-    found = [*_installation(machine, run), *_environment(machine, run)]
+    found = [*_patches(machine), *_members(machine), *_environment(machine, run)]
     if run is not None:
         found += _asked(run)
-        found += _started(machine, run)
-        if run.shards:
-            for check in (_mesh, _memory, _limits):
-                found += check(run)
-            found += _collectives(machine, run)
-    found += (one for one in rehearsed if not any(_repeats(one, other) for other in found))
+        if run.settings is not None:
+            found += [*_mesh(run, run.settings), *_memory(run, run.settings)]
+            found += _collectives(machine, run, run.settings)
+    for finding in rehearsed:
+        # The name of a step stands before what is said already.
+        known = (
+            finding.advice == other.advice and finding.what.endswith(other.what) for other in found
+        )
+        if not any(known):
+            found.append(finding)
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
-def _repeats(one: Finding, other: Finding) -> bool:
-    """Whether going through the run found again, under the name of a step, what is said already."""
-    return one.advice == other.advice and one.what.endswith(other.what)
-
-
-def findings_of(error: Exception) -> Findings:
-    """One for each mistake that an error numbers, or one for the error.
-
-    The last sentence says what to write instead.
-    """
-    _, *lines = _NUMBERED.split(str(error))
-    for text in lines or [str(error)]:
-        what, _, advice = " ".join(text.split()).rpartition(". ")
-        yield Finding("problem", f"{what}." if what else advice, advice if what else "Correct it.")
-
-
 def mesh_of(run: Run) -> MeshShape | None:
-    """The mesh of a run under FSDP2; `None` without one.
+    """Returns the mesh of a run under FSDP2; `None` without one.
 
     Raises:
         ConfigError: the degrees do not fit the number of ranks.
     """
-    if not run.shards or run.settings is None:
-        return None
-    return MeshShape.resolve(run.settings, run.ranks)
+    return None if run.settings is None else MeshShape.resolve(run.settings, run.ranks)
 
 
 # --- What is installed. ---
-
-
-def _installation(machine: Machine, run: Run | None) -> Findings:
-    yield from _patches(machine)
-    yield from _members(machine)
-    foundry = machine.versions.get("llm-foundry")
-    if run is not None and foundry is None:
-        yield Finding(
-            "problem",
-            "LLM Foundry is not installed, whose training script 'composer-fsdp2 train' runs.",
-            "pip install 'composer-fsdp2[foundry]'",
-        )
-    if foundry is not None and not machine.has_pkg_resources:
-        yield Finding(
-            "problem",
-            "The module 'pkg_resources' is missing. LLM Foundry imports it, and setuptools has it "
-            "only before version 81.",
-            "pip install 'setuptools<81'",
-        )
 
 
 def _patches(machine: Machine) -> Findings:
@@ -279,94 +232,46 @@ def _asked(run: Run) -> Findings:
             "On one rank there is nobody to share with: it holds the whole model and optimizer.",
             "Start two ranks or more to save memory: --ranks 2",
         )
-    dropped = run.asks != "FSDP2" and (run.asks == "neither" or run.ranks == 1)
-    if run.value("model.init_device") == "mixed" and dropped:
-        yield Finding(
-            "problem",
-            "model.init_device is mixed, which LLM Foundry refuses without FSDP, and it drops "
-            "FSDP1 on one rank.",
-            "Write init_device: cpu, or use FSDP2.",
-        )
-
-
-def _started(machine: Machine, run: Run) -> Findings:
-    """Returns findings that depend on the number and kind of the processes, not on the mesh."""
-    yield from _batch(run)
-    automatic = run.value("device_train_microbatch_size") == "auto"
-    if automatic and not run.shards and not run.on_gpus:
-        yield Finding(
-            "problem",
-            "device_train_microbatch_size is auto, which Composer refuses on the CPU.",
-            "Set it to a number of samples, or use FSDP2.",
-        )
-    if not run.on_gpus:
-        yield from _on_cpu(machine, run)
-
-
-def _batch(run: Run) -> Findings:
-    """Returns what is wrong with the batch; ranks of a tensor group read the same samples."""
-    batch, spec = (
-        run.value("global_train_batch_size"),
-        run.settings and run.settings.tensor_parallel,
-    )
-    degree = spec.degree if spec else 1
-    groups = max(run.ranks // degree, 1)
-    if isinstance(batch, int) and batch % groups:
-        readers = f"{groups} ranks" if degree == 1 else f"{groups} groups of {degree} ranks"
-        yield Finding(
-            "problem",
-            f"global_train_batch_size {batch} cannot be divided by {readers}, which LLM "
-            "Foundry refuses.",
-            f"Use a multiple of {groups}, for example {-(-batch // groups) * groups}.",
-        )
-
-
-def _on_cpu(machine: Machine, run: Run) -> Findings:
     precision = run.value("precision")
-    if precision != "fp32":
-        set_here = "" if "precision" in run.others else ", LLM Foundry's default"
+    if not run.on_gpus and precision != "fp32":
+        default = "" if "precision" in run.others else ", LLM Foundry's default"
         yield Finding(
             "problem",
-            f"precision is {precision}{set_here}, and there is no GPU. Composer trains in fp32 "
+            f"precision is {precision}{default}, and there is no GPU. Composer trains in fp32 "
             "alone on the CPU.",
             "Write precision: fp32. mixed_precision: {param_dtype: bf16, reduce_dtype: fp32} "
             "computes in bf16 all the same.",
-        )
-    if run.asks == "FSDP1" and run.ranks > 1:
-        yield Finding(
-            "problem",
-            "There is no GPU, and Composer's FSDP1 runs on CUDA alone.",
-            "Migrate to FSDP2, which runs on the CPU too, or start it where there are GPUs.",
-        )
-    if run.shards and (machine.versions.get("torch") or "").startswith("2.7."):
-        yield Finding(
-            "warning",
-            "The ranks talk through gloo, and gloo of torch 2.7 sums gradients where FSDP2 asks "
-            "for their average. A probe finds that when the model is prepared, and it is "
-            "corrected.",
-            "Nothing here. Code that calls fully_shard itself has to divide by the number of "
-            "ranks.",
         )
 
 
 # --- How FSDP2 would shard. ---
 
 
-def _mesh(run: Run) -> Findings:
-    assert run.settings is not None
+def _mesh(run: Run, settings: FSDP2Config) -> Findings:
+    reshard = settings.reshard_after_forward
     try:
-        shape = mesh_of(run)
-        assert shape is not None
-        shape.check_reshard(run.settings.reshard_after_forward, "the run")
+        shape = MeshShape.resolve(settings, run.ranks)
+        shape.check_reshard(reshard, "the run")
     except ConfigError as error:
         yield from findings_of(error)
         return
-    check = _mesh_within_a_node if run.nodes == 1 else _mesh_over_nodes
-    yield from check(run, shape, run.settings.reshard_after_forward)
+    # Ranks of the groups that keep a copy between forward and backward.
+    size = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
+    if run.nodes > 1:
+        yield from _mesh_over_nodes(shape, size, reshard, run.ranks_per_node)
+    elif size is not None and size < shape.shard:
+        yield Finding(
+            "warning",
+            f"reshard_after_forward is {size} on a single node. Every rank keeps 1/{size} of "
+            f"the parameters between forward and backward instead of 1/{shape.shard}; what it "
+            "saves is traffic between nodes.",
+            "Write auto for less memory, or false for no second gather.",
+        )
 
 
-def _mesh_over_nodes(run: Run, shape: MeshShape, reshard: bool | int | str) -> Findings:
-    per_node = run.ranks_per_node
+def _mesh_over_nodes(
+    shape: MeshShape, size: int | None, reshard: bool | int | str, per_node: int
+) -> Findings:
     if not _fits(shape.tensor, per_node):
         sizes = ", ".join(str(n) for n in range(2, per_node + 1) if per_node % n == 0)
         yield Finding(
@@ -390,7 +295,6 @@ def _mesh_over_nodes(run: Run, shape: MeshShape, reshard: bool | int | str) -> F
             "gathered over the network between them.",
             advice,
         )
-    size = _group_size(reshard)
     if size is not None and not _fits(size, per_node):
         yield Finding(
             "warning",
@@ -405,28 +309,10 @@ def _fits(size: int, per_node: int) -> bool:
     return size <= per_node and per_node % size == 0
 
 
-def _mesh_within_a_node(_run: Run, shape: MeshShape, reshard: bool | int | str) -> Findings:
-    size = _group_size(reshard)
-    if size is not None and size < shape.shard:
-        yield Finding(
-            "warning",
-            f"reshard_after_forward is {size} on a single node. Every rank keeps 1/{size} of "
-            f"the parameters between forward and backward instead of 1/{shape.shard}; what it "
-            "saves is traffic between nodes.",
-            "Write auto for less memory, or false for no second gather.",
-        )
-
-
-def _group_size(reshard: bool | int | str) -> int | None:
-    """Ranks of the groups that keep a copy between forward and backward."""
-    return reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
-
-
 # --- Memory and checkpoints. ---
 
 
-def _memory(run: Run) -> Findings:
-    assert run.settings is not None
+def _memory(run: Run, settings: FSDP2Config) -> Findings:
     mixed = run.value("model.init_device") == "mixed" and not run.value("model.pretrained")
     if mixed and run.builds_on_meta is not False:
         yield Finding(
@@ -435,8 +321,8 @@ def _memory(run: Run) -> Findings:
             "starts.",
             "Write init_device: meta, with which the model's own initialisers run unit by unit.",
         )
-    full = run.settings.state_dict_type == "full"
-    if full and run.settings.async_save:
+    full = settings.state_dict_type == "full"
+    if full and settings.async_save:
         yield Finding(
             "warning",
             "async_save with state_dict_type full: training waits until rank 0 has gathered model "
@@ -452,23 +338,9 @@ def _memory(run: Run) -> Findings:
         )
 
 
-def _collectives(machine: Machine, run: Run) -> Findings:
-    """Returns what NCCL lacks for what the run asks of it."""
-    if run.settings is None or not run.on_gpus:
-        return
-    settings, one_node = run.settings.communication, run.nodes == 1
-    for one in missing_for(settings, machine.environment, machine.nccl, one_node=one_node):
-        yield Finding("problem" if one.needed else "warning", f"{one.what}.", one.advice)
-
-
-# --- What FSDP2, or LLM Foundry with it, cannot do. ---
-
-
-def _limits(run: Run) -> Findings:
-    try:
-        compute_dtype(run.value("precision"))
-    except ConfigError as error:
-        yield from findings_of(error)
-
-
-# --- The run in words. ---
+def _collectives(machine: Machine, run: Run, settings: FSDP2Config) -> Findings:
+    """Yields what NCCL lacks for what the run asks of it."""
+    if run.on_gpus:
+        asked, one_node = settings.communication, run.nodes == 1
+        for lack in missing_for(asked, machine.environment, machine.nccl, one_node=one_node):
+            yield Finding("problem" if lack.needed else "warning", f"{lack.what}.", lack.advice)

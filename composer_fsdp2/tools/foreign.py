@@ -22,7 +22,7 @@ _OF_A_RUN = {
 }
 """Any of these is LLM Foundry's."""
 
-# What it is -> keys of which two or more are in such a file.
+# What a file is -> keys that no run of LLM Foundry has at its top.
 _SIGNS: Mapping[str, frozenset[str]] = {
     "a configuration of DeepSpeed": frozenset(
         {
@@ -83,13 +83,6 @@ _SIGNS: Mapping[str, frozenset[str]] = {
         }
     ),
 }
-_TITLES = {
-    "verl": "a configuration of verl",
-    "deepspeed": "a configuration of DeepSpeed",
-    "roll": "a configuration of ROLL",
-    "accelerate": "a configuration of Accelerate",
-    "huggingface": "a file of Hugging Face's TrainingArguments",
-}
 
 
 def check_is_run(path: Path, cfg: DictConfig) -> None:
@@ -109,24 +102,10 @@ def check_is_run(path: Path, cfg: DictConfig) -> None:
             f"'{path}' is a job of mcli: the run is under its key 'parameters', where LLM Foundry "
             "does not look for it. Put what is under 'parameters' into a file of its own."
         )
-    kind = _kind(data)
-    if kind is not None:
+    kind = max(_SIGNS, key=lambda kind: len(_SIGNS[kind] & data.keys()))
+    if _SIGNS[kind] & data.keys():
         raise ConfigError(
             f"'{path}' is {kind}, not a training run of LLM Foundry: it has no train_loader and "
             f"no max_duration. Run `composer-fsdp2 migrate {path}`, which converts what it says "
             "about sharding, and put that into a run, such as yamls/quickstart.yaml."
         )
-
-
-def _kind(data: Mapping[str, Any]) -> str | None:
-    """Returns what a file is, by its own keys, else by what `migrate` finds in it."""
-    from composer_fsdp2.tools.migrate.engine import DIALECTS
-
-    hits = {kind: len(signs & data.keys()) for kind, signs in _SIGNS.items()}
-    best = max(hits, key=lambda kind: hits[kind])
-    if hits[best] >= 2:
-        return best
-    for name, title in _TITLES.items():
-        if name in DIALECTS and DIALECTS[name].find(data):
-            return title
-    return None

@@ -117,13 +117,15 @@ def mixed_dtypes() -> None:
 
 def run_with(optimizer: dict[str, Any]) -> None:
     """As LLM Foundry's train script asks, before it builds anything."""
-    from llmfoundry.registry import config_transforms
+    from llmfoundry.utils.registry_utils import save_registry
 
-    from composer_fsdp2.foundry.registered import register
-    from composer_fsdp2.foundry.registry_names import checking_names
+    from composer_fsdp2.foundry.names import refuse_unknown
+    from composer_fsdp2.foundry.registered import register, register_names
 
-    register()
-    checking_names(config_transforms.get_all())({"optimizer": optimizer})
+    with save_registry():
+        register()
+        register_names()
+        refuse_unknown({"optimizer": optimizer})
 
 
 def nothing_to_checkpoint() -> None:

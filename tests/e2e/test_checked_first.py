@@ -42,7 +42,7 @@ def test_a_mistake_is_a_sentence(run: Path, launcher: list[str]):
     assert "optimizer.name: 'decoupled_adamv' is in no registry of optimizers." in said
     assert "Did you mean 'decoupled_adamw'?" in said
     if not launcher:
-        assert "there is no folder 'no/where/train'" in said
+        assert "local file no/where/train/index.json does not exist" in said
         assert "Starting" not in said
     assert said.count("Traceback") == bool(launcher)  # torchrun's own, of its main function
     assert done.returncode == (1 if launcher else 2)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from composer_fsdp2.foundry.rehearsal.environment import environment_of
-from composer_fsdp2.foundry.rehearsal.notes import Cluster
+from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, transform
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel
 from composer_fsdp2.trainer.patches import uninstall
@@ -27,7 +26,7 @@ RANKS = 8
 METHODS = {8: "ulysses", 4: "gather_kv"}
 """by degree, for 32 heads of queries and 8 of keys and values"""
 every_run = pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-CLUSTER = Cluster(ranks=RANKS, ranks_per_node=RANKS, on_gpus=True, is_here=False)
+CLUSTER = Cluster(ranks=RANKS, ranks_per_node=RANKS, on_gpus=True)
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def test_every_attention_is_divided_and_the_model_is_sharded_over_all_ranks(path
     values = settings_of(path)
     shape = yaml_models.SHAPES[values["variables"]["model"]]
     model = yaml_models.build_model(values["model"])
-    with environment_of(CLUSTER):
+    with environment(CLUSTER.first_rank()):
         plan = make_plan(
             model,
             None,
@@ -64,7 +63,7 @@ def test_every_attention_is_divided_and_the_model_is_sharded_over_all_ranks(path
 @every_run
 def test_groups_share_the_batch_and_read_the_same(path: Path):
     values = settings_of(path)
-    with environment_of(CLUSTER):
+    with environment(CLUSTER.first_rank()):
         parsed = transform(values)
     uninstall()
     degree = degree_of(values)

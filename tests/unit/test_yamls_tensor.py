@@ -11,8 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from composer_fsdp2.foundry.rehearsal.environment import environment_of
-from composer_fsdp2.foundry.rehearsal.notes import Cluster
+from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, transform
 from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
 from composer_fsdp2.parallel.layers import LayerPlan
@@ -29,7 +28,7 @@ from tests.support.yaml_memory import ROOT, commands_of, comment_of, gpus_of, pl
 RUNS = sorted((ROOT / "yamls" / "tensor").glob("*.yaml"))
 RANKS, DEGREE = 64, 8
 every_run = pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
-CLUSTER = Cluster(ranks=RANKS, ranks_per_node=8, on_gpus=True, is_here=False)
+CLUSTER = Cluster(ranks=RANKS, ranks_per_node=8, on_gpus=True)
 
 
 def settings_of(path: Path) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def settings_of(path: Path) -> dict[str, Any]:
 def planned(path: Path) -> tuple[PreparePlan, LayerPlan, GroupSizes]:
     values = settings_of(path)
     model, settings = yaml_models.build_model(values["model"]), parse_run_config(values)
-    with environment_of(CLUSTER):
+    with environment(CLUSTER.first_rank()):
         plan = make_plan(
             model,
             None,
@@ -88,7 +87,7 @@ def test_what_its_comment_says_is_computed(path: Path):
 
 @every_run
 def test_groups_share_the_batch_and_read_the_same(path: Path):
-    with environment_of(CLUSTER):
+    with environment(CLUSTER.first_rank()):
         parsed = transform(settings_of(path))
     uninstall()
     assert parsed["train_loader"]["dataset"]["replication"] == DEGREE

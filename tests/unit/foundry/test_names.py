@@ -1,12 +1,8 @@
-"""A name that no registry has is refused before anything is built."""
+"""Keys, names and arguments that nobody reads are refused before anything is built."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,13 +24,15 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def check(cfg: dict[str, Any]) -> dict[str, Any]:
-    from llmfoundry.registry import config_transforms
+    from llmfoundry.utils.registry_utils import save_registry
 
-    from composer_fsdp2.foundry.registered import register
-    from composer_fsdp2.foundry.registry_names import checking_names
+    from composer_fsdp2.foundry.names import refuse_unknown
+    from composer_fsdp2.foundry.registered import register, register_names
 
-    register()
-    return checking_names(config_transforms.get_all())(cfg)
+    with save_registry():
+        register()
+        register_names()
+        return refuse_unknown(cfg)
 
 
 def test_known_names_pass(good: dict[str, Any]):
@@ -48,8 +46,8 @@ def test_known_names_pass(good: dict[str, Any]):
         ({"optimizer": {"name": "muonn"}}, "optimizer.name: 'muonn'.*Did you mean 'muon'"),
         ({"scheduler": {"name": None}}, "scheduler.name: null is in no registry of schedulers"),
         ({"train_loader": {"name": "texts"}}, "train_loader.name: 'texts'.*'text'"),
-        ({"callbacks": {"lr_monitr": {}}}, "callbacks: 'lr_monitr'.*'lr_monitor'"),
-        ({"loggers": {"wandbb": {}}}, "loggers: 'wandbb'.*'wandb'"),
+        ({"callbacks": {"lr_monitr": {}}}, "callbacks.lr_monitr: .*'lr_monitor'"),
+        ({"loggers": {"wandbb": {}}}, "loggers.wandbb: 'wandbb' is.*'wandb'"),
     ],
 )
 def test_an_unknown_name_is_refused(good: dict[str, Any], changes: dict[str, Any], said: str):
@@ -242,12 +240,13 @@ def test_a_part_that_keeps_its_arguments_may_take_any(good: dict[str, Any]):
 
 
 def test_every_run_of_the_repository_passes():
-    from composer_fsdp2.foundry.run_arguments import unknown_arguments
+    from composer_fsdp2.foundry.names import unknown_parts
 
     runs = sorted((ROOT / "yamls").rglob("*.yaml"))
-    found = [one.what for run in runs for one in unknown_arguments(yaml.safe_load(run.read_text()))]
+    found = [one.what for run in runs for one in unknown_parts(yaml.safe_load(run.read_text()))]
     assert runs
-    assert found == []
+    # Files of code_paths register the others.
+    assert [what for what in found if "in no registry" not in what] == []
 
 
 def test_all_are_named_at_once(good: dict[str, Any]):
@@ -256,53 +255,47 @@ def test_all_are_named_at_once(good: dict[str, Any]):
         check(wrong)
 
 
-def own_transform(folder: Path, body: str) -> Any:
-    """A config transform as a file of `code_paths` brings it."""
-    from llmfoundry.utils.registry_utils import import_file
+def test_a_transform_that_comes_later_may_still_change_names(good: dict[str, Any]):
+    from llmfoundry.registry import config_transforms
+    from llmfoundry.utils.registry_utils import save_registry
 
-    path = folder / "own_transform.py"
-    path.write_text(f"{body}\ndef own(cfg):\n    cfg['model']['name'] = 'mpt_causal_lm'\n")
-    return import_file(path).own
+    from composer_fsdp2.foundry.names import refuse_unknown
+    from composer_fsdp2.foundry.registered import register_names
+
+    wrong = {**good, "model": {"name": "b"}}
+    with save_registry():
+        register_names()
+        with pytest.raises(ConfigError, match=r"model.name: 'b'"):
+            refuse_unknown(wrong)
+        config_transforms.register("own", func=dict)
+        assert refuse_unknown(wrong) == wrong
+
+
+# --- Top-level keys. ---
 
 
 @pytest.mark.parametrize(
-    ("body", "block", "is_refused"),
+    ("key", "said"),
     [
-        ("", "model", False),  # the code names it
-        ("", "optimizer", True),
-        ("import another_package_of_mine", "optimizer", False),  # which may do anything
+        ("optimiser", "'optimiser' is not a key.*Did you mean 'optimizer'.*`variables`"),
+        ("max_duratoin", "Did you mean 'max_duration'"),
+        ("fsdp2", "parallelism_config: {fsdp2: ...}"),
+        ("my_own", "'my_own' is not a key of LLM Foundry's training. It would stop the run."),
     ],
 )
-def test_another_transform_may_still_change_what_it_names(
-    good: dict[str, Any],
-    body: str,
-    block: str,
-    is_refused: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    from llmfoundry.registry import config_transforms
-    from llmfoundry.utils.registry_utils import save_registry
-
-    from composer_fsdp2.foundry.registry_names import checking_names
-
-    monkeypatch.setitem(sys.modules, "another_package_of_mine", ModuleType("mine"))
-    harmless = list(config_transforms.get_all())
-    wrong = {**good, block: {"name": "b"}}
-    refused = pytest.raises(ConfigError, match=f"{block}.name: 'b'")
-    with save_registry(), refused if is_refused else contextlib.nullcontext():
-        config_transforms.register("own", func=own_transform(tmp_path, body))
-        assert checking_names(harmless)(wrong) == wrong
+def test_a_misspelt_key_is_refused(good: dict[str, Any], key: str, said: str):
+    with pytest.raises(ConfigError, match=said):
+        check({**good, key: {}})
 
 
-def test_a_transform_that_does_not_tell_where_it_is_written(good: dict[str, Any]):
-    from llmfoundry.registry import config_transforms
-    from llmfoundry.utils.registry_utils import save_registry
+def test_variables_are_the_users(good: dict[str, Any]):
+    check({**good, "variables": {"anything": 1}})
 
-    from composer_fsdp2.foundry.registry_names import checking_names
 
-    harmless = list(config_transforms.get_all())
-    wrong = {**good, "model": {"name": "b"}}
-    with save_registry():
-        config_transforms.register("own", func=functools.partial(dict))
-        assert checking_names(harmless)(wrong) == wrong
+def test_keys_of_an_evaluation():
+    from composer_fsdp2.foundry.names import check_eval_keys
+
+    known = ("model", "tokenizer", "load_path", "model_name", "models", "parallelism_config")
+    check_eval_keys(dict.fromkeys(known))
+    with pytest.raises(ConfigError, match=r"evaluation. It would stop.*Did you mean 'precision'"):
+        check_eval_keys({"presicion": "fp32"})

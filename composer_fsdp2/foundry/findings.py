@@ -1,0 +1,106 @@
+"""Collects what is wrong with a run, as sentences of the libraries and of this package."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from composer_fsdp2.config.messages import shortened
+from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+
+__all__ = ["OWN_ERRORS", "Finding", "Findings", "findings_of"]
+
+OWN_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
+_NUMBERED = re.compile(r"^ +\d+\. ", re.MULTILINE)
+"""how an error begins each of several mistakes"""
+_NETWORK = ("huggingface_hub", "requests", "urllib3", "httpx")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A sentence to know, and what to do about it."""
+
+    level: Literal["problem", "warning"]
+    """at a problem a run would fail, or train something else than asked"""
+    what: str
+    advice: str
+
+
+def findings_of(error: Exception, where: str = "") -> Iterator[Finding]:
+    """Yields each mistake that an error of this package numbers, or the error.
+
+    The last sentence says what to write instead.
+    """
+    _, *lines = _NUMBERED.split(str(error))
+    for text in lines or [str(error)]:
+        what, _, advice = " ".join(text.split()).rpartition(". ")
+        told, cure = (f"{what}.", advice) if what else (advice, "Correct it.")
+        yield Finding("problem", shortened(f"{where}{told}"), shortened(cure))
+
+
+@dataclass(slots=True)
+class Findings:
+    """Collects errors of steps that do not depend on each other."""
+
+    found: list[Finding] = field(default_factory=list[Finding])
+
+    def add(self, what: str, advice: str, level: Literal["problem", "warning"] = "problem") -> None:
+        """Adds a finding, unless it is there already."""
+        finding = Finding(level, shortened(what), shortened(advice))
+        if finding not in self.found:
+            self.found.append(finding)
+
+    @contextlib.contextmanager
+    def step(self, where: str, advice: str = "") -> Generator[None]:
+        """Adds what the block raises. The code after the block runs all the same."""
+        try:
+            yield
+        except OWN_ERRORS as error:
+            for finding in findings_of(error, f"{where}: "):
+                self.add(finding.what, finding.advice)
+        except (Exception, SystemExit) as error:
+            if _is_of_network(error):
+                self.add(
+                    f"{where}: {_told(error)}. This machine does not have it, and the network was "
+                    "not asked.",
+                    "Download it first to have it checked here.",
+                    "warning",
+                )
+            elif not self._is_known(where, error):
+                self.add(
+                    f"{where}: {_told(error)}.",
+                    advice or "Correct it there; the run would stop at this place.",
+                )
+
+    def _is_known(self, where: str, error: BaseException) -> bool:
+        """Whether the unknown name because of which this part cannot be built has been added."""
+        follows = isinstance(error, KeyError | TypeError) or type(error).__name__ == "RegistryError"
+        begins = (f"{where}:", f"{where}.")
+        return follows and any(finding.what.startswith(begins) for finding in self.found)
+
+
+def _is_of_network(error: BaseException | None) -> bool:
+    """Whether an error, or the error it came from, is about an address that was not reached."""
+    while error is not None:
+        package = type(error).__module__.partition(".")[0]
+        if isinstance(error, ConnectionError) or (
+            package in _NETWORK and isinstance(error, OSError)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _told(error: BaseException) -> str:
+    """Returns an error and its cause in one line; an empty one by the line that raised it."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, KeyError):
+        text = f"{text} is missing"
+    elif not text:
+        text = f"raised by `{traceback.extract_tb(error.__traceback__)[-1].line}`"
+    told = f"{type(error).__name__}: {text}"
+    return told if error.__cause__ is None else f"{told}, because of {_told(error.__cause__)}"

@@ -1,0 +1,332 @@
+"""Finds keys, names and arguments of a run that nobody reads, before anything is built.
+
+[Note: arguments left out] LLM Foundry looks a name up when it builds the part, and Python refuses
+an unknown argument there, which for an optimizer is after the model's weights. Some parts refuse
+nothing, and the run trains with the default: a model gives its `**kwargs` to a configuration that
+keeps every name, a data set picks the keys it knows, a tokenizer reads some of its `**kwargs`, and
+a callback of Composer deletes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from composer_fsdp2.config.messages import ascii_repr, nearest, raise_errors
+
+__all__ = ["NAME", "Unknown", "check_eval_keys", "refuse_unknown", "unknown_keys", "unknown_parts"]
+
+NAME = "composer_fsdp2_names"
+"""in LLM Foundry's registry of config transforms"""
+_OUR_KEY = "parallelism_config"
+_SHOWN_NAMES = 40
+_ONE = {
+    "model": "models",
+    "optimizer": "optimizers",
+    "scheduler": "schedulers",
+    "train_loader": "dataloaders",
+    "eval_loader": "dataloaders",
+}
+"""keys of blocks with a `name`, and the registry where LLM Foundry looks it up"""
+_MANY = {
+    "callbacks": ("callbacks", "callbacks_with_config"),
+    "loggers": ("loggers",),
+    "algorithms": ("algorithms",),
+}
+"""keys of mappings from names to arguments, and their registries"""
+_READ_BEFORE = {
+    "model": ("master_weights_dtype",),
+    "optimizer": ("disable_grad", "param_groups"),
+    "eval_loader": ("label",),
+}
+"""arguments that LLM Foundry takes out of a block"""
+_GIVEN = ("self", "params", "train_config", "tokenizer", "device_batch_size")
+"""arguments that no configuration writes"""
+_UNDER_MODELS = ("model", "tokenizer", "model_name", "load_path")
+"""keys that LLM Foundry's evaluation takes at the top of a run as well"""
+_DELETED = re.compile(r"\bdel\b[^\n]*\bkwargs\b")
+_HANDED_UP = re.compile(r"super\(\)\.__init__\([^()]*\*\*kwargs[\s,]*\)")
+
+
+@dataclass(frozen=True, slots=True)
+class Unknown:
+    """A key, name or argument that nobody reads."""
+
+    what: str
+    advice: str
+    block: Any = None
+    """the block of the run from which `key` can be taken out; `None` for a name"""
+    key: Any = None
+
+
+def refuse_unknown(cfg: dict[str, Any]) -> dict[str, Any]:
+    """Config transform: refuses what nobody reads. The last one, since others may change names.
+
+    A file of `code_paths` may register others after it. What they leave, LLM Foundry refuses.
+
+    Collective: no. It depends on `cfg` alone, so all ranks raise the same error or none does.
+
+    Raises:
+        ConfigError: naming each of them.
+    """
+    from llmfoundry.registry import config_transforms
+    from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
+
+    if list(config_transforms.get_all())[-1] == NAME:
+        found = [*unknown_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)]
+        raise_errors([f"{unknown.what} {unknown.advice}" for unknown in found])
+    return cfg
+
+
+def check_eval_keys(cfg: Mapping[Any, Any]) -> None:
+    """Checks the keys of an evaluation, which no config transform may take out.
+
+    Raises:
+        ConfigError: LLM Foundry would refuse keys of it.
+    """
+    from llmfoundry.utils.config_utils import EVAL_CONFIG_KEYS
+
+    known = (*EVAL_CONFIG_KEYS, *_UNDER_MODELS)
+    raise_errors([f"{one.what} {one.advice}" for one in unknown_keys(cfg, known, "evaluation")])
+
+
+def unknown_keys(
+    cfg: Mapping[Any, Any], known: Iterable[str], work: str = "training"
+) -> Iterator[Unknown]:
+    """Yields the top-level keys that neither LLM Foundry nor this package reads."""
+    known = (*known, _OUR_KEY)
+    for key in cfg:
+        if key in known:
+            continue
+        what = f"{ascii_repr(key)} is not a key of LLM Foundry's {work}."
+        if key == "fsdp2":
+            what += f" FSDP2's settings belong one level deeper: {_OUR_KEY}: {{fsdp2: ...}}."
+        else:
+            what += f" It would stop the run.{nearest(str(key), known)}"
+        advice = "Correct it, or put values of your own under `variables`."
+        yield Unknown(what, advice, cfg, key)
+
+
+def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[Unknown]:
+    """Yields names that are in no registry, and arguments; see [Note: arguments left out].
+
+    A part that may hand arguments on to code that is not known here is passed over.
+
+    Args:
+        cfg: the whole training config, plain values, as config transforms leave it.
+    """
+    for where, name, block, kind, registered in _named(cfg):
+        if not (isinstance(name, str) and name in registered):
+            yield _unknown_name(where, name, kind, registered)
+        elif isinstance(block, dict):
+            before = ("name", *_READ_BEFORE.get(where.partition("[")[0], ()))
+            for part in _parts(where, registered[name], block):
+                for key in part.block:
+                    if key not in (*part.names, *before, *(part.read_too or ())):
+                        yield _unknown_argument(part, key)
+    tokenizer = cfg.get("tokenizer")
+    if isinstance(tokenizer, dict) and (part := _tokenizer(tokenizer)) is not None:
+        for key in part.block:
+            if key not in (*part.names, *(part.read_too or ())):
+                yield _unknown_argument(part, key)
+
+
+# --- Names. ---
+
+
+def _named(
+    cfg: Mapping[str, Any],
+) -> Iterator[tuple[str, Any, Any, str, Mapping[str, Any]]]:
+    """Yields place, name, block, kind and registered parts of each name in a run."""
+    from llmfoundry import registry
+
+    for key, kind in _ONE.items():
+        blocks = {key: cfg.get(key)}
+        # LLM Foundry has renamed a list.
+        if key == "eval_loader" and isinstance(several := cfg.get("eval_loaders"), list):
+            blocks |= {f"{key}[{number}]": block for number, block in enumerate(several)}
+        registered = getattr(registry, kind).get_all()
+        for where, block in blocks.items():
+            if isinstance(block, dict):
+                yield where, block.get("name"), block, kind, registered
+    for key, kinds in _MANY.items():
+        registered = {n: p for kind in kinds for n, p in getattr(registry, kind).get_all().items()}
+        blocks = cfg.get(key)
+        for name, block in blocks.items() if isinstance(blocks, dict) else ():
+            yield f"{key}.{name}", name, block, key, registered
+
+
+def _unknown_name(where: str, name: Any, kind: str, registered: Iterable[str]) -> Unknown:
+    names = sorted(registered)
+    shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+    place = where if kind in _MANY else f"{where}.name"
+    hint = nearest(name, names) if isinstance(name, str) else ""
+    return Unknown(
+        f"{place}: {ascii_repr(name)} is in no registry of {kind}.{hint}",
+        f"Write one of {shown}; or register yours in a file of code_paths.",
+    )
+
+
+# --- Arguments. ---
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A block of a run, and the arguments that are read from it."""
+
+    where: str
+    title: str
+    names: list[str]
+    """as signatures have them"""
+    block: dict[Any, Any]
+    read_too: Collection[str] | None = None
+    """others that are read; `None` if an unknown argument is refused when the part is built"""
+
+
+def _unknown_argument(part: _Part, key: Any) -> Unknown:
+    hint, left_out = "", ""
+    if isinstance(key, str):
+        more = (name for name in part.read_too or () if "_" in name)
+        hint = nearest(key, part.names) or nearest(key, more)
+    if part.read_too is not None:
+        left_out = " The run would train as if it were not there."
+    shown = ", ".join(part.names)
+    return Unknown(
+        f"{part.where}: {part.title} has no argument {ascii_repr(key)}.{left_out}{hint}",
+        f"Write one of {shown}." if shown else "Take it out: there are no arguments.",
+        part.block,
+        key,
+    )
+
+
+def _parts(where: str, called: Any, block: dict[Any, Any]) -> Iterator[_Part]:
+    title = getattr(called, "__name__", str(called))
+    names = _arguments_of(called)
+    if names is not None:
+        yield _Part(where, title, names, block, () if _declared(called)[1] else None)
+    elif where == "model":
+        yield from _mpt(called, block)
+    dataset = block.get("dataset")
+    is_known = getattr(called, "__module__", "").startswith("llmfoundry.")
+    if "_loader" in where and isinstance(dataset, dict) and is_known:
+        yield _dataset(where, called, dataset, block["name"])
+
+
+def _mpt(model: Any, block: dict[Any, Any]) -> Iterator[_Part]:
+    """Yields the blocks of a model whose `**kwargs` go to the configuration of an MPT."""
+    from llmfoundry.layers_registry import attention_classes, param_init_fns
+    from llmfoundry.models import mpt
+    from llmfoundry.models.llm_embed import ContrastiveModel
+    from llmfoundry.models.utils.config_defaults import attn_config_defaults, init_config_defaults
+
+    embeds = model is ContrastiveModel and not block.get("pretrained_model_name_or_path")
+    if model is not mpt.ComposerMPTCausalLM and not embeds:
+        return
+    names = list(dict.fromkeys((*_declared(model)[0], *_declared(mpt.MPTConfig)[0])))
+    # The model asks its configuration for names that the configuration does not declare.
+    known = {*dir(mpt.MPTConfig()), *_words(inspect.getmodule(mpt.ComposerMPTCausalLM))}
+    yield _Part("model", model.__name__, names, block, known)
+    inner = (
+        ("attn_config", "attn_type", attn_config_defaults, attention_classes),
+        ("init_config", "name", init_config_defaults, param_init_fns),
+    )
+    for key, kind, defaults, registered in inner:
+        given = block.get(key)
+        name = {**defaults, **given}[kind] if isinstance(given, dict) else None
+        if isinstance(name, str) and isinstance(given, dict) and name in registered:
+            part = registered.get(name)
+            own = (name for name in _declared(part)[0] if name not in (*names, "module"))
+            too = ("seq_parallel_world_size",)  # LLM Foundry takes it out if it is null
+            yield _Part(f"model.{key}", part.__name__, [*defaults, *own], given, too)
+
+
+def _dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> _Part:
+    """Returns the block of a data set, of which LLM Foundry's functions each read some keys."""
+    from llmfoundry import registry
+    from streaming import StreamingDataset
+
+    kinds = (registry.collators, registry.data_specs, registry.dataset_replication_validators)
+    readers = [builder, *(part for kind in kinds for part in kind.get_all().values())]
+    words = {word for reader in readers for word in _words(inspect.getmodule(reader))}
+    names = ["max_seq_len", *_declared(StreamingDataset)[0]]
+    return _Part(f"{where}.dataset", name, names, block, words)
+
+
+def _tokenizer(block: dict[Any, Any]) -> _Part | None:
+    """Returns the arguments of a tokenizer whose class is known without the network."""
+    from llmfoundry import registry
+    from transformers.models.auto import tokenization_auto
+    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+    name, kwargs, saved = block.get("name"), block.get("kwargs"), {}
+    if not isinstance(name, str) or not isinstance(kwargs, dict):
+        return None
+    classes = [registry.tokenizers.get(name)] if name in registry.tokenizers else []
+    if not classes:
+        try:
+            saved = tokenization_auto.get_tokenizer_config(name, local_files_only=True)
+        except (OSError, ValueError):
+            return None
+        told = f"{saved.get('tokenizer_class')}" if "auto_map" not in saved else ""
+        classes = [tokenization_auto.tokenizer_class_from_name(told + end) for end in ("", "Fast")]
+    known = [c for c in classes if isinstance(c, type) and issubclass(c, PreTrainedTokenizerBase)]
+    if not known:
+        return None
+    modules = {inspect.getmodule(base) for cls in known for base in cls.__mro__}
+    words = {word for module in (tokenization_auto, *modules) for word in _words(module)}
+    names = ["model_max_length", *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES]
+    return _Part("tokenizer.kwargs", known[0].__name__, names, kwargs, {*saved, *words})
+
+
+# --- Signatures and sources. ---
+
+
+def _arguments_of(called: Any) -> list[str] | None:
+    """Returns the arguments that a configuration may write; `None` where it may take any.
+
+    A class that hands its `**kwargs` up takes those of its base; one that deletes them, no others.
+    """
+    functions = [called]
+    if isinstance(called, type) and _declared(called)[1]:
+        functions = [vars(base)["__init__"] for base in called.__mro__ if "__init__" in vars(base)]
+    names: list[str] = []
+    for function in functions:
+        declared, takes_any = _declared(function)
+        names += declared
+        source = _source(function)
+        if not takes_any:
+            return names
+        if len(re.findall(r"\bkwargs\b", source)) != 2:  # the parameter, and one use of it
+            return None
+        if _DELETED.search(source):
+            return names
+        if not _HANDED_UP.search(source):
+            return None
+    return names
+
+
+def _declared(called: Any) -> tuple[list[str], bool]:
+    """Returns the arguments that a signature names, and whether it takes any other."""
+    try:
+        parameters = inspect.signature(called).parameters.values()
+    except (TypeError, ValueError):  # some extension types do not tell
+        return [], True
+    many = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    names = [one.name for one in parameters if one.kind not in many and one.name not in _GIVEN]
+    return names, any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+
+def _words(module: ModuleType | None) -> set[str]:
+    """Returns the words of a module's source."""
+    return set(re.findall(r"\w+", _source(module)))
+
+
+def _source(code: Any) -> str:
+    try:
+        return inspect.getsource(code)
+    except (OSError, TypeError):
+        return ""

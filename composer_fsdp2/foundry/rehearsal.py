@@ -1,0 +1,504 @@
+"""Goes through what a run goes through before its first batch, in the order of LLM Foundry.
+
+[Note: rehearsal] Everything is built by the functions that build it in the run: the configuration,
+what has a name in a registry, the loaders and a batch of local data, the model on meta, the
+optimizer and the plan. What they raise is what the run would raise. Little is checked besides: what
+a run would find late or never. No other rank is there, no network is asked and no logger hears
+about a run. Files of `code_paths` are imported and config transforms are applied as in a run; those
+may write the data they are for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from composer.algorithms import GradientClipping
+from composer.algorithms.gradient_clipping import apply_gradient_clipping
+from composer.core import Event, Precision, State, TimeUnit, ensure_time
+from composer.devices import DeviceCPU, DeviceGPU
+from composer.loggers import Logger
+from composer.utils import create_interval_scheduler, format_name_with_dist, get_device
+from torch import nn
+
+from composer_fsdp2.config.blocks import Float8Spec
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.foundry.cluster import LAUNCHED, OFFLINE, Cluster, environment
+from composer_fsdp2.foundry.findings import Finding, Findings
+from composer_fsdp2.foundry.names import unknown_keys, unknown_parts
+from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
+from composer_fsdp2.parallel.tensor import TensorParallel
+from composer_fsdp2.plan.frozen import frozen_elements
+from composer_fsdp2.shard.apply import collector_paused
+from composer_fsdp2.trainer.extensions import check_given, read_given
+from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
+from composer_fsdp2.trainer.prepare_plan import make_plan
+
+if TYPE_CHECKING:
+    from composer.models import ComposerModel
+    from omegaconf import DictConfig
+
+    from composer_fsdp2.plan.wrap_plan import WrapPlan
+
+__all__ = ["Rehearsal", "rehearse"]
+
+_REACH_OUT = ("comet_ml", "mlflow", "mosaicml", "neptune", "remote_uploader_downloader")
+"""loggers that speak with a server as soon as they are built"""
+_LOCAL_FORMATS = ("json", "csv", "parquet", "text", "arrow", "pandas", "xml", "webdataset")
+"""Hugging Face's names for local files of a format; the files are in `hf_kwargs`"""
+_NEEDS_VALUES = (
+    "Write init_device: cpu if weights need values, as for new rows of a larger tokenizer."
+)
+_TIME = "Write a number and a unit: 10ba, 1ep, 5000tok, 100sp."
+# The first rank of a node reads weights, and fills a cache for the others.
+_SECOND_RANK = {"RANK": "1", "LOCAL_RANK": "1"}
+
+
+@dataclass(slots=True, kw_only=True)
+class Rehearsal:
+    """Result of a rehearsal."""
+
+    findings: list[Finding]
+    units: WrapPlan | None = None
+    """of a run with FSDP2 whose model could be built"""
+    sizes: GroupSizes | None = None
+    """of a run whose layers are divided"""
+    frozen: Mapping[str, int] = field(default_factory=dict[str, int])
+    """elements that are not trained, by the first module of their unit"""
+    builds_on_meta: bool | None = None
+    """whether the model can be built with `init_device: meta`; `None` where that is not known"""
+
+
+def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+    """Rehearses a run. Collective: no.
+
+    Args:
+        cfg: the run with its overrides, interpolations as they are written.
+        cluster: where it would take place.
+    """
+    from llmfoundry.utils.registry_utils import import_file, save_registry
+    from omegaconf import ListConfig
+
+    from composer_fsdp2.foundry.registered import register
+    from composer_fsdp2.trainer.patches import engine
+
+    notes = Findings()
+    found = Rehearsal(findings=notes.found)
+    # With no rows of its own, `installed` takes back the rows that the config transform installs.
+    with _quiet(), environment(OFFLINE), save_registry(), engine.installed(()):
+        register()
+        with notes.step("code_paths", f"Correct the file or its path, read from {os.getcwd()}."):
+            paths = cfg.get("code_paths")
+            for path in paths if isinstance(paths, ListConfig) else ():
+                import_file(path)
+        read = _read_config(notes, cfg, cluster)
+        for name in LAUNCHED:
+            os.environ.pop(name, None)
+        if read is not None:
+            _build(notes, found, *read, cluster)
+    return found
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Keeps standard output clean, and leaves warnings and logging as they were."""
+    disabled = logging.root.manager.disable
+    try:
+        logging.disable(logging.WARNING)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+# --- The configuration. ---
+
+
+def _read_config(
+    notes: Findings, cfg: DictConfig, cluster: Cluster
+) -> tuple[Any, dict[str, Any]] | None:
+    """Reads the run as LLM Foundry does; returns its configuration, and the one for loggers."""
+    from llmfoundry.registry import config_transforms
+    from llmfoundry.utils.config_utils import (
+        TRAIN_CONFIG_KEYS,
+        TrainConfig,
+        make_dataclass_and_log_config,
+    )
+    from omegaconf import OmegaConf
+
+    # Last, as in a run: another transform may take out a key of its own.
+    note_unknown = functools.partial(_note_unknown, notes)
+    transforms = [*map(config_transforms.get, config_transforms.get_all()), note_unknown]
+    given = copy.deepcopy(cfg)
+    # Goes on with a batch that can be divided, to find what else there is.
+    for batch in (None, cluster.ranks):
+        if batch is not None:
+            given["global_train_batch_size"] = batch
+        with notes.step("The configuration"), environment(cluster.first_rank()):
+            logged, config = make_dataclass_and_log_config(
+                given, TrainConfig, TRAIN_CONFIG_KEYS, transforms=transforms
+            )
+            return config, logged
+        if "global_train_batch_size" not in given:
+            break
+    with notes.step("The configuration"):
+        plain: Any = OmegaConf.to_container(cfg, resolve=True)
+        _note_unknown(notes, plain)  # a key that is missing may be a misspelt one
+    return None
+
+
+def _note_unknown(notes: Findings, cfg: dict[str, Any]) -> dict[str, Any]:
+    """Notes what nobody reads, and takes it out: it hides what else is wrong."""
+    from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
+
+    cfg = copy.deepcopy(cfg)
+    for unknown in [*unknown_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)]:
+        notes.add(unknown.what, unknown.advice)
+        if unknown.block is not None:
+            del unknown.block[unknown.key]
+    return cfg
+
+
+# --- The parts of the run, in the order of LLM Foundry. ---
+
+
+def _build(
+    notes: Findings, found: Rehearsal, config: Any, logged: dict[str, Any], cluster: Cluster
+) -> None:
+    from llmfoundry.command_utils.train import validate_config
+    from llmfoundry.utils import builders
+
+    with notes.step("The configuration"):
+        validate_config(copy.deepcopy(config))
+    tokenizer = _build_tokenizer(notes, config.tokenizer)
+    scheduler = None
+    with notes.step("scheduler"):
+        scheduler = _named(builders.build_scheduler, config.scheduler)
+    own = {n: block for n, block in (config.loggers or {}).items() if n not in _REACH_OUT}
+    loggers = _build_each(notes, "loggers", own, builders.build_logger)
+    build_callback = functools.partial(builders.build_callback, train_config=logged)
+    callbacks = _build_each(notes, "callbacks", config.callbacks, build_callback)
+    algorithms = _build_each(notes, "algorithms", config.algorithms, builders.build_algorithm)
+
+    several = enumerate(config.eval_loaders or ())
+    blocks = {"train_loader": config.train_loader, "eval_loader": config.eval_loader}
+    blocks |= {f"eval_loader[{number}]": block for number, block in several}
+    loader = None
+    for where, block in blocks.items():
+        trains = where == "train_loader"
+        size = config.device_train_batch_size if trains else config.device_eval_batch_size
+        built = _build_loader(notes, where, block or {}, tokenizer, size)
+        loader = built if trains else loader
+
+    model = _build_model(notes, found, config, tokenizer, cluster)
+    run_name = config.run_name or os.environ.get("RUN_NAME") or "rehearsal"
+    _check_arguments(notes, config, algorithms, run_name, cluster)
+    if model is None:
+        return
+    optimizer = None
+    with notes.step("optimizer"):
+        settings = dict(config.optimizer)
+        if config.model.get("init_device", "cpu") == "cpu":
+            settings.pop("fused", None)  # torch refuses it on meta alone
+        optimizer = _named(functools.partial(builders.build_optimizer, model), settings)
+    given: dict[str, Any] = {
+        "algorithms": algorithms,
+        "callbacks": callbacks,
+        "optimizers": optimizer,
+    }
+    with notes.step("The Trainer"):
+        state = State(model=model, rank_zero_seed=0, run_name=run_name, device=DeviceCPU(), **given)
+        _start(notes, config, state, Logger(state, loggers), scheduler, loader)
+    if (config.fsdp_config or {}).get("version") == 2:
+        _plan(notes, found, config, model, given, cluster)
+
+
+def _named(build: Callable[[str, dict[str, Any]], Any], block: Mapping[str, Any]) -> Any:
+    """Calls a builder of LLM Foundry with the name in a block, and the rest of it."""
+    settings = copy.deepcopy(dict(block))
+    return build(settings.pop("name"), settings)
+
+
+def _build_each(
+    notes: Findings, where: str, blocks: Any, build: Callable[[str, dict[str, Any]], Any]
+) -> list[Any]:
+    built: list[Any] = []
+    for name, settings in (blocks or {}).items():
+        with notes.step(f"{where}.{name}"):
+            built.append(build(str(name), dict(copy.deepcopy(settings) or {})))
+    return built
+
+
+# --- Names of the Hugging Face hub, and data. ---
+
+
+def _build_tokenizer(notes: Findings, block: Mapping[str, Any]) -> Any:
+    from llmfoundry import registry
+    from llmfoundry.utils.builders import build_tokenizer
+
+    with notes.step("tokenizer"):
+        name, kwargs = block["name"], dict(block.get("kwargs") or {})
+        if name in registry.tokenizers:
+            return build_tokenizer(name, kwargs)
+        if _is_here(notes, "tokenizer.name", name):
+            return build_tokenizer(name, {**kwargs, "local_files_only": True})
+    return None
+
+
+def _is_here(notes: Findings, where: str, name: str) -> bool:
+    """Whether a model or tokenizer is a folder or in the local cache; the hub is not asked."""
+    from huggingface_hub import try_to_load_from_cache
+
+    files = ("config.json", "tokenizer_config.json", "tokenizer.json")
+    with notes.step(where, f"There is no such folder in {os.getcwd()} either. Correct the path."):
+        if Path(name).is_dir():
+            return True
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in files):
+            return True
+        notes.add(
+            f"{where}: '{name}' is no folder and not in the local cache of the Hugging Face hub, "
+            "which is not asked. What depends on it is not checked.",
+            "Correct the name, or download it first to have it checked here.",
+            "warning",
+        )
+    return False
+
+
+def _build_loader(
+    notes: Findings, where: str, block: Mapping[str, Any], tokenizer: Any, batch_size: Any
+) -> Any | None:
+    """Builds a loader and a batch where that needs neither the network nor minutes."""
+    import datasets
+    from llmfoundry.data.dataloader import build_dataloader
+    from llmfoundry.data.text_data import build_streams
+    from streaming import StreamingDataset
+
+    block = {key: value for key, value in copy.deepcopy(dict(block)).items() if key != "label"}
+    dataset = block.get("dataset")
+    if "://" in str(block) or not isinstance(dataset, dict):
+        return None
+    with notes.step(where, f"Correct it there; paths are read from {os.getcwd()}."):
+        name, kwargs = dataset.get("hf_name"), dataset.get("hf_kwargs") or {}
+        if name is not None:
+            # Finds the files. LLM Foundry would go on to tokenize all of them.
+            if name in _LOCAL_FORMATS or name.startswith((".", "/")) or Path(name).exists():
+                data_dir, data_files = kwargs.get("data_dir"), kwargs.get("data_files")
+                datasets.load_dataset_builder(name, data_dir=data_dir, data_files=data_files)
+        elif tokenizer is not None:
+            loader: Any = build_dataloader(block, tokenizer, batch_size).dataloader
+            samples = range(min(loader.batch_size, len(loader.dataset)))
+            loader.collate_fn([loader.dataset[number] for number in samples])
+            return loader
+        elif block.get("name") in ("text", "finetuning"):
+            places: dict[str, Any] = {k: dataset.get(k) for k in ("remote", "local", "split")}
+            StreamingDataset(streams=build_streams(dataset.get("streams")), batch_size=1, **places)
+    return None
+
+
+# --- The model. ---
+
+
+def _build_model(
+    notes: Findings, found: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster
+) -> ComposerModel | None:
+    """Builds the model without its weights."""
+    from llmfoundry.models.layers.attention import is_flash_v1_installed, is_flash_v2_installed
+    from llmfoundry.utils.config_utils import process_init_device
+
+    init = config.model.get("init_device", "cpu")
+    is_sharded = (config.fsdp_config or {}).get("version") == 2 or cluster.ranks > 1
+    with notes.step("model.init_device", "Write cpu, mixed or meta."):
+        fsdp = copy.deepcopy(config.fsdp_config) if is_sharded else None
+        process_init_device(copy.deepcopy(config.model), fsdp, config.tp_config)
+    name = config.model.get("pretrained_model_name_or_path")
+    if name is not None and not _is_here(notes, "model.pretrained_model_name_or_path", name):
+        return None
+    model = None
+    with notes.step("model", _NEEDS_VALUES if init == "meta" else ""):
+        try:
+            # What cpu builds on every rank, and mixed on the first, is built here as on the second.
+            model = _on_meta(config, tokenizer, "meta" if init == "meta" else "mixed")
+        except Exception as error:
+            if init != "cpu" or "meta tensor" not in str(error):
+                raise
+            notes.add(
+                f"model: it cannot be built here, where weights have no values ({error}). The run "
+                "builds it with values, and there is no plan to show.",
+                "Nothing: init_device: cpu is right for it.",
+                "warning",
+            )
+    if init == "meta":
+        found.builds_on_meta = model is not None
+    if model is None:
+        return None
+    if init == "mixed":
+        quiet = Findings()
+        with quiet.step("model"):
+            _on_meta(config, tokenizer, "meta")
+        found.builds_on_meta = not quiet.found
+    flash = any(getattr(module, "attn_impl", None) == "flash" for module in model.modules())
+    if flash and not is_flash_v1_installed() and not is_flash_v2_installed():
+        is_here = torch.cuda.is_available() or not cluster.on_gpus
+        notes.add(
+            "model.attn_config.attn_impl is flash (LLM Foundry's default), and the package "
+            "flash_attn is not installed. The first batch would stop with a NameError.",
+            "Write attn_impl: torch, or install flash-attn.",
+            "problem" if is_here else "warning",
+        )
+    return model
+
+
+@collector_paused()
+def _on_meta(config: Any, tokenizer: Any, init_device: str) -> ComposerModel:
+    from llmfoundry.utils.builders import build_composer_model
+    from llmfoundry.utils.config_utils import process_init_device
+    from transformers import modeling_utils
+
+    block = {**copy.deepcopy(config.model), "init_device": init_device}
+    # Without FSDP `mixed` is refused, which has been asked for the device that is written.
+    context = process_init_device(block, copy.deepcopy(config.fsdp_config or {}), None)
+    dtype = block.pop("master_weights_dtype", None)
+    # Weights on meta have no values: Transformers need not set them.
+    no_values = getattr(modeling_utils, "no_init_weights", contextlib.nullcontext)
+    # LLM Foundry logs what Transformers raised, and raises that there is an error in the log.
+    logger, logged = logging.getLogger("llmfoundry.models.hf.hf_base"), list[Any]()
+
+    def keep(record: logging.LogRecord) -> bool:
+        logged.append(record.msg)
+        return False
+
+    logger.addFilter(keep)
+    try:
+        with environment(_SECOND_RANK), no_values():
+            return build_composer_model(
+                name=block.pop("name"),
+                cfg=block,
+                tokenizer=tokenizer,
+                init_context=context,
+                master_weights_dtype=dtype,
+            )
+    except RuntimeError as error:
+        errors = [message for message in logged if isinstance(message, Exception)]
+        raise (errors[-1] if errors else error) from None
+    finally:
+        logger.removeFilter(keep)
+
+
+# --- What the Trainer reads from text and numbers, and what it would find late or never. ---
+
+
+def _check_arguments(
+    notes: Findings, config: Any, algorithms: list[Any], run_name: str, cluster: Cluster
+) -> None:
+    intervals = (
+        ["eval_interval"] if config.save_folder is None else ["eval_interval", "save_interval"]
+    )
+    for key in intervals:
+        with notes.step(key, _TIME):
+            create_interval_scheduler(getattr(config, key))
+    if cluster.on_gpus:
+        known = ", ".join(precision.value for precision in Precision)
+        with notes.step("precision", f"Write one of {known}."):
+            Precision(config.precision)
+    if config.compile_config is not None:
+        with notes.step("compile_config"):
+            torch.compile(nn.Identity(), **config.compile_config)  # compiles when it is called
+    for algorithm in algorithms:
+        if isinstance(algorithm, GradientClipping):
+            with notes.step("algorithms.gradient_clipping"):
+                threshold = algorithm.clipping_threshold
+                apply_gradient_clipping(
+                    nn.Linear(1, 1), algorithm.clipping_type, threshold, fsdp_enabled=False
+                )
+                if not threshold > 0:
+                    raise ValueError(
+                        f"a clipping_threshold of {threshold} turns gradients round, or to 0"
+                    )
+    with notes.step("load_path", f"Correct the path; it is read from {os.getcwd()}."):
+        path = config.load_path
+        if path is not None and "://" not in path:
+            os.stat(format_name_with_dist(path, run_name))
+    folder = config.save_folder
+    if folder is not None and "://" not in folder:
+        path = Path(format_name_with_dist(folder, run_name)).absolute()
+        there = next(part for part in (path, *path.parents) if part.exists())
+        try:
+            # The rights do not tell it of a system that is read-only, or to the superuser.
+            os.rmdir(tempfile.mkdtemp(dir=there))
+        except OSError as error:
+            notes.add(
+                f"save_folder: '{there}' cannot be written: {error.strerror}. The first save would "
+                "stop the run.",
+                "Write another folder.",
+            )
+
+
+def _start(
+    notes: Findings, config: Any, state: State, logger: Logger, scheduler: Any, loader: Any
+) -> None:
+    """Starts as the Trainer does: algorithms change the model, and the scheduler reads times."""
+    model: Any = state.model
+    model.logger = logger
+    for algorithm in state.algorithms:
+        with notes.step(f"algorithms: {type(algorithm).__name__}"):
+            if algorithm.match(Event.INIT, state):
+                algorithm.apply(Event.INIT, state, logger)
+    with notes.step("max_duration", _TIME):
+        state.max_duration = ensure_time(config.max_duration, TimeUnit.EPOCH)
+        if scheduler is not None and loader is not None:
+            with notes.step("scheduler"):
+                state.set_dataloader(loader, "train")
+                scheduler(state)
+
+
+# --- The plan. ---
+
+
+def _plan(
+    notes: Findings,
+    found: Rehearsal,
+    config: Any,
+    model: ComposerModel,
+    given: Mapping[str, Any],
+    cluster: Cluster,
+) -> None:
+    """Decides how FSDP2 would shard the model, and changes nothing."""
+    device: Any = get_device("cpu")
+    has_gpu = torch.cuda.is_available()
+    if cluster.on_gpus:
+        # Building a GPU's device chooses the GPU, which may not be here.
+        device = get_device("gpu") if has_gpu else object.__new__(DeviceGPU)
+    with notes.step("parallelism_config.fsdp2"), environment(cluster.first_rank()):
+        ours = ("version", "sync_module_states")
+        settings = parse_config({k: v for k, v in config.fsdp_config.items() if k not in ours})
+        if settings.fp8 and cluster.on_gpus and not has_gpu:
+            # Asks no GPU what it can do.
+            spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()
+            settings = dataclasses.replace(settings, fp8=dataclasses.replace(spec, emulate=True))
+        check_given(read_given(given))
+        plan = make_plan(
+            model,
+            given["optimizers"],
+            settings,
+            config.precision if cluster.on_gpus else "fp32",
+            device,
+            mesh=None,
+            transformations=TRANSFORMATIONS,
+        )
+        if (divided := plan.plan_of(TensorParallel)) is not None:
+            found.sizes = group_sizes(plan.tree, divided, plan.units, plan.shape)
+        found.units = plan.units
+        found.frozen = frozen_elements(model, plan.units)

@@ -1,1 +1,0 @@
-"""Builds a run up to its first batch, with the model on meta."""
