@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.step.run import run_of
 from tests.support.models import Block, TinyComposer, TinyLM, batches, llama_config
 from tests.support.parity import OPTIMIZERS, Recipe, check_parity
 from tests.support.traffic import Bytes
@@ -68,7 +69,7 @@ def test_divided_units_train_like_one_process(recompute: bool):
     policy = {"max_unit_bytes": 900}
     config = {"wrap_policy": policy, "activation_checkpointing": recompute}
     model = check_parity(TinyLM, config, recipe=SHORT)
-    largest = max(unit.numel for unit in model._fsdp2_sharding.plan.units)
+    largest = max(unit.numel for unit in run_of(model).plan.units)
     assert largest * 4 <= 900
 
 
@@ -135,7 +136,7 @@ def test_a_checkpoint_of_a_norm_apart_goes_on(kind: str, tmp_path: Path):
         for index, (before, after) in enumerate([(APART, {}), ({}, APART)]):
             folder = tmp_path / str(index)
             first = run(before, max_duration="2ba", save_folder=str(folder), save_interval="2ba")
-            names = [unit.modules[0] for unit in first.state.model._fsdp2_sharding.plan.units]
+            names = [unit.modules[0] for unit in run_of(first.state.model).plan.units]
             assert ("net.norm" in names) is (before is APART)
             second = run(after, max_duration="4ba", load_path=str(folder / name))
             assert second.state.timestamp.batch == 4

@@ -385,8 +385,7 @@ for name, given in {
         "change": without("optimizers", "schedulers", "timestamp", "scaler", "algorithms")
     },
     "a list": {"damage": lambda path: torch.save([1, 2], path)},
-    "garbage": {"damage": lambda path: path.write_bytes(b"garbage" * 99)},
-    "nothing in it": {"damage": lambda path: path.write_bytes(b"")},
+    # What is no pickle at all is refused by a sentence of ours, with FSDP2 or without.
     "cut off": {"damage": cut},
     "nothing there": {"damage": Path.unlink},
     "a folder": {"damage": lambda path: (path.unlink(), path.mkdir())},
@@ -518,7 +517,7 @@ def _marked(name: str) -> Any:
     return pytest.param(name, marks=pytest.mark.world_size(1 if "autoresume" in name else 2))
 
 
-@pytest.mark.table("save-under a file", "load-garbage")
+@pytest.mark.table("save-under a file", "load-cut off")
 @pytest.mark.parametrize("name", list(map(_marked, CASES)))
 def test_with_and_without_it(name: str, tmp_path: Path):
     alone, with_ours = both(
