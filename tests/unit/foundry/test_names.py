@@ -298,4 +298,4 @@ def test_keys_of_an_evaluation():
     known = ("model", "tokenizer", "load_path", "model_name", "models", "parallelism_config")
     check_eval_keys(dict.fromkeys(known))
     with pytest.raises(ConfigError, match=r"evaluation. It would stop.*Did you mean 'precision'"):
-        check_eval_keys({"presicion": "fp32"})
+        check_eval_keys({"precisio": "fp32"})
