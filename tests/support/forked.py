@@ -101,7 +101,8 @@ def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _be_rank(arguments: list[str], environment: dict[str, str], logs: Path) -> None:
     os.setsid()
-    os.environ.update(environment)
+    # The server is this rank's parent, as the launcher is that of the ranks of a user.
+    os.environ.update(environment, COMPOSER_FSDP2_LAUNCHER=str(os.getppid()))
     os.chdir(ROOT)
     for stream, name in ((sys.stdout, "stdout"), (sys.stderr, "stderr")):
         stream.flush()
