@@ -121,16 +121,7 @@ def convert(
     from composer_fsdp2.checkpoint.staging import check_destination
 
     with reported():
-        if weights is Weights.trained and to is not Kind.full:
-            raise ConfigError(
-                f"--weights trained is given with --to {to.value}. Only whole weights can be "
-                "exchanged. Write --to full, and convert the file again if need be."
-            )
-        if to is not Kind.hf and (dtype or config):
-            raise ConfigError(
-                f"--dtype or --config is given with --to {to.value}. It would have no effect: a "
-                "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
-            )
+        _check_options(to, weights, for_hf=bool(dtype or config))
         max_bytes, remarks = _bytes(max_shard_size), list[str]()
         try:
             check_destination(destination, folder=to is not Kind.full)
@@ -159,6 +150,20 @@ def convert(
             say(f"[yellow]{escape(remark)}[/]")
         total = _size(sum(sizes.values()))
         typer.echo(f"Wrote {destination}: {_count(len(sizes), 'file')}, {total}")
+
+
+def _check_options(to: Kind, weights: Weights, *, for_hf: bool) -> None:
+    """Refuses options of `convert` that would have no effect on what is written."""
+    if weights is Weights.trained and to is not Kind.full:
+        raise ConfigError(
+            f"--weights trained is given with --to {to.value}. Only whole weights can be "
+            "exchanged. Write --to full, and convert the file again if need be."
+        )
+    if to is not Kind.hf and for_hf:
+        raise ConfigError(
+            f"--dtype or --config is given with --to {to.value}. It would have no effect: a "
+            "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
+        )
 
 
 @app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -91,12 +92,7 @@ def migrate(
                 "--strict": strict,
                 "--force": force,
             }
-            if given := [name for name, value in others.items() if value]:
-                raise ConfigError(
-                    f"{', '.join(given)} cannot be given together with --code. It is about "
-                    "configurations and would have no effect. Take it out, or run the command once "
-                    "for each."
-                )
+            _check_beside_code(others)
             raise typer.Exit(_migrate_code(code, check=check, as_json=as_json))
         if config is None:
             raise ConfigError(
@@ -114,6 +110,16 @@ def migrate(
         )
         _print(report, whole=output is None and not check, as_json=as_json)
         raise typer.Exit(_exit_code(report, strict=strict, check=check or output is not None))
+
+
+def _check_beside_code(others: Mapping[str, Any]) -> None:
+    """Refuses options about configurations, by name, beside `--code`."""
+    if given := [name for name, value in others.items() if value]:
+        raise ConfigError(
+            f"{', '.join(given)} cannot be given together with --code. It is about "
+            "configurations and would have no effect. Take it out, or run the command once "
+            "for each."
+        )
 
 
 def _migrate_config(config: Path, output: Path | None, force: bool, **settings: Any) -> Report:

@@ -168,11 +168,11 @@ class GatheredParameters(StepListener):
         if in_function_transform():
             raise PlanError(_transformed(unit))
 
-    def before_whole(self, unit: str, group: Any) -> None:
+    def before_unsharded(self, unit: str, group: Any) -> None:
         """Looks for tensors in the places of the shards. Collective: no."""
         self._found += [_exchanged(p) for p in self._groups[group] if p.is_exchanged()]
 
-    def after_whole(self, unit: str, group: Any) -> None:
+    def after_unsharded(self, unit: str, group: Any) -> None:
         """Notes versions, and contents in the first step. Collective: no."""
         trains = torch.is_grad_enabled()
         # A backward has no grad mode either, and is no evaluation.
@@ -181,7 +181,7 @@ class GatheredParameters(StepListener):
         for param in self._groups[group]:
             param.note(is_first)
 
-    def frees(self, unit: str, group: Any) -> bool:
+    def may_free(self, unit: str, group: Any) -> bool:
         """Looks for changes; keeps memory that was given to numpy. Collective: no."""
         for param in self._groups[group]:
             if param.is_exchanged():

@@ -52,7 +52,7 @@ class SecondBackward(StepListener):
         # Autograd turns grad mode on in backward only under `create_graph=True`.
         self._keeps = torch.is_grad_enabled() or self.run.depth > 0
 
-    def reduces(self, unit: str, group: Any) -> bool:
+    def may_reduce(self, unit: str, group: Any) -> bool:
         """Whether this is the last backward. Collective: no.
 
         Raises:
@@ -68,7 +68,7 @@ class SecondBackward(StepListener):
             self._kept.setdefault(group, _versions(group))
         return False
 
-    def frees(self, unit: str, group: Any) -> bool:
+    def may_free(self, unit: str, group: Any) -> bool:
         """Whether no backward waits for the group; if so, it is taken for freed."""
         if group in self._kept and not is_idle(group):
             return False

@@ -66,13 +66,13 @@ class StepListener:
     def before_agreement(self, subject: str) -> None:
         """The ranks are about to agree on something in a small collective of ours."""
 
-    def before_whole(self, unit: str, group: Any) -> None:
+    def before_unsharded(self, unit: str, group: Any) -> None:
         """Whole parameters are about to take the places of the shards in the modules."""
 
-    def after_whole(self, unit: str, group: Any) -> None:
+    def after_unsharded(self, unit: str, group: Any) -> None:
         """Whole parameters are in the modules."""
 
-    def frees(self, unit: str, group: Any) -> bool:
+    def may_free(self, unit: str, group: Any) -> bool:
         """Whether the memory of whole parameters may be freed now."""
         return True
 
@@ -85,7 +85,7 @@ class StepListener:
     def before_backward(self, unit: str, group: Any) -> None:
         """Backward comes to a unit. Called again for each output that gets a gradient."""
 
-    def reduces(self, unit: str, group: Any) -> bool:
+    def may_reduce(self, unit: str, group: Any) -> bool:
         """Whether a unit that backward has left may reduce its gradients in this backward."""
         return True
 
@@ -105,7 +105,7 @@ class StepListener:
         """The optimizer of the run has stepped."""
 
     def aborted(self) -> None:
-        """The batch is thrown away on every rank: nothing counts that was heard of it."""
+        """The batch is thrown away on every rank: forget what was heard of it."""
 
 
 Listener = TypeVar("Listener", bound=StepListener)
@@ -198,7 +198,7 @@ class Run:
         return resharding(self.units, self.settings.eval_reshard_after_forward)
 
     def stop_listening(self, listener: StepListener) -> None:
-        """Calls a listener no more; nothing the next time. Collective: no."""
+        """Stops to call a listener; does nothing for one that is not called. Collective: no."""
         others = [one for one in self.listeners if one is not listener]
         self.listeners, self._calls = (), {}
         for one in others:
@@ -209,8 +209,8 @@ class Run:
         for call in self._calls.get(event, ()):
             call(*args)
 
-    def all_say(self, event: str, *args: Any) -> bool:
-        """Whether all listeners that define a method answer with True."""
+    def all_allow(self, event: str, *args: Any) -> bool:
+        """Returns whether no listener that defines a method answers with False."""
         return all(call(*args) for call in self._calls.get(event, ()))
 
     def _begin_forward(self, *_: object) -> None:
@@ -230,7 +230,7 @@ class Run:
         self.tell("after_forward", unit, call[-1])
 
     def note_backward(self) -> None:
-        """Has the end of the backward that runs told, once."""
+        """Queues `end_of_backward` for the backward that runs, once."""
         if backward_number() != self._backward:
             self._backward = backward_number()
             # One that is put in later comes after those of all units, of several models too.
@@ -248,8 +248,8 @@ class _Unit:
     def tell(self, event: str) -> None:
         self.run.tell(event, self.name, self.group)
 
-    def frees(self) -> bool:
-        return self.run.all_say("frees", self.name, self.group)
+    def may_free(self) -> bool:
+        return self.run.all_allow("may_free", self.name, self.group)
 
     def before_backward(self) -> None:
         self.run.note_backward()
@@ -258,7 +258,7 @@ class _Unit:
     def after_backward(self) -> bool:
         """Whether the group may reduce now."""
         self.run.note_backward()
-        if not self.run.all_say("reduces", self.name, self.group):
+        if not self.run.all_allow("may_reduce", self.name, self.group):
             return False
         self.tell("after_backward")
         return True

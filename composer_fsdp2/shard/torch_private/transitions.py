@@ -15,9 +15,9 @@ class GroupEvents(Protocol):
     """Hears what torch does with one group."""
 
     def tell(self, event: str) -> None:
-        """Called just before torch does it, or after it for `after_whole`."""
+        """Called just before torch does it, or after it for `after_unsharded`."""
 
-    def frees(self) -> bool:
+    def may_free(self) -> bool:
         """Says whether the memory of whole parameters may be freed."""
         ...
 
@@ -95,21 +95,21 @@ class _Replacements:
         self.original["post_backward"](*args)
 
     def _to_unsharded(self) -> None:
-        self._events.tell("before_whole")
+        self._events.tell("before_unsharded")
         self.original["_to_unsharded"]()
-        self._events.tell("after_whole")
+        self._events.tell("after_unsharded")
 
     def _to_sharded(self) -> None:
-        if self._frees():
+        if self._may_free():
             self.original["_to_sharded"]()
 
     def _to_sharded_post_forward(self) -> None:
-        if self._frees():
+        if self._may_free():
             self.original["_to_sharded_post_forward"]()
 
-    def _frees(self) -> bool:
+    def _may_free(self) -> bool:
         # Hooks of `state_dict` and `load_state_dict` come here too, gathered or not.
-        frees = not self._group.is_unsharded or self._events.frees()
+        frees = not self._group.is_unsharded or self._events.may_free()
         if frees:
             carry_requires_grad(self._group)
         return frees
