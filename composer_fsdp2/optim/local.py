@@ -48,8 +48,8 @@ class _Shard:
     def __init__(self, param: DTensor) -> None:
         self.param: Any = param
         self.source = local_tensor(param)
-        # It shares the shard's memory; a step on it leaves the DTensor's version as it is.
         self.is_trained = param.requires_grad
+        # It shares the shard's memory; a step on it leaves the DTensor's version as it is.
         self.local = nn.Parameter(self.source, requires_grad=self.is_trained)
         self.address = self.local.data_ptr()
         self.grad: Any = None
