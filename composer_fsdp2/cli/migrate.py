@@ -52,6 +52,12 @@ _Decisions = Annotated[
     ),
 ]
 
+# Written out, because help imports none of their tables.
+_DIALECTS = (
+    "Instead of recognising it: composer, composer-fsdp2, fsdp2-mixed, accelerate, "
+    "accelerate-deepspeed, deepspeed, huggingface, huggingface-deepspeed, roll or verl."
+)
+
 
 def migrate(
     config: Annotated[
@@ -64,7 +70,7 @@ def migrate(
         Path | None, typer.Option("--output", "-o", help="The new file; default prints it.")
     ] = None,
     dialect: Annotated[
-        str | None, typer.Option("--from", help="Instead of recognising it.", metavar="DIALECT")
+        str | None, typer.Option("--from", help=_DIALECTS, metavar="DIALECT")
     ] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks per node.")] = None,

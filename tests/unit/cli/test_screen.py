@@ -19,6 +19,7 @@ from composer_fsdp2.cli.console import progress, reported
 from composer_fsdp2.cli.exit_codes import EXIT_CODES, ExitCode
 from composer_fsdp2.cli.launch import RankError
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.tools.migrate.engine import DIALECTS
 
 ROOT = Path(__file__).parents[3]
 
@@ -223,3 +224,10 @@ def test_a_dry_run_of_a_bad_run_is_exit_code_1(quickstart):
 @pytest.mark.parametrize("args", [["--log-dir", "x"], ["max_duration"]])
 def test_a_dry_run_with_a_mistake_is_exit_code_2(quickstart, args):
     assert quickstart(*args).exit_code == ExitCode.USAGE
+
+
+def test_help_of_migrate_lists_the_dialects():
+    command = vars(get_command(main.app))["commands"]["migrate"]
+    option = next(option for option in command.params if option.name == "dialect")
+    listed = re.split(r", | or ", option.help.partition(": ")[2].rstrip("."))
+    assert sorted(listed) == sorted(DIALECTS)
