@@ -4,6 +4,7 @@
     python .ci/rules.py made     # pages that are made from code, public docstrings; the package
     python .ci/rules.py tables   # long tables in the tests that run by default; the package
     python .ci/rules.py          # the first two
+    python .ci/rules.py size     # statements of the package, by folder; docstrings are not counted
 
 Lengths of files and functions are questions: notes, which do not fail. prose.py checks phrases.
 """
@@ -267,8 +268,22 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
+def show_size() -> None:
+    """Prints statements and files of each folder, and of the package."""
+    statements, files = Counter[str](), Counter[str]()
+    for source in _sources(PACKAGE):
+        folder = source.name.split("/", 2)[1] if source.name.count("/") > 1 else "."
+        statements[folder] += code.statements(source)
+        files[folder] += 1
+    for folder, count in [*statements.items(), ("all", statements.total())]:
+        print(f"{folder:12} {count:6} statements {files[folder] or files.total():4} files")
+
+
 def main(names: list[str]) -> int:
     """Prints notes and offenders; returns 1 if there are offenders."""
+    if names == ["size"]:
+        show_size()
+        return 0
     checks = {"source": check_source, "made": check_made, "tables": check_tables}
     sys.path[0] = str(ROOT)
     count = 0
