@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.held_tensors import HeldTensor, held_tensors
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, memory_of
+from composer_fsdp2.text import child_name, listed
 
 __all__ = ["check_modules", "refuse_gradients", "refuse_unreadable"]
 
@@ -37,7 +38,7 @@ def refuse_unreadable(tree: ModuleTree) -> None:
     lazy = [ref.name for ref in tree.params if is_lazy(ref.param)]
     if lazy:
         raise PlanError(
-            f"{_listed(lazy)} has no shape yet: a lazy module gets it in its first call. There is "
+            f"{listed(lazy)} has no shape yet: a lazy module gets it in its first call. There is "
             "nothing to shard until then. Call the model once with a batch before it is prepared, "
             "or give the sizes (`nn.Linear` instead of `nn.LazyLinear`)."
         )
@@ -53,7 +54,7 @@ def refuse_gradients(tree: ModuleTree) -> None:
     found = [name for name, grad in grads if grad is not None and not grad.is_meta and grad.any()]
     if found:
         raise PlanError(
-            f"{_listed(found)} has a gradient already. It is of the whole parameter, and the first "
+            f"{listed(found)} has a gradient already. It is of the whole parameter, and the first "
             "step would go without it, because shards begin with no gradient. Prepare the model "
             "before the first backward, or clear the gradients: `model.zero_grad()`."
         )
@@ -100,7 +101,7 @@ def _scripted(path: str, module: torch.jit.ScriptModule) -> Iterator[str]:
     names = [name for name, _ in module.named_parameters(recurse=False)]
     if names:
         yield (
-            f"'{path}' was made by torch.jit (script or trace) and holds {_listed(names)}. Its "
+            f"'{path}' was made by torch.jit (script or trace) and holds {listed(names)}. Its "
             "parameters cannot be exchanged by shards. Take the module itself instead of its "
             "scripted form, and set `compile: true` if it has to be fast."
         )
@@ -134,7 +135,7 @@ def _aliasing_buffers(tree: ModuleTree, memory: Memory) -> Iterator[str]:
             ref = None if buffer is None else _sharing(buffer, memory)
             if ref is not None:
                 yield (
-                    f"The buffer '{_joined(path, name)}' shares memory with the parameter "
+                    f"The buffer '{child_name(path, name)}' shares memory with the parameter "
                     f"'{ref.name}'. Sharding gives the parameter memory of its own, and the buffer "
                     "would keep the first values. Read the parameter in forward, or register a "
                     "copy (`.clone()`) if the values are to stay."
@@ -170,12 +171,3 @@ def _held(ref: ParamRef, held: HeldTensor) -> str:
         "held there would keep the first values. Hold the module and read its parameter in "
         "forward, or register it there too (`nn.ParameterList`, `nn.ParameterDict`)."
     )
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_SHOWN])
-    return shown if len(names) <= _SHOWN else f"{shown} and {len(names) - _SHOWN} more"

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrize
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.torch_private.tensors import storage_id
+from composer_fsdp2.text import child_name
 
 __all__ = [
     "Memory",
@@ -114,7 +115,7 @@ class ModuleTree:
         self.first_path.setdefault(id(module), index)
         for name, param in module._parameters.items():
             if param is not None:
-                self.params.append(ParamRef(f"{path}.{name}" if path else name, param, index))
+                self.params.append(ParamRef(child_name(path, name), param, index))
         return index
 
     @property
@@ -152,9 +153,7 @@ class ModuleTree:
 
 def _child_path(path: str, name: str) -> str:
     """Activation wrappers do not appear in names, as they do not in `state_dict()`."""
-    if name == _WRAPPED:
-        return path
-    return f"{path}.{name}" if path else name
+    return path if name == _WRAPPED else child_name(path, name)
 
 
 def is_wrapper(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.text import listed
 
 __all__ = ["matcher", "unmatched_classes", "unmatched_names"]
 
@@ -38,8 +39,7 @@ def unmatched_names(tree: ModuleTree, patterns: Iterable[str], where: str) -> It
     names = [name for name, _ in tree.modules() if name]
     for pattern in patterns:
         if not any(map(matcher(pattern), names)):
-            shown = ", ".join(names[:20]) + (" ..." if len(names) > 20 else "")
             yield (
                 f"{where} holds '{pattern}', which matches no module name. It would have no "
-                f"effect.{nearest(pattern, names)} Names in this model: {shown}."
+                f"effect.{nearest(pattern, names)} Names in this model: {listed(names, 20, '')}."
             )

@@ -44,6 +44,7 @@ from composer_fsdp2.plan.unit_size import (
     too_small,
 )
 from composer_fsdp2.plan.wrap_plan import LEFT_OUT, Decision, Rule, ShardUnit, WrapPlan
+from composer_fsdp2.text import listed
 
 __all__ = ["plan_wrapping"]
 
@@ -195,8 +196,8 @@ def _keep_whole(
 
 def _warn_of_moved(moved: Mapping[str, str]) -> None:
     warnings.warn(
-        f"{_listed(list(moved))} were chosen as units, and some ranks may leave them out of a "
-        f"step. The others would wait for them, so {_listed(list(dict.fromkeys(moved.values())))} "
+        f"{listed(moved)} were chosen as units, and some ranks may leave them out of a "
+        f"step. The others would wait for them, so {listed(dict.fromkeys(moved.values()))} "
         "gathers them whole, which takes more memory. Write `unused_parameters: false` if every "
         "rank calls all of them in every step.",
         stacklevel=3,
@@ -393,17 +394,12 @@ def _forbidden_ties(tree: ModuleTree, units: list[int], ties: list[list[ParamRef
             continue
         paths = sorted({tree.paths[units[ref.path_index]].path or "<root>" for ref in group})
         problems.append(
-            f"{_listed(paths)} were all chosen as FSDP units but share the parameter "
-            f"'{group[0].name}' (also {_listed([ref.name for ref in group[1:]])}). Sharding them "
+            f"{listed(paths)} were all chosen as FSDP units but share the parameter "
+            f"'{group[0].name}' (also {listed(ref.name for ref in group[1:])}). Sharding them "
             "apart would untie them. Choose fewer of them, or set `tied_weights: lift` to shard "
             "the weight with their parent."
         )
     return problems
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _owned(
