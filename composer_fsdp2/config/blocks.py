@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.config.setting import ValueType, option, setting
 from composer_fsdp2.config.value_types import (
     BOOLEAN,
+    NULL,
     PATTERNS,
     choice,
     count,
@@ -42,12 +42,7 @@ __all__ = [
 Target = int | str | tuple[int | str, ...]
 
 _RANGE = re.compile(r"(first|middle|last)-[0-9]{1,9}|(range-)?[0-9]{1,9}-[0-9]{1,9}")
-_PATTERNS = dataclasses.replace(PATTERNS, parse=one_or_more)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
+_PATTERNS = replace(PATTERNS, parse=one_or_more)
 
 # --- activation_checkpointing ---
 
@@ -69,11 +64,10 @@ _TARGET = ValueType(
 )
 
 
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-_SHARE = ValueType(expected="a number from 0 to 1", accepts=_is_share)
+_SHARE = ValueType(
+    expected="a number from 0 to 1",
+    accepts=lambda value: type(value) in (int, float) and 0 <= value <= 1,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +136,7 @@ def _check_activation(key: str, value: ActivationSpec, errors: list[str]) -> Non
 ACTIVATION = mapping(
     ActivationSpec,
     expected="true, false or a mapping",
-    others=_is_bool,
+    others=BOOLEAN,
     check_options=_check_activation,
     example="activation_checkpointing: {every: 2, mode: selective}",
 )
@@ -192,7 +186,7 @@ def _check_blocks_key(key: str, raw: Any, errors: list[str]) -> Any:
 COMPILE = mapping(
     CompileSpec,
     expected="true, false or a mapping",
-    others=_is_bool,
+    others=BOOLEAN,
     parse=_check_blocks_key,
     example="compile: {backend: inductor, dynamic: true}",
 )
@@ -218,7 +212,7 @@ class TilingSpec:
 TILING = mapping(
     TilingSpec,
     expected="null or a mapping",
-    others=lambda value: value is None,
+    others=NULL,
     example="tiled_mlp: {shards: 4}",
 )
 
@@ -249,7 +243,7 @@ class ChunkingSpec:
 CHUNKING = mapping(
     ChunkingSpec,
     expected="null or a mapping",
-    others=lambda value: value is None,
+    others=NULL,
     example="chunked_loss: {chunks: 8}",
 )
 
@@ -295,7 +289,7 @@ def _check_float8(key: str, value: Float8Spec, errors: list[str]) -> None:
 FLOAT8 = mapping(
     Float8Spec,
     expected="true, false or a mapping",
-    others=_is_bool,
+    others=BOOLEAN,
     check_options=_check_float8,
     example="fp8: {recipe: rowwise}",
 )

@@ -6,22 +6,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
+from composer_fsdp2.config.messages import ascii_repr
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, known_settings, values_of
 from composer_fsdp2.config.setting import Setting, settings_of
 
-__all__ = [
-    "PAGE",
-    "describe_options",
-    "describe_page",
-    "describe_settings",
-    "describe_values",
-    "example_of",
-]
+__all__ = ["PAGE", "describe_page", "describe_values", "example_of"]
 
 PAGE = Path("docs/reference/settings.md")
 
@@ -47,53 +41,6 @@ def describe_values(settings: FSDP2Config) -> str:
     )
 
 
-def describe_settings(settings: Mapping[str, Setting[Any]] | None = None) -> str:
-    """Returns a Markdown table of settings: by default of all that a run may have."""
-    known = known_settings() if settings is None else settings
-    rows = [
-        f"| `{name}` | {_default(one)} | {_values(one)} | {one.meaning} |"
-        for name, one in known.items()
-    ]
-    return "\n".join(["| key | default | values | meaning |", "|---|---|---|---|", *rows, ""])
-
-
-def describe_options(settings: Mapping[str, Setting[Any]] | None = None) -> str:
-    """Returns a Markdown table of the options of settings that are mappings."""
-    known = known_settings() if settings is None else settings
-    rows = [
-        f"| `{key}` | {_default(one)} | {_values(one)} | {one.meaning} |"
-        for key, one in _options(known)
-    ]
-    return "\n".join(["| option | default | values | meaning |", "|---|---|---|---|", *rows, ""])
-
-
-def _options(settings: Mapping[str, Setting[Any]]) -> Iterator[tuple[str, Setting[Any]]]:
-    for name, one in settings.items():
-        if one.values.spec is not None:
-            inner = settings_of(one.values.spec)
-            yield from ((f"{name}.{option}", inner[option]) for option in inner)
-
-
-def _default(setting: Setting[Any]) -> str:
-    default: Any = setting.default
-    if default is MISSING:
-        return "has to be given"
-    if default is None:
-        return "null"
-    if isinstance(default, bool):
-        return str(default).lower()
-    if isinstance(default, tuple):
-        return "[]" if not default else f"[{', '.join(map(str, default))}]"
-    return "{}" if dataclasses.is_dataclass(default) else str(default)
-
-
-def _values(setting: Setting[Any]) -> str:
-    spec = setting.values.spec
-    if spec is None:
-        return setting.values.expected
-    return f"{setting.values.expected} with {', '.join(f'`{name}`' for name in settings_of(spec))}"
-
-
 def describe_page(settings: Mapping[str, Setting[Any]] = FIELDS) -> str:
     """Returns the reference page: an overview, and a section for each setting."""
     overview = "".join(
@@ -112,10 +59,17 @@ def _section(one: Setting[Any]) -> str:
         "Costs": one.costs,
         "Since": one.since or "0.1.0",
     }
+    options = {} if one.values.spec is None else settings_of(one.values.spec)
     rows = "".join(f"| {name} | {text} |\n" for name, text in facts.items() if text)
     parts = [f"## `{one.name}`\n\n{one.meaning}\n", f"| | |\n|---|---|\n{rows}"]
-    if one.values.spec is not None:
-        parts.append(_option_table(one))
+    if options:
+        rows = "".join(
+            f"| `{name}` | {_default(option)} | {_values(option)} | {option.meaning} |\n"
+            for name, option in options.items()
+        )
+        parts.append(
+            f"Options:\n\n| option | default | values | meaning |\n|---|---|---|---|\n{rows}"
+        )
     if one.example:
         parts.append(f"```yaml\n{example_of(one)}```\n")
     if one.see:
@@ -123,26 +77,27 @@ def _section(one: Setting[Any]) -> str:
     return "\n".join(parts)
 
 
-def _option_table(one: Setting[Any]) -> str:
-    assert one.values.spec is not None
-    rows = "".join(
-        f"| `{name}` | {_default(option)} | {_values(option)} | {option.meaning} |\n"
-        for name, option in settings_of(one.values.spec).items()
-    )
-    return f"Options:\n\n| option | default | values | meaning |\n|---|---|---|---|\n{rows}"
+def _default(setting: Setting[Any]) -> str:
+    default: Any = setting.default
+    if default is MISSING:
+        return "has to be given"
+    if default is None or isinstance(default, bool):
+        return ascii_repr(default)
+    if isinstance(default, tuple):
+        return f"[{', '.join(map(str, default))}]"
+    return "{}" if dataclasses.is_dataclass(default) else str(default)
+
+
+def _values(setting: Setting[Any]) -> str:
+    spec = setting.values.spec
+    names = "" if spec is None else f" with {', '.join(f'`{name}`' for name in settings_of(spec))}"
+    return setting.values.expected + names
 
 
 def example_of(one: Setting[Any]) -> str:
-    """Returns the example of a setting as a block of a run."""
-    text = one.example
-    several = text.startswith("{")
-    lines = _flow_items(text[1:-1]) if several else [text]
+    """Returns the example of a setting as a block of a run; its values hold no comma."""
+    lines = one.example[1:-1].split(", ") if one.example.startswith("{") else [one.example]
     return "parallelism_config:\n  fsdp2:\n" + "".join(f"    {line}\n" for line in lines)
-
-
-def _flow_items(text: str) -> list[str]:
-    """Divides `a: 1, b: 2`; the values hold no comma."""
-    return [item.strip() for item in text.split(",")]
 
 
 def main() -> None:

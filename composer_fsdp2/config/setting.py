@@ -24,7 +24,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from composer_fsdp2.config.messages import invalid_value
 
@@ -45,12 +45,8 @@ def keep(_key: str, raw: Any, _errors: list[str]) -> Any:
     return raw
 
 
-def _nothing_inside(_key: str, _value: Any, _errors: list[str]) -> None:
-    pass
-
-
-def _no_conflict(_values: Mapping[str, Any], _errors: list[str]) -> None:
-    pass
+def _find_nothing(*_: Any) -> None:
+    """Checks nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +57,7 @@ class ValueType:
     """these values in words, for errors and tables"""
     accepts: Callable[[Any], bool]
     """whether a value is one of them, as far as its type shows"""
-    check_inside: Check = _nothing_inside
+    check_inside: Check = _find_nothing
     """checks the parts of an accepted value"""
     parse: Parse = keep
     choices: tuple[str, ...] = ()
@@ -79,7 +75,9 @@ class ValueType:
                 return
         except Exception:  # a value of any type can be given, and none of them may be compared
             pass
-        errors.append(self._invalid(key, value))
+        errors.append(
+            invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
+        )
 
     def parsed(self, key: str, raw: Any, errors: list[str]) -> Any:
         """Parses a value; one that cannot be parsed is kept for the check."""
@@ -87,16 +85,6 @@ class ValueType:
             return self.parse(key, raw, errors)
         except Exception:
             return raw
-
-    def _invalid(self, key: str, value: Any) -> str:
-        return invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
-
-
-class _Settings(Protocol):
-    """A class that `Setting.of` reads, such as `schema.FSDP2Config`."""
-
-    @property
-    def extra(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True, kw_only=True)  # slots and Generic do not go together before Python 3.12
@@ -108,7 +96,7 @@ class Setting(Generic[T]):
     values: ValueType
     meaning: str
     """for someone who looks for one fact; Markdown without line breaks"""
-    check_together: CheckTogether = _no_conflict
+    check_together: CheckTogether = _find_nothing
     """finds other settings that it cannot stand beside"""
     see: str = ""
     """page of docs/ with more about it"""
@@ -123,8 +111,8 @@ class Setting(Generic[T]):
     same_on_ranks: bool = True
     """whether its text is the same on all ranks; false for objects, shown with their address"""
 
-    def of(self, settings: _Settings) -> T:
-        """Reads the value of a setting that was declared by `schema.declare_setting`."""
+    def of(self, settings: Any) -> T:
+        """Reads the value in an `FSDP2Config` of a setting that `declare_setting` added."""
         return settings.extra.get(self.name, self.default)
 
 
@@ -133,7 +121,7 @@ def setting(
     values: ValueType,
     meaning: str,
     *,
-    check_together: CheckTogether = _no_conflict,
+    check_together: CheckTogether = _find_nothing,
     see: str = "",
     same_on_ranks: bool = True,
     since: str = "",

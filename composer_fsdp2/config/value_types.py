@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING
 from pathlib import PurePath
 from typing import Any
@@ -19,6 +18,7 @@ __all__ = [
     "FOLDER",
     "FOLDER_NAME",
     "NAMES",
+    "NULL",
     "PATTERNS",
     "check_patterns",
     "choice",
@@ -29,7 +29,6 @@ __all__ = [
     "null_or",
     "one_or_more",
     "parse_list",
-    "parse_mapping",
     "plain",
     "text",
     "with_methods",
@@ -37,7 +36,7 @@ __all__ = [
 
 _MOST = 2**63
 """No count of anything is larger, and Python does not write numbers of thousands of digits."""
-_MOST_VALUES = 100_000
+_MOST_VALUES = 200_000
 _DEEPEST = 50
 _LONGEST_TEXT = 10_000
 """more than any settings have"""
@@ -49,68 +48,39 @@ def plain(value: Any) -> Any:
     Raises:
         ConfigError: something in it cannot be read, or is larger than any settings are.
     """
-    return _Copy().of(value, 0)
+    left = iter(range(_MOST_VALUES))
 
-
-class _Copy:
-    """Copies one value, and counts what is in it."""
-
-    def __init__(self) -> None:
-        self._left = _MOST_VALUES
-
-    def of(self, value: Any, depth: int) -> Any:
-        """Returns the copy of a value that lies that deep."""
-        self._left -= 1
-        if depth > _DEEPEST or self._left < 0:
-            what = f"nested more than {_DEEPEST} deep" if depth > _DEEPEST else "too many"
+    def copied(value: Any, depth: int) -> Any:
+        if depth > _DEEPEST or next(left, None) is None:
             raise ConfigError(
-                f"The settings are {what}, or contain themselves. No settings need more than "
-                f"{_MOST_VALUES} values. Write patterns, such as 'model.layers.*', for many names."
+                f"The settings hold more than {_MOST_VALUES} values, are nested more than "
+                f"{_DEEPEST} deep, or contain themselves. No run needs that. Write patterns, such "
+                "as 'model.layers.*', for many names."
             )
         if isinstance(value, str):
-            return self._text(str.__str__(value))
+            if len(value) > _LONGEST_TEXT:
+                raise ConfigError(
+                    f"A text of {len(value)} characters is among the settings. No name or pattern "
+                    "is so long. Correct it."
+                )
+            return str.__str__(value)
         if isinstance(value, Mapping):
-            mapping: Mapping[Any, Any] = value
-            pairs = self._items(mapping, lambda: mapping.items())
-            return {self._text(self._key(key)): self.of(item, depth + 1) for key, item in pairs}
+            pairs: Any = value.items()
+            keys_and_values = ((key if isinstance(key, str) else str(key), v) for key, v in pairs)
+            return {copied(key, depth): copied(item, depth + 1) for key, item in keys_and_values}
         if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-            sequence: Sequence[Any] = value
-            return [self.of(item, depth + 1) for item in self._items(sequence, lambda: sequence)]
+            return [copied(item, depth + 1) for item in value]
         return value
 
-    def _items(self, value: Any, read: Callable[[], Iterable[Any]]) -> list[Any]:
-        try:
-            return list(itertools.islice(iter(read()), self._left + 1))
-        except Exception as error:  # of whatever type it is, and of interpolations
-            told = ascii_repr(" ".join(_text_of(error).split())).strip("'\"")
-            raise ConfigError(
-                f"A {type(value).__name__} among the settings cannot be read: {told}. Nothing in "
-                "it could be applied. Write plain values, as YAML has them."
-            ) from None
-
-    def _text(self, text: str) -> str:
-        if len(text) > _LONGEST_TEXT:
-            raise ConfigError(
-                f"A text of {len(text)} characters is among the settings. No name or pattern is so "
-                "long. Correct it."
-            )
-        return text
-
-    def _key(self, key: Any) -> str:
-        try:
-            return str.__str__(key) if isinstance(key, str) else str(key)
-        except Exception:
-            raise ConfigError(
-                f"A {type(key).__name__} is a key of the settings and cannot be shown. It would "
-                "have no effect. Write the name of a setting."
-            ) from None
-
-
-def _text_of(error: Exception) -> str:
     try:
-        return str(error) or type(error).__name__
-    except Exception:
-        return type(error).__name__
+        return copied(value, 0)
+    except ConfigError:
+        raise
+    except Exception as error:  # OmegaConf reads late: interpolations fail here
+        raise ConfigError(
+            f"The settings cannot be read: {ascii_repr(error)}. Nothing in them could be "
+            "applied. Write plain values, as YAML has them."
+        ) from None
 
 
 def is_number(value: Any, least: int = 1) -> bool:
@@ -126,6 +96,7 @@ def is_string(value: Any) -> bool:
 # --- Single values ---
 
 BOOLEAN = ValueType(expected="true or false", accepts=lambda value: isinstance(value, bool))
+NULL = ValueType(expected="null", accepts=lambda value: value is None)
 
 
 def choice(*words: str) -> ValueType:
@@ -166,22 +137,12 @@ def null_or(values: ValueType) -> ValueType:
     def accepts(value: Any) -> bool:
         return value is None or values.accepts(value)
 
-    def check_inside(key: str, value: Any, errors: list[str]) -> None:
-        if value is not None:
-            values.check_inside(key, value, errors)
-
-    return dataclasses.replace(
-        values,
-        expected=f"{values.expected}, or null",
-        accepts=accepts,
-        check_inside=check_inside,
-    )
+    return dataclasses.replace(values, expected=f"{values.expected}, or null", accepts=accepts)
 
 
 def _is_path(value: Any) -> bool:
-    """Whether a system could have such a path."""
-    encodable = is_string(value) and not any("\ud800" <= char <= "\udfff" for char in value)
-    return encodable and "\0" not in value
+    """Whether a system could have such a path; encoding fails for characters that are halves."""
+    return is_string(value) and b"\0" not in value.encode()
 
 
 def _check_inside_folder(key: str, value: str, errors: list[str]) -> None:
@@ -206,20 +167,18 @@ def parse_list(_key: str, raw: Any, _errors: list[str]) -> Any:
     return tuple(raw) if isinstance(raw, list) else raw
 
 
-def one_or_more(_key: str, raw: Any, _errors: list[str]) -> Any:
+def one_or_more(key: str, raw: Any, errors: list[str]) -> Any:
     """Parses null as nothing, and a single word as a list of one."""
-    if raw is None:
-        return ()
-    return (raw,) if isinstance(raw, str) else tuple(raw) if isinstance(raw, list) else raw
+    return (raw,) if isinstance(raw, str) else _list_or_null(key, raw, errors)
 
 
-def _parse_names(key: str, raw: Any, errors: list[str]) -> Any:
+def _list_or_null(key: str, raw: Any, errors: list[str]) -> Any:
     return () if raw is None else parse_list(key, raw, errors)
 
 
-def check_patterns(key: str, patterns: Sequence[Any], errors: list[str]) -> None:
-    """Globs, or `re:` and a regular expression."""
-    for pattern in patterns:
+def check_patterns(key: str, patterns: Any, errors: list[str]) -> None:
+    """Checks globs, and `re:` with a regular expression; another value than a tuple holds none."""
+    for pattern in patterns if isinstance(patterns, tuple) else ():
         if not is_string(pattern):
             errors.append(invalid_value(key, pattern, "patterns that are not empty"))
         elif pattern.startswith("re:"):
@@ -235,7 +194,7 @@ def check_patterns(key: str, patterns: Sequence[Any], errors: list[str]) -> None
 NAMES = ValueType(
     expected="a list of names",
     accepts=lambda value: isinstance(value, tuple) and all(map(is_string, value)),
-    parse=_parse_names,
+    parse=_list_or_null,
 )
 PATTERNS = ValueType(
     expected="a list of patterns",
@@ -247,9 +206,7 @@ PATTERNS = ValueType(
 
 # --- Mappings ---
 
-
-def _nothing(_value: Any) -> bool:
-    return False
+_NOTHING = ValueType(expected="", accepts=lambda _value: False)
 
 
 def mapping(
@@ -257,8 +214,8 @@ def mapping(
     *,
     example: str,
     expected: str = "a mapping",
-    others: Callable[[Any], bool] = _nothing,
-    choices: tuple[str, ...] = (),
+    others: ValueType = _NOTHING,
+    empty: tuple[bool | None, ...] = (),
     parse: Parse = keep,
     check_options: Check | None = None,
 ) -> ValueType:
@@ -268,43 +225,39 @@ def mapping(
         spec: the dataclass.
         example: a whole valid line.
         expected: names the mapping and the other values, if there are any.
-        others: whether a value that is no mapping can stand there too.
-        choices: words among those.
+        others: values that may stand there instead of a mapping.
+        empty: values that mean a mapping without keys.
         parse: is called first; a mapping that it returns is parsed as the dataclass.
         check_options: checks options that are valid alone against each other.
     """
+    known = settings_of(spec)
 
-    def parse_both(key: str, raw: Any, errors: list[str]) -> Any:
-        return parse_mapping(spec, key, parse(key, raw, errors), errors)
+    def parse_options(key: str, raw: Any, errors: list[str]) -> Any:
+        raw = parse(key, {} if any(raw is value for value in empty) else raw, errors)
+        if not isinstance(raw, dict):  # stays for the check
+            return raw
+        errors += unknown_keys([name for name in raw if name not in known], known, key)
+        values = {
+            name: declared.values.parsed(f"{key}.{name}", raw.get(name), errors)
+            for name, declared in known.items()
+            if name in raw or declared.default is MISSING  # null, which the check does not accept
+        }
+        return spec(**values)
 
     def check_inside(key: str, value: Any, errors: list[str]) -> None:
         if not isinstance(value, spec):
             return
-        for name, declared in settings_of(spec).items():
+        for name, declared in known.items():
             declared.values.check(f"{key}.{name}", getattr(value, name), errors)
         if check_options is not None:
             check_options(key, value, errors)
 
     return ValueType(
         expected=expected,
-        accepts=lambda value: isinstance(value, spec) or others(value),
+        accepts=lambda value: isinstance(value, spec) or others.accepts(value),
         check_inside=check_inside,
-        parse=parse_both,
-        choices=choices,
+        parse=parse_options,
+        choices=others.choices,
         example=example,
         spec=spec,
     )
-
-
-def parse_mapping(spec: type[Any], key: str, raw: Any, errors: list[str]) -> Any:
-    """Parses a mapping of options; anything else stays for the check."""
-    if not isinstance(raw, dict):
-        return raw
-    known = settings_of(spec)
-    errors += unknown_keys([name for name in raw if name not in known], known, key)
-    values = {
-        name: declared.values.parsed(f"{key}.{name}", raw.get(name), errors)
-        for name, declared in known.items()
-        if name in raw or declared.default is MISSING  # null, which the check does not accept
-    }
-    return spec(**values)

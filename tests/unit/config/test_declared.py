@@ -12,9 +12,7 @@ from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from composer_fsdp2.config.describe import (
-    describe_options,
     describe_page,
-    describe_settings,
     describe_values,
     example_of,
 )
@@ -80,10 +78,10 @@ def test_misspelt_it_is_an_error_with_its_name(toy):
 
 
 def test_it_is_described(toy):
-    assert "| `toy_rounds` | 0 | a number of rounds >= 0 | plays so many rounds |" in (
-        describe_settings()
-    )
-    assert "toy_rounds" not in describe_settings(FIELDS)
+    page = describe_page(known_settings())
+    assert "| [`toy_rounds`](#toy_rounds) | 0 | plays so many rounds |" in page
+    assert "| Values | a number of rounds >= 0 |" in page
+    assert "toy_rounds" not in describe_page()
     assert "toy_rounds: 3" in describe_values(parse_config({"toy_rounds": 3}))
 
 
@@ -184,11 +182,11 @@ def test_a_setting_is_written_in_sentences():
 
 
 def test_options_are_described_with_their_setting():
-    table = describe_options(FIELDS)
-    for setting in FIELDS.values():
+    sections = describe_page().split("\n## ")[1:]
+    for setting, section in zip(FIELDS.values(), sections, strict=True):
         if setting.values.spec is not None:
             for option in settings_of(setting.values.spec):
-                assert f"| `{setting.name}.{option}` |" in table
+                assert f"| `{option}` |" in section
 
 
 def test_values_of_objects_are_not_compared_between_ranks():
