@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.plan.block_positions import outer_names
 
-__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan"]
+__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "first_answer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +42,12 @@ LEFT_OUT = "parts may be left out"
 
 Rule = Callable[[str, nn.Module], Decision | None]
 """Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
+
+
+def first_answer(rules: Iterable[Rule], name: str, module: nn.Module) -> Decision | None:
+    """Asks rules about a module until one has an answer."""
+    answers = (rule(name, module) for rule in rules)
+    return next((answer for answer in answers if answer is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +144,11 @@ class WrapPlan:
 
     def __str__(self) -> str:
         """The plan as a table."""
-        header = ("unit", "params", "elements", "reshard", "reason")
-        rows = [header, *(_row(unit) for unit in self.units)]
+        rows: list[tuple[str, ...]] = [("unit", "params", "elements", "reshard", "reason")]
+        for unit in self.units:
+            name = ", ".join(module or "<root>" for module in unit.modules)
+            reshard = str(unit.reshard_after_forward).lower()
+            rows.append((name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         line = "  ".join(f"{{:{'>' if n in (1, 2) else '<'}{w}}}" for n, w in enumerate(widths))
         lines = [line.format(*row).rstrip() for row in rows]
@@ -147,9 +156,3 @@ class WrapPlan:
         if self.ignored:
             lines.append(f"ignored: {', '.join(self.ignored)}")
         return "\n".join(lines)
-
-
-def _row(unit: ShardUnit) -> tuple[str, str, str, str, str]:
-    name = ", ".join(module or "<root>" for module in unit.modules)
-    reshard = str(unit.reshard_after_forward).lower()
-    return name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason
