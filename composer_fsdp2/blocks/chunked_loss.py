@@ -26,7 +26,7 @@ from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.plan.patterns import select_modules
 from composer_fsdp2.plan.rules import output_heads
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
@@ -62,7 +62,12 @@ def plan_chunking(model: nn.Module | ModuleTree, settings: ChunkingSpec) -> Chun
     Raises:
         PlanError: when there is no head.
     """
-    heads = _chosen(ModuleTree.read(model), settings)
+    tree = ModuleTree.read(model)
+    if settings.names:
+        heads = list(select_modules(tree, "chunked_loss.names", settings.names))
+    else:
+        found = {id(head) for head in output_heads(tree)}
+        heads = [name for name, module in tree.modules() if id(module) in found]
     if not heads:
         raise PlanError(
             "chunked_loss is on, but the model names no output head, and no module is called "
@@ -80,7 +85,7 @@ def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
         PlanError: for a unit inside a head.
     """
     for name in (name for unit in plan.units for name in unit.modules):
-        if around := (set(outer_names(name)) - {name}) & set(chunked.heads):
+        if around := set(outer_names(name)).difference([name]).intersection(chunked.heads):
             raise PlanError(
                 f"'{name}' inside the head '{min(around)}' is an FSDP unit. With chunked_loss it "
                 "would be gathered once for each chunk. Take it out of wrap_policy, or "
@@ -124,19 +129,6 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
                 stacklevel=2,
             )
         apply_chunking(tree.root, plan)
-
-
-def _chosen(tree: ModuleTree, settings: ChunkingSpec) -> list[str]:
-    if problems := list(unmatched_names(tree, settings.names, "chunked_loss.names")):
-        raise PlanError("\n".join(problems))
-    matches = [matcher(pattern) for pattern in settings.names]
-    wanted = {id(head) for head in output_heads(tree)}
-    names: dict[int, str] = {}
-    for name, module in tree.modules():
-        chosen = any(match(name) for match in matches) if matches else id(module) in wanted
-        if chosen:
-            names.setdefault(id(module), name)
-    return list(names.values())
 
 
 def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from composer_fsdp2.blocks.activation import recalls_in_recomputation
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.config.messages import nearest
@@ -61,15 +60,17 @@ def plan_compile(
         ConfigError: for a backend or mode that torch does not have or that records CUDA graphs.
         PlanError: when there are no blocks.
     """
-    _check_known("backend", settings.backend, compiler_backends())
     modes = compiler_modes()
-    if settings.mode is not None:
-        _check_known("mode", settings.mode, list(modes))
-    for key, value, records in (
-        ("mode", settings.mode, settings.mode is not None and modes[settings.mode]),
-        ("backend", settings.backend, settings.backend == "cudagraphs"),
+    for key, value, known in (
+        ("backend", settings.backend, compiler_backends()),
+        ("mode", settings.mode, list(modes)),
     ):
-        if records:
+        if value is not None and value not in known:
+            raise ConfigError(
+                f"'compile.{key}' is '{value}', which torch does not know. The first batch would "
+                f"fail.{nearest(value, known)} There are {', '.join(known)}."
+            )
+        if value == "cudagraphs" or (key == "mode" and value is not None and modes[value]):
             raise ConfigError(
                 f"'compile.{key}' is '{value}', with which torch records CUDA graphs. They read "
                 "weights where these were when they were recorded, and FSDP2 gathers to another "
@@ -108,52 +109,38 @@ class CompileBlocks(Transformation[CompilePlan]):
 
     def apply(self, tree: ModuleTree, plan: CompilePlan) -> None:
         """Compiles the blocks, the wrappers of activation checkpointing included."""
-        apply_compile(tree.root, plan)
+        apply_compile(tree, plan)
 
 
 _KEEPS_BUDGETS = ("inductor", "aot_eager")
 """backends that split a graph with torch's own partitioner"""
 
 
-def _check_known(key: str, value: str, known: list[str]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"'compile.{key}' is '{value}', which torch does not know. The first batch would "
-            f"fail.{nearest(value, known)} There are {', '.join(known)}."
-        )
-
-
-def apply_compile(model: nn.Module, plan: CompilePlan) -> None:
+def apply_compile(model: nn.Module | ModuleTree, plan: CompilePlan) -> None:
     """Compiles the modules of the plan in place; see [Note: compiled blocks].
 
     Collective: no. To be called after `apply_activation`. The work is done in the first batch.
     """
-    arguments, recalls = _arguments(plan), recalls_in_recomputation(model)
+    tree, spec = ModuleTree.read(model), plan.settings
+    backend: Any = spec.backend
+    mode = spec.mode
+    if plan.memory_budget is not None:
+        backend, mode = _Budgeted(spec.backend, spec.mode, plan.memory_budget), None
     for name in plan.modules:
-        module = _outermost(model, name, is_inside=recalls)
+        above, _, last = name.rpartition(".")
+        module: Any = tree.root.get_submodule(above)._modules[last] if name else tree.root
+        # The graph is around wrappers, but for the one that offloads, and but for contexts that
+        # are entered when a block runs again.
+        while isinstance(module, OffloadWrapper) or (tree.recalls and is_wrapper(module)):
+            module = wrapped_module(module)
         # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
-        module.forward = torch.compile(module.forward, **arguments)
-
-
-def _outermost(model: nn.Module, name: str, *, is_inside: bool) -> nn.Module:
-    """Returns the module of this name with its wrappers, but for the one that offloads.
-
-    Without any of them, where the graph has to be inside.
-    """
-    above, _, last = name.rpartition(".")
-    module: Any = model.get_submodule(above)._modules[last] if name else model
-    while isinstance(module, OffloadWrapper) or (is_inside and is_wrapper(module)):
-        module = wrapped_module(module)
-    assert isinstance(module, nn.Module)
-    return module
-
-
-def _arguments(plan: CompilePlan) -> dict[str, Any]:
-    spec = plan.settings
-    common: dict[str, Any] = {"fullgraph": spec.fullgraph, "dynamic": spec.dynamic}
-    if plan.memory_budget is None:
-        return {"backend": spec.backend, "mode": spec.mode, **common}
-    return {"backend": _Budgeted(spec.backend, spec.mode, plan.memory_budget), **common}
+        module.forward = torch.compile(
+            module.forward,
+            backend=backend,
+            mode=mode,
+            fullgraph=spec.fullgraph,
+            dynamic=spec.dynamic,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.plan.patterns import select_modules
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 __all__ = [
@@ -115,19 +115,26 @@ def plan_float8(
     Raises:
         PlanError: when nothing is chosen, or something that cannot.
     """
-    if problems := list(unmatched_names(tree, settings.names, "fp8.names")):
-        raise PlanError("\n".join(problems))
     linears = {n: m for n, m in tree.modules() if isinstance(m, nn.Linear)}
-    obstacles = _Obstacles(plan)
+    reasons = _Reasons(plan)
     if settings.names:
-        matches = [matcher(pattern) for pattern in settings.names]
-        chosen = [name for name in linears if any(match(name) for match in matches)]
+        named = select_modules(tree, "fp8.names", settings.names)
+        chosen = [name for name in linears if name in named]
         for name in chosen:
-            if reason := obstacles.of(name, linears[name]):
-                raise PlanError(_refusal(name, reason))
+            if reason := reasons.against(name, linears[name]):
+                raise PlanError(
+                    f"'{name}' was chosen by fp8.names, but {reason}. It cannot multiply in fp8 "
+                    "without harm to the model. Choose others, or leave the names out."
+                )
     else:
-        inside = [name for name in linears if not set(outer_names(name)).isdisjoint(blocks)]
-        chosen = [n for n in inside if _pays(linears[n]) and not obstacles.of(n, linears[n])]
+        chosen = [
+            name
+            for name, layer in linears.items()
+            if not set(outer_names(name)).isdisjoint(blocks)
+            and layer.weight.requires_grad
+            and min(layer.weight.shape) >= _WORTHWHILE
+            and not reasons.against(name, layer)
+        ]
     if not chosen:
         raise PlanError(
             "fp8 is on, but no linear layer was chosen. Nothing would multiply in it. Write names "
@@ -138,7 +145,7 @@ def plan_float8(
     divisible = [name for name in chosen if linears[name].out_features % shard_ranks == 0]
     gathered = divisible if settings.all_gather else []
     for name in gathered:
-        obstacles.check_reshard(name)
+        reasons.check_reshard(name)
     return Float8Plan(modules=tuple(chosen), gathered=tuple(gathered), settings=settings)
 
 
@@ -169,25 +176,14 @@ class Float8Linear(Transformation[Float8Plan]):
         apply_float8(tree.root, plan)
 
 
-def _pays(layer: nn.Linear) -> bool:
-    return layer.weight.requires_grad and min(layer.weight.shape) >= _WORTHWHILE
-
-
-def _refusal(name: str, reason: str) -> str:
-    return (
-        f"'{name}' was chosen by fp8.names, but {reason}. It cannot multiply in fp8 without "
-        "harm to the model. Choose others, or leave the names out."
-    )
-
-
-class _Obstacles:
-    """Why a layer cannot be converted."""
+class _Reasons:
+    """The units of a plan, which say why a layer cannot be converted."""
 
     def __init__(self, plan: WrapPlan) -> None:
         self._unit_of = plan.owner_of()
         self._tied = {name for names in plan.tied for name in names}
 
-    def of(self, name: str, layer: nn.Linear) -> str | None:
+    def against(self, name: str, layer: nn.Linear) -> str | None:
         weight = f"{name}.weight"
         if type(layer) is not nn.Linear:
             return f"it is a {type(layer).__name__}, which computes something of its own"

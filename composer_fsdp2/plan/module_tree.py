@@ -8,7 +8,8 @@ other. FSDP2 only sees identity, so sharding would silently untie the second kin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "ModulePath",
     "ModuleTree",
     "ParamRef",
+    "Recall",
     "attribute_of",
     "canonical_param_ids",
     "has_forward",
@@ -32,6 +34,8 @@ __all__ = [
     "memory_of",
     "tied_groups",
 ]
+
+Recall = Callable[[], AbstractContextManager[None]]
 
 _WRAPPED = "_checkpoint_wrapped_module"
 """what torch's activation wrappers call the module they run"""
@@ -67,6 +71,8 @@ class ModuleTree:
     """id(module) -> index of its first path"""
     postorder: list[int] = field(default_factory=list[int])
     """id(module) of every module, children before parents on every path"""
+    recalls: list[Recall] = field(default_factory=list[Recall])
+    """what blocks enter when they run again in backward, asked for in each of their forwards"""
     circles: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """paths to modules that are above themselves, and the first path of each"""
     _once: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
