@@ -62,6 +62,7 @@ def plan_tiling(
     tree = ModuleTree.read(model)
     if settings.classes or settings.names:
         chosen = select_modules(tree, "tiled_mlp.names", settings.names, settings.classes)
+        chosen.pop("", None)
     else:
         chosen = {n: m for n, m in tree.modules() if n.rpartition(".")[2] in _USUAL_NAMES}
     if not chosen:

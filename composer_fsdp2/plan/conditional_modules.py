@@ -9,12 +9,12 @@ nearest module around it that has a `forward`, which runs on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
-from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.plan.patterns import select_modules
 
 __all__ = ["conditional_modules"]
 
@@ -31,27 +31,19 @@ def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[
     Raises:
         PlanError: for a pattern that matches nothing.
     """
-    patterns = list(patterns)
-    if problems := list(unmatched_names(tree, patterns, "unused_parameters")):
-        raise PlanError("\n".join(problems))
-    matchers = [matcher(pattern) for pattern in patterns]
+    named = select_modules(tree, "unused_parameters", list(patterns))
     towers = _towers(tree)
     inside: set[int] = set()
     found: list[str] = []
     for index in tree.first_path.values():
         entry = tree.paths[index]
-        if entry.parent < 0:
+        module, name = entry.module, entry.path.rpartition(".")[2]
+        if entry.parent < 0 or id(module) in inside:
             continue
-        above, named = tree.paths[entry.parent].module, entry.path.rpartition(".")[2]
-        if id(entry.module) in inside:
-            continue
-        if (
-            id(entry.module) in towers
-            or _holds_experts(entry.module, named, above)
-            or any(matches(entry.path) for matches in matchers)
-        ):
+        above = tree.paths[entry.parent].module
+        if id(module) in towers or entry.path in named or _holds_experts(module, name, above):
             found.append(entry.path)
-            inside.update(id(module) for module in entry.module.modules())
+            inside.update(id(part) for part in module.modules())
     return found
 
 
@@ -59,25 +51,16 @@ def _holds_experts(module: nn.Module, name: str, above: nn.Module) -> bool:
     """Whether it is a container of equal modules, called experts or chosen by a router."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
-    if "expert" not in name.lower() and not _routes(above, len(module)):
-        return False
-    return len({_shape(member) for member in module.children()}) == 1
-
-
-def _shape(module: nn.Module) -> tuple[object, ...]:
-    return type(module), *(param.shape for param in module.parameters())
-
-
-def _routes(module: nn.Module, count: int) -> bool:
-    """Whether something in it, called a router, has one row or column for each of so many."""
-    children = {name: list(child.parameters()) for name, child in module.named_children()}
-    own = {name: [param] for name, param in module._parameters.items() if param is not None}
-    return any(
-        param.ndim == 2 and count in param.shape
-        for name, params in (children | own).items()
-        if name in _ROUTERS
-        for param in params
-    )
+    if "expert" not in name.lower():
+        parts: dict[str, Any] = {**dict(above.named_children()), **above._parameters}
+        routers = [parts[router] for router in _ROUTERS if parts.get(router) is not None]
+        params = [p for r in routers for p in (r.parameters() if isinstance(r, nn.Module) else [r])]
+        # A router has one row or column for each expert.
+        if not any(param.ndim == 2 and len(module) in param.shape for param in params):
+            return False
+    members = module.children()
+    shapes = {(type(m), *(param.shape for param in m.parameters())) for m in members}
+    return len(shapes) == 1
 
 
 def _towers(tree: ModuleTree) -> set[int]:

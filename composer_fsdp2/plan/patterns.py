@@ -47,7 +47,7 @@ def select_modules(
     return {
         name: module
         for name, module in tree.modules()
-        if name and (type(module).__name__ in classes or any(match(name) for match in matchers))
+        if type(module).__name__ in classes or any(match(name) for match in matchers)
     }
 
 

@@ -20,7 +20,12 @@ from composer_fsdp2.plan.module_tree import (
     has_forward,
     may_be_unit,
 )
-from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.plan.patterns import (
+    matcher,
+    select_modules,
+    unmatched_classes,
+    unmatched_names,
+)
 from composer_fsdp2.plan.unit_size import WORTH_A_UNIT_BYTES
 from composer_fsdp2.plan.wrap_plan import Decision, Role, Rule, first_answer
 
@@ -191,10 +196,7 @@ def with_fp32_islands(
     if patterns is None:
         wanted = _kept_by_models(tree, gathered_in)
     else:
-        if problems := list(unmatched_names(tree, patterns, "keep_fp32")):
-            raise PlanError("\n".join(problems))
-        matchers = [matcher(pattern) for pattern in patterns]
-        wanted = [m for name, m in tree.modules() if any(matches(name) for matches in matchers)]
+        wanted = list(select_modules(tree, "keep_fp32", patterns).values())
     decisions = _islands(wanted, gathered_in)
     if not decisions:
         return list(rules)
