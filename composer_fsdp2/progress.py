@@ -33,7 +33,9 @@ def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], ob
     Yields:
         A function that takes the bytes done since the last call.
     """
-    if not _is_seen():
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    in_front = threading.current_thread() is threading.main_thread()
+    if rank or not in_front or not sys.stderr.isatty():
         yield lambda done: None
         return
     with tqdm(
@@ -46,9 +48,3 @@ def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], ob
         file=sys.stderr,
     ) as bar:
         yield bar.update
-
-
-def _is_seen() -> bool:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    in_front = threading.current_thread() is threading.main_thread()
-    return rank == 0 and in_front and sys.stderr.isatty()

@@ -31,11 +31,7 @@ from torch.utils.checkpoint import (
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.block_positions import (
-    block_ids,
-    block_positions,
-    position_of,
-)
+from composer_fsdp2.plan.block_positions import block_ids, block_positions, outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree, Recall, has_forward, is_wrapper
 from composer_fsdp2.plan.patterns import select_modules
 from composer_fsdp2.shard.torch_private.tensors import (
@@ -207,12 +203,13 @@ def _choice(tree: ModuleTree, spec: ActivationSpec) -> Choice:
         chosen = name in (selected if spec.names or spec.classes else positions)
         if not chosen or not counts:
             return chosen
-        position = position_of(name, positions)
-        if position is None:
+        block = next((outer for outer in outer_names(name) if outer in positions), None)
+        if block is None:
             return False
+        index, count = positions[block]
         if spec.target is not None:
-            return position.index in block_ids(spec.target, position.count)
-        return position.index % (spec.every or 1) == 0
+            return index in block_ids(spec.target, count)
+        return index % (spec.every or 1) == 0
 
     return choose
 

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
 
 from torch import nn
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward, is_wrapper
+from composer_fsdp2.text import child_name
 
-__all__ = ["BlockPosition", "block_ids", "block_positions", "outer_names", "position_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockPosition:
-    """Where a block is in its list."""
-
-    index: int
-    count: int
-    """blocks of the list"""
+__all__ = ["block_ids", "block_positions", "outer_names"]
 
 
-def block_positions(tree: ModuleTree) -> dict[str, BlockPosition]:
+def block_positions(tree: ModuleTree) -> dict[str, tuple[int, int]]:
     """Finds the blocks: members of one class, with parts of their own, in a list in no block.
 
     Lists inside blocks are experts, heads or projections.
+
+    Returns:
+        By the name of each block: its index in its list, and how many blocks the list has.
     """
-    found: dict[str, BlockPosition] = {}
+    found: dict[str, tuple[int, int]] = {}
     for name, module in tree.modules():
-        if not isinstance(module, nn.ModuleList | nn.Sequential):
-            continue
-        if any(outer in found for outer in outer_names(name)):
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+        if not is_list or any(outer in found for outer in outer_names(name)):
             continue
         # `children()` would leave out a block that is registered a second time.
         members = {key: _inside(child) for key, child in module._modules.items()}
-        if _are_blocks(list(members.values())):
-            prefix = f"{name}." if name else ""
+        kinds = {type(member) for member in members.values()}
+        parted = [m for m in members.values() if m is not None and m._modules and has_forward(m)]
+        if len(kinds) == 1 and len(parted) == len(members):
             for index, key in enumerate(members):
-                found[prefix + key] = BlockPosition(index, len(members))
+                found[child_name(name, key)] = index, len(members)
     return found
 
 
@@ -48,22 +43,11 @@ def _inside(module: nn.Module | None) -> nn.Module | None:
     return module
 
 
-def _are_blocks(members: list[nn.Module | None]) -> bool:
-    return len({type(member) for member in members}) == 1 and all(
-        member is not None and member._modules and has_forward(member) for member in members
-    )
-
-
 def outer_names(name: str) -> Iterator[str]:
-    """The name itself, then those of the modules around it, without the root's."""
+    """Yields the name itself, then those of the modules around it, without the root's."""
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def position_of(name: str, positions: Mapping[str, BlockPosition]) -> BlockPosition | None:
-    """Where the block is that a module lies in, or is."""
-    return next((positions[outer] for outer in outer_names(name) if outer in positions), None)
 
 
 def block_ids(target: int | str | tuple[int | str, ...], count: int) -> set[int]:
@@ -77,28 +61,21 @@ def block_ids(target: int | str | tuple[int | str, ...], count: int) -> set[int]
     """
     if isinstance(target, int):
         return set(range(min(target, count)))
-    parts = target.replace(" ", "").split(",") if isinstance(target, str) else target
+    words = target if isinstance(target, str) else ",".join(map(str, target))
     found: set[int] = set()
-    for part in parts:
-        found |= {part} if isinstance(part, int) else _ids_of_words(part, count)
-    if beyond := [block for block in found if block >= count]:
-        raise PlanError(
-            f"target names block {min(beyond)}, but the list has {count} blocks, from 0 to "
-            f"{count - 1}. It would have no effect. Correct the number."
-        )
+    for kind, first, last in _WORDS.findall(words.replace(" ", "")):
+        number = int(first)
+        if number >= count and not kind and not last:
+            raise PlanError(
+                f"target names block {number}, but the list has {count} blocks, from 0 to "
+                f"{count - 1}. It would have no effect. Correct the number."
+            )
+        starts = {"first": 0, "middle": (count - 1) // 2 - number // 2, "last": count - number}
+        start = max(starts.get(kind, number), 0)
+        end = start + number if kind else number + 1
+        found.update(range(start, min(int(last) if last else end, count)))
     return found
 
 
-def _ids_of_words(words: str, count: int) -> set[int]:
-    if "," in words:
-        return block_ids(words, count)
-    kind, _, rest = words.rpartition("-") if words[0].isalpha() else ("range", "", words)
-    if kind == "first":
-        return set(range(min(int(rest), count)))
-    if kind == "last":
-        return set(range(max(count - int(rest), 0), count))
-    if kind == "middle":
-        start = max((count - 1) // 2 - int(rest) // 2, 0)
-        return set(range(start, min(start + int(rest), count)))
-    start, _, end = words.removeprefix("range-").partition("-")
-    return set(range(int(start), min(int(end), count)))
+_WORDS = re.compile(r"(?:([a-z]+)-)?(\d+)(?:-(\d+))?")
+"""of a target: `first-2`, `range-1-3`, `1-3` or `1`"""

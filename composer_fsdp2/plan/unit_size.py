@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_wrapper, may_be_unit
-from composer_fsdp2.plan.wrap_plan import Decision
+from composer_fsdp2.plan.wrap_plan import Decision, WrapPlan
 
 __all__ = [
     "FROZEN_MAY_DIFFER",
@@ -31,6 +31,7 @@ __all__ = [
     "WORTH_A_UNIT_BYTES",
     "UnitSizes",
     "divide_units",
+    "frozen_elements",
     "is_small_end",
     "name_joined",
     "small_units",
@@ -210,3 +211,25 @@ def _other_dtypes(
 def _fits(tree: ModuleTree, index: int, taken: Container[int]) -> bool:
     free = tree.key_of(index) not in taken and not is_wrapper(tree.paths[index].module)
     return free and may_be_unit(tree, index)
+
+
+def frozen_elements(model: nn.Module, plan: WrapPlan) -> dict[str, int]:
+    """Counts the elements of frozen parameters in the units that have any.
+
+    Collective: no. A tied parameter counts once.
+
+    Args:
+        model: on any device, before it is sharded.
+        plan: of this model.
+
+    Returns:
+        The number of elements over all ranks, by the name of a unit (its first module).
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, int] = {}
+    for unit in plan.units:
+        held = {id(params[name]): params[name] for name in unit.params}
+        count = sum(param.numel() for param in held.values() if not param.requires_grad)
+        if count:
+            found[unit.modules[0]] = count
+    return found
