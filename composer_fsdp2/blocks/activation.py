@@ -31,9 +31,8 @@ from torch.utils.checkpoint import (
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.block_positions import block_ids, block_positions, outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree, Recall, has_forward, is_wrapper
-from composer_fsdp2.plan.patterns import select_modules
+from composer_fsdp2.plan.patterns import block_ids, block_positions, outer_names, select_modules
 from composer_fsdp2.shard.torch_private.tensors import (
     PROFILER_MARKS,
     OffloadWrapper,

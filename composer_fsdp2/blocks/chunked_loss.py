@@ -24,9 +24,8 @@ from composer_fsdp2.blocks.chunked_logits import ChunkedHead
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import select_modules
+from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.plan.rules import output_heads
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 

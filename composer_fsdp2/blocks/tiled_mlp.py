@@ -22,9 +22,8 @@ from composer_fsdp2.blocks.activation import keeping_nothing
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import TilingSpec
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
-from composer_fsdp2.plan.patterns import select_modules
+from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import BatchNorm
 

@@ -8,18 +8,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from composer_fsdp2.config.messages import ascii_repr
-from composer_fsdp2.config.setting import ValueType, option, setting
-from composer_fsdp2.config.value_types import (
+from composer_fsdp2.config.setting import (
     BOOLEAN,
     NULL,
     PATTERNS,
+    ValueType,
     choice,
     count,
     is_number,
     mapping,
     null_or,
     one_or_more,
+    option,
     parse_list,
+    setting,
     text,
 )
 

@@ -8,8 +8,15 @@ from typing import Any
 
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of
-from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import NULL, choice, count, is_string, mapping
+from composer_fsdp2.config.setting import (
+    NULL,
+    ValueType,
+    choice,
+    count,
+    is_string,
+    mapping,
+    setting,
+)
 from composer_fsdp2.errors import ConfigError
 
 __all__ = [

@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import BOOLEAN, choice, count, mapping, null_or
+from composer_fsdp2.config.setting import (
+    BOOLEAN,
+    ValueType,
+    choice,
+    count,
+    mapping,
+    null_or,
+    setting,
+)
 
 __all__ = [
     "COMMUNICATION",

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import BOOLEAN, choice, mapping, null_or
+from composer_fsdp2.config.setting import BOOLEAN, ValueType, choice, mapping, null_or, setting
 
 __all__ = ["DTYPES", "PRECISION", "PrecisionSpec"]
 

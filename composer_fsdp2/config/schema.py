@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -20,19 +20,22 @@ from composer_fsdp2.config.placement import (
     check_state_together,
 )
 from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
-from composer_fsdp2.config.setting import Setting, ValueType, setting, settings_of
-from composer_fsdp2.config.value_types import (
+from composer_fsdp2.config.setting import (
     BOOLEAN,
     FOLDER,
     FOLDER_NAME,
     NAMES,
     PATTERNS,
+    Setting,
+    ValueType,
     check_patterns,
     choice,
     is_number,
     null_or,
     parse_list,
     plain,
+    setting,
+    settings_of,
     with_methods,
 )
 from composer_fsdp2.config.wrapping import RESHARD, WRAP_POLICY, Reshard, WrapPolicy
@@ -43,7 +46,6 @@ __all__ = [
     "FSDP2Config",
     "GradientSync",
     "declare_setting",
-    "declaring",
     "known_settings",
     "parse_config",
     "values_of",
@@ -477,19 +479,6 @@ def declare_setting(declared: Setting[T]) -> Setting[T]:
         )
     _DECLARED[declared.name] = declared
     return declared
-
-
-@contextlib.contextmanager
-def declaring(*settings: Setting[Any]) -> Generator[None]:
-    """Declares settings for a block; afterwards the known ones are those of before."""
-    before = dict(_DECLARED)
-    try:
-        for declared in settings:
-            declare_setting(declared)
-        yield
-    finally:
-        _DECLARED.clear()
-        _DECLARED.update(before)
 
 
 def parse_config(config: Mapping[str, Any]) -> FSDP2Config:

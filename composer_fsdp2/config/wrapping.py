@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 from composer_fsdp2.config.messages import raise_errors
 from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
-from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import (
+from composer_fsdp2.config.setting import (
+    ValueType,
     check_patterns,
     count,
     is_number,
     mapping,
     null_or,
     plain,
+    setting,
 )
 
 __all__ = [

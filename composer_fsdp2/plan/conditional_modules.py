@@ -1,22 +1,32 @@
-"""Modules that a rank may leave out of a step: experts that got no token, towers without an image.
+"""Modules that may be no units: a rank may leave them out of a step, or they are in a graph.
 
 [Note: modules that may be left out] All ranks issue the same collectives, so a unit that one rank
 leaves out stops the others, or hands them the parameters of another unit. Whether a module will be
 called is known only once it is. Such a module is therefore no unit: its parameters belong to the
 nearest module around it that has a `forward`, which runs on every rank.
+
+[Note: hooks in a graph] A unit gathers in hooks, which torch's compiler
+does not trace: the graph ends there and begins anew, or is an error where `fullgraph=True` forbids
+that. `torch.compile(part)` compiles what is inside the part, so the part itself may be a unit.
+`part.compile()` compiles its hooks too, so only what is around it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal
 
 from torch import nn
 
+from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import select_modules
+from composer_fsdp2.plan.wrap_plan import LEFT_OUT, Decision
+from composer_fsdp2.shard.torch_private.tensors import compiled_call, is_compiled, is_whole_graph
+from composer_fsdp2.text import listed
 
-__all__ = ["conditional_modules"]
+__all__ = ["conditional_modules", "move_units"]
 
 _ROUTERS = frozenset({"gate", "gating", "router", "wg"})
 
@@ -82,3 +92,112 @@ def _towers(tree: ModuleTree) -> set[int]:
             if type(getattr(module, "config", None)) in others - {type(None)}
         )
     return towers
+
+
+def move_units(
+    tree: ModuleTree, optional: Collection[str], chosen: dict[int, Decision], problems: list[str]
+) -> set[int]:
+    """Moves units out of optional modules and out of graphs. Collective: no.
+
+    Args:
+        tree: of the model.
+        optional: names of modules that some rank may leave out of a step.
+        chosen: decision of each unit by id(module); is changed.
+        problems: is added to.
+
+    Returns:
+        id of the modules that may be no units.
+    """
+
+    def around_optional(index: int) -> int | None:
+        entry = tree.paths[index]
+        return tree.lowest_common_parent([entry.parent]) if entry.path in optional else None
+
+    inside, moved = _move(tree, chosen, around_optional, LEFT_OUT)
+    problems += [
+        f"'{path}' was chosen by {decision.reason} as a unit with settings of its own, and some "
+        "ranks may leave it out of a step. The others would wait for it, so it is gathered with "
+        "the module around it and cannot have its own settings. Take them out, or write "
+        "`unused_parameters: false` if every rank calls it in every step."
+        for path, decision, _ in moved
+        if decision.settings != UnitSettings()
+    ]
+    if moved:
+        hosts = listed(dict.fromkeys(host for _, _, host in moved))
+        warnings.warn(
+            f"{listed(path for path, _, _ in moved)} were chosen as units, and some ranks may "
+            f"leave them out of a step. The others would wait for them, so {hosts} gathers them "
+            "whole, which takes more memory. Write `unused_parameters: false` if every rank calls "
+            "all of them in every step.",
+            stacklevel=3,
+        )
+    graphs = {id(module): _graph_of(module) for _, module in tree.modules()}
+    if graphs[id(tree.root)] == "in place":
+        problems.append(
+            "The model was compiled in place with fullgraph=True "
+            "(`model.compile(fullgraph=True)`), hooks included. FSDP2 gathers in a hook of the "
+            "model, which the compiler does not trace. Leave the call out and set `compile: true`, "
+            "which compiles the blocks between the hooks."
+        )
+    for index in tree.first_path.values():
+        parent = tree.paths[index].parent
+        in_compiled = parent >= 0 and is_compiled(tree.paths[parent].module)
+        if in_compiled and tree.key_of(index) in chosen:
+            # What `torch.compile` returned is the unit, instead of the module in it.
+            chosen.setdefault(tree.key_of(parent), chosen.pop(tree.key_of(index)))
+
+    def around_graph(index: int) -> int | None:
+        parent = tree.paths[index].parent
+        if parent < 0:
+            return None
+        if graphs[tree.key_of(index)] == "in place":
+            return tree.lowest_common_parent([parent])
+        return parent if graphs[tree.key_of(parent)] == "inside" else None
+
+    in_graphs, moved = _move(tree, chosen, around_graph, "compiled as one graph")
+    if moved:
+        inner, _, outer = moved[0]
+        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+        warnings.warn(
+            f"'{inner}'{more} would be units, and lie in what you compiled with fullgraph=True. A "
+            f"unit gathers in a hook, which the graph cannot hold, so '{outer}' "
+            "gathers them whole, which takes more memory. Compile the blocks instead: "
+            "`compile: true`.",
+            stacklevel=3,
+        )
+    return inside | in_graphs
+
+
+def _move(
+    tree: ModuleTree,
+    chosen: dict[int, Decision],
+    host_of: Callable[[int], int | None],
+    reason: str,
+) -> tuple[set[int], list[tuple[str, Decision, str]]]:
+    """Makes a unit of the host of each path instead of the units in it.
+
+    Returns:
+        id of the modules inside; name and decision of each unit that moved, and its host's name.
+    """
+    hosts: dict[int, int] = {}
+    moved: list[tuple[str, Decision, str]] = []
+    for index in tree.first_path.values():
+        entry = tree.paths[index]
+        host = hosts[entry.parent] if entry.parent in hosts else host_of(index)
+        if host is None:
+            continue
+        hosts[index] = host
+        if (decision := chosen.pop(id(entry.module), None)) is not None:
+            chosen.setdefault(tree.key_of(host), Decision(wrap=True, reason=reason))
+            moved.append((entry.path, decision, tree.paths[host].path or "<root>"))
+    return {tree.key_of(index) for index in hosts}, moved
+
+
+def _graph_of(module: nn.Module) -> Literal["inside", "in place"] | None:
+    """Returns which part of a module a user compiled as one graph."""
+    if is_whole_graph(compiled_call(module)):
+        return "in place"
+    # `vars`, because `torch.compile` returns a module that passes questions on to the one inside.
+    own = vars(module)
+    graphs = is_whole_graph(own.get("dynamo_ctx")) or is_whole_graph(own.get("forward"))
+    return "inside" if graphs else None

@@ -21,6 +21,7 @@ from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.config.wrapping import Reshard
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.checks import check_model, left_whole, refuse_unreadable
+from composer_fsdp2.plan.conditional_modules import move_units
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     ParamRef,
@@ -28,7 +29,6 @@ from composer_fsdp2.plan.module_tree import (
     has_forward,
     is_wrapper,
 )
-from composer_fsdp2.plan.moved_units import move_units
 from composer_fsdp2.plan.unit_size import (
     NO_BOUNDS,
     UnitSizes,

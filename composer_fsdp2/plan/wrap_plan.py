@@ -12,7 +12,7 @@ from torch import nn
 
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import UnitSettings
-from composer_fsdp2.plan.block_positions import outer_names
+from composer_fsdp2.plan.patterns import outer_names
 
 __all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "first_answer"]
 

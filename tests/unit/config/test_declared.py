@@ -20,14 +20,13 @@ from composer_fsdp2.config.schema import (
     FIELDS,
     FSDP2Config,
     declare_setting,
-    declaring,
     known_settings,
     parse_config,
 )
-from composer_fsdp2.config.setting import Setting, settings_of
-from composer_fsdp2.config.value_types import BOOLEAN, count
+from composer_fsdp2.config.setting import BOOLEAN, Setting, count, settings_of
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
+from tests.support.toy_setting import declaring
 
 
 def _not_with_compile(values, errors):

@@ -24,7 +24,7 @@ from composer_fsdp2.config.parallel import SequenceSpec, TensorSpec
 from composer_fsdp2.config.placement import Communication, CPUOffload, OptimizerState
 from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, parse_config
-from composer_fsdp2.config.value_types import plain
+from composer_fsdp2.config.setting import plain
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
 
