@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from composer_fsdp2.config.messages import ascii_repr
@@ -12,6 +12,7 @@ from composer_fsdp2.config.setting import (
     BOOLEAN,
     NULL,
     PATTERNS,
+    REQUIRED,
     ValueType,
     choice,
     count,
@@ -19,7 +20,6 @@ from composer_fsdp2.config.setting import (
     mapping,
     null_or,
     one_or_more,
-    option,
     parse_list,
     setting,
     text,
@@ -201,7 +201,7 @@ COMPILE = mapping(
 class TilingSpec:
     """MLPs that are run on one part of the sequence after the other."""
 
-    shards: int = field(metadata=option(count("parts", 2), "number of parts"))
+    shards: int = setting(REQUIRED, count("parts", 2), "number of parts")
     classes: tuple[str, ...] = setting((), _PATTERNS, "class names of the modules")
     names: tuple[str, ...] = setting(
         (),
@@ -232,8 +232,8 @@ def check_tiling_together(values: Mapping[str, Any], errors: list[str]) -> None:
 class ChunkingSpec:
     """A head and its loss on one part of the tokens after the other."""
 
-    chunks: int = field(
-        metadata=option(count("parts"), "number of parts; 1 with `tensor_parallel` alone")
+    chunks: int = setting(
+        REQUIRED, count("parts"), "number of parts; 1 with `tensor_parallel` alone"
     )
     names: tuple[str, ...] = setting(
         (),

@@ -38,6 +38,7 @@ __all__ = [
     "NAMES",
     "NULL",
     "PATTERNS",
+    "REQUIRED",
     "Check",
     "Parse",
     "Setting",
@@ -50,7 +51,6 @@ __all__ = [
     "mapping",
     "null_or",
     "one_or_more",
-    "option",
     "parse_list",
     "plain",
     "setting",
@@ -145,6 +145,10 @@ class Setting(Generic[T]):
         return settings.extra.get(self.name, self.default)
 
 
+REQUIRED: Any = MISSING
+"""default of a setting that has to be given"""
+
+
 def setting(
     default: T,
     values: ValueType,
@@ -162,7 +166,9 @@ def setting(
 
     `since` is needed for what a version after the first has added.
     """
-    metadata = option(values, meaning) | {
+    metadata = {
+        "values": values,
+        "meaning": meaning,
         "check_together": check_together,
         "see": see,
         "same_on_ranks": same_on_ranks,
@@ -172,11 +178,6 @@ def setting(
         "costs": costs,
     }
     return field(default=default, metadata=metadata)
-
-
-def option(values: ValueType, meaning: str) -> dict[str, Any]:
-    """Metadata of a field that has to be given: `shards: int = field(metadata=option(...))`."""
-    return {"values": values, "meaning": meaning}
 
 
 @functools.cache

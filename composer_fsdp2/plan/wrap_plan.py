@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -118,29 +116,6 @@ class WrapPlan:
         parents = {name.rpartition(".")[0] for name in names}
         found = names - {outer for name in parents for outer in outer_names(name)}
         return tuple(unit.modules[0] for unit in inner if unit.modules[0] in found)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values in a stable order, for logs and comparisons. Collective: no."""
-        units = [
-            {
-                "modules": list(unit.modules),
-                "params": list(unit.params),
-                "numel": unit.numel,
-                "reshard_after_forward": unit.reshard_after_forward,
-                "mixed_precision": str(unit.mixed_precision) if unit.mixed_precision else None,
-                "reason": unit.reason,
-            }
-            for unit in self.units
-        ]
-        return {
-            "units": units,
-            "tied": [list(names) for names in self.tied],
-            "ignored": list(self.ignored),
-        }
-
-    def digest(self) -> str:
-        """Returns a short text that differs between different plans. Collective: no."""
-        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
 
     def __str__(self) -> str:
         """The plan as a table."""
