@@ -171,7 +171,7 @@ def installation(packages: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _versions(packages: tuple[str, ...], path: tuple[str, ...]) -> str:
-    """As found along `path`, which is Python's: reading them takes milliseconds each."""
+    """Reads versions along `path`, which is Python's, once: each takes milliseconds."""
     versions = [f"Python {platform.python_version()}"]
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

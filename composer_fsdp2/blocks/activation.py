@@ -371,5 +371,5 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
 
 @functools.cache
 def _copy_stream(where: torch.device) -> Any:
-    """One for both directions, so that nothing is read before it was written."""
+    """Makes one stream for both directions, so that nothing is read before it was written."""
     return torch.get_device_module(where).Stream(where)

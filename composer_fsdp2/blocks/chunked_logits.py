@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
@@ -55,13 +54,27 @@ class ChunkedHead:
                 "its first argument. It is not known where the tokens are. Write the name of the "
                 "output head in chunked_loss.names, or leave chunked_loss out."
             )
-        self.called = True
-        mesh = None
+        self.called, mesh = True, None
         if isinstance(hidden, DTensor):
             # As the hook of a divided layer leaves it: whole, on each rank of the tensor group.
             mesh, hidden = hidden.device_mesh, hidden.to_local(grad_placements=[Replicate()])
+        kind = hidden.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        def run(part: Tensor) -> Tensor:
+            # The loss may be computed outside of the autocast in which the head was called. Weights
+            # cast for the first chunk and kept would be missed when it is computed again.
+            with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+                if mesh is not None:
+                    part = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
+                return self.whole(part, *args[1:], **kwargs)
+
+        with torch.no_grad():
+            nothing = run(hidden.reshape(-1, hidden.size(-1))[:0])
+        token = torch.zeros((), device=hidden.device, requires_grad=True)
+        call = HeadCall(self.name, run, self.chunks, token, nothing.size(-1), nothing.dtype)
         # In one piece, so that rows are found again by where they are.
-        return ChunkedLogits(HeadCall.of(self, hidden, args[1:], kwargs, mesh), hidden.contiguous())
+        return ChunkedLogits(call, hidden.contiguous())
 
 
 Change = Callable[[Tensor], Tensor]
@@ -85,36 +98,6 @@ class HeadCall:
     known: tuple[Tensor, Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
     """rows, targets, losses and likeliest classes of the loss that was computed last"""
 
-    @classmethod
-    def of(
-        cls,
-        head: ChunkedHead,
-        hidden: Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        mesh: DeviceMesh | None,
-    ) -> HeadCall:
-        kind = hidden.device.type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-        def run(part: Tensor) -> Tensor:
-            # The loss may be computed outside of the autocast in which the head was called. Weights
-            # cast for the first chunk and kept would be missed when it is computed again.
-            with torch.autocast(kind, dtype, enabled, cache_enabled=False):
-                if mesh is not None:
-                    part = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
-                return head.whole(part, *args, **kwargs)
-
-        with torch.no_grad():
-            nothing = run(hidden.reshape(-1, hidden.size(-1))[:0])
-        token = torch.zeros((), device=hidden.device, requires_grad=True)
-        call = cls(head.name, run, head.chunks, token, nothing.size(-1), nothing.dtype)
-        token.register_hook(call._begin_backward)
-        return call
-
-    def _begin_backward(self, _grad: Tensor) -> None:
-        self.done = True
-
     def losses_of(
         self, rows: Tensor, changes: Sequence[Change], targets: Tensor, ignored: int
     ) -> Tensor:
@@ -135,7 +118,7 @@ class HeadCall:
             [self._losses(part, changes, target, ignored, predicted) for part, target in pairs]
         )
         self.known = rows.detach(), targets, losses.detach(), torch.cat(predicted[:chunks])
-        return PrependZeroGrad.apply(self.token, losses)  # pyright: ignore[reportReturnType]
+        return PrependZeroGrad.apply(self.token, losses, self)  # pyright: ignore[reportReturnType]
 
     def _losses(
         self,
@@ -167,8 +150,7 @@ class HeadCall:
 
         if self.chunks == 1:
             return loss(rows)
-        computed = checkpoint(loss, rows, use_reentrant=False)
-        assert isinstance(computed, Tensor)
+        computed: Any = checkpoint(loss, rows, use_reentrant=False)
         return computed
 
     def result_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -179,16 +161,17 @@ class HeadCall:
 
 
 class PrependZeroGrad(torch.autograd.Function):
-    """The second of two, whose gradient the first gets too, as zero and before all else."""
+    """Gives a token a gradient of zero before all else that follows from the losses."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, losses: Tensor) -> Tensor:
-        ctx.device = token.device
+    def forward(ctx: Any, token: Tensor, losses: Tensor, call: HeadCall) -> Tensor:
+        ctx.call = call
         return losses.view_as(losses)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros((), device=ctx.device), grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.call.done = True
+        return torch.zeros_like(ctx.call.token), grads[0], None
 
 
 class ChunkedLogits(Tensor):

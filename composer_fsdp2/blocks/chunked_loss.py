@@ -76,7 +76,7 @@ def plan_chunking(model: nn.Module | ModuleTree, settings: ChunkingSpec) -> Chun
 
 
 def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
-    """The same units, of which those that own a head keep their weights after forward.
+    """Returns the units, of which those that own a head keep their weights after forward.
 
     Collective: no.
 

@@ -145,7 +145,7 @@ ACTIVATION = mapping(
 
 
 def check_activation_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """A budget is the compiler's."""
+    """Refuses a budget without the compiler, which alone can keep to it."""
     budget = getattr(values["activation_checkpointing"], "memory_budget", None)
     if budget is not None and not values["compile"]:
         errors.append(
@@ -220,7 +220,7 @@ TILING = mapping(
 
 
 def check_tiling_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """A compiled block has its own order."""
+    """Refuses tiles in a compiled block, which has its own order."""
     if values["compile"] and values["tiled_mlp"] is not None:
         errors.append(
             "'tiled_mlp' and 'compile' are both set. A compiled block orders its own computation, "
@@ -298,7 +298,7 @@ FLOAT8 = mapping(
 
 
 def check_fp8_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """Scales are of whole inputs, and casts are of shards on the device."""
+    """Refuses parts of inputs, whose scales differ, and casts of shards outside the device."""
     if values["fp8"] and values["tiled_mlp"] is not None:
         errors.append(
             "'fp8' and 'tiled_mlp' are both set. Scales are of the whole input of a layer, so that "

@@ -258,24 +258,24 @@ NULL = ValueType(expected="null", accepts=lambda value: value is None)
 
 
 def choice(*words: str) -> ValueType:
-    """One of these words."""
+    """Takes one of these words."""
     return ValueType(expected=one_of(words), accepts=lambda value: value in words, choices=words)
 
 
 def count(things: str, least: int = 1) -> ValueType:
-    """A whole number of these things."""
+    """Takes a whole number of these things."""
     return ValueType(
         expected=f"a number of {things} >= {least}", accepts=lambda value: is_number(value, least)
     )
 
 
 def text(what: str) -> ValueType:
-    """Text that is not empty."""
+    """Takes text that is not empty."""
     return ValueType(expected=what, accepts=is_string)
 
 
 def with_methods(what: str, *methods: str) -> ValueType:
-    """An object of a class that is not imported here, or LLM Foundry's `{name: {options}}`."""
+    """Takes an object of a class not imported here, or LLM Foundry's `{name: {options}}`."""
 
     def accepts(value: Any) -> bool:
         if isinstance(value, Mapping):
@@ -290,7 +290,7 @@ def with_methods(what: str, *methods: str) -> ValueType:
 
 
 def null_or(values: ValueType) -> ValueType:
-    """The same values, or null."""
+    """Takes the same values, or null."""
 
     def accepts(value: Any) -> bool:
         return value is None or values.accepts(value)
@@ -377,7 +377,7 @@ def mapping(
     parse: Parse = _keep,
     check_options: Check | None = None,
 ) -> ValueType:
-    """A mapping that becomes a dataclass whose fields are declared by `setting`.
+    """Takes a mapping that becomes a dataclass whose fields are declared by `setting`.
 
     Args:
         spec: the dataclass.

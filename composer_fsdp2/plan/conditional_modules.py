@@ -32,7 +32,7 @@ _ROUTERS = frozenset({"gate", "gating", "router", "wg"})
 
 
 def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[str]:
-    """Names of the outermost modules that a rank may leave out, by structure and by `patterns`.
+    """Names the outermost modules that a rank may leave out, by structure and by `patterns`.
 
     Lists of experts, and the towers of a Hugging Face model whose main input is text.
 
@@ -74,7 +74,7 @@ def _holds_experts(module: nn.Module, name: str, above: nn.Module) -> bool:
 
 
 def _towers(tree: ModuleTree) -> set[int]:
-    """Models inside a Hugging Face model that read something else than its text.
+    """Finds models inside a Hugging Face model that read something else than its text.
 
     A composite configuration lists those of its parts, and says which one is that of the text.
     """

@@ -124,7 +124,7 @@ class ModuleTree:
 
     @property
     def root(self) -> nn.Module:
-        """The whole model."""
+        """Returns the whole model."""
         return self.paths[0].module
 
     def modules(self) -> Sequence[tuple[str, nn.Module]]:
@@ -174,7 +174,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def attribute_of(module: nn.Module, name: str, default: object = None) -> Any:
-    """`getattr`, but quick where a module has no such attribute.
+    """Reads an attribute as `getattr` does, but quickly where a module has none of the name.
 
     torch then looks in three places and formats an error, which takes longer than all else that is
     asked about a module here. Not for parameters and buffers.

@@ -60,7 +60,7 @@ def select_modules(
 
 
 def unmatched_classes(tree: ModuleTree, classes: Iterable[str], where: str) -> Iterable[str]:
-    """A sentence for each class that no module has; `where` is the key they are written under."""
+    """Yields a sentence for each class that no module has; `where` is the key of the classes."""
     existing = sorted({type(module).__name__ for _, module in tree.modules()})
     for name in classes:
         if name not in existing:
@@ -72,7 +72,7 @@ def unmatched_classes(tree: ModuleTree, classes: Iterable[str], where: str) -> I
 
 
 def unmatched_names(tree: ModuleTree, patterns: Iterable[str], where: str) -> Iterable[str]:
-    """A sentence for each pattern that no module name matches."""
+    """Yields a sentence for each pattern that no module name matches."""
     names = [name for name, _ in tree.modules() if name]
     for pattern in patterns:
         if not any(map(matcher(pattern), names)):
@@ -122,7 +122,7 @@ def outer_names(name: str) -> Iterator[str]:
 
 
 def block_ids(target: int | str | tuple[int | str, ...], count: int) -> set[int]:
-    """Which of `count` blocks a target means; see `ActivationSpec.target`.
+    """Returns which of `count` blocks a target means; see `ActivationSpec.target`.
 
     The words are those of LLM Foundry's `activation_checkpointing_target`, which takes more blocks
     than there are for all of them.

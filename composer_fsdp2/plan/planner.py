@@ -291,7 +291,7 @@ def _make_units(
 
 
 def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:
-    """First paths of units that lie inside another unit -> that of a unit around them."""
+    """Maps first paths of units inside another unit to that of the unit around them."""
     return {
         tree.first_path[id(entry.module)]: units[entry.parent]
         for entry in tree.paths
@@ -300,7 +300,7 @@ def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision])
 
 
 def _trained(tree: ModuleTree) -> set[int]:
-    """First paths of modules with a trainable parameter in them, at whatever depth."""
+    """Returns first paths of modules with a trainable parameter in them, at whatever depth."""
     found: set[int] = set()
     for ref in tree.params:
         index = ref.path_index if ref.param.requires_grad else -1

@@ -97,7 +97,7 @@ def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
 
 
 def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule]:
-    """The rules a `wrap_policy` asks for, in order: names, classes, embeddings, head, size.
+    """Returns the rules of a `wrap_policy`, in order: names, classes, embeddings, head, size.
 
     Raises:
         PlanError: with every part of the policy that matches nothing.
@@ -128,7 +128,7 @@ def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule
 def find_embedding_and_head(
     model: nn.Module | ModuleTree, policy: WrapPolicy
 ) -> dict[int, Decision]:
-    """Embeddings and heads to take out of the root unit of their model, as `id(module): decision`.
+    """Finds embeddings and heads to take out of their model's root unit, as `id(module): decision`.
 
     The root keeps what it gathered through the whole of backward. A head of its own is free once
     its gradient is there, an embedding right after the forward: its backward reads nothing of it.
@@ -234,7 +234,7 @@ def _islands(
 
 
 def _kept_by_models(tree: ModuleTree, gathered_in: torch.dtype | None) -> list[nn.Module]:
-    """Modules that Hugging Face models list as in need of fp32, by a part of their name.
+    """Returns modules that Hugging Face models list as in need of fp32, by a part of their name.
 
     Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for bf16 too.
     """
@@ -282,7 +282,7 @@ def output_heads(tree: ModuleTree) -> list[nn.Module]:
 
 
 def _large_modules(tree: ModuleTree, least: int, before: list[Rule]) -> list[nn.Module]:
-    """Modules with at least `least` elements outside nested units, found from the leaves up."""
+    """Finds modules with at least `least` elements outside nested units, from the leaves up."""
     chosen: list[nn.Module] = []
     held: dict[int, dict[int, int]] = {}
     for key in tree.postorder:

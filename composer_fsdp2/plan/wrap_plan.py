@@ -118,7 +118,7 @@ class WrapPlan:
         return tuple(unit.modules[0] for unit in inner if unit.modules[0] in found)
 
     def __str__(self) -> str:
-        """The plan as a table."""
+        """Returns the plan as a table."""
         rows: list[tuple[str, ...]] = [("unit", "params", "elements", "reshard", "reason")]
         for unit in self.units:
             name = ", ".join(module or "<root>" for module in unit.modules)
