@@ -32,7 +32,6 @@ from composer_fsdp2.plan.wrap_plan import WrapPlan
 __all__ = [
     "ChunkedLoss",
     "ChunkingPlan",
-    "apply_chunking",
     "kept_for_loss",
     "plan_chunking",
 ]
@@ -118,41 +117,38 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
         return kept_for_loss(units, plan)
 
     def apply(self, tree: ModuleTree, plan: ChunkingPlan) -> None:
-        """Lets the heads of the plan leave their logits to the loss."""
-        heads = [tree.root.get_submodule(name) for name in plan.heads]
-        divided = (isinstance(p, DTensor) for head in heads for p in head.parameters())
+        """Lets the heads of the plan leave their logits to the loss, in place.
+
+        Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation
+        gets the logits themselves. An embedding that is the head as well goes on looking up tokens.
+        A model whose first forward in training calls no head is named in a warning.
+        """
+        modules = [tree.root.get_submodule(name) for name in plan.heads]
+        heads = [
+            ChunkedHead(name, module, module.forward, plan.chunks)
+            for name, module in zip(plan.heads, modules, strict=True)
+        ]
+        for module, head in zip(modules, heads, strict=True):
+            module.forward = head
+        divided = (isinstance(p, DTensor) for module in modules for p in module.parameters())
         if plan.chunks == 1 and not any(divided):
             warnings.warn(
                 f"chunked_loss: {{chunks: 1}} has no effect: {', '.join(plan.heads)} is whole on "
                 "each rank of a tensor group, and so are the logits. Write more chunks.",
                 stacklevel=2,
             )
-        apply_chunking(tree.root, plan)
 
+        def look(module: nn.Module, _inputs: object, _output: object) -> None:
+            if not module.training or not torch.is_grad_enabled():
+                return
+            handle.remove()
+            if not any(head.called for head in heads):
+                warnings.warn(
+                    f"chunked_loss has no effect: the model computes its loss without calling "
+                    f"{' or '.join(repr(name) for name in plan.heads)}. A loss that reads the "
+                    "weight of the head itself is in parts already. Take chunked_loss out, or that "
+                    "loss.",
+                    stacklevel=2,
+                )
 
-def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:
-    """Lets the heads of the plan leave their logits to the loss, in place.
-
-    Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation gets
-    the logits themselves. An embedding that is the head as well goes on looking up tokens. A model
-    whose first forward in training calls no head is named in a warning.
-    """
-    heads: list[ChunkedHead] = []
-    for name in plan.heads:
-        module = model.get_submodule(name)
-        heads.append(ChunkedHead(name, module, module.forward, plan.chunks))
-        module.forward = heads[-1]
-
-    def look(module: nn.Module, _inputs: object, _output: object) -> None:
-        if not module.training or not torch.is_grad_enabled():
-            return
-        handle.remove()
-        if not any(head.called for head in heads):
-            warnings.warn(
-                f"chunked_loss has no effect: the model computes its loss without calling "
-                f"{' or '.join(repr(name) for name in plan.heads)}. A loss that reads the weight "
-                "of the head itself is in parts already. Take chunked_loss out, or that loss.",
-                stacklevel=2,
-            )
-
-    handle = model.register_forward_hook(look)
+        handle = tree.root.register_forward_hook(look)

@@ -32,7 +32,6 @@ from composer_fsdp2.plan.wrap_plan import ShardUnit
 __all__ = [
     "Float8Linear",
     "Float8Plan",
-    "apply_float8",
     "check_float8",
     "without_float8",
 ]
@@ -150,8 +149,20 @@ class Float8Linear(Transformation[Float8Plan]):
         return Float8Plan(modules=tuple(chosen), gathered=tuple(gathered), settings=spec)
 
     def apply(self, tree: ModuleTree, plan: Float8Plan) -> None:
-        """Gives the layers torchao's forward."""
-        apply_float8(tree.root, plan)
+        """Gives the layers of the plan torchao's forward, in place; see [Note: fp8].
+
+        Collective: no. Before activation checkpointing, compilation and sharding. The modules stay
+        the same objects, with the hooks and attributes they have.
+        """
+        float8 = _torchao("float8")
+        recipe = float8.Float8LinearConfig.from_recipe_name(plan.settings.recipe)
+        config = dataclasses.replace(recipe, emulate=plan.settings.emulate)
+        for name in plan.modules:
+            layer = tree.root.get_submodule(name)
+            converted = float8.convert_to_float8_training(layer, config=config)
+            for attribute, value in vars(converted).items():
+                vars(layer).setdefault(attribute, value)
+            layer.__class__ = type(converted)
 
 
 def _reason_against(
@@ -170,23 +181,6 @@ def _reason_against(
         return "its weight is no part of any unit (ignored_params)"
     role = unit_of[weight].role
     return None if role is None else f"it lies in a unit of its own kind ({role})"
-
-
-def apply_float8(model: nn.Module, plan: Float8Plan) -> None:
-    """Gives the layers of the plan torchao's forward, in place; see [Note: fp8].
-
-    Collective: no. Before activation checkpointing, compilation and sharding. The modules stay the
-    same objects, with the hooks and attributes they have.
-    """
-    float8 = _torchao("float8")
-    recipe = float8.Float8LinearConfig.from_recipe_name(plan.settings.recipe)
-    config = dataclasses.replace(recipe, emulate=plan.settings.emulate)
-    for name in plan.modules:
-        layer = model.get_submodule(name)
-        converted = float8.convert_to_float8_training(layer, config=config)
-        for attribute, value in vars(converted).items():
-            vars(layer).setdefault(attribute, value)
-        layer.__class__ = type(converted)
 
 
 @contextlib.contextmanager

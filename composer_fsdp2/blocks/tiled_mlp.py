@@ -27,7 +27,7 @@ from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import BatchNorm
 
-__all__ = ["TiledMLP", "TilingPlan", "apply_tiling", "plan_tiling"]
+__all__ = ["TiledMLP", "TilingPlan", "plan_tiling"]
 
 _USUAL_NAMES = ("mlp", "ffn", "feed_forward")
 
@@ -102,20 +102,16 @@ class TiledMLP(Transformation[TilingPlan]):
         return plan_tiling(facts.tree, facts.settings.tiled_mlp, units=units)
 
     def apply(self, tree: ModuleTree, plan: TilingPlan) -> None:
-        """Makes the modules of the plan run in tiles."""
-        apply_tiling(tree.root, plan)
+        """Makes the modules of the plan run in tiles, in place; see [Note: tiles].
 
-
-def apply_tiling(model: nn.Module, plan: TilingPlan) -> None:
-    """Makes the modules of the plan run in tiles, in place; see [Note: tiles].
-
-    Collective: no; but the first call of the first module of each class is, over the default group:
-    it compares tiles with the whole and raises a `PlanError` on every rank where they differ.
-    """
-    compared: set[type[nn.Module]] = set()
-    for name in plan.modules:
-        module = model.get_submodule(name)
-        module.forward = _Tiled(name, module, module.forward, plan.shards, compared)
+        Collective: no; but the first call of the first module of each class is, over the default
+        group: it compares tiles with the whole and raises a `PlanError` on every rank where they
+        differ.
+        """
+        compared: set[type[nn.Module]] = set()
+        for name in plan.modules:
+            module = tree.root.get_submodule(name)
+            module.forward = _Tiled(name, module, module.forward, plan.shards, compared)
 
 
 @dataclass(slots=True, eq=False)

@@ -512,7 +512,7 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
         )
     for key, raw in given.items():
         if key in known:
-            values[key] = known[key].values.parsed(key, raw, errors)
+            values[key] = known[key].values.parse(key, raw, errors)
         elif (answer := fsdp1_answer(key, raw)) is not None:
             errors.append(answer)
     unknown = [key for key in given if key not in {*known, *FSDP1_ONLY}]

@@ -89,6 +89,7 @@ class ValueType:
     check_inside: Check = _find_nothing
     """checks the parts of an accepted value"""
     parse: Parse = _keep
+    """keeps what it cannot parse for the check"""
     choices: tuple[str, ...] = ()
     """words among the values, of which an error shows the nearest"""
     example: str = ""
@@ -107,13 +108,6 @@ class ValueType:
         errors.append(
             invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
         )
-
-    def parsed(self, key: str, raw: Any, errors: list[str]) -> Any:
-        """Parses a value; one that cannot be parsed is kept for the check."""
-        try:
-            return self.parse(key, raw, errors)
-        except Exception:
-            return raw
 
 
 @dataclass(frozen=True, kw_only=True)  # slots and Generic do not go together before Python 3.12
@@ -396,7 +390,7 @@ def mapping(
             return raw
         errors += unknown_keys([name for name in raw if name not in known], known, key)
         values = {
-            name: declared.values.parsed(f"{key}.{name}", raw.get(name), errors)
+            name: declared.values.parse(f"{key}.{name}", raw.get(name), errors)
             for name, declared in known.items()
             if name in raw or declared.default is MISSING  # null, which the check does not accept
         }

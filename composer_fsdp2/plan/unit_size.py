@@ -119,14 +119,12 @@ def name_joined(
     tree: ModuleTree, ends: Iterable[int], units: Sequence[int], chosen: dict[int, Decision]
 ) -> None:
     """Has the reasons of units say which small ends they took in."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for key in ends:
-        if key not in chosen:  # it may have become a unit again, for its dtype
-            index = tree.first_path[key]
-            names[tree.key_of(units[index])].append(tree.paths[index].path.rpartition(".")[2])
-    for key, parts in names.items():
-        reason = f"{chosen[key].reason}, with {' and '.join(parts)}"
-        chosen[key] = replace(chosen[key], reason=reason)
+    for index in (tree.first_path[key] for key in ends if key not in chosen):
+        # The others have become units again, for their dtype.
+        host = tree.key_of(units[index])
+        reason, name = chosen[host].reason, tree.paths[index].path.rpartition(".")[2]
+        joined = f"{reason} and {name}" if ", with " in reason else f"{reason}, with {name}"
+        chosen[host] = replace(chosen[host], reason=joined)
 
 
 def divide_units(

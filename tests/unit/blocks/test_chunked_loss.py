@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from composer_fsdp2.blocks.chunked_logits import ChunkedLogits
 from composer_fsdp2.blocks.chunked_loss import (
+    ChunkedLoss,
     ChunkingPlan,
-    apply_chunking,
     kept_for_loss,
     plan_chunking,
 )
 from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_name, root_rule
 from tests.support.alive import Alive
@@ -86,7 +87,8 @@ class Tied(Model):
 
 
 def chunked(model: Model, chunks: int = 4) -> Model:
-    apply_chunking(model, plan_chunking(model, ChunkingSpec(chunks=chunks)))
+    plan = plan_chunking(model, ChunkingSpec(chunks=chunks))
+    ChunkedLoss().apply(ModuleTree.read(model), plan)
     return model
 
 
