@@ -176,7 +176,7 @@ def _switch_caches_off(tree: ModuleTree) -> None:
             for found in (config, *vars(config).values()):  # such as its `text_config`
                 if getattr(found, "use_cache", False) is True:
                     found.use_cache = False
-                    switched.append(f"{type(found).__name__} of '{name or 'the model'}'")
+                    switched.append(f"{type(found).__name__} of {name or 'the model'}")
     if switched:
         log.warning(
             "activation_checkpointing: use_cache was true and is now false in %s. A block that is "
