@@ -35,9 +35,6 @@ def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], ob
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     in_front = threading.current_thread() is threading.main_thread()
-    if rank or not in_front or not sys.stderr.isatty():
-        yield lambda done: None
-        return
     with tqdm(
         desc=title,
         total=total_bytes,
@@ -45,6 +42,7 @@ def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], ob
         unit_scale=True,
         delay=_DELAY_SECONDS,
         leave=False,
+        disable=rank > 0 or not in_front or not sys.stderr.isatty(),
         file=sys.stderr,
     ) as bar:
         yield bar.update

@@ -46,6 +46,7 @@ __all__ = [
     "FSDP2Config",
     "GradientSync",
     "declare_setting",
+    "describe_values",
     "known_settings",
     "parse_config",
     "values_of",
@@ -463,6 +464,16 @@ def values_of(settings: FSDP2Config) -> dict[str, Any]:
     """Returns the value of every setting by name."""
     values = {name: getattr(settings, name) for name in FIELDS}
     return values | {name: declared.of(settings) for name, declared in _DECLARED.items()}
+
+
+def describe_values(settings: FSDP2Config) -> str:
+    """Returns a line for each setting; the same on all ranks that have the same settings."""
+    known = known_settings()
+    return "\n".join(
+        f"{name}: {value}"
+        for name, value in values_of(settings).items()
+        if known[name].same_on_ranks
+    )
 
 
 def declare_setting(declared: Setting[T]) -> Setting[T]:

@@ -25,8 +25,7 @@ from composer_fsdp2.blocks.transformation import (
     plan_transformations,
 )
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
-from composer_fsdp2.config.describe import describe_values
-from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
 from composer_fsdp2.optim.muon import Muon

@@ -11,21 +11,18 @@ import yaml
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from composer_fsdp2.config.describe import (
-    describe_page,
-    describe_values,
-    example_of,
-)
 from composer_fsdp2.config.schema import (
     FIELDS,
     FSDP2Config,
     declare_setting,
+    describe_values,
     known_settings,
     parse_config,
 )
 from composer_fsdp2.config.setting import BOOLEAN, Setting, count, settings_of
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
+from tests.support.settings_page import example_of, page
 from tests.support.toy_setting import declaring
 
 
@@ -77,10 +74,10 @@ def test_misspelt_it_is_an_error_with_its_name(toy):
 
 
 def test_it_is_described(toy):
-    page = describe_page(known_settings())
-    assert "| [`toy_rounds`](#toy_rounds) | 0 | plays so many rounds |" in page
-    assert "| Values | a number of rounds >= 0 |" in page
-    assert "toy_rounds" not in describe_page()
+    shown = page(known_settings())
+    assert "| [`toy_rounds`](#toy_rounds) | 0 | plays so many rounds |" in shown
+    assert "| Values | a number of rounds >= 0 |" in shown
+    assert "toy_rounds" not in page()
     assert "toy_rounds: 3" in describe_values(parse_config({"toy_rounds": 3}))
 
 
@@ -169,7 +166,7 @@ def test_errors_show_a_valid_example(name):
 
 def test_the_page_says_since_when():
     assert {setting.since for setting in FIELDS.values()} <= {"", "0.2.0", "0.3.0"}
-    assert [name for name in FIELDS if f"\n## `{name}`\n" not in describe_page()] == []
+    assert [name for name in FIELDS if f"\n## `{name}`\n" not in page()] == []
 
 
 def test_a_setting_is_written_in_sentences():
@@ -181,7 +178,7 @@ def test_a_setting_is_written_in_sentences():
 
 
 def test_options_are_described_with_their_setting():
-    sections = describe_page().split("\n## ")[1:]
+    sections = page().split("\n## ")[1:]
     for setting, section in zip(FIELDS.values(), sections, strict=True):
         if setting.values.spec is not None:
             for option in settings_of(setting.values.spec):

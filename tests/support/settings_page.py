@@ -1,7 +1,4 @@
-"""Text about settings, made from their declarations.
-
-`python -m composer_fsdp2.config.describe` writes docs/reference/settings.md in the current folder.
-"""
+"""Writes docs/reference/settings.md: `python -m tests.support.settings_page`."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.config.messages import ascii_repr
-from composer_fsdp2.config.schema import FIELDS, FSDP2Config, known_settings, values_of
+from composer_fsdp2.config.schema import FIELDS
 from composer_fsdp2.config.setting import Setting, settings_of
 
-__all__ = ["PAGE", "describe_page", "describe_values", "example_of"]
+__all__ = ["PAGE", "example_of", "page"]
 
-PAGE = Path("docs/reference/settings.md")
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "settings.md"
 
 _HEAD = """\
 # Settings
@@ -25,23 +22,13 @@ _HEAD = """\
 All keys of `parallelism_config.fsdp2`. An unknown key, a wrong type and an impossible value are
 errors. One message lists all of them, with the nearest valid name.
 
-`python -m composer_fsdp2.config.describe` writes this page from the declarations in
+`python -m tests.support.settings_page` writes this page from the declarations in
 `composer_fsdp2/config`. Version 0.1.0 was not published. 0.2.0 is the first release.
 
 """
 
 
-def describe_values(settings: FSDP2Config) -> str:
-    """Returns a line for each setting; the same on all ranks that have the same settings."""
-    known = known_settings()
-    return "\n".join(
-        f"{name}: {value}"
-        for name, value in values_of(settings).items()
-        if known[name].same_on_ranks
-    )
-
-
-def describe_page(settings: Mapping[str, Setting[Any]] = FIELDS) -> str:
+def page(settings: Mapping[str, Setting[Any]] = FIELDS) -> str:
     """Returns the reference page: an overview, and a section for each setting."""
     overview = "".join(
         f"| [`{name}`](#{name}) | {_default(one)} | {one.meaning.split('. ')[0].rstrip('.')} |\n"
@@ -100,10 +87,5 @@ def example_of(one: Setting[Any]) -> str:
     return "parallelism_config:\n  fsdp2:\n" + "".join(f"    {line}\n" for line in lines)
 
 
-def main() -> None:
-    """Writes the page."""
-    PAGE.write_text(describe_page())
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page())
