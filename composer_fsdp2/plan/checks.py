@@ -116,9 +116,9 @@ def left_whole(refs: Collection[ParamRef], weight_of: Mapping[int, int]) -> set[
             found.setdefault(weight_of[id(param)], ref)
     size = sum(ref.param.nbytes for ref in found.values())
     if size >= _LARGE_BYTES:
-        names = ", ".join(f"'{ref.name}'" for ref in list(found.values())[:3])
+        names = listed((ref.name for ref in found.values()), 3)
         warnings.warn(
-            f"{len(found)} frozen parameters ({names}, ...) are of a dtype that FSDP2 does not "
+            f"{len(found)} frozen parameters ({names}) are of a dtype that FSDP2 does not "
             f"shard, so every rank keeps all {size:,} bytes of them. Keep them in bf16 or fp32 to "
             "have them sharded.",
             stacklevel=3,
