@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -121,34 +120,15 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
 
         Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation
         gets the logits themselves. An embedding that is the head as well goes on looking up tokens.
-        A model whose first forward in training calls no head is named in a warning.
         """
-        modules = [tree.root.get_submodule(name) for name in plan.heads]
-        heads = [
-            ChunkedHead(name, module, module.forward, plan.chunks)
-            for name, module in zip(plan.heads, modules, strict=True)
-        ]
-        for module, head in zip(modules, heads, strict=True):
-            module.forward = head
-        divided = (isinstance(p, DTensor) for module in modules for p in module.parameters())
-        if plan.chunks == 1 and not any(divided):
+        divided: list[nn.Parameter] = []
+        for name in plan.heads:
+            module = tree.root.get_submodule(name)
+            module.forward = ChunkedHead(name, module, module.forward, plan.chunks)
+            divided += [param for param in module.parameters() if isinstance(param, DTensor)]
+        if plan.chunks == 1 and not divided:
             warnings.warn(
                 f"chunked_loss: {{chunks: 1}} has no effect: {', '.join(plan.heads)} is whole on "
                 "each rank of a tensor group, and so are the logits. Write more chunks.",
                 stacklevel=2,
             )
-
-        def look(module: nn.Module, _inputs: object, _output: object) -> None:
-            if not module.training or not torch.is_grad_enabled():
-                return
-            handle.remove()
-            if not any(head.called for head in heads):
-                warnings.warn(
-                    f"chunked_loss has no effect: the model computes its loss without calling "
-                    f"{' or '.join(repr(name) for name in plan.heads)}. A loss that reads the "
-                    "weight of the head itself is in parts already. Take chunked_loss out, or that "
-                    "loss.",
-                    stacklevel=2,
-                )
-
-        handle = tree.root.register_forward_hook(look)

@@ -19,10 +19,15 @@ from composer_fsdp2.blocks.chunked_loss import (
     plan_chunking,
 )
 from composer_fsdp2.config.blocks import ChunkingSpec
+from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.guards.unused_head import UnusedHead
+from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_name, root_rule
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.step.run import Run
 from tests.support.alive import Alive
 
 WIDTH, VOCABULARY = 8, 64
@@ -272,6 +277,16 @@ class Fused(Model):
 
 def test_a_model_that_calls_no_head_is_told_of_once():
     model = chunked(Fused())
+    run = Run(
+        model=model,
+        tree=ModuleTree.read(model),
+        plan=WrapPlan(()),
+        shape=MeshShape(shard=1),
+        settings=FSDP2Config(chunked_loss=ChunkingSpec(chunks=4)),
+        device=torch.device("cpu"),
+        units={},
+    )
+    run.start([UnusedHead])
     model.eval()(some_tokens())
     with pytest.warns(UserWarning, match=r"chunked_loss has no effect.*'lm_head'.*Take"):
         model.train()(some_tokens())
