@@ -33,6 +33,7 @@ __all__ = [
     "Float8Linear",
     "Float8Plan",
     "check_float8",
+    "torchao_module",
     "without_float8",
 ]
 
@@ -70,15 +71,15 @@ def check_float8(settings: Float8Spec, device_type: str) -> None:
             "Install composer-fsdp2[fp8], or take fp8 out."
         )
     try:
-        _torchao("float8")
+        torchao_module("float8")
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"'fp8' is set, and torchao cannot be imported: {error}. Each version is for some "
             "versions of torch. Install the one for this torch, or take fp8 out."
         ) from error
-    if settings.emulate:
-        return
-    if device_type != "cuda" or torch.cuda.get_device_capability() < _ORIGIN:
+    if not settings.emulate and (
+        device_type != "cuda" or torch.cuda.get_device_capability() < _ORIGIN
+    ):
         raise ConfigError(
             f"'fp8' is set in a run on {device_type} that cannot multiply fp8. That takes a GPU of "
             "CUDA capability 8.9 or higher. Take it out, or write fp8: {emulate: true} to see what "
@@ -86,7 +87,8 @@ def check_float8(settings: Float8Spec, device_type: str) -> None:
         )
 
 
-def _torchao(name: str) -> Any:
+def torchao_module(name: str) -> Any:
+    """Imports a module of torchao, which is no dependency of the package."""
     return importlib.import_module(f"torchao.{name}")
 
 
@@ -154,7 +156,7 @@ class Float8Linear(Transformation[Float8Plan]):
         Collective: no. Before activation checkpointing, compilation and sharding. The modules stay
         the same objects, with the hooks and attributes they have.
         """
-        float8 = _torchao("float8")
+        float8 = torchao_module("float8")
         recipe = float8.Float8LinearConfig.from_recipe_name(plan.settings.recipe)
         config = dataclasses.replace(recipe, emulate=plan.settings.emulate)
         for name in plan.modules:
