@@ -308,7 +308,7 @@ def _held(ref: ParamRef, held: _HeldTensor) -> str:
 
 # --- Tensors that are held in other places. ---
 
-_DEPTH = 8
+_DEPTH = 6
 """references that are followed one after the other; an object and its `__dict__` are two"""
 
 _REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
