@@ -263,12 +263,12 @@ def count(things: str, least: int = 1) -> ValueType:
     )
 
 
-def text(what: str) -> ValueType:
+def text(expected: str) -> ValueType:
     """Takes text that is not empty."""
-    return ValueType(expected=what, accepts=is_string)
+    return ValueType(expected=expected, accepts=is_string)
 
 
-def with_methods(what: str, *methods: str) -> ValueType:
+def with_methods(kind: str, *methods: str) -> ValueType:
     """Takes an object of a class not imported here, or LLM Foundry's `{name: {options}}`."""
 
     def accepts(value: Any) -> bool:
@@ -279,7 +279,7 @@ def with_methods(what: str, *methods: str) -> ValueType:
         return has_them and not isinstance(value, type)
 
     return ValueType(
-        expected=f"{what} (the object; in LLM Foundry {{name: {{options}}}})", accepts=accepts
+        expected=f"{kind} (the object; in LLM Foundry {{name: {{options}}}})", accepts=accepts
     )
 
 

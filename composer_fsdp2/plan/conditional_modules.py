@@ -5,9 +5,9 @@ leaves out stops the others, or hands them the parameters of another unit. Wheth
 called is known only once it is. Such a module is therefore no unit: its parameters belong to the
 nearest module around it that has a `forward`, which runs on every rank.
 
-[Note: hooks in a graph] A unit gathers in hooks, which torch's compiler
-does not trace: the graph ends there and begins anew, or is an error where `fullgraph=True` forbids
-that. `torch.compile(part)` compiles what is inside the part, so the part itself may be a unit.
+[Note: hooks in a graph] A unit gathers in hooks, which torch's compiler does not trace: a user's
+graph ends there and begins anew, or is an error where `fullgraph=True` forbids that.
+`torch.compile(part)` compiles what is inside the part, so the part itself may be a unit.
 `part.compile()` compiles its hooks too, so only what is around it may.
 """
 
