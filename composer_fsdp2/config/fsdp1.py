@@ -67,16 +67,14 @@ FSDP1_NOT_SUPPORTED = {
 
 _DEGREES = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
 
-# Strategy -> (reshard_after_forward, copies: 'one' | 'per node' | 'all').
-_STRATEGIES: dict[str, tuple[Any, str]] = {
+FSDP1_STRATEGIES: dict[str, tuple[Any, str]] = {
     "FULL_SHARD": ("auto", "one"),
     "SHARD_GRAD_OP": (False, "one"),
     "HYBRID_SHARD": ("auto", "per node"),
     "_HYBRID_SHARD_ZERO2": (False, "per node"),
     "NO_SHARD": (False, "all"),
 }
-
-FSDP1_STRATEGIES = frozenset(_STRATEGIES)
+"""Strategy -> (reshard_after_forward, copies of the model)."""
 
 FSDP1_KEYS = frozenset(
     {*FSDP1_KEPT, *FSDP1_NOT_NEEDED, *FSDP1_NOT_SUPPORTED, "sharding_strategy", "state_dict_type"}
@@ -143,13 +141,14 @@ def _convert_strategy(
     problems: list[str],
 ) -> dict[str, Any]:
     name = str(strategy).upper()
-    if name not in _STRATEGIES:
+    if name not in FSDP1_STRATEGIES:
+        hint = nearest(name, FSDP1_STRATEGIES) or f" Use one of {', '.join(FSDP1_STRATEGIES)}."
         problems.append(
             f"sharding_strategy is {strategy!r}, which FSDP1 does not know. The mesh depends on it."
-            f"{nearest(name, _STRATEGIES) or ' Use one of ' + ', '.join(_STRATEGIES) + '.'}"
+            f"{hint}"
         )
         return {}
-    reshard, copies = _STRATEGIES[name]
+    reshard, copies = FSDP1_STRATEGIES[name]
     converted: dict[str, Any] = {"reshard_after_forward": reshard}
     everywhere = -1 if world_size is None else world_size  # -1: what the run has
     shard, replicate = _DEGREES
@@ -182,8 +181,8 @@ def fsdp1_answer(key: str, value: Any) -> str | None:
         harmless, instead = FSDP1_NOT_SUPPORTED[key]
         same = type(value) is type(harmless) and value == harmless
         cure = "at this value it says nothing. Take it out." if same else f"instead, {instead}."
-    elif (name := value.upper() if isinstance(value, str) else "") in _STRATEGIES:
-        reshard, copies = _STRATEGIES[name]
+    elif (name := value.upper() if isinstance(value, str) else "") in FSDP1_STRATEGIES:
+        reshard, copies = FSDP1_STRATEGIES[name]
         shard, replicate = _DEGREES
         degrees = {
             "one": "",
@@ -194,7 +193,7 @@ def fsdp1_answer(key: str, value: Any) -> str | None:
         cure = f"for {name} write reshard_after_forward: {written}{degrees[copies]}."
     else:
         cure = (
-            f"{ascii_repr(value)} is none of its values, {', '.join(_STRATEGIES)}. Write "
+            f"{ascii_repr(value)} is none of its values, {', '.join(FSDP1_STRATEGIES)}. Write "
             "reshard_after_forward and the degrees of data parallelism instead."
         )
     return (

@@ -26,11 +26,9 @@ __all__ = [
 
 def matcher(pattern: str) -> Callable[[str], bool]:
     """Tells which names match a glob, or `re:` and a regular expression, as a whole."""
-    if pattern.startswith("re:"):
-        compiled = re.compile(pattern[3:])
-        return lambda name: compiled.fullmatch(name) is not None
-    compiled = re.compile(fnmatch.translate(pattern))
-    return lambda name: compiled.match(name) is not None
+    is_expression = pattern.startswith("re:")
+    compiled = re.compile(pattern[3:] if is_expression else fnmatch.translate(pattern))
+    return lambda name: compiled.fullmatch(name) is not None
 
 
 def select_modules(

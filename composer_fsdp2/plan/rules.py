@@ -239,17 +239,13 @@ def _kept_by_models(tree: ModuleTree, gathered_in: torch.dtype | None) -> list[n
     Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for bf16 too.
     """
     found: list[nn.Module] = []
-    for path, owner in tree.modules():
-        listed: set[str] = set(attribute_of(owner, "_keep_in_fp32_modules_strict") or ())
+    for _, owner in tree.modules():
+        names = {*(attribute_of(owner, "_keep_in_fp32_modules_strict") or ())}
         if gathered_in == torch.float16:
-            listed.update(getattr(owner, "_keep_in_fp32_modules", None) or ())
-        if listed:
-            prefix = f"{path}." if path else ""
-            found += [
-                module
-                for name, module in tree.modules()
-                if name.startswith(prefix) and name.rpartition(".")[2] in listed
-            ]
+            names |= {*(getattr(owner, "_keep_in_fp32_modules", None) or ())}
+        if names:
+            inside = owner.named_modules()
+            found += [module for name, module in inside if name.rpartition(".")[2] in names]
     return found
 
 
