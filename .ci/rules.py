@@ -52,7 +52,7 @@ MADE = (
     ("docs/reference/errors.md", "tests.support.run_mistakes_page"),
     ("docs/reference/errors.md", "tests.support.settings_mistakes"),
     ("docs/reference/migration-keys.md", "tests.support.migration_tables"),
-    ("docs/reference/settings.md", "composer_fsdp2.config.describe"),
+    ("docs/reference/settings.md", "tests.support.settings_page"),
     ("docs/reference/tensor-parallel-with.md", "tests.support.tensor_pairs"),
     ("docs/reference/upstream-points.md", "tests.support.upstream_page"),
     ("docs/reference/versions.md", "tests.support.versions_page"),
@@ -221,8 +221,7 @@ def check_made() -> Iterator[str]:
     """Yields pages that are not what the code makes, and public names that say too little."""
     for page, name in MADE:
         module, shown = importlib.import_module(name), (ROOT / page).read_text()
-        make = getattr(module, "page", None) or module.describe_page
-        if line := stale_line(shown, make()):
+        if line := stale_line(shown, module.page()):
             yield f"{page}:{line}: stale: `python -m {name}` writes the page"
         if hasattr(module, "MARK") and not module.MARK.search(shown):
             yield f"{page}:1: stale: {module.MARK.pattern} is gone"

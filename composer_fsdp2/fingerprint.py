@@ -56,20 +56,13 @@ def _walk(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         yield "["
         for inner in value:
-            if not _is_prose(inner):
+            text = inner.value if isinstance(inner, ast.Expr) else None
+            # A string that nobody uses is a docstring, or prose below an attribute.
+            if not (isinstance(text, ast.Constant) and isinstance(text.value, str)):
                 yield from _walk(inner)
         yield "]"
     else:
         yield f"{type(value).__name__} {value!r}"
-
-
-def _is_prose(node: Any) -> bool:
-    """Whether a statement is a string that nobody uses: a docstring, or one below an attribute."""
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
 
 
 def _joined(parts: list[ast.expr]) -> list[ast.expr]:

@@ -33,9 +33,8 @@ def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], ob
     Yields:
         A function that takes the bytes done since the last call.
     """
-    if not _is_seen():
-        yield lambda done: None
-        return
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    in_front = threading.current_thread() is threading.main_thread()
     with tqdm(
         desc=title,
         total=total_bytes,
@@ -43,12 +42,7 @@ def counting_bytes(title: str, total_bytes: int) -> Generator[Callable[[int], ob
         unit_scale=True,
         delay=_DELAY_SECONDS,
         leave=False,
+        disable=rank > 0 or not in_front or not sys.stderr.isatty(),
         file=sys.stderr,
     ) as bar:
         yield bar.update
-
-
-def _is_seen() -> bool:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    in_front = threading.current_thread() is threading.main_thread()
-    return rank == 0 and in_front and sys.stderr.isatty()

@@ -12,8 +12,7 @@ import platform
 import sys
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,7 +72,7 @@ def raise_on_all_ranks(
         PlanError: likewise, and for a difference.
         Exception: likewise, for an error of any other type, which is a user's or the system's.
     """
-    failed = None if error is None else _Failure.of(error)
+    failed = None if error is None else _failure_of(error)
     everyone: list[tuple[_Failure | None, Mapping[str, Any]]] = [(failed, facts)]
     if dist.is_initialized() and not is_fake(group) and dist.get_world_size(group) > 1:
         everyone = [(None, {})] * dist.get_world_size(group)
@@ -87,45 +86,30 @@ def raise_on_all_ranks(
     return [theirs for _, theirs in everyone]
 
 
-@dataclass(frozen=True, slots=True)
-class _Failure:
+class _Failure(NamedTuple):
     """An error in a form that every rank can read."""
 
     kind: str
     text: str
-    error: bytes | None
-    """pickled, if it can be"""
+    pickled: bytes
+    """empty, if it cannot be pickled"""
     where: str
 
-    @classmethod
-    def of(cls, error: Exception) -> _Failure:
-        pickled = None
-        # Its class may want other arguments than it keeps, or exist on this rank alone.
-        with contextlib.suppress(Exception):
-            pickled = pickle.dumps(error)
-            if str(pickle.loads(pickled)) != str(error):
-                pickled = None
-        return cls(type(error).__name__, str(error), pickled, _origin(error))
 
-    def rebuilt(self) -> Exception:
-        """Returns the same error, or a PlanError with its text where that cannot be."""
-        with contextlib.suppress(Exception):
-            found = pickle.loads(self.error) if self.error is not None else None
-            if isinstance(found, Exception):
-                return found
-        return PlanError(f"{self.kind}: {self.text}")
+def _failure_of(error: Exception) -> _Failure:
+    pickled = b""
+    # Its class may want other arguments than it keeps, or exist on this rank alone.
+    with contextlib.suppress(Exception):
+        pickled = pickle.dumps(error)
+        if str(pickle.loads(pickled)) != str(error):
+            pickled = b""
+    where = ""
+    for last in traceback.extract_tb(error.__traceback__)[-1:]:
+        where = f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
+    return _Failure(type(error).__name__, str(error), pickled, where)
 
 
-def _origin(error: Exception) -> str:
-    """Where an error was raised: file, line, function and the line's text."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return ""
-    last = frames[-1]
-    return f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
-
-
-_OWN = (CheckpointError, ConfigError, PatchError, PlanError)
+_OWN = {kind.__name__: kind for kind in (CheckpointError, ConfigError, PatchError, PlanError)}
 
 
 def _raise_first(
@@ -135,12 +119,15 @@ def _raise_first(
     if not failures:
         return
     rank, failed = failures[0]
-    own = {kind.__name__: kind for kind in _OWN}
-    if failed.kind in own:
+    if failed.kind in _OWN:
         where = "" if len(failures) == len(everyone) else f"On rank {rank}: "
-        raise own[failed.kind](where + failed.text) from error
-    same = error is not None and (type(error).__name__, str(error)) == (failed.kind, failed.text)
-    raised = error if same and error is not None else failed.rebuilt()
+        raise _OWN[failed.kind](where + failed.text) from error
+    raised: Exception = PlanError(f"{failed.kind}: {failed.text}")
+    if error is not None and (type(error).__name__, str(error)) == (failed.kind, failed.text):
+        raised = error
+    else:
+        with contextlib.suppress(Exception):
+            raised = pickle.loads(failed.pickled)
     add_note = getattr(raised, "add_note", None)  # since Python 3.11
     if add_note is not None:
         add_note(f"Raised on rank {rank}, at {failed.where}")
@@ -184,7 +171,7 @@ def installation(packages: Iterable[str]) -> dict[str, str]:
 
 @functools.cache
 def _versions(packages: tuple[str, ...], path: tuple[str, ...]) -> str:
-    """As found along `path`, which is Python's: reading them takes milliseconds each."""
+    """Reads versions along `path`, which is Python's, once: each takes milliseconds."""
     versions = [f"Python {platform.python_version()}"]
     for name in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

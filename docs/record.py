@@ -40,7 +40,7 @@ def record_plan() -> dict[str, Any]:
 
     from composer_fsdp2 import plan_wrapping
     from composer_fsdp2.config.wrapping import WrapPolicy
-    from composer_fsdp2.plan.frozen import frozen_elements
+    from composer_fsdp2.plan.unit_size import frozen_elements
     from composer_fsdp2.plan.rules import by_class, find_embedding_and_head, root_rule
 
     with torch.device("meta"):

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -31,14 +31,8 @@ from torch.utils.checkpoint import (
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.block_positions import (
-    BlockPosition,
-    block_ids,
-    block_positions,
-    position_of,
-)
-from composer_fsdp2.plan.module_tree import ModuleTree, has_forward, is_wrapper
-from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.plan.module_tree import ModuleTree, Recall, has_forward, is_wrapper
+from composer_fsdp2.plan.patterns import block_ids, block_positions, outer_names, select_modules
 from composer_fsdp2.shard.torch_private.tensors import (
     PROFILER_MARKS,
     OffloadWrapper,
@@ -54,8 +48,6 @@ __all__ = [
     "apply_activation",
     "keeping_nothing",
     "plan_activation",
-    "recall_in_recomputation",
-    "recalls_in_recomputation",
 ]
 
 log = logging.getLogger(__name__)
@@ -176,12 +168,15 @@ def _switch_caches_off(tree: ModuleTree) -> None:
 
     A block that runs again in backward would append to the cache of its first run.
     """
-    switched = [
-        f"{type(config).__name__} of '{name}'" if name else f"{type(config).__name__} of the model"
-        for name, module in tree.modules()
-        for config in _configs(getattr(module, "config", None), depth=3)
-        if _switch_off(config)
-    ]
+    switched: list[str] = []
+    for name, module in tree.modules():
+        config: Any = getattr(module, "config", None)
+        # That of MPT's rotary embedding raises a KeyError for all but a few names.
+        with contextlib.suppress(Exception):
+            for found in (config, *vars(config).values()):  # such as its `text_config`
+                if getattr(found, "use_cache", False) is True:
+                    found.use_cache = False
+                    switched.append(f"{type(found).__name__} of {name or 'the model'}")
     if switched:
         log.warning(
             "activation_checkpointing: use_cache was true and is now false in %s. A block that is "
@@ -190,68 +185,32 @@ def _switch_caches_off(tree: ModuleTree) -> None:
         )
 
 
-def _configs(config: object, depth: int) -> Iterator[Any]:
-    """Yields a configuration and those inside it, such as `text_config`."""
-    if isinstance(config, dict | nn.Module) or not _can_be_read(config):
-        return
-    yield config
-    for value in vars(config).values() if depth else ():
-        if hasattr(value, "use_cache"):
-            yield from _configs(value, depth - 1)
-
-
-def _can_be_read(config: object) -> bool:
-    """That of MPT's rotary embedding raises a KeyError for all but a few names."""
-    try:
-        return hasattr(config, "__dict__")
-    except Exception:  # whatever a class of the user's raises
-        return False
-
-
-def _switch_off(config: Any) -> bool:
-    if getattr(config, "use_cache", False) is not True:
-        return False
-    config.use_cache = False
-    return True
-
-
 def _choice(tree: ModuleTree, spec: ActivationSpec) -> Choice:
-    """The modules of the patterns, or all blocks, as far as they are in the blocks asked for."""
+    """Returns the modules of the patterns, or all blocks, in the blocks that are asked for."""
     key = "activation_checkpointing"
-    problems = [
-        *unmatched_classes(tree, spec.classes, f"{key}.classes"),
-        *unmatched_names(tree, spec.names, f"{key}.names"),
-    ]
-    if problems:
-        raise PlanError("\n".join(problems))
-    classes, matches = set(spec.classes), [matcher(pattern) for pattern in spec.names]
+    selected = select_modules(tree, f"{key}.names", spec.names, spec.classes)
     positions = block_positions(tree)
-    if not positions and (spec.every, spec.target) != (None, None):
+    counts = (spec.every, spec.target) != (None, None)
+    if counts and not positions:
         raise PlanError(
             f"{key}.{'every' if spec.target is None else 'target'} counts blocks, but the model "
             "has no list of blocks of one class. Nothing could be counted. Name the modules in "
             f"{key}.names."
         )
 
-    def choose(name: str, module: nn.Module) -> bool:
-        if classes or matches:
-            named = type(module).__name__ in classes or any(match(name) for match in matches)
-        else:
-            named = name in positions
-        return named and _is_in(spec, position_of(name, positions))
+    def choose(name: str, _module: nn.Module) -> bool:
+        chosen = name in (selected if spec.names or spec.classes else positions)
+        if not chosen or not counts:
+            return chosen
+        block = next((outer for outer in outer_names(name) if outer in positions), None)
+        if block is None:
+            return False
+        index, count = positions[block]
+        if spec.target is not None:
+            return index in block_ids(spec.target, count)
+        return index % (spec.every or 1) == 0
 
     return choose
-
-
-def _is_in(spec: ActivationSpec, position: BlockPosition | None) -> bool:
-    if spec.every is None and spec.target is None:
-        return True
-    if position is None:
-        return False
-    if spec.target is not None:
-        return position.index in block_ids(spec.target, position.count)
-    assert spec.every is not None
-    return position.index % spec.every == 0
 
 
 def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> None:
@@ -263,7 +222,8 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
     `named_modules()` and `named_parameters()` of outer modules gain `_checkpoint_wrapped_module`.
 
     Args:
-        model: the model of the plan, before it is sharded, or its tree.
+        model: the model of the plan, before it is sharded, or its tree, whose `recalls` are
+            entered when blocks run again.
         plan: from `plan_activation`.
 
     Source:
@@ -283,58 +243,30 @@ def apply_activation(model: nn.Module | ModuleTree, plan: ActivationPlan) -> Non
     wrappers: dict[int, nn.Module] = {}
     for name, module in tree.modules():
         if name in wanted and name not in wrapped:
-            wrappers[id(module)] = _wrap(module, plan, getattr(tree.root, _RECALLED, ()))
+            wrappers[id(module)] = _wrap(module, plan, tree.recalls)
     for _, parent in tree.modules():
         for name, child in parent._modules.items():
             if child is not None and id(child) in wrappers:
                 parent._modules[name] = wrappers[id(child)]
 
 
-Recall = Callable[[], contextlib.AbstractContextManager[None]]
-
-_RECALLED = "_fsdp2_recalled"
-"""attribute of a model, for `recall_in_recomputation`"""
-
-
-def recall_in_recomputation(model: nn.Module, recall: Recall) -> None:
-    """Has blocks that run again in backward do so in a context of their own forward.
-
-    Collective: no.
-
-    Args:
-        model: before its blocks are wrapped.
-        recall: is called in each forward of a block, and gives what is entered when it runs again.
-    """
-    setattr(model, _RECALLED, (*getattr(model, _RECALLED, ()), recall))
-
-
-def recalls_in_recomputation(model: nn.Module) -> bool:
-    """Whether `recall_in_recomputation` was asked of a model. Collective: no."""
-    return bool(getattr(model, _RECALLED, ()))
-
-
-def _contexts(base: Callable[[], tuple[Any, Any]], recalls: Sequence[Recall]) -> tuple[Any, Any]:
-    """The contexts of a block's forward, and of the time when it runs again."""
+def _contexts(
+    base: Callable[[], tuple[Any, Any]], recalls: Sequence[Recall]
+) -> tuple[Any, contextlib.AbstractContextManager[None]]:
+    """Returns the contexts of a block's forward, and of the time when it runs again."""
     forward, again = base()
-    stack = contextlib.ExitStack()
-    return forward, _Entered(stack, (again, *(recall() for recall in recalls)))
+    return forward, _all_of([again, *(recall() for recall in recalls)])
 
 
-class _Entered:
-    """Several contexts as one, entered when it is."""
-
-    def __init__(self, stack: contextlib.ExitStack, inside: Sequence[Any]) -> None:
-        self._stack, self._inside = stack, inside
-
-    def __enter__(self) -> None:
-        for one in self._inside:
-            self._stack.enter_context(one)
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
+@contextlib.contextmanager
+def _all_of(contexts: Sequence[contextlib.AbstractContextManager[Any]]) -> Generator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
-def _wrap(module: nn.Module, plan: ActivationPlan, recalls: Sequence[Recall] = ()) -> nn.Module:
+def _wrap(module: nn.Module, plan: ActivationPlan, recalls: Sequence[Recall]) -> nn.Module:
     if plan.recompute:
         kwargs: dict[str, Any] = {"preserve_rng_state": plan.preserve_rng_state}
         if plan.selective:
@@ -439,5 +371,5 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
 
 @functools.cache
 def _copy_stream(where: torch.device) -> Any:
-    """One for both directions, so that nothing is read before it was written."""
+    """Makes one stream for both directions, so that nothing is read before it was written."""
     return torch.get_device_module(where).Stream(where)

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
@@ -50,22 +49,32 @@ class ChunkedHead:
         ):
             return self.whole(*args, **kwargs)
         if not args or args[0] is not hidden:
-            raise PlanError(_called_otherwise(self.name))
-        self.called = True
-        mesh = None
+            raise PlanError(
+                f"The head '{self.name}' (chunked_loss) is not called with the hidden states as "
+                "its first argument. It is not known where the tokens are. Write the name of the "
+                "output head in chunked_loss.names, or leave chunked_loss out."
+            )
+        self.called, mesh = True, None
         if isinstance(hidden, DTensor):
             # As the hook of a divided layer leaves it: whole, on each rank of the tensor group.
             mesh, hidden = hidden.device_mesh, hidden.to_local(grad_placements=[Replicate()])
+        kind = hidden.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        def run(part: Tensor) -> Tensor:
+            # The loss may be computed outside of the autocast in which the head was called. Weights
+            # cast for the first chunk and kept would be missed when it is computed again.
+            with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+                if mesh is not None:
+                    part = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
+                return self.whole(part, *args[1:], **kwargs)
+
+        with torch.no_grad():
+            nothing = run(hidden.reshape(-1, hidden.size(-1))[:0])
+        token = torch.zeros((), device=hidden.device, requires_grad=True)
+        call = HeadCall(self.name, run, self.chunks, token, nothing.size(-1), nothing.dtype)
         # In one piece, so that rows are found again by where they are.
-        return ChunkedLogits(HeadCall.of(self, hidden, args[1:], kwargs, mesh), hidden.contiguous())
-
-
-def _called_otherwise(head: str) -> str:
-    return (
-        f"The head '{head}' (chunked_loss) is not called with the hidden states as its first "
-        "argument. It is not known where the tokens are. Write the name of the output head in "
-        "chunked_loss.names, or leave chunked_loss out."
-    )
+        return ChunkedLogits(call, hidden.contiguous())
 
 
 Change = Callable[[Tensor], Tensor]
@@ -86,69 +95,32 @@ class HeadCall:
     dtype: torch.dtype
     done: bool = False
     """backward has begun"""
-    rows: Tensor | None = field(default=None, repr=False)
-    targets: Tensor | None = field(default=None, repr=False)
-    losses: Tensor | None = field(default=None, repr=False)
-    predicted: Tensor | None = field(default=None, repr=False)
-
-    @classmethod
-    def of(
-        cls,
-        head: ChunkedHead,
-        hidden: Tensor,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        mesh: DeviceMesh | None,
-    ) -> HeadCall:
-        kind = hidden.device.type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-        def run(part: Tensor) -> Tensor:
-            # The loss may be computed outside of the autocast in which the head was called. Weights
-            # cast for the first chunk and kept would be missed when it is computed again.
-            with torch.autocast(kind, dtype, enabled, cache_enabled=False):
-                if mesh is not None:
-                    part = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
-                return head.whole(part, *args, **kwargs)
-
-        with torch.no_grad():
-            nothing = run(hidden.reshape(-1, hidden.size(-1))[:0])
-        token = torch.zeros((), device=hidden.device, requires_grad=True)
-        call = cls(head.name, run, head.chunks, token, nothing.size(-1), nothing.dtype)
-        token.register_hook(call._begin_backward)
-        return call
-
-    def _begin_backward(self, _grad: Tensor) -> None:
-        self.done = True
+    known: tuple[Tensor, Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+    """rows, targets, losses and likeliest classes of the loss that was computed last"""
 
     def losses_of(
         self, rows: Tensor, changes: Sequence[Change], targets: Tensor, ignored: int
     ) -> Tensor:
-        """The loss of each token, `(tokens,)`; those in the loss already are not computed again."""
-        if self._knows(rows) and self.targets is not None and torch.equal(self.targets, targets):
-            assert self.losses is not None
-            if not torch.is_grad_enabled():
-                return self.losses
+        """Returns the loss of each token, `(tokens,)`, computed again only for new ones."""
+        known = None if torch.is_grad_enabled() else self.result_of(rows)
+        if known is not None and torch.equal(known[0], targets):
+            return known[1]
         if self.done:
             raise PlanError(
                 f"Another loss of the logits of '{self.head}' was asked for after backward. With "
                 "chunked_loss they are gone by then, and so are the weights. Compute it before, or "
                 "take chunked_loss out."
             )
-        parts: list[Tensor] = []
         predicted: list[Tensor] = []
         chunks = max(1, min(self.chunks, len(rows)))  # an empty one costs a whole head
-        for part, target in zip(
-            rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True
-        ):
-            computed = self._computed(part, changes, target, ignored, predicted)
-            parts.append(computed)
-        losses = torch.cat(parts)
-        self.rows, self.targets, self.losses = rows.detach(), targets, losses.detach()
-        self.predicted = torch.cat(predicted[:chunks])
-        return PrependZeroGrad.apply(self.token, losses)  # pyright: ignore[reportReturnType]
+        pairs = zip(rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        losses = torch.cat(
+            [self._losses(part, changes, target, ignored, predicted) for part, target in pairs]
+        )
+        self.known = rows.detach(), targets, losses.detach(), torch.cat(predicted[:chunks])
+        return PrependZeroGrad.apply(self.token, losses, self)  # pyright: ignore[reportReturnType]
 
-    def _computed(
+    def _losses(
         self,
         rows: Tensor,
         changes: Sequence[Change],
@@ -156,11 +128,16 @@ class HeadCall:
         ignored: int,
         predicted: list[Tensor],
     ) -> Tensor:
-        """The losses of one chunk, whose head is computed again in backward."""
+        """Returns the losses of one chunk, whose head is computed again in backward."""
         known: list[Statistics] = []
 
         def loss(part: Tensor) -> Tensor:
-            logits, own = self._logits(part, changes)
+            logits, own = self.run(part), None
+            if isinstance(logits, DTensor):
+                own = VocabularyPart.of(logits)
+                logits = logits.to_local() if own is not None else logits.full_tensor()
+            for change in changes:
+                logits = change(logits)
             if own is not None:
                 if not known:  # ranks do not ask each other again in backward
                     known.append(Statistics.of(logits, targets, ignored, own))
@@ -173,45 +150,28 @@ class HeadCall:
 
         if self.chunks == 1:
             return loss(rows)
-        computed = checkpoint(loss, rows, use_reentrant=False)
-        assert isinstance(computed, Tensor)
+        computed: Any = checkpoint(loss, rows, use_reentrant=False)
         return computed
 
-    def _logits(
-        self, rows: Tensor, changes: Sequence[Change]
-    ) -> tuple[Tensor, VocabularyPart | None]:
-        """Logits of some rows, or this rank's part of them."""
-        logits, own = self.run(rows), None
-        if isinstance(logits, DTensor):
-            own = VocabularyPart.of(logits)
-            logits = logits.to_local() if own is not None else logits.full_tensor()
-        for change in changes:
-            logits = change(logits)
-        return logits, own
-
-    def _knows(self, rows: Tensor) -> bool:
-        return (
-            self.rows is not None
-            and self.rows.shape == rows.shape
-            and self.rows.data_ptr() == rows.data_ptr()
-        )
-
-    def predictions(self, rows: Tensor) -> Tensor | None:
-        """The likeliest class of each row, if the loss had these rows."""
-        return self.predicted if self._knows(rows) else None
+    def result_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Returns targets, losses and likeliest classes, if the last loss had these rows."""
+        if self.known is None or self.known[0].shape != rows.shape:
+            return None
+        return self.known[1:] if self.known[0].data_ptr() == rows.data_ptr() else None
 
 
 class PrependZeroGrad(torch.autograd.Function):
-    """The second of two, whose gradient the first gets too, as zero and before all else."""
+    """Gives a token a gradient of zero before all else that follows from the losses."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, losses: Tensor) -> Tensor:
-        ctx.device = token.device
+    def forward(ctx: Any, token: Tensor, losses: Tensor, call: HeadCall) -> Tensor:
+        ctx.call = call
         return losses.view_as(losses)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.zeros((), device=ctx.device), grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.call.done = True
+        return torch.zeros_like(ctx.call.token), grads[0], None
 
 
 class ChunkedLogits(Tensor):
@@ -245,33 +205,27 @@ class ChunkedLogits(Tensor):
         logits._call, logits._hidden, logits._changes = call, hidden, changes
         return logits
 
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
-
-    def __repr__(self, **_kwargs: Any) -> str:
-        return f"ChunkedLogits({tuple(self.shape)}, head='{self._call.head}')"
-
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = kwargs or {}
+        given, found = kwargs or {}, NotImplemented
         if func in _FACTS:
             with TORCH_FUNCTION_OFF():
                 return func(*args, **given)
-        found = _KNOWN[func](*args, **given) if func in _KNOWN else NotImplemented
+        if func in _OF_EACH:
+            found = _changed(func, args, given)
+        elif func in _KNOWN:
+            found = _KNOWN[func](*args, **given)
         if found is NotImplemented:
-            raise PlanError(_not_there(_head_in(cls, (args, given)), func))
+            raise _not_there(func, (args, given))
         return found
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        raise PlanError(_not_there(_head_in(cls, (args, kwargs)), func))
-
-    def _changed(self, change: Change) -> ChunkedLogits:
-        dtype = change(torch.empty(0, dtype=self.dtype)).dtype
-        return ChunkedLogits(self._call, self._hidden, (*self._changes, change), dtype)
+        raise _not_there(func, (args, kwargs))
 
     def _with(self, hidden: Tensor) -> ChunkedLogits:
         return ChunkedLogits(self._call, hidden, self._changes, self.dtype)
@@ -280,15 +234,12 @@ class ChunkedLogits(Tensor):
         return self._hidden.reshape(-1, self._hidden.size(-1))
 
 
-def _head_in(cls: type[ChunkedLogits], given: Any) -> str:
-    return next(leaf._call.head for leaf in tree_leaves(given) if isinstance(leaf, cls))
-
-
-def _not_there(head: str, func: Any) -> str:
+def _not_there(func: Any, given: Any) -> PlanError:
+    head = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, ChunkedLogits))._call.head
     name = getattr(func, "__qualname__", None) or str(func)
     if name.endswith("__get__"):
         name = f"Tensor.{func.__self__.__name__}"
-    return (
+    return PlanError(
         f"{name} was asked of the logits of '{head}'. With chunked_loss they are only there a few "
         "tokens at a time, inside torch.nn.functional.cross_entropy, and whatever else reads them "
         "would have nothing to read. Take out what reads them (another loss, a metric, a "
@@ -296,53 +247,40 @@ def _not_there(head: str, func: Any) -> str:
     )
 
 
-def _same(logits: ChunkedLogits) -> ChunkedLogits:
-    return logits
+_IN_PLACE: dict[Any, Any] = {Tensor.mul_: torch.mul, Tensor.div_: torch.div}
+_OF_EACH = {
+    *(Tensor.float, Tensor.to, Tensor.tanh, torch.tanh),
+    *(Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul),
+    *(Tensor.__truediv__, Tensor.div, torch.div, *_IN_PLACE),
+}
+"""functions of each logit alone, which the chunks go through later"""
 
 
-def _float(logits: ChunkedLogits) -> ChunkedLogits:
-    return logits._changed(Tensor.float)
-
-
-def _to(logits: ChunkedLogits, to: Any = None, *rest: Any, dtype: Any = None) -> Any:
-    dtype = to if dtype is None else dtype
-    if rest or not isinstance(dtype, torch.dtype):
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns logits to which a function of numbers and dtypes is applied."""
+    given = [None if isinstance(value, ChunkedLogits) else value for value in args]
+    others = [value for value in (*given, *kwargs.values()) if value is not None]
+    if len(others) != len(args) + len(kwargs) - 1 or not all(
+        isinstance(value, int | float | torch.dtype) for value in others
+    ):
         return NotImplemented
-    return logits._changed(lambda part: part.to(dtype))
-
-
-def _tanh(logits: ChunkedLogits) -> ChunkedLogits:
-    return logits._changed(torch.tanh)
-
-
-def _times(logits: Any, number: Any) -> Any:
-    if isinstance(number, ChunkedLogits):
-        logits, number = number, logits
-    return _scaled(torch.mul, logits, number)
-
-
-def _over(logits: Any, number: Any) -> Any:
-    return _scaled(torch.div, logits, number)
-
-
-def _scaled(operator: Callable[[Tensor, float], Tensor], logits: Any, number: Any) -> Any:
-    if not isinstance(logits, ChunkedLogits) or not isinstance(number, int | float):
-        return NotImplemented
+    logits = args[given.index(None)]
 
     def change(part: Tensor) -> Tensor:
-        return operator(part, number)
+        # Not in place, where the function before may need its result in backward.
+        arguments = (part if value is None else value for value in given)
+        return _IN_PLACE.get(func, func)(*arguments, **kwargs)
 
-    return logits._changed(change)
+    changes = (*logits._changes, change)
+    if func in _IN_PLACE:
+        logits._changes = changes
+        return logits
+    dtype = change(torch.empty(0, dtype=logits.dtype)).dtype
+    return ChunkedLogits(logits._call, logits._hidden, changes, dtype)
 
 
-def _in_place(change: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def changed(logits: Any, number: Any) -> Any:
-        made = change(logits, number)
-        if made is not NotImplemented:
-            logits._changes = made._changes
-        return made if made is NotImplemented else logits
-
-    return changed
+def _same(logits: ChunkedLogits) -> ChunkedLogits:
+    return logits
 
 
 def _viewed(logits: ChunkedLogits, *shape: Any) -> Any:
@@ -395,10 +333,10 @@ def _cross_entropy(
 
 
 def _argmax(logits: ChunkedLogits, dim: int | None = None, keepdim: bool = False) -> Any:
-    predicted = logits._call.predictions(logits._rows())
-    if predicted is None or keepdim or dim not in (-1, logits.dim() - 1):
+    known = logits._call.result_of(logits._rows())
+    if known is None or keepdim or dim not in (-1, logits.dim() - 1):
         return NotImplemented
-    return predicted.view(logits.shape[:-1])
+    return known[2].view(logits.shape[:-1])
 
 
 def _watched(logits: ChunkedLogits, hook: Any) -> Any:
@@ -406,31 +344,15 @@ def _watched(logits: ChunkedLogits, hook: Any) -> Any:
 
 
 _ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
-
-
 _FACTS = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    *TENSOR_FACTS,
-    torch.is_floating_point,
-    Tensor.__len__,
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
+    *(torch.is_floating_point, *TENSOR_FACTS),
     *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
 }
 """what is known without the values"""
 
-
 _KNOWN: dict[Any, Callable[..., Any]] = {
-    Tensor.float: _float,
-    Tensor.to: _to,
     Tensor.contiguous: _same,
-    Tensor.tanh: _tanh,
-    torch.tanh: _tanh,
-    **dict.fromkeys((Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul), _times),
-    **dict.fromkeys((Tensor.__truediv__, Tensor.div, torch.div), _over),
-    Tensor.mul_: _in_place(_times),
-    Tensor.div_: _in_place(_over),
     Tensor.view: _viewed,
     Tensor.reshape: _viewed,
     Tensor.flatten: _flattened,
@@ -441,4 +363,4 @@ _KNOWN: dict[Any, Callable[..., Any]] = {
     Tensor.register_hook: _watched,
     F.cross_entropy: _cross_entropy,
 }
-"""what can be done with logits that are not there"""
+"""what else can be done with logits that are not there"""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass, replace
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -24,16 +23,14 @@ from composer_fsdp2.blocks.chunked_logits import ChunkedHead
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.plan.rules import output_heads
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 __all__ = [
     "ChunkedLoss",
     "ChunkingPlan",
-    "apply_chunking",
     "kept_for_loss",
     "plan_chunking",
 ]
@@ -62,7 +59,12 @@ def plan_chunking(model: nn.Module | ModuleTree, settings: ChunkingSpec) -> Chun
     Raises:
         PlanError: when there is no head.
     """
-    heads = _chosen(ModuleTree.read(model), settings)
+    tree = ModuleTree.read(model)
+    if settings.names:
+        heads = list(select_modules(tree, "chunked_loss.names", settings.names))
+    else:
+        found = {id(head) for head in output_heads(tree)}
+        heads = [name for name, module in tree.modules() if id(module) in found]
     if not heads:
         raise PlanError(
             "chunked_loss is on, but the model names no output head, and no module is called "
@@ -72,7 +74,7 @@ def plan_chunking(model: nn.Module | ModuleTree, settings: ChunkingSpec) -> Chun
 
 
 def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
-    """The same units, of which those that own a head keep their weights after forward.
+    """Returns the units, of which those that own a head keep their weights after forward.
 
     Collective: no.
 
@@ -80,7 +82,7 @@ def kept_for_loss(plan: WrapPlan, chunked: ChunkingPlan) -> WrapPlan:
         PlanError: for a unit inside a head.
     """
     for name in (name for unit in plan.units for name in unit.modules):
-        if around := (set(outer_names(name)) - {name}) & set(chunked.heads):
+        if around := set(outer_names(name)).difference([name]).intersection(chunked.heads):
             raise PlanError(
                 f"'{name}' inside the head '{min(around)}' is an FSDP unit. With chunked_loss it "
                 "would be gathered once for each chunk. Take it out of wrap_policy, or "
@@ -114,54 +116,19 @@ class ChunkedLoss(Transformation[ChunkingPlan]):
         return kept_for_loss(units, plan)
 
     def apply(self, tree: ModuleTree, plan: ChunkingPlan) -> None:
-        """Lets the heads of the plan leave their logits to the loss."""
-        heads = [tree.root.get_submodule(name) for name in plan.heads]
-        divided = (isinstance(p, DTensor) for head in heads for p in head.parameters())
-        if plan.chunks == 1 and not any(divided):
+        """Lets the heads of the plan leave their logits to the loss, in place.
+
+        Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation
+        gets the logits themselves. An embedding that is the head as well goes on looking up tokens.
+        """
+        divided: list[nn.Parameter] = []
+        for name in plan.heads:
+            module = tree.root.get_submodule(name)
+            module.forward = ChunkedHead(name, module, module.forward, plan.chunks)
+            divided += [param for param in module.parameters() if isinstance(param, DTensor)]
+        if plan.chunks == 1 and not divided:
             warnings.warn(
                 f"chunked_loss: {{chunks: 1}} has no effect: {', '.join(plan.heads)} is whole on "
                 "each rank of a tensor group, and so are the logits. Write more chunks.",
                 stacklevel=2,
             )
-        apply_chunking(tree.root, plan)
-
-
-def _chosen(tree: ModuleTree, settings: ChunkingSpec) -> list[str]:
-    if problems := list(unmatched_names(tree, settings.names, "chunked_loss.names")):
-        raise PlanError("\n".join(problems))
-    matches = [matcher(pattern) for pattern in settings.names]
-    wanted = {id(head) for head in output_heads(tree)}
-    names: dict[int, str] = {}
-    for name, module in tree.modules():
-        chosen = any(match(name) for match in matches) if matches else id(module) in wanted
-        if chosen:
-            names.setdefault(id(module), name)
-    return list(names.values())
-
-
-def apply_chunking(model: nn.Module, plan: ChunkingPlan) -> None:
-    """Lets the heads of the plan leave their logits to the loss, in place.
-
-    Collective: no. See [Note: chunked logits]. Only in training, with gradients: an evaluation gets
-    the logits themselves. An embedding that is the head as well goes on looking up tokens. A model
-    whose first forward in training calls no head is named in a warning.
-    """
-    heads: list[ChunkedHead] = []
-    for name in plan.heads:
-        module = model.get_submodule(name)
-        heads.append(ChunkedHead(name, module, module.forward, plan.chunks))
-        module.forward = heads[-1]
-
-    def look(module: nn.Module, _inputs: object, _output: object) -> None:
-        if not module.training or not torch.is_grad_enabled():
-            return
-        handle.remove()
-        if not any(head.called for head in heads):
-            warnings.warn(
-                f"chunked_loss has no effect: the model computes its loss without calling "
-                f"{' or '.join(repr(name) for name in plan.heads)}. A loss that reads the weight "
-                "of the head itself is in parts already. Take chunked_loss out, or that loss.",
-                stacklevel=2,
-            )
-
-    handle = model.register_forward_hook(look)

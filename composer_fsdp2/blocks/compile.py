@@ -8,14 +8,12 @@ inputs, and those that take saved tensors to the CPU. Blocks of one class share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from composer_fsdp2.blocks.activation import recalls_in_recomputation
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.config.messages import nearest
@@ -29,7 +27,7 @@ from composer_fsdp2.shard.torch_private.tensors import (
     wrapped_module,
 )
 
-__all__ = ["CompileBlocks", "CompilePlan", "apply_compile", "plan_compile"]
+__all__ = ["CompileBlocks", "CompilePlan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,115 +43,77 @@ class CompilePlan:
         return f"compiled ({self.settings.backend}{budget}): {', '.join(self.modules)}"
 
 
-def plan_compile(
-    blocks: Iterable[str], settings: CompileSpec, *, memory_budget: float | None = None
-) -> CompilePlan:
-    """Decides what is compiled.
-
-    Collective: no.
-
-    Args:
-        blocks: names of the blocks.
-        settings: `compile`.
-        memory_budget: that of `activation_checkpointing`.
-
-    Raises:
-        ConfigError: for a backend or mode that torch does not have or that records CUDA graphs.
-        PlanError: when there are no blocks.
-    """
-    _check_known("backend", settings.backend, compiler_backends())
-    modes = compiler_modes()
-    if settings.mode is not None:
-        _check_known("mode", settings.mode, list(modes))
-    for key, value, records in (
-        ("mode", settings.mode, settings.mode is not None and modes[settings.mode]),
-        ("backend", settings.backend, settings.backend == "cudagraphs"),
-    ):
-        if records:
-            raise ConfigError(
-                f"'compile.{key}' is '{value}', with which torch records CUDA graphs. They read "
-                "weights where these were when they were recorded, and FSDP2 gathers to another "
-                "address each time. Leave it out, or write mode: max-autotune-no-cudagraphs."
-            )
-    for key, value, able in (
-        ("compile.mode", settings.mode, ("inductor",)),
-        ("activation_checkpointing.memory_budget", memory_budget, _KEEPS_BUDGETS),
-    ):
-        if value is not None and settings.backend not in able:
-            raise ConfigError(
-                f"'{key}' is {value!r}, which the backend {settings.backend} has no use for. It "
-                f"would have no effect. Leave it out, or write backend: {able[0]}."
-            )
-    names = tuple(blocks)
-    if not names:
-        raise PlanError(
-            "compile is on, but the model has no blocks. Nothing would be compiled. Choose blocks "
-            "with `wrap_policy`, or compile the whole model with compile_config of the Trainer."
-        )
-    return CompilePlan(modules=names, settings=settings, memory_budget=memory_budget)
-
-
 class CompileBlocks(Transformation[CompilePlan]):
     """Compiles each block: `compile`, `activation_checkpointing.memory_budget`."""
 
     def plan(self, facts: ModelFacts) -> CompilePlan | None:
-        """Returns the blocks to compile."""
+        """Returns the blocks to compile.
+
+        Raises:
+            ConfigError: for a backend or mode that torch does not have or that records CUDA graphs.
+            PlanError: when there are no blocks.
+        """
         spec = facts.settings.compile
         if spec is False:
             return None
         spec = CompileSpec() if spec is True else spec
         recompute = facts.settings.activation_checkpointing
         budget = recompute.memory_budget if isinstance(recompute, ActivationSpec) else None
-        return plan_compile(facts.blocks, spec, memory_budget=budget)
+        modes = compiler_modes()
+        for key, value, known in (
+            ("backend", spec.backend, compiler_backends()),
+            ("mode", spec.mode, list(modes)),
+        ):
+            if value is not None and value not in known:
+                raise ConfigError(
+                    f"'compile.{key}' is '{value}', which torch does not know. The first batch "
+                    f"would fail.{nearest(value, known)} There are {', '.join(known)}."
+                )
+            if value == "cudagraphs" or (key == "mode" and value is not None and modes[value]):
+                raise ConfigError(
+                    f"'compile.{key}' is '{value}', with which torch records CUDA graphs. They "
+                    "read weights where these were when they were recorded, and FSDP2 gathers to "
+                    "another address each time. Leave it out, or write mode: "
+                    "max-autotune-no-cudagraphs."
+                )
+        for key, value, able in (
+            ("compile.mode", spec.mode, ("inductor",)),
+            ("activation_checkpointing.memory_budget", budget, _KEEPS_BUDGETS),
+        ):
+            if value is not None and spec.backend not in able:
+                raise ConfigError(
+                    f"'{key}' is {value!r}, which the backend {spec.backend} has no use for. It "
+                    f"would have no effect. Leave it out, or write backend: {able[0]}."
+                )
+        if not facts.blocks:
+            raise PlanError(
+                "compile is on, but the model has no blocks. Nothing would be compiled. Choose "
+                "blocks with `wrap_policy`, or compile the whole model with compile_config of the "
+                "Trainer."
+            )
+        return CompilePlan(modules=facts.blocks, settings=spec, memory_budget=budget)
 
     def apply(self, tree: ModuleTree, plan: CompilePlan) -> None:
-        """Compiles the blocks, the wrappers of activation checkpointing included."""
-        apply_compile(tree.root, plan)
+        """Compiles the blocks in place; the work is done in the first batch."""
+        spec = plan.settings
+        arguments: dict[str, Any] = {"backend": spec.backend, "mode": spec.mode}
+        if plan.memory_budget is not None:
+            arguments = {"backend": _Budgeted(spec.backend, spec.mode, plan.memory_budget)}
+        for name in plan.modules:
+            above, _, last = name.rpartition(".")
+            module: Any = tree.root.get_submodule(above)._modules[last] if name else tree.root
+            # The graph is around wrappers, but for the one that offloads, and but for contexts
+            # that are entered when a block runs again.
+            while isinstance(module, OffloadWrapper) or (tree.recalls and is_wrapper(module)):
+                module = wrapped_module(module)
+            # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
+            module.forward = torch.compile(
+                module.forward, fullgraph=spec.fullgraph, dynamic=spec.dynamic, **arguments
+            )
 
 
 _KEEPS_BUDGETS = ("inductor", "aot_eager")
 """backends that split a graph with torch's own partitioner"""
-
-
-def _check_known(key: str, value: str, known: list[str]) -> None:
-    if value not in known:
-        raise ConfigError(
-            f"'compile.{key}' is '{value}', which torch does not know. The first batch would "
-            f"fail.{nearest(value, known)} There are {', '.join(known)}."
-        )
-
-
-def apply_compile(model: nn.Module, plan: CompilePlan) -> None:
-    """Compiles the modules of the plan in place; see [Note: compiled blocks].
-
-    Collective: no. To be called after `apply_activation`. The work is done in the first batch.
-    """
-    arguments, recalls = _arguments(plan), recalls_in_recomputation(model)
-    for name in plan.modules:
-        module = _outermost(model, name, is_inside=recalls)
-        # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
-        module.forward = torch.compile(module.forward, **arguments)
-
-
-def _outermost(model: nn.Module, name: str, *, is_inside: bool) -> nn.Module:
-    """Returns the module of this name with its wrappers, but for the one that offloads.
-
-    Without any of them, where the graph has to be inside.
-    """
-    above, _, last = name.rpartition(".")
-    module: Any = model.get_submodule(above)._modules[last] if name else model
-    while isinstance(module, OffloadWrapper) or (is_inside and is_wrapper(module)):
-        module = wrapped_module(module)
-    assert isinstance(module, nn.Module)
-    return module
-
-
-def _arguments(plan: CompilePlan) -> dict[str, Any]:
-    spec = plan.settings
-    common: dict[str, Any] = {"fullgraph": spec.fullgraph, "dynamic": spec.dynamic}
-    if plan.memory_budget is None:
-        return {"backend": spec.backend, "mode": spec.mode, **common}
-    return {"backend": _Budgeted(spec.backend, spec.mode, plan.memory_budget), **common}
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,17 +25,15 @@ from torch import nn
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import matcher, unmatched_names
-from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.plan.patterns import outer_names, select_modules
+from composer_fsdp2.plan.wrap_plan import ShardUnit
 
 __all__ = [
     "Float8Linear",
     "Float8Plan",
-    "apply_float8",
     "check_float8",
-    "plan_float8",
+    "torchao_module",
     "without_float8",
 ]
 
@@ -73,15 +71,15 @@ def check_float8(settings: Float8Spec, device_type: str) -> None:
             "Install composer-fsdp2[fp8], or take fp8 out."
         )
     try:
-        _torchao("float8")
+        torchao_module("float8")
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"'fp8' is set, and torchao cannot be imported: {error}. Each version is for some "
             "versions of torch. Install the one for this torch, or take fp8 out."
         ) from error
-    if settings.emulate:
-        return
-    if device_type != "cuda" or torch.cuda.get_device_capability() < _ORIGIN:
+    if not settings.emulate and (
+        device_type != "cuda" or torch.cuda.get_device_capability() < _ORIGIN
+    ):
         raise ConfigError(
             f"'fp8' is set in a run on {device_type} that cannot multiply fp8. That takes a GPU of "
             "CUDA capability 8.9 or higher. Take it out, or write fp8: {emulate: true} to see what "
@@ -89,57 +87,9 @@ def check_float8(settings: Float8Spec, device_type: str) -> None:
         )
 
 
-def _torchao(name: str) -> Any:
+def torchao_module(name: str) -> Any:
+    """Imports a module of torchao, which is no dependency of the package."""
     return importlib.import_module(f"torchao.{name}")
-
-
-def plan_float8(
-    tree: ModuleTree,
-    plan: WrapPlan,
-    settings: Float8Spec,
-    *,
-    blocks: Collection[str],
-    shard_ranks: int,
-) -> Float8Plan:
-    """Decides which layers multiply in fp8.
-
-    Collective: no.
-
-    Args:
-        tree: the model, before anything is wrapped.
-        plan: its units.
-        settings: `fp8`.
-        blocks: names of the units that are blocks.
-        shard_ranks: how many ranks share a weight.
-
-    Raises:
-        PlanError: when nothing is chosen, or something that cannot.
-    """
-    if problems := list(unmatched_names(tree, settings.names, "fp8.names")):
-        raise PlanError("\n".join(problems))
-    linears = {n: m for n, m in tree.modules() if isinstance(m, nn.Linear)}
-    obstacles = _Obstacles(plan)
-    if settings.names:
-        matches = [matcher(pattern) for pattern in settings.names]
-        chosen = [name for name in linears if any(match(name) for match in matches)]
-        for name in chosen:
-            if reason := obstacles.of(name, linears[name]):
-                raise PlanError(_refusal(name, reason))
-    else:
-        inside = [name for name in linears if not set(outer_names(name)).isdisjoint(blocks)]
-        chosen = [n for n in inside if _pays(linears[n]) and not obstacles.of(n, linears[n])]
-    if not chosen:
-        raise PlanError(
-            "fp8 is on, but no linear layer was chosen. Nothing would multiply in it. Write names "
-            "of linear layers in fp8.names; without, they are those of the blocks with trainable "
-            f"weights, whose sizes are multiples of {_STEP} and at least {_WORTHWHILE}."
-        )
-    # Torch pads uneven shards before it sends them, but not those that cast themselves.
-    divisible = [name for name in chosen if linears[name].out_features % shard_ranks == 0]
-    gathered = divisible if settings.all_gather else []
-    for name in gathered:
-        obstacles.check_reshard(name)
-    return Float8Plan(modules=tuple(chosen), gathered=tuple(gathered), settings=settings)
 
 
 class Float8Linear(Transformation[Float8Plan]):
@@ -156,76 +106,83 @@ class Float8Linear(Transformation[Float8Plan]):
         spec = Float8Spec() if spec is True else spec
         # Before the model is asked: without torchao nothing else about fp8 is worth a word.
         check_float8(spec, facts.device_type)
-        return plan_float8(
-            facts.tree,
-            facts.units,
-            spec,
-            blocks=facts.units.blocks(),
-            shard_ranks=facts.shard_ranks,
-        )
+        linears = {n: m for n, m in facts.tree.modules() if isinstance(m, nn.Linear)}
+        unit_of = facts.units.owner_of()
+        tied = {name for names in facts.units.tied for name in names}
+        reasons = {name: _reason_against(name, m, unit_of, tied) for name, m in linears.items()}
+        if spec.names:
+            named = select_modules(facts.tree, "fp8.names", spec.names)
+            chosen = [name for name in linears if name in named]
+            for name in chosen:
+                if reasons[name] is not None:
+                    raise PlanError(
+                        f"'{name}' was chosen by fp8.names, but {reasons[name]}. It cannot "
+                        "multiply in fp8 without harm to the model. Choose others, or leave the "
+                        "names out."
+                    )
+        else:
+            blocks = set(facts.units.blocks())
+            chosen = [
+                name
+                for name, layer in linears.items()
+                if not blocks.isdisjoint(outer_names(name))
+                and layer.weight.requires_grad
+                and min(layer.weight.shape) >= _WORTHWHILE
+                and reasons[name] is None
+            ]
+        if not chosen:
+            raise PlanError(
+                "fp8 is on, but no linear layer was chosen. Nothing would multiply in it. Write "
+                "names of linear layers in fp8.names; without, they are those of the blocks with "
+                f"trainable weights, whose sizes are multiples of {_STEP} and at least "
+                f"{_WORTHWHILE}."
+            )
+        # Torch pads uneven shards before it sends them, but not those that cast themselves.
+        ranks = facts.shard_ranks if spec.all_gather else 0
+        gathered = [name for name in chosen if ranks and linears[name].out_features % ranks == 0]
+        for name, unit in ((name, unit_of[f"{name}.weight"]) for name in gathered):
+            if not isinstance(unit.reshard_after_forward, bool):
+                raise PlanError(
+                    f"'{name}' is to be gathered in fp8, and its unit '{unit.modules[0]}' reshards "
+                    f"to groups of {unit.reshard_after_forward} ranks. Torch has no second, "
+                    "smaller gather of cast weights. Write reshard_after_forward: true, or "
+                    "all_gather: false."
+                )
+        return Float8Plan(modules=tuple(chosen), gathered=tuple(gathered), settings=spec)
 
     def apply(self, tree: ModuleTree, plan: Float8Plan) -> None:
-        """Gives the layers torchao's forward."""
-        apply_float8(tree.root, plan)
+        """Gives the layers of the plan torchao's forward, in place; see [Note: fp8].
+
+        Collective: no. Before activation checkpointing, compilation and sharding. The modules stay
+        the same objects, with the hooks and attributes they have.
+        """
+        float8 = torchao_module("float8")
+        recipe = float8.Float8LinearConfig.from_recipe_name(plan.settings.recipe)
+        config = dataclasses.replace(recipe, emulate=plan.settings.emulate)
+        for name in plan.modules:
+            layer = tree.root.get_submodule(name)
+            converted = float8.convert_to_float8_training(layer, config=config)
+            for attribute, value in vars(converted).items():
+                vars(layer).setdefault(attribute, value)
+            layer.__class__ = type(converted)
 
 
-def _pays(layer: nn.Linear) -> bool:
-    return layer.weight.requires_grad and min(layer.weight.shape) >= _WORTHWHILE
-
-
-def _refusal(name: str, reason: str) -> str:
-    return (
-        f"'{name}' was chosen by fp8.names, but {reason}. It cannot multiply in fp8 without "
-        "harm to the model. Choose others, or leave the names out."
-    )
-
-
-class _Obstacles:
-    """Why a layer cannot be converted."""
-
-    def __init__(self, plan: WrapPlan) -> None:
-        self._unit_of = plan.owner_of()
-        self._tied = {name for names in plan.tied for name in names}
-
-    def of(self, name: str, layer: nn.Linear) -> str | None:
-        weight = f"{name}.weight"
-        if type(layer) is not nn.Linear:
-            return f"it is a {type(layer).__name__}, which computes something of its own"
-        if any(size % _STEP for size in layer.weight.shape):
-            shape = tuple(layer.weight.shape)
-            return f"its weight is {shape}, where both have to be multiples of {_STEP}"
-        if weight in self._tied:
-            return "its weight is also used elsewhere"
-        if weight not in self._unit_of:
-            return "its weight is no part of any unit (ignored_params)"
-        role = self._unit_of[weight].role
-        return None if role is None else f"it lies in a unit of its own kind ({role})"
-
-    def check_reshard(self, name: str) -> None:
-        unit = self._unit_of[f"{name}.weight"]
-        if not isinstance(unit.reshard_after_forward, bool):
-            raise PlanError(
-                f"'{name}' is to be gathered in fp8, and its unit '{unit.modules[0]}' reshards to "
-                f"groups of {unit.reshard_after_forward} ranks. Torch has no second, smaller "
-                "gather of cast weights. Write reshard_after_forward: true, or all_gather: false."
-            )
-
-
-def apply_float8(model: nn.Module, plan: Float8Plan) -> None:
-    """Gives the layers of the plan torchao's forward, in place; see [Note: fp8].
-
-    Collective: no. Before activation checkpointing, compilation and sharding. The modules stay the
-    same objects, with the hooks and attributes they have.
-    """
-    float8 = _torchao("float8")
-    recipe = float8.Float8LinearConfig.from_recipe_name(plan.settings.recipe)
-    config = dataclasses.replace(recipe, emulate=plan.settings.emulate)
-    for name in plan.modules:
-        layer = model.get_submodule(name)
-        converted = float8.convert_to_float8_training(layer, config=config)
-        for attribute, value in vars(converted).items():
-            vars(layer).setdefault(attribute, value)
-        layer.__class__ = type(converted)
+def _reason_against(
+    name: str, layer: nn.Linear, unit_of: Mapping[str, ShardUnit], tied: Collection[str]
+) -> str | None:
+    """Returns why a layer cannot be converted."""
+    weight = f"{name}.weight"
+    if type(layer) is not nn.Linear:
+        return f"it is a {type(layer).__name__}, which computes something of its own"
+    if any(size % _STEP for size in layer.weight.shape):
+        shape = tuple(layer.weight.shape)
+        return f"its weight is {shape}, where both have to be multiples of {_STEP}"
+    if weight in tied:
+        return "its weight is also used elsewhere"
+    if weight not in unit_of:
+        return "its weight is no part of any unit (ignored_params)"
+    role = unit_of[weight].role
+    return None if role is None else f"it lies in a unit of its own kind ({role})"
 
 
 @contextlib.contextmanager

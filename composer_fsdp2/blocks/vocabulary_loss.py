@@ -67,7 +67,7 @@ class Statistics:
             IndexError: for a target that is no class, on the CPU. On another device, where looking
                 would wait for it, the loss of such a token is NaN.
         """
-        dtype = _computed_in(logits.dtype)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
         own = torch.zeros((len(logits), 4), dtype=dtype, device=logits.device)
         lowest = torch.finfo(dtype).min
         if logits.size(-1):
@@ -84,28 +84,20 @@ class Statistics:
         maxima, sums, found, classes = everyone.unbind(-1)
         largest, first = maxima.max(0)
         log_sum = largest + (sums * (maxima - largest).exp()).sum(0).log()
-        _check(targets, ignored, part, log_sum)
+        wrong = (targets != ignored) & ((targets < 0) | (targets >= part.total))
+        if log_sum.device.type != "cpu":
+            log_sum.masked_fill_(wrong, float("nan"))
+        elif wrong.any():
+            raise IndexError(f"Target {targets[wrong][0].item()} is out of bounds.")
         predicted = classes.gather(0, first.unsqueeze(0)).squeeze(0).long()
         return cls(log_sum, found.sum(0), predicted)
 
 
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _inside(targets: Tensor, logits: Tensor, part: VocabularyPart) -> tuple[Tensor, Tensor]:
-    """Which targets are on this rank, and where, `(tokens, 1)`: the first one for the others."""
+    """Returns which targets are on this rank, and where, `(tokens, 1)`; 0 for the others."""
     local = targets - part.start
     inside = (local >= 0) & (local < logits.size(-1))
     return inside, local.where(inside, torch.zeros_like(local)).unsqueeze(1)
-
-
-def _check(targets: Tensor, ignored: int, part: VocabularyPart, log_sum: Tensor) -> None:
-    wrong = (targets != ignored) & ((targets < 0) | (targets >= part.total))
-    if log_sum.device.type != "cpu":
-        log_sum.masked_fill_(wrong, float("nan"))
-    elif wrong.any():
-        raise IndexError(f"Target {targets[wrong][0].item()} is out of bounds.")
 
 
 def parallel_cross_entropy(

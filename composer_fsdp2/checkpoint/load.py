@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.progress import counting_bytes
+from composer_fsdp2.text import listed
 
 __all__ = ["Fit", "check_fit", "check_groups", "load_sharded", "read_items", "reason_of"]
 
@@ -108,7 +109,7 @@ def check_fit(
         loose = not strict and key.startswith(_MODEL)
         (fit.left_out if loose else fit.unexpected).append(key)
     differences = [
-        f"{kind}: {_shown(names)}"
+        f"{kind}: {listed(names, _LISTED, '')}"
         for kind, names in (
             ("not in the checkpoint", fit.missing),
             ("not in the run", fit.unexpected),
@@ -149,11 +150,6 @@ def _is_new_part(saved: Checkpoint, key: str) -> bool:
     return not any(k == name or k.startswith(f"{name}.") for k in (*saved.objects, *saved.tensors))
 
 
-def _shown(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(names[:_LISTED]) + more
-
-
 def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], where: str) -> None:
     """Compares parameter groups by the names in them; the order of names does not matter.
 
@@ -176,7 +172,9 @@ def check_groups(saved: Sequence[Iterable[str]], run: Sequence[Iterable[str]], w
     for number, (a, b) in enumerate(zip(theirs, ours, strict=False)):
         for only, side in ((sorted(a - b), "checkpoint"), (sorted(b - a), "run")):
             if only:
-                problems.append(f"group {number} has only in the {side}: {_shown(only)}")
+                problems.append(
+                    f"group {number} has only in the {side}: {listed(only, _LISTED, '')}"
+                )
     raise CheckpointError(
         f"The parameter groups of '{where}' are not those of this run: {'; '.join(problems)}. "
         "Learning rates and weight decay go by the number of the group and would reach the wrong "

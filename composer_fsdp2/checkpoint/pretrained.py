@@ -23,6 +23,7 @@ from torch import nn
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.shard.torch_private.tensors import non_persistent_buffers
+from composer_fsdp2.text import listed
 
 __all__ = [
     "ModelTensors",
@@ -118,8 +119,8 @@ def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
     absent = [key for key, name in weight_map.items() if key not in headers[name]]
     if absent:
         raise CheckpointError(
-            f"The files of '{folder}' lack {_listed(absent)}, which {_INDEX} says are in them. The "
-            "folder is a mixture of two downloads or saves. Download or save it again."
+            f"The files of '{folder}' lack {_counted(absent)}, which {_INDEX} says are in them. "
+            "The folder is a mixture of two downloads or saves. Download or save it again."
         )
     return {key: headers[name][key] for key, name in weight_map.items()}
 
@@ -139,7 +140,7 @@ def _no_safetensors(folder: Path) -> str:
     pickles = sorted({file.name for pattern in _PICKLES for file in folder.glob(pattern)})
     if pickles:
         return (
-            f"'{folder}' holds {_listed(pickles)} and no safetensors. Those files are pickles: "
+            f"'{folder}' holds {_counted(pickles)} and no safetensors. Those files are pickles: "
             "reading one executes code, and cannot read a slice. Convert them once, with "
             "`AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)`."
         )
@@ -255,7 +256,7 @@ def plan_pretrained(folder: PretrainedFolder, model: ModelTensors) -> Pretrained
         "the model has no place for": unexpected,
         "other shapes or kinds of number:": misfits,
     }
-    said = [f"{text} {_listed(names)}" for text, names in problems.items() if names]
+    said = [f"{text} {_counted(names)}" for text, names in problems.items() if names]
     if said:
         raise CheckpointError(
             f"'{folder.path}' does not fit the model: {'; '.join(said)}. The run would start from "
@@ -293,10 +294,9 @@ def _namings(model: ModelTensors) -> list[_Naming]:
     return namings
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:_MOST])
-    more = f" and {len(names) - _MOST} more" if len(names) > _MOST else ""
-    return f"{len(names)} ({shown}{more})" if len(names) > 1 else shown
+def _counted(names: Sequence[str]) -> str:
+    shown = listed(names, _MOST)
+    return f"{len(names)} ({shown})" if len(names) > 1 else shown
 
 
 @dataclass(slots=True, eq=False)

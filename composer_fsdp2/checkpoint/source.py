@@ -46,6 +46,7 @@ from composer_fsdp2.checkpoint.staging import sync
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import flatten_state_dict
+from composer_fsdp2.text import listed
 
 __all__ = [
     "CHECKSUMS",
@@ -163,7 +164,7 @@ def detect_kind(path: Path) -> Kind:
         if (path / METADATA).is_file():
             return "sharded"
         inside = sorted(item.name for item in path.iterdir())
-        shown = ", ".join(inside[:5]) + (", ..." if len(inside) > 5 else "") or "nothing"
+        shown = listed(inside, quote="") or "nothing"
         raise CheckpointError(
             f"'{path}' is no checkpoint: the folder has no '{METADATA}' (it holds {shown}). A save "
             "that was interrupted leaves such a folder, and the folder above checkpoints looks "
@@ -402,10 +403,9 @@ class FolderCheckpoint(Checkpoint):
 
     def _incomplete(self) -> CheckpointError:
         problems = list(self.problems.values())
-        shown = ", ".join(problems[:20])
-        more = f" and {len(problems) - 20} more" if len(problems) > 20 else ""
+        shown = listed(problems, 20, "")
         return CheckpointError(
-            f"The checkpoint '{self.path}' is incomplete: {shown}{more}. Some weights are not "
+            f"The checkpoint '{self.path}' is incomplete: {shown}. Some weights are not "
             "there. Restore the files, or take another checkpoint."
         )
 

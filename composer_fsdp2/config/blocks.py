@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from composer_fsdp2.config.messages import ascii_repr
-from composer_fsdp2.config.setting import ValueType, option, setting
-from composer_fsdp2.config.value_types import (
+from composer_fsdp2.config.setting import (
     BOOLEAN,
+    NULL,
     PATTERNS,
+    REQUIRED,
+    ValueType,
     choice,
     count,
     is_number,
@@ -20,6 +21,7 @@ from composer_fsdp2.config.value_types import (
     null_or,
     one_or_more,
     parse_list,
+    setting,
     text,
 )
 
@@ -42,12 +44,7 @@ __all__ = [
 Target = int | str | tuple[int | str, ...]
 
 _RANGE = re.compile(r"(first|middle|last)-[0-9]{1,9}|(range-)?[0-9]{1,9}-[0-9]{1,9}")
-_PATTERNS = dataclasses.replace(PATTERNS, parse=one_or_more)
-
-
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
+_PATTERNS = replace(PATTERNS, parse=one_or_more)
 
 # --- activation_checkpointing ---
 
@@ -69,11 +66,10 @@ _TARGET = ValueType(
 )
 
 
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= 1
-
-
-_SHARE = ValueType(expected="a number from 0 to 1", accepts=_is_share)
+_SHARE = ValueType(
+    expected="a number from 0 to 1",
+    accepts=lambda value: type(value) in (int, float) and 0 <= value <= 1,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,14 +138,14 @@ def _check_activation(key: str, value: ActivationSpec, errors: list[str]) -> Non
 ACTIVATION = mapping(
     ActivationSpec,
     expected="true, false or a mapping",
-    others=_is_bool,
+    others=BOOLEAN,
     check_options=_check_activation,
     example="activation_checkpointing: {every: 2, mode: selective}",
 )
 
 
 def check_activation_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """A budget is the compiler's."""
+    """Refuses a budget without the compiler, which alone can keep to it."""
     budget = getattr(values["activation_checkpointing"], "memory_budget", None)
     if budget is not None and not values["compile"]:
         errors.append(
@@ -192,7 +188,7 @@ def _check_blocks_key(key: str, raw: Any, errors: list[str]) -> Any:
 COMPILE = mapping(
     CompileSpec,
     expected="true, false or a mapping",
-    others=_is_bool,
+    others=BOOLEAN,
     parse=_check_blocks_key,
     example="compile: {backend: inductor, dynamic: true}",
 )
@@ -205,7 +201,7 @@ COMPILE = mapping(
 class TilingSpec:
     """MLPs that are run on one part of the sequence after the other."""
 
-    shards: int = field(metadata=option(count("parts", 2), "number of parts"))
+    shards: int = setting(REQUIRED, count("parts", 2), "number of parts")
     classes: tuple[str, ...] = setting((), _PATTERNS, "class names of the modules")
     names: tuple[str, ...] = setting(
         (),
@@ -218,13 +214,13 @@ class TilingSpec:
 TILING = mapping(
     TilingSpec,
     expected="null or a mapping",
-    others=lambda value: value is None,
+    others=NULL,
     example="tiled_mlp: {shards: 4}",
 )
 
 
 def check_tiling_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """A compiled block has its own order."""
+    """Refuses tiles in a compiled block, which has its own order."""
     if values["compile"] and values["tiled_mlp"] is not None:
         errors.append(
             "'tiled_mlp' and 'compile' are both set. A compiled block orders its own computation, "
@@ -236,8 +232,8 @@ def check_tiling_together(values: Mapping[str, Any], errors: list[str]) -> None:
 class ChunkingSpec:
     """A head and its loss on one part of the tokens after the other."""
 
-    chunks: int = field(
-        metadata=option(count("parts"), "number of parts; 1 with `tensor_parallel` alone")
+    chunks: int = setting(
+        REQUIRED, count("parts"), "number of parts; 1 with `tensor_parallel` alone"
     )
     names: tuple[str, ...] = setting(
         (),
@@ -249,7 +245,7 @@ class ChunkingSpec:
 CHUNKING = mapping(
     ChunkingSpec,
     expected="null or a mapping",
-    others=lambda value: value is None,
+    others=NULL,
     example="chunked_loss: {chunks: 8}",
 )
 
@@ -295,14 +291,14 @@ def _check_float8(key: str, value: Float8Spec, errors: list[str]) -> None:
 FLOAT8 = mapping(
     Float8Spec,
     expected="true, false or a mapping",
-    others=_is_bool,
+    others=BOOLEAN,
     check_options=_check_float8,
     example="fp8: {recipe: rowwise}",
 )
 
 
 def check_fp8_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """Scales are of whole inputs, and casts are of shards on the device."""
+    """Refuses parts of inputs, whose scales differ, and casts of shards outside the device."""
     if values["fp8"] and values["tiled_mlp"] is not None:
         errors.append(
             "'fp8' and 'tiled_mlp' are both set. Scales are of the whole input of a layer, so that "

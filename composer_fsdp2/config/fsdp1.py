@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.errors import ConfigError
@@ -68,16 +67,14 @@ FSDP1_NOT_SUPPORTED = {
 
 _DEGREES = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
 
-# Strategy -> (reshard_after_forward, copies: 'one' | 'per node' | 'all').
-_STRATEGIES: dict[str, tuple[Any, str]] = {
+FSDP1_STRATEGIES: dict[str, tuple[Any, str]] = {
     "FULL_SHARD": ("auto", "one"),
     "SHARD_GRAD_OP": (False, "one"),
     "HYBRID_SHARD": ("auto", "per node"),
     "_HYBRID_SHARD_ZERO2": (False, "per node"),
     "NO_SHARD": (False, "all"),
 }
-
-FSDP1_STRATEGIES = frozenset(_STRATEGIES)
+"""Strategy -> (reshard_after_forward, copies of the model)."""
 
 FSDP1_KEYS = frozenset(
     {*FSDP1_KEPT, *FSDP1_NOT_NEEDED, *FSDP1_NOT_SUPPORTED, "sharding_strategy", "state_dict_type"}
@@ -90,11 +87,9 @@ FSDP1_ONLY = frozenset(
     - {"backward_prefetch", "forward_prefetch"}
 )
 """The keys of FSDP1 that are no settings of FSDP2."""
-_MIGRATE = "`composer-fsdp2 migrate` converts a whole file."
 
 
-@dataclass(frozen=True, slots=True)
-class Conversion:
+class Conversion(NamedTuple):
     """FSDP2 settings and a line for every key that changed."""
 
     settings: dict[str, Any]
@@ -122,16 +117,58 @@ def convert_fsdp1(
     settings.update({key: config[key] for key in FSDP1_KEPT if config.get(key) is not None})
     for key, value in config.items():
         if key not in FSDP1_KEYS:
-            problems.append(f"'{key}' is not a key of FSDP1's configuration.{_hint(key)}")
+            hint = nearest(key, sorted(FSDP1_KEYS)) or " It would have no effect; take it out."
+            problems.append(f"'{key}' is not a key of FSDP1's configuration.{hint}")
         elif key in FSDP1_NOT_NEEDED:
             notes.append(f"'{key}' is no longer needed: {FSDP1_NOT_NEEDED[key]}.")
         elif key in FSDP1_NOT_SUPPORTED and value != FSDP1_NOT_SUPPORTED[key][0]:
-            problems.append(_unsupported(key, value))
+            problems.append(
+                f"'{key}: {value}' of FSDP1 has no equal in FSDP2. Dropping it would change the "
+                f"run. Instead: {FSDP1_NOT_SUPPORTED[key][1]}."
+            )
     strategy = config.get("sharding_strategy", "FULL_SHARD")
     settings.update(_convert_strategy(strategy, settings, world_size, local_world_size, problems))
     if problems:
         raise ConfigError(" ".join(problems))
     return Conversion(settings, tuple(notes))
+
+
+def _convert_strategy(
+    strategy: Any,
+    settings: Mapping[str, Any],
+    world_size: int | None,
+    local_world_size: int,
+    problems: list[str],
+) -> dict[str, Any]:
+    name = str(strategy).upper()
+    if name not in FSDP1_STRATEGIES:
+        hint = nearest(name, FSDP1_STRATEGIES) or f" Use one of {', '.join(FSDP1_STRATEGIES)}."
+        problems.append(
+            f"sharding_strategy is {strategy!r}, which FSDP1 does not know. The mesh depends on it."
+            f"{hint}"
+        )
+        return {}
+    reshard, copies = FSDP1_STRATEGIES[name]
+    converted: dict[str, Any] = {"reshard_after_forward": reshard}
+    everywhere = -1 if world_size is None else world_size  # -1: what the run has
+    shard, replicate = _DEGREES
+    if copies == "all":
+        whole = {shard: 1, replicate: everywhere}
+        given = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
+        if not given.items() <= whole.items():
+            problems.append(
+                f"sharding_strategy NO_SHARD holds a whole copy on each of {everywhere} ranks, and "
+                f"{given} says otherwise. One of them would be ignored. Take out the degrees, or "
+                "choose FULL_SHARD or HYBRID_SHARD."
+            )
+        converted |= whole
+    elif copies == "per node" and settings.get(replicate) is None:
+        degree = settings.get(shard)
+        if degree in (None, -1):
+            converted[shard] = degree = local_world_size
+        if isinstance(degree, int) and degree > 0:  # else `parse_config` says what is wrong
+            converted[replicate] = -1 if world_size is None else world_size // degree
+    return converted
 
 
 def fsdp1_answer(key: str, value: Any) -> str | None:
@@ -144,77 +181,25 @@ def fsdp1_answer(key: str, value: Any) -> str | None:
         harmless, instead = FSDP1_NOT_SUPPORTED[key]
         same = type(value) is type(harmless) and value == harmless
         cure = "at this value it says nothing. Take it out." if same else f"instead, {instead}."
+    elif (name := value.upper() if isinstance(value, str) else "") in FSDP1_STRATEGIES:
+        reshard, copies = FSDP1_STRATEGIES[name]
+        shard, replicate = _DEGREES
+        degrees = {
+            "one": "",
+            "per node": f", {shard}: the number of GPUs of a node, and {replicate}: -1",
+            "all": f", {shard}: 1, and {replicate}: -1",
+        }
+        written = str(reshard).lower()
+        cure = f"for {name} write reshard_after_forward: {written}{degrees[copies]}."
     else:
-        cure = _answer_strategy(value)
-    return f"'{key}' is a key of FSDP1 and has no effect in FSDP2: {cure} {_MIGRATE}"
-
-
-def _answer_strategy(value: Any) -> str:
-    name = value.upper() if isinstance(value, str) else ""
-    if name not in _STRATEGIES:
-        names = ", ".join(_STRATEGIES)
-        return (
-            f"{ascii_repr(value)} is none of its values, {names}. Write reshard_after_forward "
-            "and the degrees of data parallelism instead."
+        cure = (
+            f"{ascii_repr(value)} is none of its values, {', '.join(FSDP1_STRATEGIES)}. Write "
+            "reshard_after_forward and the degrees of data parallelism instead."
         )
-    reshard, copies = _STRATEGIES[name]
-    shard, replicate = _DEGREES
-    degrees = {
-        "one": "",
-        "per node": f", {shard}: the number of GPUs of a node, and {replicate}: -1",
-        "all": f", {shard}: 1, and {replicate}: -1",
-    }
-    written = "auto" if reshard == "auto" else str(reshard).lower()
-    return f"for {name} write reshard_after_forward: {written}{degrees[copies]}."
-
-
-def _hint(key: str) -> str:
-    return nearest(key, sorted(FSDP1_KEYS)) or " It would have no effect; take it out."
-
-
-def _unsupported(key: str, value: Any) -> str:
     return (
-        f"'{key}: {value}' of FSDP1 has no equal in FSDP2. Dropping it would change the run. "
-        f"Instead: {FSDP1_NOT_SUPPORTED[key][1]}."
+        f"'{key}' is a key of FSDP1 and has no effect in FSDP2: {cure} "
+        "`composer-fsdp2 migrate` converts a whole file."
     )
-
-
-def _convert_strategy(
-    strategy: Any,
-    settings: Mapping[str, Any],
-    world_size: int | None,
-    local_world_size: int,
-    problems: list[str],
-) -> dict[str, Any]:
-    name = str(strategy).upper()
-    if name not in _STRATEGIES:
-        problems.append(
-            f"sharding_strategy is {strategy!r}, which FSDP1 does not know. The mesh depends on it."
-            f"{nearest(name, _STRATEGIES) or ' Use one of ' + ', '.join(_STRATEGIES) + '.'}"
-        )
-        return {}
-    reshard, copies = _STRATEGIES[name]
-    converted: dict[str, Any] = {"reshard_after_forward": reshard}
-    everywhere = -1 if world_size is None else world_size  # -1: what the run has
-    if copies == "all":
-        given = {k: settings.get(k) for k in _DEGREES if settings.get(k) not in (None, -1)}
-        whole: dict[str, int] = {_DEGREES[0]: 1, _DEGREES[1]: everywhere}
-        if any(whole[key] != degree for key, degree in given.items()):
-            problems.append(
-                f"sharding_strategy NO_SHARD holds a whole copy on each of {everywhere} ranks, and "
-                f"{given} says otherwise. One of them would be ignored. Take out the degrees, or "
-                "choose FULL_SHARD or HYBRID_SHARD."
-            )
-        converted |= whole
-    elif copies == "per node" and settings.get("data_parallel_replicate_degree") is None:
-        degree = settings.get("data_parallel_shard_degree")
-        if degree in (None, -1):
-            converted["data_parallel_shard_degree"] = degree = local_world_size
-        if isinstance(degree, int) and degree > 0:  # else `parse_config` says what is wrong
-            converted["data_parallel_replicate_degree"] = (
-                -1 if world_size is None else world_size // degree
-            )
-    return converted
 
 
 def convert_fsdp1_unit(where: str, config: Mapping[str, Any]) -> Conversion:
@@ -226,27 +211,23 @@ def convert_fsdp1_unit(where: str, config: Mapping[str, Any]) -> Conversion:
     settings: dict[str, Any] = {}
     notes: list[str] = []
     for key, value in config.items():
+        name = str(getattr(value, "name", value)).upper()
         if key in FSDP1_NOT_NEEDED:
             notes.append(f"'{key}' of {where} is no longer needed: {FSDP1_NOT_NEEDED[key]}.")
-        elif key == "sharding_strategy":
-            settings["reshard_after_forward"] = _unit_reshard(where, value)
         elif key == "process_group":
             raise ConfigError(
                 f"fsdp_wrap_fn gives {where} its own 'process_group'. FSDP2 units share the mesh "
                 "of the run, and this one would be averaged over the wrong ranks. Take it out, or "
                 "set the degrees of the whole run."
             )
-        else:
+        elif key != "sharding_strategy":
             settings[key] = value
+        elif name in ("FULL_SHARD", "SHARD_GRAD_OP"):
+            settings["reshard_after_forward"] = name == "FULL_SHARD"
+        else:
+            raise ConfigError(
+                f"fsdp_wrap_fn gives {where} sharding_strategy {name}. One module cannot be "
+                "replicated differently from the rest of its mesh. Use FULL_SHARD or SHARD_GRAD_OP "
+                "there, and set `data_parallel_replicate_degree` for the run."
+            )
     return Conversion(settings, tuple(notes))
-
-
-def _unit_reshard(where: str, strategy: Any) -> Any:
-    name = str(getattr(strategy, "name", strategy)).upper()
-    if name not in ("FULL_SHARD", "SHARD_GRAD_OP"):
-        raise ConfigError(
-            f"fsdp_wrap_fn gives {where} sharding_strategy {name}. One module cannot be replicated "
-            "differently from the rest of its mesh. Use FULL_SHARD or SHARD_GRAD_OP there, and set "
-            "`data_parallel_replicate_degree` for the run."
-        )
-    return name == "FULL_SHARD"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
@@ -15,7 +16,6 @@ __all__ = [
     "one_of",
     "raise_errors",
     "shortened",
-    "unknown_key",
     "unknown_keys",
 ]
 
@@ -29,42 +29,22 @@ _MOST_ERRORS, _MOST_KEYS = 20, 10
 def ascii_repr(value: Any) -> str:
     """Returns a value as YAML writes it, in ASCII, so that letters that look alike differ."""
     try:
-        text = "".join(_until(_written(value), _LONGEST))
+        return shortened(_written(value), _LONGEST)
     except Exception as error:  # Python refuses to write numbers of thousands of digits
         too_long = isinstance(error, RecursionError | ValueError)
         why = "too long to show" if too_long else "that cannot be shown"
-        text = f"a {type(value).__name__} {why}"
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
+        return f"a {type(value).__name__} {why}"
 
 
-def _until(parts: Iterable[str], most: int) -> Iterator[str]:
-    """The first parts, up to one that goes beyond `most` characters."""
-    for part in parts:
-        yield part
-        most -= len(part)
-        if most < 0:
-            return
-
-
-def _written(value: Any) -> Iterator[str]:
-    if value is None:
-        yield "null"
-    elif isinstance(value, bool):
-        yield str(value).lower()
-    elif isinstance(value, dict):
-        yield "{"
-        for number, (key, item) in enumerate(value.items()):
-            yield f"{', ' if number else ''}{_key(key)}: "
-            yield from _written(item)
-        yield "}"
-    elif isinstance(value, list | tuple):
-        yield "["
-        for number, item in enumerate(value):
-            yield ", " if number else ""
-            yield from _written(item)
-        yield "]"
-    else:
-        yield ascii(value)
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        pairs = itertools.islice(value.items(), _LONGEST)  # what is shown of it is shorter
+        return f"{{{', '.join(f'{_key(key)}: {_written(item)}' for key, item in pairs)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_written, value[:_LONGEST]))}]"
+    return ascii(value)
 
 
 def _key(key: Any) -> str:
@@ -92,16 +72,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f" Did you mean '{names[close[0]]}'?" if close else ""
 
 
-def unknown_key(key: str, known: Mapping[str, Any], where: str) -> str:
-    """Returns the sentence about a key that does not exist."""
-    name = ascii_repr(key).strip("'")
-    hint = nearest(name, known) or f" Valid keys: {', '.join(sorted(known))}."
-    return f"'{name}' is not a key of {where}. It would have no effect.{hint}"
-
-
 def unknown_keys(keys: Sequence[str], known: Mapping[str, Any], where: str) -> list[str]:
     """Returns a sentence about each key that does not exist, and one about those beyond."""
-    sentences = [unknown_key(key, known, where) for key in keys[:_MOST_KEYS]]
+    sentences: list[str] = []
+    for name in (ascii_repr(key).strip("'") for key in keys[:_MOST_KEYS]):
+        hint = nearest(name, known) or f" Valid keys: {', '.join(sorted(known))}."
+        sentences.append(f"'{name}' is not a key of {where}. It would have no effect.{hint}")
     if len(keys) > _MOST_KEYS:
         sentences.append(f"{len(keys) - _MOST_KEYS} more are not keys of {where} either.")
     return sentences
@@ -131,12 +107,11 @@ def raise_errors(errors: Sequence[str]) -> None:
     Raises:
         ConfigError: numbered where there are several.
     """
-    if not errors:
-        return
-    if len(errors) == 1:
-        raise ConfigError(shortened(errors[0]))
     shown = [shortened(text) for text in errors[:_MOST_ERRORS]]
-    lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(shown, 1))
-    if len(errors) > _MOST_ERRORS:
-        lines += f"\n  and {len(errors) - _MOST_ERRORS} more."
-    raise ConfigError(f"{len(errors)} settings are wrong:\n{lines}")
+    if len(shown) == 1:
+        raise ConfigError(shown[0])
+    if shown:
+        lines = [f"  {number}. {text}" for number, text in enumerate(shown, 1)]
+        more = len(errors) - len(shown)
+        lines += [f"  and {more} more."] if more else []
+        raise ConfigError(f"{len(errors)} settings are wrong:\n" + "\n".join(lines))

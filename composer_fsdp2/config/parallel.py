@@ -1,4 +1,4 @@
-"""Settings of tensor parallelism."""
+"""Settings of tensor and sequence parallelism."""
 
 from __future__ import annotations
 
@@ -8,14 +8,24 @@ from typing import Any
 
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of
-from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import count, is_string, mapping
+from composer_fsdp2.config.setting import (
+    NULL,
+    ValueType,
+    choice,
+    count,
+    is_string,
+    mapping,
+    setting,
+)
 from composer_fsdp2.errors import ConfigError
 
 __all__ = [
+    "SEQUENCE_PARALLEL",
     "STYLES",
     "TENSOR_PARALLEL",
+    "SequenceSpec",
     "TensorSpec",
+    "check_sequence_parallel_together",
     "check_strategy",
     "check_tensor_parallel_together",
 ]
@@ -69,10 +79,13 @@ class TensorSpec:
     )
 
 
-def _with_composers_names(_key: str, raw: Any, _errors: list[str]) -> Any:
-    """A number is the degree; `tensor_parallel_degree` is what Composer calls it."""
-    if isinstance(raw, int) and not isinstance(raw, bool):
-        return {"degree": raw}
+def _number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:
+    return {"degree": raw} if type(raw) is int else raw
+
+
+def _with_composers_names(key: str, raw: Any, errors: list[str]) -> Any:
+    """Takes a number for the degree, and `tensor_parallel_degree`, which is Composer's name."""
+    raw = _number_is_degree(key, raw, errors)
     if not isinstance(raw, Mapping):
         return raw
     return {"degree" if key in _NAMES_OF_DEGREE else key: value for key, value in raw.items()}
@@ -81,7 +94,7 @@ def _with_composers_names(_key: str, raw: Any, _errors: list[str]) -> Any:
 TENSOR_PARALLEL = mapping(
     TensorSpec,
     expected="null, a number or a mapping",
-    others=lambda value: value is None,
+    others=NULL,
     parse=_with_composers_names,
     example="tensor_parallel: {degree: 2}",
 )
@@ -134,4 +147,51 @@ def check_strategy(tp: Any) -> None:
             "divided layers drift apart. Take 'strategy' out: "
             f"tensor_parallel: {{degree: {ascii_repr(degree)}}} divides MLPs and attention, with "
             "a layer_plan where the model is not known."
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceSpec:
+    """How many ranks divide each sequence, and what they exchange in attention."""
+
+    degree: int = setting(1, count("ranks"), "ranks that divide each sequence; 1 is none")
+    method: str = setting(
+        "auto",
+        choice("auto", "ulysses", "gather_kv"),
+        "`ulysses` exchanges the sequence for heads, `gather_kv` gathers keys and values; `auto` "
+        "takes what sends fewer bytes and the number of heads allows",
+    )
+    documents: str = setting(
+        "as_model",
+        choice("as_model", "apart"),
+        "of rows whose `position_ids` begin again: `as_model` sees other documents of a row where "
+        "the model does so in one process, `apart` never",
+    )
+
+
+SEQUENCE_PARALLEL = mapping(
+    SequenceSpec,
+    expected="null, a number or a mapping",
+    others=NULL,
+    parse=_number_is_degree,
+    example="sequence_parallel: {degree: 4}",
+)
+
+
+def check_sequence_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses graphs that could not be made: ranks exchange in the attention of each block."""
+    spec = values["sequence_parallel"]
+    if spec is None or spec.degree == 1 or not values["compile"]:
+        return
+    if getattr(values["compile"], "fullgraph", False):
+        errors.append(
+            "'compile.fullgraph' is true beside 'sequence_parallel'. Ranks exchange in the "
+            "attention of each block, where a graph ends, so the first batch would fail. Leave "
+            "fullgraph out."
+        )
+    if getattr(values["activation_checkpointing"], "mode", "full") == "selective":
+        errors.append(
+            "'compile' and 'activation_checkpointing.mode: selective' are set beside "
+            "'sequence_parallel'. Blocks are compiled inside of what runs again there, and torch "
+            "compiles nothing while it selects. Write mode: full, or leave compile out."
         )

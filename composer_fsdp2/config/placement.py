@@ -1,14 +1,30 @@
-"""Where shards are kept, and how they are sent."""
+"""Settings of where shards and optimizer state are kept, and how shards are sent."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from composer_fsdp2.config.setting import setting
-from composer_fsdp2.config.value_types import BOOLEAN, count, mapping, null_or
+from composer_fsdp2.config.setting import (
+    BOOLEAN,
+    ValueType,
+    choice,
+    count,
+    mapping,
+    null_or,
+    setting,
+)
 
-__all__ = ["COMMUNICATION", "CPU_OFFLOAD", "CPUOffload", "Communication"]
+__all__ = [
+    "COMMUNICATION",
+    "CPU_OFFLOAD",
+    "OPTIMIZER_STATE",
+    "CPUOffload",
+    "Communication",
+    "OptimizerState",
+    "check_state_together",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,16 +69,70 @@ class Communication:
     )
 
 
-def _no_switches(_key: str, raw: Any, _errors: list[str]) -> Any:
-    return {} if raw is None else raw
-
-
 CPU_OFFLOAD = mapping(
     CPUOffload,
     expected="true, false or a mapping",
-    others=lambda value: isinstance(value, bool),
+    others=BOOLEAN,
     example="cpu_offload: {pin_memory: false}",
 )
 COMMUNICATION = mapping(
-    Communication, parse=_no_switches, example="communication: {reduce_scatter_buffers: 2}"
+    Communication, empty=(None,), example="communication: {reduce_scatter_buffers: 2}"
+)
+
+_BITS = ValueType(expected="8", accepts=lambda value: type(value) is int and value == 8)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerState:
+    """How moments are kept between steps; parameters of less than 4,096 elements keep theirs."""
+
+    dtype: Literal["bf16", "fp32"] | None = setting(
+        None,
+        null_or(choice("bf16", "fp32")),
+        "`bf16` keeps 16 bits, rounded up or down by chance, so that small changes add up; `fp32` "
+        "is for parameters in fp32, and null is the optimizer's own",
+    )
+    bits: int | None = setting(
+        None,
+        null_or(_BITS),
+        "keeps 8 bits and one exponent for each 256 elements of a row; needs no other package",
+    )
+    device: Literal["cpu", "gpu"] = setting(
+        "gpu",
+        choice("cpu", "gpu"),
+        "`cpu` keeps state in pinned CPU memory while parameters stay on the GPU, where the "
+        "optimizer steps; `gpu` keeps state beside the parameters",
+    )
+
+
+def _check_options(key: str, value: OptimizerState, errors: list[str]) -> None:
+    if value.bits is not None and value.dtype is not None:
+        errors.append(
+            f"'{key}' has both bits: 8 and dtype: {value.dtype}. State is kept in one of the two "
+            f"forms. Write {key}: {{bits: 8}} or {key}: {{dtype: {value.dtype}}}."
+        )
+
+
+def check_state_together(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses another form of state where no step on local shards could read it."""
+    if values["optimizer_state"] == OptimizerState():
+        return
+    if values["local_step"] is False:
+        errors.append(
+            "'optimizer_state' is set and 'local_step' is false. State in another form can be "
+            "stepped on local shards only. Write local_step: auto, or leave it out."
+        )
+    if values["cpu_offload"]:
+        errors.append(
+            "'optimizer_state' and 'cpu_offload' are both set. cpu_offload keeps the state in CPU "
+            "memory already, and the optimizer steps there. Take cpu_offload out and write "
+            "optimizer_state: {device: cpu} for state alone, or take optimizer_state out."
+        )
+
+
+OPTIMIZER_STATE = mapping(
+    OptimizerState,
+    empty=(None,),
+    check_options=_check_options,
+    example="optimizer_state: {dtype: bf16}",
 )

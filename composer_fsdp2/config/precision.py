@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 
-from composer_fsdp2.config.messages import one_of
-from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import BOOLEAN, mapping, null_or
+from composer_fsdp2.config.setting import BOOLEAN, ValueType, choice, mapping, null_or, setting
 
 __all__ = ["DTYPES", "PRECISION", "PrecisionSpec"]
 
@@ -35,13 +33,12 @@ def _dtype_name(_key: str, raw: Any, _errors: list[str]) -> Any:
     return str(raw) if isinstance(raw, torch.dtype) else raw
 
 
-_DTYPE_CHOICES = ("fp32", "bf16", "fp16")
 _DTYPE = null_or(
     ValueType(
-        expected=one_of(_DTYPE_CHOICES),
+        expected="fp32, bf16 or fp16",
         accepts=lambda value: isinstance(value, str) and value in DTYPES,
         parse=_dtype_name,
-        choices=_DTYPE_CHOICES,
+        choices=("fp32", "bf16", "fp16"),
     )
 )
 
@@ -81,8 +78,7 @@ def _upper_case(_key: str, raw: Any, _errors: list[str]) -> Any:
 PRECISION = mapping(
     PrecisionSpec,
     expected="DEFAULT, PURE, FULL or a mapping",
-    others=lambda value: value in _PRESETS,
-    choices=_PRESETS,
+    others=choice(*_PRESETS),
     parse=_upper_case,
     example="mixed_precision: {param_dtype: bf16, reduce_dtype: fp32}",
 )

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from composer_fsdp2.config import blocks, parallel, sequence
+from composer_fsdp2.config import blocks, parallel
 from composer_fsdp2.config.fsdp1 import FSDP1_ONLY, fsdp1_answer
 from composer_fsdp2.config.messages import ascii_repr, raise_errors, unknown_keys
-from composer_fsdp2.config.placement import COMMUNICATION, CPU_OFFLOAD, Communication, CPUOffload
-from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
-from composer_fsdp2.config.run_values import (
-    DEGREE,
-    LOAD_PLANNER,
-    LOCAL_STEP,
-    SAVE_PLANNER,
-    UNITS_AHEAD,
-    UNUSED,
-    check_degrees,
-    check_monolith,
+from composer_fsdp2.config.placement import (
+    COMMUNICATION,
+    CPU_OFFLOAD,
+    OPTIMIZER_STATE,
+    Communication,
+    CPUOffload,
+    OptimizerState,
+    check_state_together,
 )
-from composer_fsdp2.config.setting import Setting, setting, settings_of
-from composer_fsdp2.config.state import OPTIMIZER_STATE, OptimizerState, check_state_together
-from composer_fsdp2.config.value_types import (
+from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
+from composer_fsdp2.config.setting import (
     BOOLEAN,
     FOLDER,
     FOLDER_NAME,
     NAMES,
     PATTERNS,
+    Setting,
+    ValueType,
+    check_patterns,
     choice,
+    is_number,
     null_or,
+    parse_list,
     plain,
+    setting,
+    settings_of,
+    with_methods,
 )
 from composer_fsdp2.config.wrapping import RESHARD, WRAP_POLICY, Reshard, WrapPolicy
 from composer_fsdp2.errors import ConfigError
@@ -42,7 +46,7 @@ __all__ = [
     "FSDP2Config",
     "GradientSync",
     "declare_setting",
-    "declaring",
+    "describe_values",
     "known_settings",
     "parse_config",
     "values_of",
@@ -51,6 +55,56 @@ __all__ = [
 T = TypeVar("T")
 
 GradientSync = Literal["every", "last", "reduce_scatter_only"]
+
+_DEGREE = ValueType(
+    expected="a positive number of ranks, or -1 for all that are left",
+    accepts=lambda value: is_number(value) or (type(value) is int and value == -1),
+)
+_UNITS_AHEAD = ValueType(
+    expected="a number of units ahead, or 0 for torch's own prefetch",
+    accepts=lambda value: is_number(value, least=0),
+)
+
+
+_UNUSED = ValueType(
+    expected="auto, true, false, or a list of patterns",
+    accepts=lambda value: isinstance(value, bool | tuple) or value == "auto",
+    check_inside=check_patterns,
+    parse=parse_list,
+)
+
+
+_LOAD_PLANNER = null_or(
+    with_methods("a LoadPlanner", "set_up_planner", "create_local_plan", "load_bytes")
+)
+_SAVE_PLANNER = null_or(
+    with_methods("a SavePlanner", "set_up_planner", "create_local_plan", "resolve_data")
+)
+_LOCAL_STEP = ValueType(
+    expected="auto, true or false",
+    accepts=lambda value: isinstance(value, bool) or value == "auto",
+    choices=("auto",),
+)
+
+
+def _check_degrees(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses two degrees that both take the ranks that are left."""
+    names = ("data_parallel_shard_degree", "data_parallel_replicate_degree")
+    if all(values[name] == -1 for name in names):
+        errors.append(
+            "'data_parallel_shard_degree' and 'data_parallel_replicate_degree' are both -1. "
+            "Only one of them can take the ranks the other leaves. Give one of them a number."
+        )
+
+
+def _check_monolith(values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses a setting for full checkpoints in a run with sharded ones."""
+    if values["load_monolith_rank0_only"] is True and values["state_dict_type"] == "sharded":
+        errors.append(
+            "'load_monolith_rank0_only' is true while 'state_dict_type' is sharded. Only a full "
+            "checkpoint can be read by rank 0 alone, so it would have no effect. "
+            "Write state_dict_type: full, or leave load_monolith_rank0_only out."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +124,7 @@ class FSDP2Config:
 
     data_parallel_shard_degree: int = setting(
         -1,
-        DEGREE,
+        _DEGREE,
         "Number of ranks that share one copy of the parameters. -1 takes the ranks that "
         "`data_parallel_replicate_degree` leaves.",
         example="{data_parallel_shard_degree: 8, data_parallel_replicate_degree: -1}",
@@ -79,9 +133,9 @@ class FSDP2Config:
     )
     data_parallel_replicate_degree: int | None = setting(
         None,
-        null_or(DEGREE),
+        null_or(_DEGREE),
         "Number of copies of the model (HSDP). null is one copy on a mesh with one axis.",
-        check_together=check_degrees,
+        check_together=_check_degrees,
         see="recipes/several-nodes.md",
         example="{data_parallel_replicate_degree: -1, data_parallel_shard_degree: 8}",
         saves="Weights are gathered inside a copy only, for example inside a node.",
@@ -112,7 +166,7 @@ class FSDP2Config:
     )
     forward_prefetch: int = setting(
         0,
-        UNITS_AHEAD,
+        _UNITS_AHEAD,
         "Number of units that forward gathers ahead in training, in the order in which units ran "
         "in the first step. 0 is torch's own: the next unit, as soon as the CPU gets there.",
         see="memory-and-speed.md",
@@ -123,7 +177,7 @@ class FSDP2Config:
     )
     backward_prefetch: int = setting(
         0,
-        UNITS_AHEAD,
+        _UNITS_AHEAD,
         "Number of units that backward gathers ahead. 0 is torch's own: one, in reverse order.",
         see="memory-and-speed.md",
         since="0.2.0",
@@ -175,7 +229,7 @@ class FSDP2Config:
     )
     unused_parameters: bool | Literal["auto"] | tuple[str, ...] = setting(
         "auto",
-        UNUSED,
+        _UNUSED,
         "Parameters that get a gradient on some ranks only. `auto` reduces a zero for them, and "
         "compares what was used in units with experts or a tower and in units that left something "
         "out. A list of globs (or `re:`) adds modules that a rank may leave out. `true` compares "
@@ -226,11 +280,11 @@ class FSDP2Config:
         saves="Degree 2: half of each gathered unit and of what a layer keeps.",
         costs="Two exchanges of activations a block in forward, and in backward.",
     )
-    sequence_parallel: sequence.SequenceSpec | None = setting(
+    sequence_parallel: parallel.SequenceSpec | None = setting(
         None,
-        sequence.SEQUENCE_PARALLEL,
+        parallel.SEQUENCE_PARALLEL,
         "Divides each sequence between ranks, which exchange in attention. All read one batch.",
-        check_together=sequence.check_sequence_parallel_together,
+        check_together=parallel.check_sequence_parallel_together,
         see="recipes/long-sequences.md",
         since="0.3.0",
         saves="Degree 4: three quarters of the activations of a sequence.",
@@ -305,7 +359,7 @@ class FSDP2Config:
     )
     local_step: bool | Literal["auto"] = setting(
         "auto",
-        LOCAL_STEP,
+        _LOCAL_STEP,
         "Whether the optimizer steps this rank's shards as plain tensors. `auto`: if that is known "
         "to give the same bits, or two steps of a small copy show it.",
         see="optimizers.md",
@@ -352,16 +406,16 @@ class FSDP2Config:
         False,
         BOOLEAN,
         "Only rank 0 reads a full checkpoint.",
-        check_together=check_monolith,
+        check_together=_check_monolith,
         example="{load_monolith_rank0_only: true, state_dict_type: full}",
         saves="CPU memory and reads of all other ranks.",
         costs="Rank 0 sends the weights to the others.",
     )
     load_planner: Any = setting(
-        None, LOAD_PLANNER, "Load planner of torch's distributed checkpoint.", same_on_ranks=False
+        None, _LOAD_PLANNER, "Load planner of torch's distributed checkpoint.", same_on_ranks=False
     )
     save_planner: Any = setting(
-        None, SAVE_PLANNER, "Save planner of torch's distributed checkpoint.", same_on_ranks=False
+        None, _SAVE_PLANNER, "Save planner of torch's distributed checkpoint.", same_on_ranks=False
     )
     sharded_ckpt_prefix_dir: str = setting(
         "ep{epoch}-ba{batch}",
@@ -412,6 +466,16 @@ def values_of(settings: FSDP2Config) -> dict[str, Any]:
     return values | {name: declared.of(settings) for name, declared in _DECLARED.items()}
 
 
+def describe_values(settings: FSDP2Config) -> str:
+    """Returns a line for each setting; the same on all ranks that have the same settings."""
+    known = known_settings()
+    return "\n".join(
+        f"{name}: {value}"
+        for name, value in values_of(settings).items()
+        if known[name].same_on_ranks
+    )
+
+
 def declare_setting(declared: Setting[T]) -> Setting[T]:
     """Adds a setting to those that a run may have, and returns it.
 
@@ -426,19 +490,6 @@ def declare_setting(declared: Setting[T]) -> Setting[T]:
         )
     _DECLARED[declared.name] = declared
     return declared
-
-
-@contextlib.contextmanager
-def declaring(*settings: Setting[Any]) -> Generator[None]:
-    """Declares settings for a block; afterwards the known ones are those of before."""
-    before = dict(_DECLARED)
-    try:
-        for declared in settings:
-            declare_setting(declared)
-        yield
-    finally:
-        _DECLARED.clear()
-        _DECLARED.update(before)
 
 
 def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
@@ -472,7 +523,7 @@ def parse_config(config: Mapping[str, Any]) -> FSDP2Config:
         )
     for key, raw in given.items():
         if key in known:
-            values[key] = known[key].values.parsed(key, raw, errors)
+            values[key] = known[key].values.parse(key, raw, errors)
         elif (answer := fsdp1_answer(key, raw)) is not None:
             errors.append(answer)
     unknown = [key for key in given if key not in {*known, *FSDP1_ONLY}]

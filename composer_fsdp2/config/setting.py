@@ -15,20 +15,49 @@ A transformation from elsewhere brings its setting with it and touches no file o
 
 From then on `toy` stands under `parallelism_config.fsdp2` like any other key: it is parsed and
 checked, a misspelt one is an error with its name, the tables and the Trainer's config class have
-it, and `TOY.of(settings)` reads its value. `with declaring(TOY):` declares it for a block.
+it, and `TOY.of(settings)` reads its value.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import PurePath
+from typing import Any, Generic, TypeVar
 
-from composer_fsdp2.config.messages import invalid_value
+from composer_fsdp2.config.messages import ascii_repr, invalid_value, one_of, unknown_keys
+from composer_fsdp2.errors import ConfigError
 
-__all__ = ["Check", "Parse", "Setting", "ValueType", "keep", "option", "setting", "settings_of"]
+__all__ = [
+    "BOOLEAN",
+    "FOLDER",
+    "FOLDER_NAME",
+    "NAMES",
+    "NULL",
+    "PATTERNS",
+    "REQUIRED",
+    "Check",
+    "Parse",
+    "Setting",
+    "ValueType",
+    "check_patterns",
+    "choice",
+    "count",
+    "is_number",
+    "is_string",
+    "mapping",
+    "null_or",
+    "one_or_more",
+    "parse_list",
+    "plain",
+    "setting",
+    "settings_of",
+    "text",
+    "with_methods",
+]
 
 T = TypeVar("T")
 
@@ -40,17 +69,13 @@ CheckTogether = Callable[[Mapping[str, Any], list[str]], None]
 """Likewise for a setting beside all others: values by name, list of errors."""
 
 
-def keep(_key: str, raw: Any, _errors: list[str]) -> Any:
+def _keep(_key: str, raw: Any, _errors: list[str]) -> Any:
     """Parses nothing: the value is what YAML gives."""
     return raw
 
 
-def _nothing_inside(_key: str, _value: Any, _errors: list[str]) -> None:
-    pass
-
-
-def _no_conflict(_values: Mapping[str, Any], _errors: list[str]) -> None:
-    pass
+def _find_nothing(*_: Any) -> None:
+    """Checks nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +86,10 @@ class ValueType:
     """these values in words, for errors and tables"""
     accepts: Callable[[Any], bool]
     """whether a value is one of them, as far as its type shows"""
-    check_inside: Check = _nothing_inside
+    check_inside: Check = _find_nothing
     """checks the parts of an accepted value"""
-    parse: Parse = keep
+    parse: Parse = _keep
+    """keeps what it cannot parse for the check"""
     choices: tuple[str, ...] = ()
     """words among the values, of which an error shows the nearest"""
     example: str = ""
@@ -79,24 +105,9 @@ class ValueType:
                 return
         except Exception:  # a value of any type can be given, and none of them may be compared
             pass
-        errors.append(self._invalid(key, value))
-
-    def parsed(self, key: str, raw: Any, errors: list[str]) -> Any:
-        """Parses a value; one that cannot be parsed is kept for the check."""
-        try:
-            return self.parse(key, raw, errors)
-        except Exception:
-            return raw
-
-    def _invalid(self, key: str, value: Any) -> str:
-        return invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
-
-
-class _Settings(Protocol):
-    """A class that `Setting.of` reads, such as `schema.FSDP2Config`."""
-
-    @property
-    def extra(self) -> Mapping[str, Any]: ...
+        errors.append(
+            invalid_value(key, value, self.expected, choices=self.choices, example=self.example)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)  # slots and Generic do not go together before Python 3.12
@@ -108,7 +119,7 @@ class Setting(Generic[T]):
     values: ValueType
     meaning: str
     """for someone who looks for one fact; Markdown without line breaks"""
-    check_together: CheckTogether = _no_conflict
+    check_together: CheckTogether = _find_nothing
     """finds other settings that it cannot stand beside"""
     see: str = ""
     """page of docs/ with more about it"""
@@ -123,9 +134,13 @@ class Setting(Generic[T]):
     same_on_ranks: bool = True
     """whether its text is the same on all ranks; false for objects, shown with their address"""
 
-    def of(self, settings: _Settings) -> T:
-        """Reads the value of a setting that was declared by `schema.declare_setting`."""
+    def of(self, settings: Any) -> T:
+        """Reads the value in an `FSDP2Config` of a setting that `declare_setting` added."""
         return settings.extra.get(self.name, self.default)
+
+
+REQUIRED: Any = MISSING
+"""default of a setting that has to be given"""
 
 
 def setting(
@@ -133,7 +148,7 @@ def setting(
     values: ValueType,
     meaning: str,
     *,
-    check_together: CheckTogether = _no_conflict,
+    check_together: CheckTogether = _find_nothing,
     see: str = "",
     same_on_ranks: bool = True,
     since: str = "",
@@ -145,7 +160,9 @@ def setting(
 
     `since` is needed for what a version after the first has added.
     """
-    metadata = option(values, meaning) | {
+    metadata = {
+        "values": values,
+        "meaning": meaning,
         "check_together": check_together,
         "see": see,
         "same_on_ranks": same_on_ranks,
@@ -157,11 +174,6 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-def option(values: ValueType, meaning: str) -> dict[str, Any]:
-    """Metadata of a field that has to be given: `shards: int = field(metadata=option(...))`."""
-    return {"values": values, "meaning": meaning}
-
-
 @functools.cache
 def settings_of(spec: type[Any]) -> Mapping[str, Setting[Any]]:
     """Reads the settings that a dataclass declares, in order; `MISSING` is no default."""
@@ -170,3 +182,234 @@ def settings_of(spec: type[Any]) -> Mapping[str, Setting[Any]]:
         for found in dataclasses.fields(spec)
         if "values" in found.metadata
     }
+
+
+# --- Values. ---
+
+_MOST = 2**63
+"""No count of anything is larger, and Python does not write numbers of thousands of digits."""
+_MOST_VALUES = 200_000
+_DEEPEST = 50
+_LONGEST_TEXT = 10_000
+"""more than any settings have"""
+
+
+def plain(value: Any) -> Any:
+    """Copies nested mappings and sequences of any type into dicts and lists.
+
+    Raises:
+        ConfigError: something in it cannot be read, or is larger than any settings are.
+    """
+    left = iter(range(_MOST_VALUES))
+
+    def copied(value: Any, depth: int) -> Any:
+        if depth > _DEEPEST or next(left, None) is None:
+            raise ConfigError(
+                f"The settings hold more than {_MOST_VALUES} values, are nested more than "
+                f"{_DEEPEST} deep, or contain themselves. No run needs that. Write patterns, such "
+                "as 'model.layers.*', for many names."
+            )
+        if isinstance(value, str):
+            if len(value) > _LONGEST_TEXT:
+                raise ConfigError(
+                    f"A text of {len(value)} characters is among the settings. No name or pattern "
+                    "is so long. Correct it."
+                )
+            return str.__str__(value)
+        if isinstance(value, Mapping):
+            pairs: Any = value.items()
+            keys_and_values = ((key if isinstance(key, str) else str(key), v) for key, v in pairs)
+            return {copied(key, depth): copied(item, depth + 1) for key, item in keys_and_values}
+        if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+            return [copied(item, depth + 1) for item in value]
+        return value
+
+    try:
+        return copied(value, 0)
+    except ConfigError:
+        raise
+    except Exception as error:  # OmegaConf reads late: interpolations fail here
+        raise ConfigError(
+            f"The settings cannot be read: {ascii_repr(error)}. Nothing in them could be "
+            "applied. Write plain values, as YAML has them."
+        ) from None
+
+
+def is_number(value: Any, least: int = 1) -> bool:
+    """Whether it is a whole number of at least `least`, and not an absurd one."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _MOST
+
+
+def is_string(value: Any) -> bool:
+    """Whether it is text that is not empty."""
+    return isinstance(value, str) and bool(value)
+
+
+# --- Single values ---
+
+BOOLEAN = ValueType(expected="true or false", accepts=lambda value: isinstance(value, bool))
+NULL = ValueType(expected="null", accepts=lambda value: value is None)
+
+
+def choice(*words: str) -> ValueType:
+    """Takes one of these words."""
+    return ValueType(expected=one_of(words), accepts=lambda value: value in words, choices=words)
+
+
+def count(things: str, least: int = 1) -> ValueType:
+    """Takes a whole number of these things."""
+    return ValueType(
+        expected=f"a number of {things} >= {least}", accepts=lambda value: is_number(value, least)
+    )
+
+
+def text(expected: str) -> ValueType:
+    """Takes text that is not empty."""
+    return ValueType(expected=expected, accepts=is_string)
+
+
+def with_methods(kind: str, *methods: str) -> ValueType:
+    """Takes an object of a class not imported here, or LLM Foundry's `{name: {options}}`."""
+
+    def accepts(value: Any) -> bool:
+        if isinstance(value, Mapping):
+            options = next(iter(value.values()), None)
+            return len(value) == 1 and isinstance(options, Mapping)
+        has_them = all(callable(getattr(value, method, None)) for method in methods)
+        return has_them and not isinstance(value, type)
+
+    return ValueType(
+        expected=f"{kind} (the object; in LLM Foundry {{name: {{options}}}})", accepts=accepts
+    )
+
+
+def null_or(values: ValueType) -> ValueType:
+    """Takes the same values, or null."""
+
+    def accepts(value: Any) -> bool:
+        return value is None or values.accepts(value)
+
+    return dataclasses.replace(values, expected=f"{values.expected}, or null", accepts=accepts)
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a system could have such a path; encoding fails for characters that are halves."""
+    return is_string(value) and b"\0" not in value.encode()
+
+
+def _check_inside_folder(key: str, value: str, errors: list[str]) -> None:
+    if PurePath(value).is_absolute() or ".." in PurePath(value).parts:
+        errors.append(
+            f"{key}: {ascii_repr(value)} leads out of save_folder. Only checkpoints inside "
+            "it are found again. Write a name, such as ep{epoch}-ba{batch}."
+        )
+
+
+FOLDER = ValueType(expected="the path of a folder", accepts=_is_path)
+FOLDER_NAME = ValueType(
+    expected="the name of a folder", accepts=_is_path, check_inside=_check_inside_folder
+)
+
+
+# --- Lists ---
+
+
+def parse_list(_key: str, raw: Any, _errors: list[str]) -> Any:
+    """Parses a list to a tuple; anything else stays for the check."""
+    return tuple(raw) if isinstance(raw, list) else raw
+
+
+def one_or_more(key: str, raw: Any, errors: list[str]) -> Any:
+    """Parses null as nothing, and a single word as a list of one."""
+    return (raw,) if isinstance(raw, str) else _list_or_null(key, raw, errors)
+
+
+def _list_or_null(key: str, raw: Any, errors: list[str]) -> Any:
+    return () if raw is None else parse_list(key, raw, errors)
+
+
+def check_patterns(key: str, patterns: Any, errors: list[str]) -> None:
+    """Checks globs, and `re:` with a regular expression; another value than a tuple holds none."""
+    for pattern in patterns if isinstance(patterns, tuple) else ():
+        if not is_string(pattern):
+            errors.append(invalid_value(key, pattern, "patterns that are not empty"))
+        elif pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except (re.error, OverflowError, RecursionError) as error:
+                errors.append(
+                    f"'{key}' holds {ascii_repr(pattern)}, which is no regular expression "
+                    f"({error}). It could match nothing. Correct it, or write a glob without 're:'."
+                )
+
+
+NAMES = ValueType(
+    expected="a list of names",
+    accepts=lambda value: isinstance(value, tuple) and all(map(is_string, value)),
+    parse=_list_or_null,
+)
+PATTERNS = ValueType(
+    expected="a list of patterns",
+    accepts=lambda value: isinstance(value, tuple),
+    check_inside=check_patterns,
+    parse=parse_list,
+)
+
+
+# --- Mappings ---
+
+_NOTHING = ValueType(expected="", accepts=lambda _value: False)
+
+
+def mapping(
+    spec: type[Any],
+    *,
+    example: str,
+    expected: str = "a mapping",
+    others: ValueType = _NOTHING,
+    empty: tuple[bool | None, ...] = (),
+    parse: Parse = _keep,
+    check_options: Check | None = None,
+) -> ValueType:
+    """Takes a mapping that becomes a dataclass whose fields are declared by `setting`.
+
+    Args:
+        spec: the dataclass.
+        example: a whole valid line.
+        expected: names the mapping and the other values, if there are any.
+        others: values that may stand there instead of a mapping.
+        empty: values that mean a mapping without keys.
+        parse: is called first; a mapping that it returns is parsed as the dataclass.
+        check_options: checks options that are valid alone against each other.
+    """
+    known = settings_of(spec)
+
+    def parse_options(key: str, raw: Any, errors: list[str]) -> Any:
+        raw = parse(key, {} if any(raw is value for value in empty) else raw, errors)
+        if not isinstance(raw, dict):  # stays for the check
+            return raw
+        errors += unknown_keys([name for name in raw if name not in known], known, key)
+        values = {
+            name: declared.values.parse(f"{key}.{name}", raw.get(name), errors)
+            for name, declared in known.items()
+            if name in raw or declared.default is MISSING  # null, which the check does not accept
+        }
+        return spec(**values)
+
+    def check_inside(key: str, value: Any, errors: list[str]) -> None:
+        if not isinstance(value, spec):
+            return
+        for name, declared in known.items():
+            declared.values.check(f"{key}.{name}", getattr(value, name), errors)
+        if check_options is not None:
+            check_options(key, value, errors)
+
+    return ValueType(
+        expected=expected,
+        accepts=lambda value: isinstance(value, spec) or others.accepts(value),
+        check_inside=check_inside,
+        parse=parse_options,
+        choices=others.choices,
+        example=example,
+        spec=spec,
+    )

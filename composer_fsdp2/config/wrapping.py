@@ -7,14 +7,15 @@ from typing import Any, Literal
 
 from composer_fsdp2.config.messages import raise_errors
 from composer_fsdp2.config.precision import PRECISION, PrecisionSpec
-from composer_fsdp2.config.setting import ValueType, setting
-from composer_fsdp2.config.value_types import (
+from composer_fsdp2.config.setting import (
+    ValueType,
     check_patterns,
     count,
     is_number,
     mapping,
     null_or,
     plain,
+    setting,
 )
 
 __all__ = [
@@ -56,15 +57,11 @@ class Selector:
     settings: UnitSettings = field(default_factory=UnitSettings)
 
 
-def _unit_default(_key: str, raw: Any, _errors: list[str]) -> Any:
-    return {} if raw is None or raw is True else raw
-
-
-_UNIT = mapping(UnitSettings, parse=_unit_default, example="{reshard_after_forward: false}")
+_UNIT = mapping(UnitSettings, empty=(None, True), example="{reshard_after_forward: false}")
 
 
 def _parse_selectors(key: str, raw: Any, errors: list[str]) -> Any:
-    """A pattern, a list of patterns, or a mapping from pattern to unit settings."""
+    """Parses a pattern, a list of patterns, or a mapping from pattern to unit settings."""
     if raw is None:
         return ()
     written = [raw] if isinstance(raw, str) else raw
@@ -79,32 +76,24 @@ def _parse_selectors(key: str, raw: Any, errors: list[str]) -> Any:
 
 
 def _check_selectors(key: str, value: tuple[Selector, ...], errors: list[str]) -> None:
-    check_patterns(key, [selector.pattern for selector in value], errors)
+    check_patterns(key, tuple(selector.pattern for selector in value), errors)
     for selector in value:
         _UNIT.check(f"{key}.{selector.pattern}", selector.settings, errors)
 
 
-def _are_selectors(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(item, Selector) for item in value)
-
-
 _SELECTORS = ValueType(
     expected="a list of patterns, or a mapping of pattern: settings",
-    accepts=_are_selectors,
+    accepts=lambda value: isinstance(value, tuple) and all(type(v) is Selector for v in value),
     check_inside=_check_selectors,
     parse=_parse_selectors,
 )
 
 
-def _parse_toggle(_key: str, raw: Any, _errors: list[str]) -> Any:
-    return {} if raw is True else raw
-
-
 _TOGGLE = mapping(
     UnitSettings,
-    parse=_parse_toggle,
+    empty=(True,),
     expected="true, false, null or a mapping",
-    others=lambda value: value is None or value is False,
+    others=ValueType(expected="false", accepts=lambda value: value is None or value is False),
     example="{reshard_after_forward: false}",
 )
 
@@ -155,13 +144,9 @@ class WrapPolicy:
         return bool(self.classes or self.names) or self.min_num_params is not None
 
 
-def _empty_policy(_key: str, raw: Any, _errors: list[str]) -> Any:
-    return {} if raw is None else raw
-
-
 WRAP_POLICY = mapping(
     WrapPolicy,
-    parse=_empty_policy,
+    empty=(None,),
     example="wrap_policy: {classes: [LlamaDecoderLayer], max_unit_bytes: 1000000000}",
 )
 

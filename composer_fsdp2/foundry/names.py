@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from composer_fsdp2.config.messages import ascii_repr, nearest, raise_errors
+from composer_fsdp2.text import listed
 
 __all__ = ["NAME", "Unknown", "check_eval_keys", "refuse_unknown", "unknown_keys", "unknown_parts"]
 
@@ -162,7 +163,7 @@ def _named(
 
 def _unknown_name(where: str, name: Any, kind: str, registered: Iterable[str]) -> Unknown:
     names = sorted(registered)
-    shown = ", ".join(names[:_SHOWN_NAMES]) + (", ..." if len(names) > _SHOWN_NAMES else "")
+    shown = listed(names, _SHOWN_NAMES, "")
     place = where if kind in _MANY else f"{where}.name"
     hint = nearest(name, names) if isinstance(name, str) else ""
     return Unknown(

@@ -40,7 +40,7 @@ from composer_fsdp2.foundry.findings import Finding, Findings
 from composer_fsdp2.foundry.names import unknown_keys, unknown_parts
 from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
 from composer_fsdp2.parallel.tensor import TensorParallel
-from composer_fsdp2.plan.frozen import frozen_elements
+from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.shard.apply import collector_paused
 from composer_fsdp2.trainer.extensions import check_given, read_given
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.config.state import OptimizerState
+from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.elementwise import (
     check_local_step,

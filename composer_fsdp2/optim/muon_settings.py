@@ -19,6 +19,7 @@ from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.muon_groups import ALGORITHMS, Choice
 from composer_fsdp2.optim.muon_iteration import ADJUSTMENTS, Layout
+from composer_fsdp2.text import listed
 
 __all__ = [
     "ITERATION_DTYPES",
@@ -131,7 +132,7 @@ def check_algorithm(group: Mapping[str, Any], number: int) -> None:
     ]
     if not wrong:
         return
-    shown = ", ".join(wrong[:10]) + (" ..." if len(wrong) > 10 else "")
+    shown = listed(wrong, 10, "")
     what = (
         f"Group {number} mixes both algorithms: it says algorithm: muon and holds, beside matrices,"
         if len(wrong) < len(entries)

@@ -28,6 +28,7 @@ from composer_fsdp2.parallel.cuts import (
 from composer_fsdp2.parallel.known import KnownBlock, known_block
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_groups
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.text import child_name
 
 __all__ = ["LayerPlan", "plan_layers"]
 
@@ -160,7 +161,7 @@ def _find_cuts(search: _Search) -> None:
     for name, module in search.modules.items():
         if not _is_whole(search, name) and (block := known_block(name, module)) is not None:
             search.known[name] = block
-            search.cuts.update({_below(name, child): cut for child, cut in block.cuts.items()})
+            search.cuts.update({child_name(name, child): cut for child, cut in block.cuts.items()})
             _add_norms(search, name, module, block)
         elif name.rpartition(".")[2] == _HEAD and is_linear(module):
             search.cuts.setdefault(name, Cut(kind="columns", gathers=True))
@@ -181,9 +182,9 @@ def _divide_adapters(search: _Search) -> None:
     for name in [name for name in search.cuts if is_adapted(search.modules[name])]:
         for child, cut in adapter_cuts(search.modules[name], search.cuts.pop(name)):
             if cut is None:
-                search.beside.add(_below(name, child))
+                search.beside.add(child_name(name, child))
             else:
-                search.cuts[_below(name, child)] = cut
+                search.cuts[child_name(name, child)] = cut
 
 
 def _is_whole(search: _Search, name: str) -> bool:
@@ -200,7 +201,7 @@ def _add_norms(search: _Search, name: str, module: nn.Module, block: KnownBlock)
             continue
         params = list(part.parameters())
         if params and not part._modules and all(p.shape == (block.head_size,) for p in params):
-            search.cuts[_below(name, child)] = Cut(kind="norm")
+            search.cuts[child_name(name, child)] = Cut(kind="norm")
 
 
 def _styles_of_model(search: _Search) -> dict[str, str]:
@@ -242,17 +243,13 @@ def _plan_of(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     if not isinstance(prefix, str):
         return
     own: Any = vars(type(module)).get("_tp_plan")
-    yield from ((_below(name, key), style) for key, style in (own or {}).items())
+    yield from ((child_name(name, key), style) for key, style in (own or {}).items())
     base: Any = getattr(attribute_of(module, "config"), "base_model_tp_plan", None)
     if not base or module._modules.get(prefix) is None:
         if any(key in module._modules for key in {k.partition(".")[0] for k in base or {}}):
-            yield from ((_below(name, key), style) for key, style in base.items())
+            yield from ((child_name(name, key), style) for key, style in base.items())
         return
-    yield from ((_below(name, f"{prefix}.{key}"), style) for key, style in base.items())
-
-
-def _below(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
+    yield from ((child_name(name, f"{prefix}.{key}"), style) for key, style in base.items())
 
 
 def _nothing_known(search: _Search) -> str:
@@ -286,7 +283,9 @@ def _leave_heads_whole(search: _Search) -> None:
         else:
             del search.cuts[name]
             search.whole.append(name)
-    weights = {_below(_weight_of(search, name), "weight"): cut for name, cut in search.cuts.items()}
+    weights = {
+        child_name(_weight_of(search, name), "weight"): cut for name, cut in search.cuts.items()
+    }
     for group in tied_groups(search.tree.root):
         kinds = {weights[name].kind for name in group if name in weights}
         if kinds and (len(kinds) > 1 or not weights.keys() >= {*group}):
@@ -300,7 +299,7 @@ def _leave_heads_whole(search: _Search) -> None:
 
 
 def _weight_of(search: _Search, name: str) -> str:
-    return _below(name, "base_layer") if is_adapted(search.modules[name]) else name
+    return child_name(name, "base_layer") if is_adapted(search.modules[name]) else name
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
@@ -310,7 +309,7 @@ def _is_plain_embedding(module: nn.Module) -> bool:
 
 
 def _is_cut(search: _Search, name: str, block: KnownBlock) -> bool:
-    return any(_below(name, child) in search.cuts for child in block.cuts)
+    return any(child_name(name, child) in search.cuts for child in block.cuts)
 
 
 def _check_blocks(search: _Search) -> None:
@@ -319,7 +318,7 @@ def _check_blocks(search: _Search) -> None:
     for name, block in search.known.items():
         if not _is_cut(search, name, block):
             continue
-        missing = [child for child in block.cuts if _below(name, child) not in search.cuts]
+        missing = [child for child in block.cuts if child_name(name, child) not in search.cuts]
         if missing:
             raise PlanError(
                 f"tensor_parallel.layer_plan keeps {', '.join(missing)} of '{name}' whole and "

@@ -1,28 +1,38 @@
-"""Modules that a rank may leave out of a step: experts that got no token, towers without an image.
+"""Modules that may be no units: a rank may leave them out of a step, or they are in a graph.
 
 [Note: modules that may be left out] All ranks issue the same collectives, so a unit that one rank
 leaves out stops the others, or hands them the parameters of another unit. Whether a module will be
 called is known only once it is. Such a module is therefore no unit: its parameters belong to the
 nearest module around it that has a `forward`, which runs on every rank.
+
+[Note: hooks in a graph] A unit gathers in hooks, which torch's compiler does not trace: a user's
+graph ends there and begins anew, or is an error where `fullgraph=True` forbids that.
+`torch.compile(part)` compiles what is inside the part, so the part itself may be a unit.
+`part.compile()` compiles its hooks too, so only what is around it may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, Literal
 
 from torch import nn
 
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.plan.patterns import select_modules
+from composer_fsdp2.plan.wrap_plan import LEFT_OUT, Decision
+from composer_fsdp2.shard.torch_private.tensors import compiled_call, is_compiled, is_whole_graph
+from composer_fsdp2.text import listed
 
-__all__ = ["conditional_modules"]
+__all__ = ["conditional_modules", "move_units"]
 
 _ROUTERS = frozenset({"gate", "gating", "router", "wg"})
 
 
 def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[str]:
-    """Names of the outermost modules that a rank may leave out, by structure and by `patterns`.
+    """Names the outermost modules that a rank may leave out, by structure and by `patterns`.
 
     Lists of experts, and the towers of a Hugging Face model whose main input is text.
 
@@ -31,27 +41,19 @@ def conditional_modules(tree: ModuleTree, patterns: Iterable[str] = ()) -> list[
     Raises:
         PlanError: for a pattern that matches nothing.
     """
-    patterns = list(patterns)
-    if problems := list(unmatched_names(tree, patterns, "unused_parameters")):
-        raise PlanError("\n".join(problems))
-    matchers = [matcher(pattern) for pattern in patterns]
+    named = select_modules(tree, "unused_parameters", list(patterns))
     towers = _towers(tree)
     inside: set[int] = set()
     found: list[str] = []
     for index in tree.first_path.values():
         entry = tree.paths[index]
-        if entry.parent < 0:
+        module, name = entry.module, entry.path.rpartition(".")[2]
+        if entry.parent < 0 or id(module) in inside:
             continue
-        above, named = tree.paths[entry.parent].module, entry.path.rpartition(".")[2]
-        if id(entry.module) in inside:
-            continue
-        if (
-            id(entry.module) in towers
-            or _holds_experts(entry.module, named, above)
-            or any(matches(entry.path) for matches in matchers)
-        ):
+        above = tree.paths[entry.parent].module
+        if id(module) in towers or entry.path in named or _holds_experts(module, name, above):
             found.append(entry.path)
-            inside.update(id(module) for module in entry.module.modules())
+            inside.update(id(part) for part in module.modules())
     return found
 
 
@@ -59,29 +61,20 @@ def _holds_experts(module: nn.Module, name: str, above: nn.Module) -> bool:
     """Whether it is a container of equal modules, called experts or chosen by a router."""
     if not isinstance(module, nn.ModuleList | nn.ModuleDict) or len(module) < 2:
         return False
-    if "expert" not in name.lower() and not _routes(above, len(module)):
-        return False
-    return len({_shape(member) for member in module.children()}) == 1
-
-
-def _shape(module: nn.Module) -> tuple[object, ...]:
-    return type(module), *(param.shape for param in module.parameters())
-
-
-def _routes(module: nn.Module, count: int) -> bool:
-    """Whether something in it, called a router, has one row or column for each of so many."""
-    children = {name: list(child.parameters()) for name, child in module.named_children()}
-    own = {name: [param] for name, param in module._parameters.items() if param is not None}
-    return any(
-        param.ndim == 2 and count in param.shape
-        for name, params in (children | own).items()
-        if name in _ROUTERS
-        for param in params
-    )
+    if "expert" not in name.lower():
+        parts: dict[str, Any] = {**dict(above.named_children()), **above._parameters}
+        routers = [parts[router] for router in _ROUTERS if parts.get(router) is not None]
+        params = [p for r in routers for p in (r.parameters() if isinstance(r, nn.Module) else [r])]
+        # A router has one row or column for each expert.
+        if not any(param.ndim == 2 and len(module) in param.shape for param in params):
+            return False
+    members = module.children()
+    shapes = {(type(m), *(param.shape for param in m.parameters())) for m in members}
+    return len(shapes) == 1
 
 
 def _towers(tree: ModuleTree) -> set[int]:
-    """Models inside a Hugging Face model that read something else than its text.
+    """Finds models inside a Hugging Face model that read something else than its text.
 
     A composite configuration lists those of its parts, and says which one is that of the text.
     """
@@ -99,3 +92,112 @@ def _towers(tree: ModuleTree) -> set[int]:
             if type(getattr(module, "config", None)) in others - {type(None)}
         )
     return towers
+
+
+def move_units(
+    tree: ModuleTree, optional: Collection[str], chosen: dict[int, Decision], problems: list[str]
+) -> set[int]:
+    """Moves units out of optional modules and out of graphs. Collective: no.
+
+    Args:
+        tree: of the model.
+        optional: names of modules that some rank may leave out of a step.
+        chosen: decision of each unit by id(module); is changed.
+        problems: is added to.
+
+    Returns:
+        id of the modules that may be no units.
+    """
+
+    def around_optional(index: int) -> int | None:
+        entry = tree.paths[index]
+        return tree.lowest_common_parent([entry.parent]) if entry.path in optional else None
+
+    inside, moved = _move(tree, chosen, around_optional, LEFT_OUT)
+    problems += [
+        f"'{path}' was chosen by {decision.reason} as a unit with settings of its own, and some "
+        "ranks may leave it out of a step. The others would wait for it, so it is gathered with "
+        "the module around it and cannot have its own settings. Take them out, or write "
+        "`unused_parameters: false` if every rank calls it in every step."
+        for path, decision, _ in moved
+        if decision.settings != UnitSettings()
+    ]
+    if moved:
+        hosts = listed(dict.fromkeys(host for _, _, host in moved))
+        warnings.warn(
+            f"{listed(path for path, _, _ in moved)} were chosen as units, and some ranks may "
+            f"leave them out of a step. The others would wait for them, so {hosts} gathers them "
+            "whole, which takes more memory. Write `unused_parameters: false` if every rank calls "
+            "all of them in every step.",
+            stacklevel=3,
+        )
+    graphs = {id(module): _graph_of(module) for _, module in tree.modules()}
+    if graphs[id(tree.root)] == "in place":
+        problems.append(
+            "The model was compiled in place with fullgraph=True "
+            "(`model.compile(fullgraph=True)`), hooks included. FSDP2 gathers in a hook of the "
+            "model, which the compiler does not trace. Leave the call out and set `compile: true`, "
+            "which compiles the blocks between the hooks."
+        )
+    for index in tree.first_path.values():
+        parent = tree.paths[index].parent
+        in_compiled = parent >= 0 and is_compiled(tree.paths[parent].module)
+        if in_compiled and tree.key_of(index) in chosen:
+            # What `torch.compile` returned is the unit, instead of the module in it.
+            chosen.setdefault(tree.key_of(parent), chosen.pop(tree.key_of(index)))
+
+    def around_graph(index: int) -> int | None:
+        parent = tree.paths[index].parent
+        if parent < 0:
+            return None
+        if graphs[tree.key_of(index)] == "in place":
+            return tree.lowest_common_parent([parent])
+        return parent if graphs[tree.key_of(parent)] == "inside" else None
+
+    in_graphs, moved = _move(tree, chosen, around_graph, "compiled as one graph")
+    if moved:
+        inner, _, outer = moved[0]
+        more = f" and {len(moved) - 1} more" if len(moved) > 1 else ""
+        warnings.warn(
+            f"'{inner}'{more} would be units, and lie in what you compiled with fullgraph=True. A "
+            f"unit gathers in a hook, which the graph cannot hold, so '{outer}' "
+            "gathers them whole, which takes more memory. Compile the blocks instead: "
+            "`compile: true`.",
+            stacklevel=3,
+        )
+    return inside | in_graphs
+
+
+def _move(
+    tree: ModuleTree,
+    chosen: dict[int, Decision],
+    host_of: Callable[[int], int | None],
+    reason: str,
+) -> tuple[set[int], list[tuple[str, Decision, str]]]:
+    """Makes a unit of the host of each path instead of the units in it.
+
+    Returns:
+        id of the modules inside; name and decision of each unit that moved, and its host's name.
+    """
+    hosts: dict[int, int] = {}
+    moved: list[tuple[str, Decision, str]] = []
+    for index in tree.first_path.values():
+        entry = tree.paths[index]
+        host = hosts[entry.parent] if entry.parent in hosts else host_of(index)
+        if host is None:
+            continue
+        hosts[index] = host
+        if (decision := chosen.pop(id(entry.module), None)) is not None:
+            chosen.setdefault(tree.key_of(host), Decision(wrap=True, reason=reason))
+            moved.append((entry.path, decision, tree.paths[host].path or "<root>"))
+    return {tree.key_of(index) for index in hosts}, moved
+
+
+def _graph_of(module: nn.Module) -> Literal["inside", "in place"] | None:
+    """Returns which part of a module a user compiled as one graph."""
+    if is_whole_graph(compiled_call(module)):
+        return "in place"
+    # `vars`, because `torch.compile` returns a module that passes questions on to the one inside.
+    own = vars(module)
+    graphs = is_whole_graph(own.get("dynamo_ctx")) or is_whole_graph(own.get("forward"))
+    return "inside" if graphs else None

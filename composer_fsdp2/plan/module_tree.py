@@ -8,7 +8,8 @@ other. FSDP2 only sees identity, so sharding would silently untie the second kin
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch.nn.utils import parametrize
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.torch_private.tensors import storage_id
+from composer_fsdp2.text import child_name
 
 __all__ = [
-    "Memory",
     "ModulePath",
     "ModuleTree",
     "ParamRef",
+    "Recall",
     "attribute_of",
     "canonical_param_ids",
     "has_forward",
@@ -32,6 +34,8 @@ __all__ = [
     "memory_of",
     "tied_groups",
 ]
+
+Recall = Callable[[], AbstractContextManager[None]]
 
 _WRAPPED = "_checkpoint_wrapped_module"
 """what torch's activation wrappers call the module they run"""
@@ -67,6 +71,8 @@ class ModuleTree:
     """id(module) -> index of its first path"""
     postorder: list[int] = field(default_factory=list[int])
     """id(module) of every module, children before parents on every path"""
+    recalls: list[Recall] = field(default_factory=list[Recall])
+    """what blocks enter when they run again in backward, asked for in each of their forwards"""
     circles: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     """paths to modules that are above themselves, and the first path of each"""
     _once: list[tuple[str, nn.Module]] = field(default_factory=list[tuple[str, nn.Module]])
@@ -94,43 +100,43 @@ class ModuleTree:
             if key in on_path:
                 tree.circles.append((path, tree.paths[tree.first_path[key]].path))
                 continue
-            index = tree._enter(path, module, parent)
+            index = len(tree.paths)
+            tree.paths.append(ModulePath(path, module, parent))
+            tree.first_path.setdefault(key, index)
+            for name, param in module._parameters.items():
+                if param is not None:
+                    tree.params.append(ParamRef(child_name(path, name), param, index))
             if not module._modules:
                 postorder.setdefault(key)
                 continue
             on_path.add(key)
             stack.append((path, module, index, False))
             stack.extend(
-                (_child_path(path, name), child, index, True)
+                # Activation wrappers do not appear in names, as they do not in `state_dict()`.
+                (path if name == _WRAPPED else child_name(path, name), child, index, True)
                 for name, child in reversed(module._modules.items())
                 if child is not None
             )
         tree.postorder = list(postorder)
+        entries = (tree.paths[index] for index in tree.first_path.values())
+        tree._once = [(entry.path, entry.module) for entry in entries]
         return tree
-
-    def _enter(self, path: str, module: nn.Module, parent: int) -> int:
-        index = len(self.paths)
-        self.paths.append(ModulePath(path, module, parent))
-        self.first_path.setdefault(id(module), index)
-        for name, param in module._parameters.items():
-            if param is not None:
-                self.params.append(ParamRef(f"{path}.{name}" if path else name, param, index))
-        return index
 
     @property
     def root(self) -> nn.Module:
-        """The whole model."""
+        """Returns the whole model."""
         return self.paths[0].module
 
     def modules(self) -> Sequence[tuple[str, nn.Module]]:
-        """Every module once, under its first path, parents before children."""
-        if len(self._once) != len(self.first_path):  # made once: a plan asks some twenty times
-            entries = (self.paths[index] for index in self.first_path.values())
-            self._once = [(entry.path, entry.module) for entry in entries]
+        """Returns every module once, under its first path, parents before children."""
         return self._once
 
+    def key_of(self, index: int) -> int:
+        """Returns id(module) of a path."""
+        return id(self.paths[index].module)
+
     def lowest_common_parent(self, paths: Iterable[int]) -> int:
-        """The deepest path above all of `paths` whose module has a `forward`."""
+        """Returns the deepest path above all of `paths` whose module has a `forward`."""
         lines = [self.line_to(index) for index in paths]
         common = 0
         for level in zip(*lines, strict=False):
@@ -142,19 +148,12 @@ class ModuleTree:
         return common
 
     def line_to(self, index: int, below: int = -1) -> list[int]:
-        """The paths on the way down to one, beginning under another or with the root."""
+        """Returns the paths on the way down to one, beginning under another or with the root."""
         line: list[int] = []
         while index not in (below, -1):
             line.append(index)
             index = self.paths[index].parent
         return line[::-1]
-
-
-def _child_path(path: str, name: str) -> str:
-    """Activation wrappers do not appear in names, as they do not in `state_dict()`."""
-    if name == _WRAPPED:
-        return path
-    return f"{path}.{name}" if path else name
 
 
 def is_wrapper(module: nn.Module) -> bool:
@@ -175,7 +174,7 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def attribute_of(module: nn.Module, name: str, default: object = None) -> Any:
-    """`getattr`, but quick where a module has no such attribute.
+    """Reads an attribute as `getattr` does, but quickly where a module has none of the name.
 
     torch then looks in three places and formats an error, which takes longer than all else that is
     asked about a module here. Not for parameters and buffers.
@@ -187,15 +186,16 @@ def attribute_of(module: nn.Module, name: str, default: object = None) -> Any:
     return default
 
 
-def may_be_unit(module: nn.Module, parent: nn.Module | None) -> bool:
-    """Whether a module's parameters are read in its own forward only.
+def may_be_unit(tree: ModuleTree, index: int) -> bool:
+    """Whether the parameters of a path's module are read in its own forward only.
 
     `MultiheadAttention` reads its projection's weight without calling it. Parts of a
     parametrization belong to the module whose weight they compute.
     """
-    return has_forward(module) and not isinstance(
-        parent, nn.MultiheadAttention | parametrize.ParametrizationList
-    )
+    entry = tree.paths[index]
+    parent = tree.paths[entry.parent].module if entry.parent >= 0 else None
+    reads_parts = isinstance(parent, nn.MultiheadAttention | parametrize.ParametrizationList)
+    return has_forward(entry.module) and not reads_parts
 
 
 def tied_groups(model: nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -237,78 +237,56 @@ def canonical_param_ids(refs: Iterable[ParamRef]) -> dict[int, int]:
     Raises:
         PlanError: when two parameters overlap in memory without being the same view of it.
     """
-    params: dict[int, tuple[str, nn.Parameter]] = {}
+    first: dict[int, ParamRef] = {}
     for ref in refs:
-        params.setdefault(id(ref.param), (ref.name, ref.param))
-    by_storage: dict[int, list[tuple[str, nn.Parameter]]] = defaultdict(list)
-    for name, param in params.values():
+        first.setdefault(id(ref.param), ref)
+    by_storage: dict[int, list[ParamRef]] = defaultdict(list)
+    for ref in first.values():
         # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.
-        plain = type(param) is nn.Parameter or type(param.data) is torch.Tensor
-        if plain and param.numel():
-            by_storage[storage_id(param)].append((name, param))
-    representative = {key: key for key in params}
-    for group in by_storage.values():
-        if len(group) > 1:
-            representative.update(_aliases_in_storage(group))
+        plain = type(ref.param) is nn.Parameter or type(ref.param.data) is torch.Tensor
+        if plain and ref.param.numel():
+            by_storage[storage_id(ref.param)].append(ref)
+    representative = {key: key for key in first}
+    for group in (refs for refs in by_storage.values() if len(refs) > 1):
+        # Many parameters may share a file mapping without touching each other.
+        extents = sorted(((*_extent(ref.param), ref) for ref in group), key=lambda one: one[0])
+        holder_start, holder_end, holder = extents[0]
+        for start, end, ref in extents[1:]:
+            if start >= holder_end:
+                holder_start, holder_end, holder = start, end, ref
+            elif start == holder_start and _layout(ref.param) == _layout(holder.param):
+                representative[id(ref.param)] = id(holder.param)
+            else:
+                raise PlanError(
+                    f"'{holder.name}' and '{ref.name}' share memory but are different views of it "
+                    f"(bytes {holder_start} to {holder_end} and {start} to {end} of one storage). "
+                    "Sharding would cut them apart, and an update of one would no longer move the "
+                    "other. Give one of them its own memory (`.clone()`), or hold one parameter "
+                    "and take the view in forward."
+                )
     return representative
-
-
-def _aliases_in_storage(group: list[tuple[str, nn.Parameter]]) -> dict[int, int]:
-    """Parameters of one storage; many may share a file mapping without touching each other."""
-    found: dict[int, int] = {}
-    ordered = sorted(group, key=lambda item: _extent(item[1])[0])
-    holder_name, holder = ordered[0]
-    for name, param in ordered[1:]:
-        start, end = _extent(param)
-        holder_start, holder_end = _extent(holder)
-        if start >= holder_end:
-            holder_name, holder = name, param
-        elif start == holder_start and _layout(param) == _layout(holder):
-            found[id(param)] = id(holder)
-        else:
-            raise PlanError(
-                f"'{holder_name}' and '{name}' share memory but are different views of it "
-                f"(bytes {holder_start} to {holder_end} and {start} to {end} of one storage). "
-                "Sharding would cut them apart, and an update of one would no longer move the "
-                "other. Give one of them its own memory (`.clone()`), or hold one parameter and "
-                "take the view in forward."
-            )
-    return found
-
-
-def _extent(param: torch.Tensor) -> tuple[int, int]:
-    """First byte in the storage and one past the last."""
-    start = int(param.storage_offset())
-    if param.is_contiguous():
-        reach = param.numel() - 1
-    else:
-        steps = zip(param.shape, param.stride(), strict=True)
-        reach = sum((size - 1) * step for size, step in steps)
-    return start * param.element_size(), (start + reach + 1) * param.element_size()
 
 
 def _layout(param: nn.Parameter) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     return param.dtype, param.shape, param.stride()
 
 
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """The bytes of a tensor."""
-
-    storage: int
-    """a number that tensors over one storage share"""
-    start: int
-    end: int
-
-    def overlaps(self, other: Memory) -> bool:
-        """Whether the two have bytes in common, or may have: strides are not looked at."""
-        same = self.storage == other.storage
-        return same and self.start < other.end and other.start < self.end
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Returns the first byte in the storage and one past the last."""
+    if tensor.is_contiguous():
+        reach = tensor.numel() - 1
+    else:
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = sum((size - 1) * step for size, step in steps)
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + reach + 1) * tensor.element_size()
 
 
-def memory_of(tensor: torch.Tensor) -> Memory | None:
-    """Where a tensor is; `None` for one without elements or without a memory of the usual kind."""
+def memory_of(tensor: torch.Tensor) -> tuple[int, int, int] | None:
+    """Returns where a tensor is: a number of its storage, its first byte, and one past its last.
+
+    `None` for one without elements or without a memory of the usual kind. Strides are not looked
+    at, so that two tensors whose bytes overlap here may have none in common.
+    """
     usual = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    if not usual or not tensor.numel():
-        return None
-    return Memory(storage_id(tensor), *_extent(tensor))
+    return (storage_id(tensor), *_extent(tensor)) if usual and tensor.numel() else None

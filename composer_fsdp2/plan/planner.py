@@ -9,23 +9,19 @@ stay where they are.
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.messages import nearest
-from composer_fsdp2.config.precision import PrecisionSpec
-from composer_fsdp2.config.wrapping import Reshard, UnitSettings
+from composer_fsdp2.config.wrapping import Reshard
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.compiled_modules import keep_graphs_whole
-from composer_fsdp2.plan.module_checks import check_modules, refuse_unreadable
+from composer_fsdp2.plan.checks import check_model, left_whole, refuse_unreadable
+from composer_fsdp2.plan.conditional_modules import move_units
 from composer_fsdp2.plan.module_tree import (
     ModuleTree,
     ParamRef,
@@ -33,17 +29,15 @@ from composer_fsdp2.plan.module_tree import (
     has_forward,
     is_wrapper,
 )
-from composer_fsdp2.plan.param_checks import check_params, check_ties, left_whole
 from composer_fsdp2.plan.unit_size import (
     NO_BOUNDS,
     UnitSizes,
-    divide_by_dtype,
-    divide_by_size,
+    divide_units,
     name_joined,
-    to_join,
-    too_small,
+    small_units,
 )
-from composer_fsdp2.plan.wrap_plan import LEFT_OUT, Decision, Rule, ShardUnit, WrapPlan
+from composer_fsdp2.plan.wrap_plan import Decision, Rule, ShardUnit, WrapPlan, first_answer
+from composer_fsdp2.text import listed
 
 __all__ = ["plan_wrapping"]
 
@@ -90,57 +84,38 @@ def plan_wrapping(
     """
     tree = ModuleTree.read(model)
     refuse_unreadable(tree)
-    _refuse_sharded(tree)
     weight_of = canonical_param_ids(tree.params)
     chosen, refused, problems = _choose(tree, rules)
-    refused |= _keep_whole(tree, frozenset(optional), chosen, problems)
-    refused |= keep_graphs_whole(tree, chosen, problems)
+    refused |= move_units(tree, frozenset(optional), chosen, problems)
     ignored = _match_ignored(tree, ignored_params, weight_of, problems)
     ignored |= left_whole(tree.params, weight_of)
     refs = [ref for ref in tree.params if weight_of[id(ref.param)] not in ignored]
-    ties = _ties(refs, weight_of)
-    nearest_unit = _settle_units(tree, refs, ties, chosen, tied_weights, problems)
-    merged, joined = _merged(tree, refs, ties, nearest_unit, chosen, sizes)
-    if merged:
-        chosen = {key: decision for key, decision in chosen.items() if key not in merged}
-    nearest_unit = _settle_units(tree, refs, ties, chosen, tied_weights, problems, sizes, refused)
-    name_joined(tree, joined, nearest_unit, chosen)
-    if tied_weights == "error":
-        problems += _forbidden_ties(tree, nearest_unit, ties)
-    owned = _owned(tree, refs, ties, nearest_unit)
+    uses: dict[int, list[ParamRef]] = defaultdict(list)
+    for ref in refs:
+        uses[weight_of[id(ref.param)]].append(ref)
+    ties = [group for group in uses.values() if len(group) > 1]
+
+    units = _settle_units(tree, refs, ties, chosen, tied_weights, problems)
+    owned, around = _owned(tree, refs, ties, units), _nesting(tree, units, chosen)
+    joining, ends = small_units(tree, owned, around, chosen, sizes)
+    chosen = {key: decision for key, decision in chosen.items() if key not in joining}
+    units = _settle_units(tree, refs, ties, chosen, tied_weights, problems, sizes, refused)
+    name_joined(tree, ends, units, chosen)
+
+    owned = _owned(tree, refs, ties, units)
     for unit, held in owned.items():
         sizes.warn_of_large(tree.paths[unit].path, held)
-    units = _make_units(tree, owned, weight_of, nearest_unit, chosen, reshard_after_forward)
-    check_params(units, refs, problems)
-    check_ties(ties, problems)
-    check_modules(tree, refs, problems)
+    made = _make_units(tree, owned, weight_of, units, chosen, reshard_after_forward)
+    if tied_weights == "error":
+        problems += _forbidden_ties(tree, units, ties)
+    problems += check_model(tree, made, refs, ties)
     if problems:
-        raise PlanError(problems[0] if len(problems) == 1 else _numbered(problems))
+        lines = [f"  {number}. {text}" for number, text in enumerate(problems, 1)]
+        head = f"The model cannot be divided into FSDP units, for {len(problems)} reasons:"
+        raise PlanError(problems[0] if len(problems) == 1 else "\n".join([head, *lines]))
     tied = tuple(tuple(ref.name for ref in group) for group in ties)
     ignored_names = tuple(ref.name for ref in tree.params if weight_of[id(ref.param)] in ignored)
-    return WrapPlan(tuple(units), tied, ignored_names)
-
-
-def _numbered(problems: list[str]) -> str:
-    lines = "\n".join(f"  {number}. {text}" for number, text in enumerate(problems, 1))
-    return f"The model cannot be divided into FSDP units, for {len(problems)} reasons:\n{lines}"
-
-
-def _refuse_sharded(tree: ModuleTree) -> None:
-    for path, module in tree.modules():
-        if isinstance(module, FSDPModule):
-            raise PlanError(
-                f"{_name(path)} is sharded by FSDP2 already, by an earlier Trainer or "
-                "prepare_fully_shard of this process, or by your own fully_shard. Sharding twice "
-                "would mix shards of shards. Build the model anew for every Trainer, and load its "
-                "weights from a checkpoint (load_path) or from a state dict that was taken inside "
-                "`with composer_fsdp2.summon_full_params(model):`, before adapters are put on it; "
-                "or go on with the first Trainer (fit, eval). Take your own fully_shard calls out."
-            )
-
-
-def _name(path: str) -> str:
-    return f"'{path}'" if path else "The model"
+    return WrapPlan(tuple(made), tied, ignored_names)
 
 
 def _choose(
@@ -151,119 +126,54 @@ def _choose(
     refused: set[int] = set()
     problems: list[str] = []
     for path, module in tree.modules():
-        if is_wrapper(module):
-            continue
-        for rule in rules:
-            decision = rule(path, module)
-            if decision is None:
-                continue
-            if decision.wrap:
-                chosen[id(module)] = decision
-                if not has_forward(module):
-                    problems.append(_container(path, module, decision))
-            else:
-                refused.add(id(module))
-            break
+        decision = None if is_wrapper(module) else first_answer(rules, path, module)
+        if decision is not None and not decision.wrap:
+            refused.add(id(module))
+        elif decision is not None:
+            chosen[id(module)] = decision
+            if not has_forward(module):
+                problems.append(_container(path, module, decision))
     return chosen, refused, problems
 
 
-def _keep_whole(
-    tree: ModuleTree, optional: Collection[str], chosen: dict[int, Decision], problems: list[str]
-) -> set[int]:
-    """Moves units out of optional modules, to what runs on every rank; returns what is in those."""
-    host_of: dict[int, int] = {}
-    for index in tree.first_path.values():
-        entry = tree.paths[index]
-        if entry.parent in host_of:
-            host_of[index] = host_of[entry.parent]
-        elif entry.path in optional:
-            host_of[index] = tree.lowest_common_parent([entry.parent])
-    moved: dict[str, str] = {}
-    for index, host in host_of.items():
-        entry, around = tree.paths[index], tree.paths[host]
-        decision = chosen.pop(id(entry.module), None)
-        if decision is None:
-            continue
-        if decision.settings != UnitSettings():
-            problems.append(_own_settings(entry.path, decision))
-        chosen.setdefault(id(around.module), Decision(wrap=True, reason=LEFT_OUT))
-        moved[entry.path] = around.path
-    if moved:
-        _warn_of_moved(moved)
-    return {id(tree.paths[index].module) for index in host_of}
-
-
-def _warn_of_moved(moved: Mapping[str, str]) -> None:
-    warnings.warn(
-        f"{_listed(list(moved))} were chosen as units, and some ranks may leave them out of a "
-        f"step. The others would wait for them, so {_listed(list(dict.fromkeys(moved.values())))} "
-        "gathers them whole, which takes more memory. Write `unused_parameters: false` if every "
-        "rank calls all of them in every step.",
-        stacklevel=3,
-    )
-
-
-def _own_settings(path: str, decision: Decision) -> str:
-    return (
-        f"'{path}' was chosen by {decision.reason} as a unit with settings of its own, and some "
-        "ranks may leave it out of a step. The others would wait for it, so it is gathered with "
-        "the module around it and cannot have its own settings. Take them out, or write "
-        "`unused_parameters: false` if every rank calls it in every step."
-    )
-
-
 def _container(path: str, module: nn.Module, decision: Decision) -> str:
-    kind = type(module).__name__
+    kind, name = type(module).__name__, f"'{path}'" if path else "The model"
+    fact = f"{name} ({kind}) was chosen by {decision.reason}, but "
     if type(module).forward is not nn.Module.forward:
         return (
-            f"{_name(path)} ({kind}) was chosen by {decision.reason}, but it is a ModuleList or "
-            "ModuleDict, which FSDP2 takes for a container without a forward. Derive the class "
-            "from nn.Module and hold the list in it, or choose the modules inside."
+            f"{fact}it is a ModuleList or ModuleDict, which FSDP2 takes for a container without a "
+            "forward. Derive the class from nn.Module and hold the list in it, or choose the "
+            "modules inside."
         )
     return (
-        f"{_name(path)} ({kind}) was chosen by {decision.reason}, but a {kind} has no forward. "
-        "FSDP gathers parameters when forward is called, so they would never be there. "
-        "Choose the modules inside it."
+        f"{fact}a {kind} has no forward. FSDP gathers parameters when forward is called, so they "
+        "would never be there. Choose the modules inside it."
     )
 
 
 def _match_ignored(
-    tree: ModuleTree,
-    patterns: Iterable[str],
-    weight_of: Mapping[int, int],
-    problems: list[str],
+    tree: ModuleTree, patterns: Iterable[str], weight_of: Mapping[int, int], problems: list[str]
 ) -> set[int]:
-    """The ignored weights; one ignored name is enough for a tied one."""
+    """Returns the ignored weights; one ignored name is enough for a tied one."""
     ignored: set[int] = set()
-    names = [ref.name for ref in tree.params]
     for pattern in patterns:
         matched = [ref for ref in tree.params if fnmatch.fnmatchcase(ref.name, pattern)]
         ignored.update(weight_of[id(ref.param)] for ref in matched)
         if not matched:
+            hint = nearest(pattern, [ref.name for ref in tree.params])
             problems.append(
                 f"'{pattern}' of ignored_params matches no parameter. What you meant to leave "
-                f"alone would be sharded.{nearest(pattern, names)} Correct it or take it out."
+                f"alone would be sharded.{hint} Correct it or take it out."
             )
-    for ref in tree.params:
-        trainable = ref.param.requires_grad and not isinstance(ref.param, DTensor)
-        if trainable and weight_of[id(ref.param)] in ignored:
-            problems.append(_trainable_ignored(ref.name))
+    problems += [
+        f"'{ref.name}' is left out by ignored_params and trainable. Nobody would average its "
+        "gradient, and the ranks would drift apart. Freeze it, or take it out of ignored_params."
+        for ref in tree.params
+        if weight_of[id(ref.param)] in ignored
+        and ref.param.requires_grad
+        and not isinstance(ref.param, DTensor)
+    ]
     return ignored
-
-
-def _trainable_ignored(name: str) -> str:
-    return (
-        f"'{name}' is left out by ignored_params and trainable. Nobody would average its gradient, "
-        "and the ranks would drift apart. Freeze it, or take it out of ignored_params."
-    )
-
-
-def _ties(refs: list[ParamRef], weight_of: Mapping[int, int]) -> list[list[ParamRef]]:
-    """Uses of the same weight, for every weight with more than one name."""
-    groups: dict[int, list[ParamRef]] = defaultdict(list)
-    for ref in refs:
-        groups[weight_of[id(ref.param)]].append(ref)
-    return [group for group in groups.values() if len(group) > 1]
 
 
 def _settle_units(
@@ -276,110 +186,34 @@ def _settle_units(
     sizes: UnitSizes | None = None,
     refused: Iterable[int] = (),
 ) -> list[int]:
-    """Unit of every entry (index of the unit's first path), after adding what is needed.
+    """Returns the unit of every path (index of the unit's first path), after adding what is needed.
 
     Ties need the units that hold them; with `sizes`, units that are too large or of several dtypes
     are divided. Adding a unit can put another tied pair on two sides of it, so this repeats until
     none is left; every round adds at least one unit.
     """
-    root = tree.paths[0].module
     while True:
-        units = _nearest_units(tree, chosen)
+        units: list[int] = []
+        for entry in tree.paths:
+            above = units[entry.parent] if entry.parent >= 0 else -1
+            key = id(entry.module)
+            units.append(tree.first_path[key] if key in chosen else above)
         added: dict[int, Decision] = {}
         if any(units[ref.path_index] < 0 for ref in refs):
-            added[id(root)] = Decision(wrap=True, reason="root")
-        if tied_weights == "lift":
-            added.update(_parents_of_crossing_ties(tree, units, ties, chosen))
+            added[id(tree.root)] = Decision(wrap=True, reason="root")
+        for group in ties if tied_weights == "lift" else ():
+            if _crosses(units, group):
+                parent = tree.key_of(tree.lowest_common_parent(ref.path_index for ref in group))
+                if parent not in chosen:
+                    added[parent] = Decision(wrap=True, reason=f"holds tied '{group[0].name}'")
         if not added and sizes is not None:
             owned = _owned(tree, refs, ties, units)
-            added = _divided(tree, owned, chosen, {*chosen, *refused}, sizes)
+            added = divide_units(tree, owned, chosen, {*chosen, *refused}, sizes)
         if not added:
             return units
-        if id(root) in added and not has_forward(root):
-            problems.append(_container("", root, added[id(root)]))
+        if id(tree.root) in added and not has_forward(tree.root):
+            problems.append(_container("", tree.root, added[id(tree.root)]))
         chosen.update(added)
-
-
-def _merged(
-    tree: ModuleTree,
-    refs: list[ParamRef],
-    ties: list[list[ParamRef]],
-    units: list[int],
-    chosen: Mapping[int, Decision],
-    sizes: UnitSizes,
-) -> tuple[set[int], list[int]]:
-    """Units that join the one around them, and those of them that are small ends.
-
-    Settings of a unit's own keep it apart.
-    """
-
-    def may_merge(module: nn.Module) -> bool:
-        return id(module) in chosen and chosen[id(module)].settings == UnitSettings()
-
-    owned, around = _owned(tree, refs, ties, units), _nesting(tree, units, chosen)
-    joined = to_join(tree, owned, around, chosen)
-    return too_small(tree, owned, around, may_merge, sizes).union(joined), joined
-
-
-def _divided(
-    tree: ModuleTree,
-    owned: Mapping[int, list[ParamRef]],
-    chosen: Mapping[int, Decision],
-    taken: set[int],
-    sizes: UnitSizes,
-) -> dict[int, Decision]:
-    """Modules that become units because the one they are in is mixed, else because it is large."""
-    added: dict[int, Decision] = {}
-    for unit, refs in owned.items():
-        for module, dtype in divide_by_dtype(tree, unit, refs, taken):
-            settings = _inner(chosen[id(tree.paths[unit].module)].settings)
-            reason = f"dtype {str(dtype).removeprefix('torch.')}"
-            added[id(module)] = Decision(
-                wrap=True, reason=reason, settings=settings, is_block=False
-            )
-    if added:
-        return added
-    for unit, refs in owned.items():
-        for module in divide_by_size(tree, unit, refs, taken, sizes):
-            settings = _inner(chosen[id(tree.paths[unit].module)].settings)
-            added[id(module)] = Decision(
-                wrap=True, reason="max_unit_bytes", settings=settings, is_block=False
-            )
-    return added
-
-
-def _inner(settings: UnitSettings) -> UnitSettings:
-    """The settings of a part of a unit; the output dtype is that of what leaves the whole."""
-    precision = settings.mixed_precision
-    if isinstance(precision, PrecisionSpec):
-        precision = dataclasses.replace(precision, output_dtype=None)
-    return dataclasses.replace(settings, mixed_precision=precision)
-
-
-def _nearest_units(tree: ModuleTree, chosen: Mapping[int, Decision]) -> list[int]:
-    """For every path the first path of the nearest chosen module at or above it, else -1."""
-    units: list[int] = []
-    for entry in tree.paths:
-        if id(entry.module) in chosen:
-            units.append(tree.first_path[id(entry.module)])
-        else:
-            units.append(units[entry.parent] if entry.parent >= 0 else -1)
-    return units
-
-
-def _parents_of_crossing_ties(
-    tree: ModuleTree,
-    units: list[int],
-    ties: list[list[ParamRef]],
-    chosen: Mapping[int, Decision],
-) -> dict[int, Decision]:
-    added: dict[int, Decision] = {}
-    for group in ties:
-        if _crosses(units, group):
-            parent = tree.paths[tree.lowest_common_parent(ref.path_index for ref in group)].module
-            if id(parent) not in chosen:
-                added[id(parent)] = Decision(wrap=True, reason=f"holds tied '{group[0].name}'")
-    return added
 
 
 def _crosses(units: list[int], group: list[ParamRef]) -> bool:
@@ -388,22 +222,15 @@ def _crosses(units: list[int], group: list[ParamRef]) -> bool:
 
 def _forbidden_ties(tree: ModuleTree, units: list[int], ties: list[list[ParamRef]]) -> list[str]:
     problems: list[str] = []
-    for group in ties:
-        if not _crosses(units, group):
-            continue
+    for group in (group for group in ties if _crosses(units, group)):
         paths = sorted({tree.paths[units[ref.path_index]].path or "<root>" for ref in group})
         problems.append(
-            f"{_listed(paths)} were all chosen as FSDP units but share the parameter "
-            f"'{group[0].name}' (also {_listed([ref.name for ref in group[1:]])}). Sharding them "
+            f"{listed(paths)} were all chosen as FSDP units but share the parameter "
+            f"'{group[0].name}' (also {listed(ref.name for ref in group[1:])}). Sharding them "
             "apart would untie them. Choose fewer of them, or set `tied_weights: lift` to shard "
             "the weight with their parent."
         )
     return problems
-
-
-def _listed(names: Sequence[str], most: int = 5) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def _owned(
@@ -411,10 +238,8 @@ def _owned(
 ) -> dict[int, list[ParamRef]]:
     """Returns each unit's weights; a tied one belongs to the unit at its names' common parent."""
     lifted: dict[int, int] = {}
-    for group in ties:
-        owner = units[group[0].path_index]
-        if _crosses(units, group):
-            owner = units[tree.lowest_common_parent(ref.path_index for ref in group)]
+    for group in (group for group in ties if _crosses(units, group)):
+        owner = units[tree.lowest_common_parent(ref.path_index for ref in group)]
         lifted.update((id(ref.param), owner) for ref in group)
     owned: dict[int, list[ParamRef]] = defaultdict(list)
     for ref in refs:
@@ -466,7 +291,7 @@ def _make_units(
 
 
 def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision]) -> dict[int, int]:
-    """First paths of units that lie inside another unit -> that of a unit around them."""
+    """Maps first paths of units inside another unit to that of the unit around them."""
     return {
         tree.first_path[id(entry.module)]: units[entry.parent]
         for entry in tree.paths
@@ -475,7 +300,7 @@ def _nesting(tree: ModuleTree, units: list[int], chosen: Mapping[int, Decision])
 
 
 def _trained(tree: ModuleTree) -> set[int]:
-    """First paths of modules with a trainable parameter in them, at whatever depth."""
+    """Returns first paths of modules with a trainable parameter in them, at whatever depth."""
     found: set[int] = set()
     for ref in tree.params:
         index = ref.path_index if ref.param.requires_grad else -1

@@ -20,9 +20,14 @@ from composer_fsdp2.plan.module_tree import (
     has_forward,
     may_be_unit,
 )
-from composer_fsdp2.plan.patterns import matcher, unmatched_classes, unmatched_names
+from composer_fsdp2.plan.patterns import (
+    matcher,
+    select_modules,
+    unmatched_classes,
+    unmatched_names,
+)
 from composer_fsdp2.plan.unit_size import WORTH_A_UNIT_BYTES
-from composer_fsdp2.plan.wrap_plan import Decision, Role, Rule
+from composer_fsdp2.plan.wrap_plan import Decision, Role, Rule, first_answer
 
 __all__ = [
     "by_class",
@@ -50,27 +55,22 @@ def by_class(*classes: str | type[nn.Module], settings: UnitSettings | None = No
     """
     names = {cls if isinstance(cls, str) else cls.__name__ for cls in classes}
     settings = settings or UnitSettings()
-
-    def rule(_name: str, module: nn.Module) -> Decision | None:
-        kind = type(module).__name__
-        if kind not in names:
-            return None
-        return Decision(wrap=True, reason=f"class {kind}", settings=settings)
-
-    return rule
+    decisions = {
+        name: Decision(wrap=True, reason=f"class {name}", settings=settings) for name in names
+    }
+    return lambda _name, module: decisions.get(type(module).__name__)
 
 
 def by_name(pattern: str, settings: UnitSettings | None = None) -> Rule:
     """Makes a unit of every module whose name matches a glob, or `re:` and a regular expression."""
     matches = matcher(pattern)
-    settings = settings or UnitSettings()
+    decision = Decision(wrap=True, reason=f"name {pattern}", settings=settings or UnitSettings())
+    return lambda name, _module: decision if matches(name) else None
 
-    def rule(name: str, _module: nn.Module) -> Decision | None:
-        if not matches(name):
-            return None
-        return Decision(wrap=True, reason=f"name {pattern}", settings=settings)
 
-    return rule
+def _by_id(keys: Iterable[int], decision: Decision) -> Rule:
+    decisions = dict.fromkeys(keys, decision)
+    return lambda _name, module: decisions.get(id(module))
 
 
 def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
@@ -93,19 +93,11 @@ def by_hf_blocks(model: nn.Module | ModuleTree) -> Rule | None:
         for child in module.children()
         if type(child).__name__ in listed
     }
-    if not members:
-        return None
-
-    def rule(_name: str, module: nn.Module) -> Decision | None:
-        if id(module) not in members:
-            return None
-        return Decision(wrap=True, reason="_no_split_modules")
-
-    return rule
+    return _by_id(members, Decision(wrap=True, reason="_no_split_modules")) if members else None
 
 
 def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule]:
-    """The rules a `wrap_policy` asks for, in order: names, classes, embeddings, head, size.
+    """Returns the rules of a `wrap_policy`, in order: names, classes, embeddings, head, size.
 
     Raises:
         PlanError: with every part of the policy that matches nothing.
@@ -121,13 +113,13 @@ def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule
     rules += [by_class(selector.pattern, settings=selector.settings) for selector in policy.classes]
     if policy.embeddings:
         found = [module for _, module in tree.modules() if isinstance(module, nn.Embedding)]
-        rules += _members(found, "embeddings", policy.embeddings, problems)
+        rules.append(_members(found, "embeddings", policy.embeddings, problems))
     if policy.lm_head:
         heads = output_heads(tree)
-        rules += _members(heads, "lm_head", policy.lm_head, problems, role="head")
+        rules.append(_members(heads, "lm_head", policy.lm_head, problems, role="head"))
     if policy.min_num_params is not None:
         large = _large_modules(tree, policy.min_num_params, rules)
-        rules += _members(large, "min_num_params", UnitSettings(), problems)
+        rules.append(_members(large, "min_num_params", UnitSettings(), problems))
     if problems:
         raise PlanError("\n".join(problems))
     return rules
@@ -136,7 +128,7 @@ def policy_rules(model: nn.Module | ModuleTree, policy: WrapPolicy) -> list[Rule
 def find_embedding_and_head(
     model: nn.Module | ModuleTree, policy: WrapPolicy
 ) -> dict[int, Decision]:
-    """Embeddings and heads to take out of the root unit of their model, as `id(module): decision`.
+    """Finds embeddings and heads to take out of their model's root unit, as `id(module): decision`.
 
     The root keeps what it gathered through the whole of backward. A head of its own is free once
     its gradient is there, an embedding right after the forward: its backward reads nothing of it.
@@ -204,21 +196,17 @@ def with_fp32_islands(
     if patterns is None:
         wanted = _kept_by_models(tree, gathered_in)
     else:
-        if problems := list(unmatched_names(tree, patterns, "keep_fp32")):
-            raise PlanError("\n".join(problems))
-        matchers = [matcher(pattern) for pattern in patterns]
-        wanted = [m for name, m in tree.modules() if any(matches(name) for matches in matchers)]
+        wanted = list(select_modules(tree, "keep_fp32", patterns).values())
     decisions = _islands(wanted, gathered_in)
     if not decisions:
         return list(rules)
 
     def rule(name: str, module: nn.Module) -> Decision | None:
-        found = next((d for d in (ask(name, module) for ask in rules) if d is not None), None)
-        if id(module) not in decisions:
+        island, found = decisions.get(id(module)), first_answer(rules, name, module)
+        if island is not None or found is None:
+            return island
+        if id(module) not in decisions or not found.wrap:
             return found
-        island = decisions[id(module)]
-        if island is not None or found is None or not found.wrap:
-            return island or found
         return replace(found, settings=replace(found.settings, mixed_precision=FP32))
 
     return [rule]
@@ -246,22 +234,18 @@ def _islands(
 
 
 def _kept_by_models(tree: ModuleTree, gathered_in: torch.dtype | None) -> list[nn.Module]:
-    """Modules that Hugging Face models list as in need of fp32, by a part of their name.
+    """Returns modules that Hugging Face models list as in need of fp32, by a part of their name.
 
     Source: `_keep_in_fp32_modules` is for fp16 alone, `_keep_in_fp32_modules_strict` for bf16 too.
     """
     found: list[nn.Module] = []
-    for path, owner in tree.modules():
-        listed: set[str] = set(attribute_of(owner, "_keep_in_fp32_modules_strict") or ())
+    for _, owner in tree.modules():
+        names = {*(attribute_of(owner, "_keep_in_fp32_modules_strict") or ())}
         if gathered_in == torch.float16:
-            listed.update(getattr(owner, "_keep_in_fp32_modules", None) or ())
-        if listed:
-            prefix = f"{path}." if path else ""
-            found += [
-                module
-                for name, module in tree.modules()
-                if name.startswith(prefix) and name.rpartition(".")[2] in listed
-            ]
+            names |= {*(getattr(owner, "_keep_in_fp32_modules", None) or ())}
+        if names:
+            inside = owner.named_modules()
+            found += [module for name, module in inside if name.rpartition(".")[2] in names]
     return found
 
 
@@ -271,48 +255,40 @@ def _members(
     settings: UnitSettings,
     problems: list[str],
     role: Role | None = None,
-) -> list[Rule]:
-    """A rule for modules already found; finding none is a problem."""
+) -> Rule:
+    """Returns a rule for modules already found; finding none is a problem."""
     if not modules:
         problems.append(
             f"wrap_policy.{key} matches no module of this model. It would have no effect. "
             "Take it out, or choose the modules with wrap_policy.names."
         )
-    ids = {id(module) for module in modules}
     is_block = key == "min_num_params"
     decision = Decision(wrap=True, reason=key, settings=settings, role=role, is_block=is_block)
-
-    def rule(_name: str, module: nn.Module) -> Decision | None:
-        return decision if id(module) in ids else None
-
-    return [rule]
+    return _by_id(map(id, modules), decision)
 
 
 def output_heads(tree: ModuleTree) -> list[nn.Module]:
     """Returns the heads that Hugging Face models name, and modules called `lm_head`."""
     heads: dict[int, nn.Module] = {}
     for name, module in tree.modules():
-        for candidate in (
-            _asked(module, _HEAD),
-            module if name.rpartition(".")[2] == "lm_head" else None,
-        ):
-            if isinstance(candidate, nn.Module):
-                heads[id(candidate)] = candidate
+        called = module if name.rpartition(".")[2] == "lm_head" else None
+        found = (_asked(module, _HEAD), called)
+        heads.update((id(head), head) for head in found if isinstance(head, nn.Module))
     return list(heads.values())
 
 
 def _large_modules(tree: ModuleTree, least: int, before: list[Rule]) -> list[nn.Module]:
-    """Modules with at least `least` elements outside nested units, found from the leaves up."""
+    """Finds modules with at least `least` elements outside nested units, from the leaves up."""
     chosen: list[nn.Module] = []
     held: dict[int, dict[int, int]] = {}
     for key in tree.postorder:
-        entry = tree.paths[tree.first_path[key]]
+        index = tree.first_path[key]
+        entry = tree.paths[index]
         params = {id(p): p.numel() for p in entry.module._parameters.values() if p is not None}
         for child in entry.module.children():
             params.update(held.get(id(child), {}))
-        picked = any(rule(entry.path, entry.module) for rule in before)
-        parent = tree.paths[entry.parent].module if entry.parent >= 0 else None
-        large = sum(params.values()) >= least and may_be_unit(entry.module, parent)
+        picked = first_answer(before, entry.path, entry.module)
+        large = sum(params.values()) >= least and may_be_unit(tree, index)
         if large and not picked:
             chosen.append(entry.module)
         held[key] = {} if picked or large else params

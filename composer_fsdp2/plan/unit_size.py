@@ -13,27 +13,28 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2.config.precision import PrecisionSpec
+from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, is_wrapper, may_be_unit
-from composer_fsdp2.plan.wrap_plan import Decision
+from composer_fsdp2.plan.wrap_plan import Decision, WrapPlan
 
 __all__ = [
     "FROZEN_MAY_DIFFER",
     "NO_BOUNDS",
     "WORTH_A_UNIT_BYTES",
     "UnitSizes",
-    "divide_by_dtype",
-    "divide_by_size",
+    "divide_units",
+    "frozen_elements",
     "is_small_end",
     "name_joined",
-    "to_join",
-    "too_small",
+    "small_units",
 ]
 
 WORTH_A_UNIT_BYTES = 2**20
@@ -43,7 +44,7 @@ FROZEN_MAY_DIFFER = hasattr(FSDPModule, "set_gradient_divide_factor")
 """whether frozen parameters may have another dtype than the trained ones of their unit; torch took
 that up before it had the method"""
 
-Owned = Mapping[int, list[ParamRef]]
+Owned = Mapping[int, Sequence[ParamRef]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,14 +57,14 @@ class UnitSizes:
     """dtype in which units are gathered; `None` is the parameters' own"""
 
     def bytes_of(self, refs: Iterable[ParamRef]) -> int:
-        """Bytes of the weights behind the names, each once."""
-        return sum(self._bytes(param) for param in {id(u.param): u.param for u in refs}.values())
+        """Returns the bytes of the weights behind the names, each once."""
+        total = 0
+        for param in {id(ref.param): ref.param for ref in refs}.values():
+            cast = self.gathered_in if param.dtype.is_floating_point else None
+            total += param.numel() * (cast or param.dtype).itemsize
+        return total
 
-    def _bytes(self, param: nn.Parameter) -> int:
-        cast = self.gathered_in if param.dtype.is_floating_point else None
-        return param.numel() * (cast or param.dtype).itemsize
-
-    def warn_of_large(self, unit: str, refs: list[ParamRef]) -> None:
+    def warn_of_large(self, unit: str, refs: Sequence[ParamRef]) -> None:
         """Says which parameter keeps a unit above the bound."""
         if self.most is None or (size := self.bytes_of(refs)) <= self.most:
             return
@@ -80,28 +81,6 @@ class UnitSizes:
 NO_BOUNDS = UnitSizes()
 
 
-def too_small(
-    tree: ModuleTree,
-    owned: Owned,
-    enclosing_of: Mapping[int, int],
-    may_merge: Callable[[nn.Module], bool],
-    sizes: UnitSizes,
-) -> set[int]:
-    """id(module) of the units that are to join the unit around them."""
-    if sizes.least is None:
-        return set()
-    size = {unit: sizes.bytes_of(refs) for unit, refs in owned.items()}
-    merged: set[int] = set()
-    for key in tree.postorder:
-        unit = tree.first_path[key]
-        mergeable = unit in enclosing_of and may_merge(tree.paths[unit].module)
-        if mergeable and 0 < size.get(unit, 0) < sizes.least:
-            around = enclosing_of[unit]
-            size[around] = size.get(around, 0) + size[unit]
-            merged.add(key)
-    return merged
-
-
 def is_small_end(module: nn.Module) -> bool:
     """Whether it is a small norm or embedding; see [Note: small ends]."""
     params = list(module.parameters())
@@ -109,100 +88,146 @@ def is_small_end(module: nn.Module) -> bool:
     return is_end and 0 < sum(param.nbytes for param in params) < WORTH_A_UNIT_BYTES
 
 
-def to_join(
+def small_units(
     tree: ModuleTree,
     owned: Owned,
-    enclosing_of: Mapping[int, int],
+    around: Mapping[int, int],
     chosen: Mapping[int, Decision],
-) -> list[int]:
-    """id(module) of the small ends that the unit around them takes in, precision being the same."""
-    found: list[int] = []
-    for key, decision in chosen.items():
+    sizes: UnitSizes,
+) -> tuple[set[int], list[int]]:
+    """Returns id(module) of the units that join the one around them, and the small ends of these.
+
+    Settings of a unit's own keep it apart, and those of an end that differ from the unit's around.
+    """
+    size = defaultdict(int, {unit: sizes.bytes_of(refs) for unit, refs in owned.items()})
+    joining: set[int] = set()
+    ends: list[int] = []
+    for key in tree.postorder:
         unit = tree.first_path[key]
-        if decision.joins and unit in owned and unit in enclosing_of:
-            around = chosen[_key(tree, enclosing_of[unit])]
-            if around.settings == decision.settings:
-                found.append(key)
-    return found
+        if key not in chosen or unit not in around:
+            continue
+        outer, settings = around[unit], chosen[key].settings
+        if settings == UnitSettings() and 0 < size[unit] < (sizes.least or 0):
+            size[outer] += size[unit]
+            joining.add(key)
+        if chosen[key].joins and unit in owned and chosen[tree.key_of(outer)].settings == settings:
+            ends.append(key)
+    return joining.union(ends), ends
 
 
 def name_joined(
-    tree: ModuleTree, joined: Iterable[int], units: Sequence[int], chosen: dict[int, Decision]
+    tree: ModuleTree, ends: Iterable[int], units: Sequence[int], chosen: dict[int, Decision]
 ) -> None:
     """Has the reasons of units say which small ends they took in."""
-    names: dict[int, list[str]] = defaultdict(list)
-    for key in joined:
-        if key not in chosen:  # it may have become a unit again, for its dtype
-            index = tree.first_path[key]
-            names[_key(tree, units[index])].append(tree.paths[index].path.rpartition(".")[2])
-    for key, ends in names.items():
-        reason = f"{chosen[key].reason}, with {' and '.join(ends)}"
-        chosen[key] = replace(chosen[key], reason=reason)
+    for index in (tree.first_path[key] for key in ends if key not in chosen):
+        # The others have become units again, for their dtype.
+        host = tree.key_of(units[index])
+        reason, name = chosen[host].reason, tree.paths[index].path.rpartition(".")[2]
+        joined = f"{reason} and {name}" if ", with " in reason else f"{reason}, with {name}"
+        chosen[host] = replace(chosen[host], reason=joined)
 
 
-def divide_by_size(
-    tree: ModuleTree, unit: int, refs: list[ParamRef], taken: Container[int], sizes: UnitSizes
-) -> list[nn.Module]:
-    """The largest modules directly inside a unit, as many as must leave for the rest to fit."""
+def divide_units(
+    tree: ModuleTree,
+    owned: Owned,
+    chosen: Mapping[int, Decision],
+    taken: Container[int],
+    sizes: UnitSizes,
+) -> dict[int, Decision]:
+    """Makes units of modules whose unit has several dtypes, else of those whose unit is large."""
+    added: dict[int, Decision] = {}
+    for parts_of in (_other_dtypes, _largest_parts):
+        for unit, refs in owned.items():
+            settings = chosen[tree.key_of(unit)].settings
+            precision = settings.mixed_precision
+            if isinstance(precision, PrecisionSpec):
+                # The output dtype is that of what leaves the whole unit.
+                precision = replace(precision, output_dtype=None)
+                settings = replace(settings, mixed_precision=precision)
+            for key, reason in parts_of(tree, unit, refs, taken, sizes):
+                added[key] = Decision(wrap=True, reason=reason, settings=settings, is_block=False)
+        if added:
+            break
+    return added
+
+
+def _largest_parts(
+    tree: ModuleTree, unit: int, refs: Sequence[ParamRef], taken: Container[int], sizes: UnitSizes
+) -> Iterator[tuple[int, str]]:
+    """Yields the largest modules directly inside, as many as must leave for the rest to fit."""
     if sizes.most is None or (left := sizes.bytes_of(refs)) <= sizes.most:
-        return []
-    outermost: dict[int, set[int]] = defaultdict(set)
+        return
+    outermost: dict[int, set[int | None]] = defaultdict(set)
     for ref in refs:
-        line = (i for i in tree.line_to(ref.path_index, unit) if _fits(tree, i, taken))
-        top = next(line, None)
-        outermost[id(ref.param)].add(-1 if top is None else tree.first_path[_key(tree, top)])
+        line = tree.line_to(ref.path_index, unit)
+        part = next((tree.key_of(index) for index in line if _fits(tree, index, taken)), None)
+        outermost[id(ref.param)].add(part)
     inside: dict[int, list[ParamRef]] = defaultdict(list)
     for ref in refs:
-        # A weight shared between two of them stays here.
-        if len(outermost[id(ref.param)]) == 1 and -1 not in outermost[id(ref.param)]:
-            inside[next(iter(outermost[id(ref.param)]))].append(ref)
-    leaving: list[nn.Module] = []
-    for index in sorted(inside, key=lambda index: -sizes.bytes_of(inside[index])):
+        part, *others = outermost[id(ref.param)]
+        if part is not None and not others:  # a weight shared between two of them stays
+            inside[part].append(ref)
+    for part in sorted(inside, key=lambda part: -sizes.bytes_of(inside[part])):
         if left <= sizes.most:
             break
-        left -= sizes.bytes_of(inside[index])
-        leaving.append(tree.paths[index].module)
-    return leaving
+        left -= sizes.bytes_of(inside[part])
+        yield part, "max_unit_bytes"
 
 
-def divide_by_dtype(
-    tree: ModuleTree, unit: int, refs: list[ParamRef], taken: Container[int]
-) -> list[tuple[nn.Module, torch.dtype]]:
-    """Modules to take out of a unit so that what is left in it has one dtype.
+def _other_dtypes(
+    tree: ModuleTree, unit: int, refs: Sequence[ParamRef], taken: Container[int], _sizes: UnitSizes
+) -> Iterator[tuple[int, str]]:
+    """Yields modules to take out so that what is left has one dtype.
 
     What cannot leave stays, else the dtype of which there is most.
     """
-    if len({ref.param.dtype for ref in refs}) < 2:
-        return []
     bound = [ref for ref in refs if ref.param.requires_grad or not FROZEN_MAY_DIFFER]
+    if len({ref.param.dtype for ref in bound}) < 2:
+        return
     elements: Counter[torch.dtype] = Counter()
     for param in {id(ref.param): ref.param for ref in bound}.values():
         elements[param.dtype] += param.numel()
-    if len(elements) < 2:
-        return []
+    lines = [(ref.param.dtype, tree.line_to(ref.path_index, unit)) for ref in bound]
     inside: dict[int, set[torch.dtype]] = defaultdict(set)
-    for ref in bound:
-        for index in tree.line_to(ref.path_index, unit):
-            inside[index].add(ref.param.dtype)
-    leaving: dict[torch.dtype, dict[int, nn.Module]] = defaultdict(dict)
+    for dtype, line in lines:
+        for index in line:
+            inside[index].add(dtype)
+    leaving: dict[torch.dtype, dict[int, None]] = defaultdict(dict)
     stuck: set[torch.dtype] = set()
-    for ref in bound:
-        line = tree.line_to(ref.path_index, unit)
-        pure = [i for i in line if len(inside[i]) == 1 and _fits(tree, i, taken)]
-        if pure:
-            leaving[ref.param.dtype][_key(tree, pure[0])] = tree.paths[pure[0]].module
+    for dtype, line in lines:
+        pure = (i for i in line if len(inside[i]) == 1 and _fits(tree, i, taken))
+        if (first := next(pure, None)) is None:
+            stuck.add(dtype)
         else:
-            stuck.add(ref.param.dtype)
+            leaving[dtype][tree.key_of(first)] = None
     kept = max(stuck or elements, key=lambda dtype: elements[dtype])
-    return [(m, dtype) for dtype in elements if dtype != kept for m in leaving[dtype].values()]
-
-
-def _key(tree: ModuleTree, index: int) -> int:
-    return id(tree.paths[index].module)
+    for dtype in elements:
+        for key in leaving[dtype] if dtype != kept else ():
+            yield key, f"dtype {str(dtype).removeprefix('torch.')}"
 
 
 def _fits(tree: ModuleTree, index: int, taken: Container[int]) -> bool:
-    entry = tree.paths[index]
-    parent = tree.paths[entry.parent].module if entry.parent >= 0 else None
-    free = id(entry.module) not in taken and not is_wrapper(entry.module)
-    return free and may_be_unit(entry.module, parent)
+    free = tree.key_of(index) not in taken and not is_wrapper(tree.paths[index].module)
+    return free and may_be_unit(tree, index)
+
+
+def frozen_elements(model: nn.Module, plan: WrapPlan) -> dict[str, int]:
+    """Counts the elements of frozen parameters in the units that have any.
+
+    Collective: no. A tied parameter counts once.
+
+    Args:
+        model: on any device, before it is sharded.
+        plan: of this model.
+
+    Returns:
+        The number of elements over all ranks, by the name of a unit (its first module).
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found: dict[str, int] = {}
+    for unit in plan.units:
+        held = {id(params[name]): params[name] for name in unit.params}
+        count = sum(param.numel() for param in held.values() if not param.requires_grad)
+        if count:
+            found[unit.modules[0]] = count
+    return found

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.wrapping import UnitSettings
-from composer_fsdp2.plan.block_positions import outer_names
+from composer_fsdp2.plan.patterns import outer_names
 
-__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan"]
+__all__ = ["LEFT_OUT", "Decision", "Role", "Rule", "ShardUnit", "WrapPlan", "first_answer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +40,12 @@ LEFT_OUT = "parts may be left out"
 
 Rule = Callable[[str, nn.Module], Decision | None]
 """Name and module in, decision out; `None` leaves it to the next rule. The first answer wins."""
+
+
+def first_answer(rules: Iterable[Rule], name: str, module: nn.Module) -> Decision | None:
+    """Asks rules about a module until one has an answer."""
+    answers = (rule(name, module) for rule in rules)
+    return next((answer for answer in answers if answer is not None), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,33 +117,13 @@ class WrapPlan:
         found = names - {outer for name in parents for outer in outer_names(name)}
         return tuple(unit.modules[0] for unit in inner if unit.modules[0] in found)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain values in a stable order, for logs and comparisons. Collective: no."""
-        units = [
-            {
-                "modules": list(unit.modules),
-                "params": list(unit.params),
-                "numel": unit.numel,
-                "reshard_after_forward": unit.reshard_after_forward,
-                "mixed_precision": str(unit.mixed_precision) if unit.mixed_precision else None,
-                "reason": unit.reason,
-            }
-            for unit in self.units
-        ]
-        return {
-            "units": units,
-            "tied": [list(names) for names in self.tied],
-            "ignored": list(self.ignored),
-        }
-
-    def digest(self) -> str:
-        """Returns a short text that differs between different plans. Collective: no."""
-        return hashlib.sha256(json.dumps(self.to_dict()).encode()).hexdigest()
-
     def __str__(self) -> str:
-        """The plan as a table."""
-        header = ("unit", "params", "elements", "reshard", "reason")
-        rows = [header, *(_row(unit) for unit in self.units)]
+        """Returns the plan as a table."""
+        rows: list[tuple[str, ...]] = [("unit", "params", "elements", "reshard", "reason")]
+        for unit in self.units:
+            name = ", ".join(module or "<root>" for module in unit.modules)
+            reshard = str(unit.reshard_after_forward).lower()
+            rows.append((name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         line = "  ".join(f"{{:{'>' if n in (1, 2) else '<'}{w}}}" for n, w in enumerate(widths))
         lines = [line.format(*row).rstrip() for row in rows]
@@ -147,9 +131,3 @@ class WrapPlan:
         if self.ignored:
             lines.append(f"ignored: {', '.join(self.ignored)}")
         return "\n".join(lines)
-
-
-def _row(unit: ShardUnit) -> tuple[str, str, str, str, str]:
-    name = ", ".join(module or "<root>" for module in unit.modules)
-    reshard = str(unit.reshard_after_forward).lower()
-    return name, str(len(unit.params)), f"{unit.numel:,}", reshard, unit.reason

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.parallel.axis import data_axes
-from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
+from composer_fsdp2.plan.mesh_shape import MeshShape
 
 __all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
 
@@ -28,11 +28,9 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
             "torch.distributed is not initialised. A device mesh needs its process group. "
             "Call torch.distributed.init_process_group() first, or train through the Trainer."
         )
-    if shape.tensor == 1:
-        return init_device_mesh(device_type, shape.degrees, mesh_dim_names=shape.axis_names)
-    names = (*shape.axis_names, TENSOR_AXIS)
-    root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
-    return data_axes(root)
+    sizes = tuple(shape.axes.values())
+    root = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(shape.axes))
+    return root if shape.tensor == 1 else data_axes(root)
 
 
 def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.blocks.fp8 import Float8Plan
+from composer_fsdp2.blocks.fp8 import Float8Plan, torchao_module
 from composer_fsdp2.shard.torch_private.units import (
     init_all_gather_extensions,
     local_shard,
@@ -22,10 +21,6 @@ from composer_fsdp2.shard.torch_private.units import (
 )
 
 __all__ = ["gather_in_float8"]
-
-
-def _torchao(name: str) -> Any:
-    return importlib.import_module(f"torchao.{name}")
 
 
 def gather_in_float8(model: nn.Module, units: Iterable[FSDPModule], plan: Float8Plan) -> None:
@@ -60,7 +55,7 @@ class _Scales:
                 [torch.linalg.vector_norm(shard, float("inf")) for shard in self._shards]
             )
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group())
-            scales = _torchao("float8.float8_utils").amax_to_scale(largest, dtype)
+            scales = torchao_module("float8.float8_utils").amax_to_scale(largest, dtype)
             self._found = dict(enumerate(scales.unbind()))
         return self._found.pop(index)
 
@@ -72,7 +67,7 @@ class _CastForGather:
     """
 
     def __init__(self, layer: Any, shard: torch.Tensor, scales: _Scales, index: int) -> None:
-        kind = _torchao("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
+        kind = torchao_module("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
         self._shard, self._scales, self._index = shard, scales, index
         self._dtype = layer.config.cast_config_weight.target_dtype
         self._cast = kind(shard.detach(), layer.linear_mm_config, self._dtype)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import order_of
 from composer_fsdp2.shard.apply import reshard
@@ -48,11 +47,9 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
         param = model.get_parameter(name)
     except AttributeError as error:
         known = [other for other, _ in model.named_parameters(remove_duplicate=False)]
-        near = difflib.get_close_matches(name, known, 1)
         raise PlanError(
             f"'{name}' is no parameter of the model. Ranks would wait for each other without a "
-            "tensor to gather. Write a name of model.named_parameters()"
-            f"{f', such as {near[0]!r}' if near else ''}."
+            f"tensor to gather.{nearest(name, known)} Write a name of model.named_parameters()."
         ) from error
     value = param.grad if gradient else param.detach()
     whole = value.full_tensor() if isinstance(value, DTensor) else value

@@ -29,6 +29,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import copy_hooks
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
+from composer_fsdp2.text import child_name, listed
 
 __all__ = [
     "InitialWeights",
@@ -66,7 +67,7 @@ class MetaDeviceReport:
         attributes: list[str] = []
         for path, module in tree.modules():
             for name, tensor in _unlearned_tensors(module):
-                if _joined(path, name) in sourced:
+                if child_name(path, name) in sourced:
                     continue
                 total += 1
                 if name not in module._buffers:
@@ -242,7 +243,7 @@ class InitialWeights:
             self._sourced.agree_on_failure()
 
     def _is_sourced(self, path: str, name: str) -> bool:
-        return self._sourced is not None and _joined(path, name) in self._sourced.source
+        return self._sourced is not None and child_name(path, name) in self._sourced.source
 
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
         """Initialises modules; what fails on one rank is raised on all before they broadcast."""
@@ -286,7 +287,7 @@ class InitialWeights:
             if buffer is None:
                 continue
             if self._sourced is not None and self._is_sourced(path, name):
-                full_name = _joined(path, name)
+                full_name = child_name(path, name)
                 module._buffers[name] = self._sourced.read_buffer(full_name, buffer)
             elif buffer.is_meta:
                 blank[name] = _marked(torch.empty_like(buffer, device=self.device))
@@ -318,11 +319,7 @@ class InitialWeights:
             if left and source is not None:
                 _fill_only(module, left, source)
                 left = _left(module, blank)
-        return [_joined(path, name) for name in left]
-
-
-def _joined(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
+        return [child_name(path, name) for name in left]
 
 
 def _left(module: nn.Module, blank: Tensors) -> Tensors:
@@ -455,12 +452,10 @@ def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
 
 
 def _uninitialised(names: list[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:20])
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
     return (
-        f"Nothing initialises {shown}{more}. The model is on meta on every rank, so training would "
-        "start from uninitialised memory. Give the module a `reset_parameters()` that sets them, "
-        "handle it in the model's `param_init_fn`, or build the model on cpu on rank 0 "
+        f"Nothing initialises {listed(names, 20)}. The model is on meta on every rank, so training "
+        "would start from uninitialised memory. Give the module a `reset_parameters()` that sets "
+        "them, handle it in the model's `param_init_fn`, or build the model on cpu on rank 0 "
         "(`init_device: mixed`)."
     )
 

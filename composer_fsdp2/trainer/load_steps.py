@@ -20,6 +20,7 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.text import listed
 
 __all__ = [
     "Ignore",
@@ -119,9 +120,8 @@ def left_out_notes(saved: Checkpoint, fit: Fit) -> Iterator[str]:
     described = ("state.metadata.", "state.integrations.")  # nobody reads them back
     told = [key for key in fit.left_out if not key.startswith(described)]
     if told:
-        more = f" and {len(told) - 20} more" if len(told) > 20 else ""
         yield (
-            f"'{saved.path}' and the run do not both have {', '.join(told[:20])}{more}. What the "
+            f"'{saved.path}' and the run do not both have {listed(told, 20, '')}. What the "
             "run has of it stays as it is."
         )
 

@@ -39,6 +39,7 @@ from composer_fsdp2.guards.gathered import GatheredParameters
 from composer_fsdp2.guards.order_check import OrderCheck
 from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
 from composer_fsdp2.guards.second_backward import SecondBackward
+from composer_fsdp2.guards.unused_head import UnusedHead
 from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
@@ -100,6 +101,7 @@ STEP: tuple[type[StepListener], ...] = (
     OrderCheck,
     Watchdog,  # after the order: a rank is in a collective that all have come to
     GatheredParameters,
+    UnusedHead,
     ExplainErrors,
 )
 """what happens in a step of a prepared model, beside what torch does"""

@@ -25,16 +25,15 @@ from composer_fsdp2.blocks.transformation import (
     plan_transformations,
 )
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
-from composer_fsdp2.config.describe import describe_values
-from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
 from composer_fsdp2.optim.state.step import check_optimizer_state
+from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.plan.module_checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.unit_size import UnitSizes

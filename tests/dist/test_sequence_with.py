@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from composer_fsdp2.blocks.fp8 import Float8Plan, apply_float8
+from composer_fsdp2.blocks.fp8 import Float8Linear, Float8Plan
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from tests.dist.test_blocks import fresh_compiler, graphs
 from tests.dist.test_sequence_parallel import (
     FAMILIES,
@@ -41,7 +42,8 @@ def convert(model: nn.Module, recipe: Any) -> None:
     """By torchao itself."""
     names = tuple(n for n, m in model.named_modules() if isinstance(m, nn.Linear) and "layers" in n)
     spec = Float8Spec(emulate=True, recipe=recipe)
-    apply_float8(model, Float8Plan(modules=names, gathered=(), settings=spec))
+    plan = Float8Plan(modules=names, gathered=(), settings=spec)
+    Float8Linear().apply(ModuleTree.read(model), plan)
 
 
 @pytest.mark.table("gather_kv-padded-rowwise_with_gw_hp-settings1")

@@ -17,12 +17,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import install, prepare_fully_shard
-from composer_fsdp2.blocks.fp8 import Float8Plan, apply_float8
+from composer_fsdp2.blocks.fp8 import Float8Linear, Float8Plan
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.state.form import Place, Stored, read, write
 from composer_fsdp2.optim.state.kept import SMALL
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.trainer.parallelism.refused import check_scale
 from tests.dist.test_tensor_parallel import (
     DEGREE,
@@ -127,7 +128,8 @@ def convert(model: nn.Module, recipe: Any) -> None:
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear)]
     names = tuple(name for name in linear if ".mlp." in name)
     spec = Float8Spec(emulate=True, recipe=recipe)
-    apply_float8(model, Float8Plan(modules=names, gathered=(), settings=spec))
+    plan = Float8Plan(modules=names, gathered=(), settings=spec)
+    Float8Linear().apply(ModuleTree.read(model), plan)
 
 
 @pytest.mark.world_size(4)

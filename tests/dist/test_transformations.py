@@ -13,13 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer_fsdp2 import ConfigError, PlanError, apply_plan, plan_wrapping, prepare_fully_shard
-from composer_fsdp2.config.schema import declaring
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.trainer import prepare
 from tests.support.models import TinyLM
 from tests.support.parity import check_parity
-from tests.support.toy_setting import OUTPUT_FACTOR
+from tests.support.toy_setting import OUTPUT_FACTOR, declaring
 from tests.support.toy_transformation import Toy, multiply_output
 
 

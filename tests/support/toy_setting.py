@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from composer_fsdp2.config.setting import Setting
-from composer_fsdp2.config.value_types import count
+import contextlib
+from collections.abc import Generator
+from typing import Any
+
+from composer_fsdp2.config import schema
+from composer_fsdp2.config.setting import Setting, count
 
 OUTPUT_FACTOR = Setting(
     name="toy_output_factor",
@@ -11,3 +15,16 @@ OUTPUT_FACTOR = Setting(
     values=count("times", least=1),
     meaning="multiplies what every block returns by so much",
 )
+
+
+@contextlib.contextmanager
+def declaring(*settings: Setting[Any]) -> Generator[None]:
+    """Declares settings for a block; afterwards the known ones are those of before."""
+    before = dict(schema._DECLARED)
+    try:
+        for declared in settings:
+            schema.declare_setting(declared)
+        yield
+    finally:
+        schema._DECLARED.clear()
+        schema._DECLARED.update(before)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.config.state import OptimizerState
+from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.optim.local import local_value
 from composer_fsdp2.optim.state.form import Form, Place, Stored, read, write
 from composer_fsdp2.shard.sharded_tensor import sharded_like

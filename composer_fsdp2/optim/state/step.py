@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.config.state import OptimizerState
+from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.elementwise import class_step, makes_no_moments
 from composer_fsdp2.optim.local import LocalShards, copy_with, local_value, take_settings

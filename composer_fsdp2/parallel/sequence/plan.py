@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composer_fsdp2.blocks.activation import recall_in_recomputation
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.axis import tensor_axis
@@ -106,7 +105,7 @@ class SequenceParallel(Transformation[SequencePlan]):
         for module in found.values():
             # A compiled graph ends here: what is known of the sequence is that of each forward.
             _kind_of(module).connect(module, torch.compiler.disable(group.attend))
-        recall_in_recomputation(tree.root, group.recalling)
+        tree.recalls.append(group.recalling)
 
 
 def _mask_rules(

@@ -70,7 +70,7 @@ def create_mesh(
     names = [ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS]
     if shape.replicate is not None:
         names.insert(0, ParallelismType.DATA_PARALLEL_REPLICATE.value)
-    sizes = (*shape.degrees, shape.tensor)
+    sizes = tuple(shape.axes.values())
     root = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
     setattr(fsdp_config, _ROOT, root)
     return root

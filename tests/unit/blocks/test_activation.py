@@ -21,7 +21,7 @@ from composer_fsdp2.blocks.activation import (
     plan_activation,
 )
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.block_positions import block_ids
+from composer_fsdp2.plan.patterns import block_ids
 from tests.support.alive import Alive
 from tests.support.models import Block, TinyLM, TwoNames, batches, lm_loss
 

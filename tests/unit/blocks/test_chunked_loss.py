@@ -13,15 +13,21 @@ from torch import Tensor, nn
 
 from composer_fsdp2.blocks.chunked_logits import ChunkedLogits
 from composer_fsdp2.blocks.chunked_loss import (
+    ChunkedLoss,
     ChunkingPlan,
-    apply_chunking,
     kept_for_loss,
     plan_chunking,
 )
 from composer_fsdp2.config.blocks import ChunkingSpec
+from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.guards.unused_head import UnusedHead
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_name, root_rule
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.step.run import Run
 from tests.support.alive import Alive
 
 WIDTH, VOCABULARY = 8, 64
@@ -86,7 +92,8 @@ class Tied(Model):
 
 
 def chunked(model: Model, chunks: int = 4) -> Model:
-    apply_chunking(model, plan_chunking(model, ChunkingSpec(chunks=chunks)))
+    plan = plan_chunking(model, ChunkingSpec(chunks=chunks))
+    ChunkedLoss().apply(ModuleTree.read(model), plan)
     return model
 
 
@@ -270,6 +277,16 @@ class Fused(Model):
 
 def test_a_model_that_calls_no_head_is_told_of_once():
     model = chunked(Fused())
+    run = Run(
+        model=model,
+        tree=ModuleTree.read(model),
+        plan=WrapPlan(()),
+        shape=MeshShape(shard=1),
+        settings=FSDP2Config(chunked_loss=ChunkingSpec(chunks=4)),
+        device=torch.device("cpu"),
+        units={},
+    )
+    run.start([UnusedHead])
     model.eval()(some_tokens())
     with pytest.warns(UserWarning, match=r"chunked_loss has no effect.*'lm_head'.*Take"):
         model.train()(some_tokens())

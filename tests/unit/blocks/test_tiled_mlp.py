@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from composer_fsdp2.blocks.activation import apply_activation, plan_activation
-from composer_fsdp2.blocks.tiled_mlp import TilingPlan, apply_tiling, plan_tiling
+from composer_fsdp2.blocks.tiled_mlp import TiledMLP, TilingPlan, plan_tiling
 from composer_fsdp2.config.blocks import ActivationSpec, TilingSpec
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree
 from tests.support.alive import Alive
 
 
@@ -34,7 +35,8 @@ class Model(nn.Module):
 
 
 def tiled(model: nn.Module, shards: int = 4, **spec) -> nn.Module:
-    apply_tiling(model, plan_tiling(model, TilingSpec(shards=shards, **spec)))
+    plan = plan_tiling(model, TilingSpec(shards=shards, **spec))
+    TiledMLP().apply(ModuleTree.read(model), plan)
     return model
 
 

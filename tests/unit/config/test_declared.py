@@ -11,25 +11,19 @@ import yaml
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from composer_fsdp2.config.describe import (
-    describe_options,
-    describe_page,
-    describe_settings,
-    describe_values,
-    example_of,
-)
 from composer_fsdp2.config.schema import (
     FIELDS,
     FSDP2Config,
     declare_setting,
-    declaring,
+    describe_values,
     known_settings,
     parse_config,
 )
-from composer_fsdp2.config.setting import Setting, settings_of
-from composer_fsdp2.config.value_types import BOOLEAN, count
+from composer_fsdp2.config.setting import BOOLEAN, Setting, count, settings_of
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.trainer.config import TrainerFSDP2Config, parse_parallelism_config
+from tests.support.settings_page import example_of, page
+from tests.support.toy_setting import declaring
 
 
 def _not_with_compile(values, errors):
@@ -80,10 +74,10 @@ def test_misspelt_it_is_an_error_with_its_name(toy):
 
 
 def test_it_is_described(toy):
-    assert "| `toy_rounds` | 0 | a number of rounds >= 0 | plays so many rounds |" in (
-        describe_settings()
-    )
-    assert "toy_rounds" not in describe_settings(FIELDS)
+    shown = page(known_settings())
+    assert "| [`toy_rounds`](#toy_rounds) | 0 | plays so many rounds |" in shown
+    assert "| Values | a number of rounds >= 0 |" in shown
+    assert "toy_rounds" not in page()
     assert "toy_rounds: 3" in describe_values(parse_config({"toy_rounds": 3}))
 
 
@@ -172,7 +166,7 @@ def test_errors_show_a_valid_example(name):
 
 def test_the_page_says_since_when():
     assert {setting.since for setting in FIELDS.values()} <= {"", "0.2.0", "0.3.0"}
-    assert [name for name in FIELDS if f"\n## `{name}`\n" not in describe_page()] == []
+    assert [name for name in FIELDS if f"\n## `{name}`\n" not in page()] == []
 
 
 def test_a_setting_is_written_in_sentences():
@@ -184,11 +178,11 @@ def test_a_setting_is_written_in_sentences():
 
 
 def test_options_are_described_with_their_setting():
-    table = describe_options(FIELDS)
-    for setting in FIELDS.values():
+    sections = page().split("\n## ")[1:]
+    for setting, section in zip(FIELDS.values(), sections, strict=True):
         if setting.values.spec is not None:
             for option in settings_of(setting.values.spec):
-                assert f"| `{setting.name}.{option}` |" in table
+                assert f"| `{option}` |" in section
 
 
 def test_values_of_objects_are_not_compared_between_ranks():

@@ -20,13 +20,11 @@ from composer_fsdp2.config.blocks import (
     TilingSpec,
 )
 from composer_fsdp2.config.messages import nearest
-from composer_fsdp2.config.parallel import TensorSpec
-from composer_fsdp2.config.placement import Communication, CPUOffload
+from composer_fsdp2.config.parallel import SequenceSpec, TensorSpec
+from composer_fsdp2.config.placement import Communication, CPUOffload, OptimizerState
 from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.config.schema import FIELDS, FSDP2Config, parse_config
-from composer_fsdp2.config.sequence import SequenceSpec
-from composer_fsdp2.config.state import OptimizerState
-from composer_fsdp2.config.value_types import plain
+from composer_fsdp2.config.setting import plain
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy, parse_unit_settings
 from composer_fsdp2.errors import ConfigError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, SHARD_AXIS, MeshShape
+from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, SHARD_AXIS, TENSOR_AXIS, MeshShape
 from composer_fsdp2.shard.device_mesh import build_mesh
 
 
@@ -33,7 +33,7 @@ def resolve(shard: int, replicate: int | None, world_size: int) -> MeshShape:
     ],
 )
 def test_degrees_that_fit(shard, replicate, world_size, degrees):
-    assert resolve(shard, replicate, world_size).degrees == degrees
+    assert tuple(resolve(shard, replicate, world_size).axes.values()) == degrees
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,13 @@ def test_resolved_degrees_multiply_to_the_world_size(shard, replicate, world_siz
     assert shape.shard * (shape.replicate or 1) == world_size
     assert shard in (-1, shape.shard)
     assert replicate in (-1, shape.replicate)
-    assert len(shape.degrees) == len(shape.axis_names)
 
 
 def test_axes_are_named_outermost_first():
-    assert MeshShape(shard=4).axis_names == (SHARD_AXIS,)
-    assert MeshShape(shard=4, replicate=1).axis_names == (REPLICATE_AXIS, SHARD_AXIS)
-    assert MeshShape(shard=4, replicate=2).degrees == (2, 4)
+    assert list(MeshShape(shard=4).axes) == [SHARD_AXIS]
+    assert list(MeshShape(shard=4, replicate=1).axes) == [REPLICATE_AXIS, SHARD_AXIS]
+    assert list(MeshShape(shard=4, replicate=2).axes.values()) == [2, 4]
+    assert list(MeshShape(shard=4, tensor=2).axes) == [SHARD_AXIS, TENSOR_AXIS]
 
 
 @pytest.mark.parametrize("reshard", ["auto", True, False, None, 1, 2, 4, 8])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from composer_fsdp2.config.value_types import count, null_or
+from composer_fsdp2.config.setting import count, null_or
 from composer_fsdp2.guards import watchdog
 from tests.support import mutated
 
@@ -45,7 +45,7 @@ def test_methods_and_wrapped_functions_are_found():
 
 def test_a_closure_that_was_made_before_is_another_one():
     """The types of settings are made when their file is imported."""
-    file = "composer_fsdp2/config/value_types.py"
+    file = "composer_fsdp2/config/setting.py"
     source = (mutated.ROOT / file).read_bytes()
     start = source.index(b"value is None or values.accepts(value)")
     accepts = null_or(count("units")).accepts

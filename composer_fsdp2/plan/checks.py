@@ -1,0 +1,395 @@
+"""Refuses what cannot be trained in shards: it would be silently wrong, or torch's own error.
+
+[Note: left whole] A frozen parameter that cannot be sharded (a scalar, one without elements, of
+integers) needs none of what sharding does for it: it has no gradient and never changes. It is left
+alone, whole on every rank. A trained one is refused.
+
+[Note: where is looked] In the attributes of every module and its class, in the global variables
+that the code of its class names, and from there in everything an object refers to, some levels
+deep. Not in other registered modules, which are looked at themselves; not in optimizers and other
+objects of torch, and not in weak references.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+import itertools
+import types
+import warnings
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, memory_of
+from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
+from composer_fsdp2.plan.wrap_plan import ShardUnit
+from composer_fsdp2.shard.torch_private.tensors import forward_pre_hooks
+from composer_fsdp2.text import child_name, listed
+
+__all__ = ["check_model", "held_tensors", "left_whole", "refuse_gradients", "refuse_unreadable"]
+
+_GATHERED = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""dtypes that every backend sends and autograd takes for weights"""
+
+_LARGE_BYTES = 2**24
+"""so much whole on every rank is worth a warning"""
+
+_SHOWN = 5
+"""at most so many parameters that are held elsewhere are named"""
+
+
+def refuse_unreadable(tree: ModuleTree) -> None:
+    """Refuses a model that nothing can be decided about. Collective: no.
+
+    Raises:
+        PlanError: for modules that contain themselves, and for parameters without a shape.
+    """
+    if tree.circles:
+        inner, outer = tree.circles[0]
+        around = f"'{outer}'" if outer else "the whole model"
+        raise PlanError(
+            f"'{inner}' is {around} again: the module contains itself. torch's own train(), to() "
+            "and state_dict() would never end. Hold it outside registration: "
+            f"`self.__dict__['{inner.rpartition('.')[2]}'] = module`."
+        )
+    lazy = [ref.name for ref in tree.params if is_lazy(ref.param)]
+    if lazy:
+        raise PlanError(
+            f"{listed(lazy)} has no shape yet: a lazy module gets it in its first call. There is "
+            "nothing to shard until then. Call the model once with a batch before it is prepared, "
+            "or give the sizes (`nn.Linear` instead of `nn.LazyLinear`)."
+        )
+    for path, module in tree.modules():
+        if isinstance(module, FSDPModule):
+            where = f"'{path}'" if path else "The model"
+            raise PlanError(
+                f"{where} is sharded by FSDP2 already, by an earlier Trainer or "
+                "prepare_fully_shard of this process, or by your own fully_shard. Sharding twice "
+                "would mix shards of shards. Build the model anew for every Trainer, and load its "
+                "weights from a checkpoint (load_path) or from a state dict that was taken inside "
+                "`with composer_fsdp2.summon_full_params(model):`, before adapters are put on it; "
+                "or go on with the first Trainer (fit, eval). Take your own fully_shard calls out."
+            )
+
+
+def refuse_gradients(tree: ModuleTree) -> None:
+    """Refuses a model with gradients from a backward before it is prepared. Collective: no.
+
+    Raises:
+        PlanError: for gradients that are not zero; shards begin without any.
+    """
+    grads = ((ref.name, ref.param.grad) for ref in tree.params)
+    found = [name for name, grad in grads if grad is not None and not grad.is_meta and grad.any()]
+    if found:
+        raise PlanError(
+            f"{listed(found)} has a gradient already. It is of the whole parameter, and the first "
+            "step would go without it, because shards begin with no gradient. Prepare the model "
+            "before the first backward, or clear the gradients: `model.zero_grad()`."
+        )
+
+
+def left_whole(refs: Collection[ParamRef], weight_of: Mapping[int, int]) -> set[int]:
+    """Finds frozen weights that FSDP2 cannot shard and need not; see [Note: left whole].
+
+    Args:
+        refs: every name of every parameter.
+        weight_of: id(parameter) -> that of the first one over the same memory.
+    """
+    trained = {weight_of[id(ref.param)] for ref in refs if ref.param.requires_grad}
+    found: dict[int, ParamRef] = {}
+    for ref in refs:
+        param = ref.param
+        if weight_of[id(param)] in trained or isinstance(param, DTensor):
+            continue
+        cannot = param.ndim == 0 or not param.numel() or param.dtype not in _GATHERED
+        if cannot and not _is_foreign(param) and not param.is_quantized:
+            found.setdefault(weight_of[id(param)], ref)
+    size = sum(ref.param.nbytes for ref in found.values())
+    if size >= _LARGE_BYTES:
+        names = listed((ref.name for ref in found.values()), 3)
+        warnings.warn(
+            f"{len(found)} frozen parameters ({names}) are of a dtype that FSDP2 does not "
+            f"shard, so every rank keeps all {size:,} bytes of them. Keep them in bf16 or fp32 to "
+            "have them sharded.",
+            stacklevel=3,
+        )
+    return set(found)
+
+
+def check_model(
+    tree: ModuleTree,
+    units: Iterable[ShardUnit],
+    refs: Sequence[ParamRef],
+    ties: Iterable[Sequence[ParamRef]],
+) -> list[str]:
+    """Returns what would train wrongly or fail in the first forward. Collective: no.
+
+    Linear in the number of modules.
+
+    Args:
+        tree: the model.
+        units: of the plan.
+        refs: the parameters that are to be sharded.
+        ties: those of them that are one weight.
+    """
+    params = {ref.name: ref.param for ref in refs}
+    problems: list[str] = []
+    for unit in units:
+        dtypes: dict[str, str] = {}
+        for name in unit.params:
+            param = params[name]
+            if (problem := _problem_of(name, param)) is not None:
+                problems.append(problem)
+            elif param.requires_grad or not FROZEN_MAY_DIFFER:
+                dtypes.setdefault(_dtype_name(param), name)
+        if len(dtypes) > 1:
+            found = " and ".join(f"{dtype} ('{name}')" for dtype, name in dtypes.items())
+            where = f"The unit '{unit.modules[0]}'" if unit.modules[0] else "The root unit"
+            problems.append(
+                f"{where} holds parameters of different dtypes: {found}. One "
+                "collective gathers one dtype, and torch would stop at the first forward. Modules "
+                "of one dtype are made units of their own, but these share a module: cast them to "
+                "one dtype, or list frozen ones in ignored_params."
+            )
+    for group in ties:
+        trained = [ref.name for ref in group if ref.param.requires_grad]
+        frozen = [ref.name for ref in group if not ref.param.requires_grad]
+        if trained and frozen:
+            problems.append(
+                f"'{trained[0]}' is trained and '{frozen[0]}' is frozen, and both are the same "
+                "memory. Sharding makes one parameter of them, and the use of the frozen one "
+                "would then get a gradient. Hold one parameter, and use its `.detach()` where no "
+                "gradient is wanted."
+            )
+    return [*problems, *_problems_of_modules(tree, refs), *_aliases(tree, refs)]
+
+
+def _dtype_name(param: nn.Parameter) -> str:
+    return str(param.dtype).removeprefix("torch.")
+
+
+def _is_foreign(param: nn.Parameter) -> bool:
+    """Whether its class is one that sharding would drop; some classes say how to gather them."""
+    of_torch = type(param).__module__.partition(".")[0] == "torch"
+    return not of_torch and not hasattr(type(param), "fsdp_pre_all_gather")
+
+
+def _problem_of(name: str, param: nn.Parameter) -> str | None:
+    if param.is_quantized:
+        return (
+            f"'{name}' is quantised ({_dtype_name(param)}), and neither shards nor gradients of "
+            "such tensors exist. Register the integers (`.int_repr()`) as a buffer and compute "
+            "`scale * integers` in forward, or train `.dequantize()`."
+        )
+    if _is_foreign(param):
+        return (
+            f"'{name}' is of the class {type(param).__name__}, which FSDP2 would exchange for a "
+            "plain parameter: what the class does would be lost. Use `nn.Parameter`; attributes "
+            "you set on it are kept. A frozen one can be left whole on every rank with "
+            "ignored_params, and a class with `fsdp_pre_all_gather` and `fsdp_post_all_gather` is "
+            "gathered as it says."
+        )
+    if param.ndim == 0:
+        return (
+            f"'{name}' is a scalar parameter. FSDP2 shards the first dimension, and a scalar has "
+            "none. Give it shape (1,), or freeze it: it then stays whole on every rank."
+        )
+    if not param.numel():
+        return (
+            f"'{name}' has no elements (shape {tuple(param.shape)}). FSDP2 has no rows to cut, and "
+            "torch would stop with an error of its own. Leave the layer out where its size is 0 "
+            "(`nn.Identity()`), or freeze the parameter: there is nothing to train in it."
+        )
+    if param.is_complex():
+        return (
+            f"'{name}' is complex ({_dtype_name(param)}). The gathered copy would be cast to real "
+            "numbers, or not be sent at all. Store a real parameter whose last dimension is 2, and "
+            "call `torch.view_as_complex` in forward."
+        )
+    if param.dtype not in _GATHERED:
+        return (
+            f"'{name}' has the dtype {_dtype_name(param)}, which cannot be reduced between ranks. "
+            "Train it in fp32 or bf16 (see `mixed_precision` and `fp8`), or freeze it: it then "
+            "stays whole on every rank."
+        )
+    if not param.is_contiguous():
+        return (
+            f"'{name}' is not contiguous (shape {tuple(param.shape)}, stride {param.stride()}). "
+            "FSDP2 cuts the memory into rows, so it needs rows that follow each other. Store it as "
+            "`nn.Parameter(weight.contiguous())`."
+        )
+    return None
+
+
+def _problems_of_modules(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
+    sharded = {id(ref.param) for ref in refs}
+    for path, module in tree.modules():
+        where = f"'{path}' ({type(module).__name__})"
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in sharded:
+            if module.max_norm is not None:
+                yield (
+                    f"{where} has max_norm={module.max_norm}: its forward rescales rows of the "
+                    "weight in place. FSDP2 computes with a gathered copy that is dropped "
+                    "afterwards, and the change with it. Take max_norm out, and rescale the rows "
+                    "that were looked up in forward, or the weight in a callback after the step."
+                )
+            if module.sparse and module.weight.requires_grad:
+                yield (
+                    f"{where} has sparse=True. FSDP2 reduces dense gradients, and torch would "
+                    "stop in the first backward. Write sparse=False; an optimizer for sparse "
+                    "gradients (SparseAdam) is then replaced by one for dense ones."
+                )
+        # The parameters of a scripted module live in C++, where FSDP2 cannot exchange them.
+        scripted = isinstance(module, torch.jit.ScriptModule)
+        if scripted and (names := [name for name, _ in module.named_parameters(recurse=False)]):
+            yield (
+                f"'{path}' was made by torch.jit (script or trace) and holds {listed(names)}. Its "
+                "parameters cannot be exchanged by shards. Take the module itself instead of its "
+                "scripted form, and set `compile: true` if it has to be fast."
+            )
+
+
+def _aliases(tree: ModuleTree, refs: Sequence[ParamRef]) -> Iterator[str]:
+    """Finds buffers and other tensors that are, or share memory with, a sharded parameter."""
+    by_storage: dict[int, list[tuple[int, int, ParamRef]]] = defaultdict(list)
+    for ref in refs:
+        if (memory := memory_of(ref.param)) is not None:
+            by_storage[memory[0]].append((memory[1], memory[2], ref))
+
+    def sharing(tensor: torch.Tensor) -> ParamRef | None:
+        storage, start, end = memory_of(tensor) or (0, 0, 0)
+        held = by_storage.get(storage, ())
+        return next((ref for first, past, ref in held if start < past and first < end), None)
+
+    for path, module in tree.modules():
+        for name, buffer in module._buffers.items():
+            ref = None if buffer is None else sharing(buffer)
+            if ref is not None:
+                yield (
+                    f"The buffer '{child_name(path, name)}' shares memory with the parameter "
+                    f"'{ref.name}'. Sharding gives the parameter memory of its own, and the buffer "
+                    "would keep the first values. Read the parameter in forward, or register a "
+                    "copy (`.clone()`) if the values are to stay."
+                )
+    sharded = {id(ref.param): ref for ref in refs}
+    told: dict[int, str] = {}
+    for held in held_tensors(tree):
+        ref = sharded.get(id(held.tensor))
+        if ref is None and not isinstance(held.tensor, DTensor):
+            ref = sharing(held.tensor)
+        if ref is not None and id(ref.param) not in told:
+            told[id(ref.param)] = _held(ref, held)
+    yield from itertools.islice(told.values(), _SHOWN)
+
+
+def _held(ref: ParamRef, held: _HeldTensor) -> str:
+    owner = f"of '{held.module}'" if held.module else "of the model"
+    place = f"'{held.attribute}' {owner}"
+    if held.tensor is ref.param:
+        fact = f"'{ref.name}' is also held by {place}, where it is not registered"
+    else:
+        fact = f"{place} shares memory with the parameter '{ref.name}'"
+    return (
+        f"{fact}. FSDP2 puts shards and gathered weights in the registered place only, and what is "
+        "held there would keep the first values. Hold the module and read its parameter in "
+        "forward, or register it there too (`nn.ParameterList`, `nn.ParameterDict`)."
+    )
+
+
+# --- Tensors that are held in other places. ---
+
+_DEPTH = 6
+"""references that are followed one after the other; an object and its `__dict__` are two"""
+
+_REGISTERED = frozenset({"_parameters", "_buffers", "_modules"})
+_ATOMS = (str, bytes, int, float, complex, type(None), type, types.ModuleType, types.CodeType)
+_EMPTIED = (dict, OrderedDict, set, list, tuple)
+"""kinds of which most modules have a dozen that are empty, for hooks"""
+_HOLDERS = (torch.Tensor, *_EMPTIED, frozenset, deque, types.SimpleNamespace)
+"""values of classes and global variables that are looked into"""
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldTensor:
+    """A tensor, and the attribute of a module that leads to it."""
+
+    tensor: torch.Tensor
+    module: str
+    attribute: str
+
+
+def held_tensors(tree: ModuleTree) -> Iterator[_HeldTensor]:
+    """Walks the attributes of all modules; each object is opened once. Collective: no."""
+    # What was opened stays alive, or another object could take its address.
+    opened: dict[int, Any] = {id(module): module for _, module in tree.modules()}
+    for path, module in tree.modules():
+        kind, ignored = type(module), _REGISTERED | _recomputed(module)
+        found = [(name, value) for name, value in vars(module).items() if name not in ignored]
+        if id(kind) not in opened:
+            opened[id(kind)] = kind
+            found += _of_class(kind)
+        for name, value in found:
+            if type(value) not in _EMPTIED or value:
+                for tensor in _tensors_in(value, opened):
+                    yield _HeldTensor(tensor, path, name)
+
+
+def _recomputed(module: nn.Module) -> set[Any]:
+    """Returns attributes that are set anew when parameters change, or before each forward."""
+    # `RNNBase.__setattr__` puts a weight that is set into this list too.
+    if isinstance(module, nn.RNNBase):
+        return {"_flat_weights"}
+    # torch's old weight_norm, spectral_norm and pruning are such hooks.
+    hooks = forward_pre_hooks(module)
+    return {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+
+
+def _of_class(kind: type) -> Iterator[tuple[str, Any]]:
+    """Yields attributes of classes, and the global variables that their methods name."""
+    for owner in kind.__mro__:
+        if owner.__module__.partition(".")[0] == "torch" or owner is object:
+            continue
+        for name, value in vars(owner).items():
+            if isinstance(value, _HOLDERS):
+                yield name, value
+            elif isinstance(value, types.FunctionType):
+                with contextlib.suppress(ValueError):  # a closure that is not filled yet
+                    for known, held in inspect.getclosurevars(value).globals.items():
+                        if isinstance(held, _HOLDERS):
+                            yield f"{known} (a global variable)", held
+
+
+def _tensors_in(value: Any, opened: dict[int, Any]) -> Iterator[torch.Tensor]:
+    """Yields every tensor that a value leads to through objects that are not opened yet."""
+    todo: list[tuple[Any, int]] = [(value, 0)]
+    while todo:
+        found, depth = todo.pop()
+        if isinstance(found, torch.Tensor):
+            yield found
+        elif depth <= _DEPTH and not isinstance(found, _ATOMS) and id(found) not in opened:
+            opened[id(found)] = found
+            todo += [(inside, depth + 1) for inside in _inside(found)]
+
+
+def _inside(value: Any) -> list[Any]:
+    """Returns what a value refers to, without asking its properties."""
+    library = type(value).__module__.partition(".")[0]
+    if isinstance(value, types.FunctionType):  # not its global variables
+        return [*(value.__closure__ or ()), value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, nn.Module):
+        return [*value._parameters.values(), *value._modules.values()]
+    if library == "numpy":
+        return [getattr(value, "base", None)]  # an array that shares memory keeps what it is of
+    if library == "torch" or isinstance(value, torch.optim.Optimizer | types.FrameType):
+        return []
+    return [held for held in gc.get_referents(value) if not isinstance(held, _ATOMS)]
