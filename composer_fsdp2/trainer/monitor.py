@@ -13,9 +13,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.optim.norms import local_part
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import (
     all_reduce_hook,
@@ -66,10 +66,17 @@ class FSDP2Monitor(Callback):
     """
 
     def __init__(self, gpu_flops_available: float | None = None) -> None:
-        if gpu_flops_available is not None:
-            _check_flops(gpu_flops_available)
+        flops: Any = gpu_flops_available
+        is_number = isinstance(flops, int | float) and not isinstance(flops, bool)
+        if flops is not None and not (is_number and flops > 0):
+            raise ConfigError(
+                f"gpu_flops_available of {NAME} is {flops!r}, which is no positive number. MFU is "
+                "a fraction of it. Write the FLOP/s of one device, such as 989.5e+12, or leave it "
+                "out to have it looked up."
+            )
         self.gpu_flops_available = gpu_flops_available
-        self._traffic: _Traffic | None = None
+        self._traffic: Any = None
+        """a `_Traffic`, once there is a model to listen to"""
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Checks that there is something to log, and shows the plan.
@@ -96,17 +103,14 @@ class FSDP2Monitor(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Starts to hear of the units; a training that failed may have left it listening."""
         self.close(state, logger)
-        assert self._traffic is not None
         self._traffic.run.listen(self._traffic)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Counts from here; units that are gathered now count in the peak."""
-        assert self._traffic is not None
         self._traffic.begin()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Logs what was counted. With one rank there is no traffic."""
-        assert self._traffic is not None
         found: dict[str, float] = dict(self._traffic.counts) if dist.get_world_size() > 1 else {}
         if state.device.name == "gpu":
             found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
@@ -166,19 +170,10 @@ class _Traffic(StepListener):
         self.counts["peak_unsharded_bytes"] = peak
 
 
-def _check_flops(flops: Any) -> None:
-    if isinstance(flops, bool) or not isinstance(flops, int | float) or not flops > 0:
-        raise ConfigError(
-            f"gpu_flops_available of {NAME} is {flops!r}, which is no positive number. MFU is a "
-            "fraction of it. Write the FLOP/s of one device, such as 989.5e+12, or leave it out to "
-            "have it looked up."
-        )
-
-
 def describe_sharding(model: nn.Module, run: Run) -> str:
     """A line about the plan and about what this rank holds of the model."""
     units = [unit for unit in run.plan.units if unit.params]
-    local = sum(_local_bytes(param) for param in model.parameters())
+    local = sum(local_part(param).nbytes for param in model.parameters())
     reshard = Counter(str(unit.reshard_after_forward).lower() for unit in units)
     return (
         f"FSDP2: {len(units)} units, {sum(unit.numel for unit in units):,} parameters, "
@@ -186,10 +181,6 @@ def describe_sharding(model: nn.Module, run: Run) -> str:
         f"mesh {run.shape.describe()}, "
         f"reshard_after_forward {', '.join(f'{how} in {n}' for how, n in reshard.items())}"
     )
-
-
-def _local_bytes(param: torch.Tensor) -> int:
-    return (param.to_local() if isinstance(param, DTensor) else param).nbytes
 
 
 def _show(line: str) -> None:

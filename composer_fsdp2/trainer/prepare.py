@@ -23,23 +23,21 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.blocks.activation import ActivationCheckpointing
-from composer_fsdp2.blocks.chunked_loss import ChunkedLoss
-from composer_fsdp2.blocks.compile import CompileBlocks
-from composer_fsdp2.blocks.fp8 import Float8Linear
-from composer_fsdp2.blocks.tiled_mlp import TiledMLP
+from composer_fsdp2.blocks import activation, chunked_loss, compile, fp8, tiled_mlp
 from composer_fsdp2.blocks.transformation import Transformation
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.guards.added_parameters import refuse_added_parameters
-from composer_fsdp2.guards.explain import ExplainErrors
-from composer_fsdp2.guards.gathered import GatheredParameters
-from composer_fsdp2.guards.order_check import OrderCheck
-from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
-from composer_fsdp2.guards.second_backward import SecondBackward
-from composer_fsdp2.guards.watchdog import Watchdog, is_broken
+from composer_fsdp2.guards import (
+    added_parameters,
+    explain,
+    gathered,
+    order_check,
+    out_of_memory,
+    second_backward,
+    watchdog,
+)
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
@@ -60,13 +58,15 @@ from composer_fsdp2.shard.optimizer import (
 )
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.step import (
+    prefetch,
+    requires_grad,
+    stale_gathers,
+    unannounced,
+    unused_parameters,
+)
 from composer_fsdp2.step.agreement import agreement_of
-from composer_fsdp2.step.prefetch import Prefetch
-from composer_fsdp2.step.requires_grad import RequiresGrad
-from composer_fsdp2.step.run import Run, StepListener, run_of
-from composer_fsdp2.step.stale_gathers import StaleGathers
-from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
-from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
+from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
 from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
@@ -78,29 +78,29 @@ __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     TensorParallel(),
     SequenceParallel(),
-    TiledMLP(),
-    ChunkedLoss(),
-    Float8Linear(),
-    ActivationCheckpointing(),
-    CompileBlocks(),
+    tiled_mlp.TiledMLP(),
+    chunked_loss.ChunkedLoss(),
+    fp8.Float8Linear(),
+    activation.ActivationCheckpointing(),
+    compile.CompileBlocks(),
 )
 """what is done to a model before it is sharded, in the order in which it must be done; see
 [Note: transformations] in `blocks.transformation`"""
 
 STEP: tuple[type[StepListener], ...] = (
     # The numbers depend on these.
-    SecondBackward,  # first: gradients that wait are neither filled in nor reduced
-    RequiresGrad,
-    StaleGathers,
-    UnannouncedMicrobatches,
-    Prefetch,
-    UnusedParameters,
+    second_backward.SecondBackward,  # first: gradients that wait are neither filled in nor reduced
+    requires_grad.RequiresGrad,
+    stale_gathers.StaleGathers,
+    unannounced.UnannouncedMicrobatches,
+    prefetch.Prefetch,
+    unused_parameters.UnusedParameters,
     # Guards, without which every number stays.
-    OutOfMemory,  # before other agreements: a rank that leaves answers its own alone
-    OrderCheck,
-    Watchdog,  # after the order: a rank is in a collective that all have come to
-    GatheredParameters,
-    ExplainErrors,
+    out_of_memory.OutOfMemory,  # before other agreements: a rank that leaves answers its own alone
+    order_check.OrderCheck,
+    watchdog.Watchdog,  # after the order: a rank is in a collective that all have come to
+    gathered.GatheredParameters,
+    explain.ExplainErrors,
 )
 """what happens in a step of a prepared model, beside what torch does"""
 
@@ -169,7 +169,9 @@ def prepare_fully_shard(
     error, plan = None, None
     facts: dict[str, Any] = {}
     try:
-        _check_arguments(te_rng_seed)
+        if te_rng_seed != 1234:
+            text = "te_rng_seed has no effect: activation checkpointing is torch's own here."
+            warnings.warn(text, stacklevel=2)
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
         check_items(settings, (), "auto" if auto_microbatching else None)
@@ -191,10 +193,8 @@ def prepare_fully_shard(
     assert plan is not None
     reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
     check_meta_device_reports(reports)
-    units = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
-    run = run_of(model)
-    assert run is not None
-    return [OOMGuard(run)] if auto_microbatching else [], units
+    run = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
+    return [out_of_memory.OOMGuard(run)] if auto_microbatching else [], dict(run.units)
 
 
 @contextlib.contextmanager
@@ -203,7 +203,7 @@ def _explained_group() -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_broken(error):
+        if not watchdog.is_broken(error):
             raise
         raise PlanError(
             "The process group gave up waiting, here or in an earlier collective, because a rank "
@@ -211,13 +211,6 @@ def _explained_group() -> Generator[None]:
             "so nothing can be prepared with it. Start the processes anew, or call "
             "torch.distributed.destroy_process_group() and init_process_group on every rank."
         ) from error
-
-
-def _check_arguments(te_rng_seed: int) -> None:
-    if te_rng_seed != 1234:
-        warnings.warn(
-            "te_rng_seed has no effect: activation checkpointing is torch's own here.", stacklevel=3
-        )
 
 
 def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
@@ -245,7 +238,7 @@ def _given_mesh(config: Any) -> DeviceMesh | None:
 
 def apply_to_model(
     model: nn.Module, plan: PreparePlan, reports: Sequence[MetaDeviceReport], seed: int
-) -> dict[str, FSDPModule]:
+) -> Run:
     """Changes the model and its optimizer as planned. Collective: yes."""
     if plan.settings.verbose and distributed.get_rank() == 0:
         _show(plan.describe())
@@ -277,29 +270,20 @@ def apply_to_model(
         tree=tree,
     )
     connect_model(model)
-    if (fp8 := plan.plan_of(Float8Linear)) is not None:
-        gather_in_float8(model, units.values(), fp8)
+    if (converted := plan.plan_of(fp8.Float8Linear)) is not None:
+        gather_in_float8(model, units.values(), converted)
     _cast_buffers(tree, plan)
     tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), plan.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
         show_usual_state(detached.optimizer)
-    start_run(tree, plan, units)
-    _connect_optimizer(model, plan)
-    return units
-
-
-def _connect_optimizer(model: nn.Module, plan: PreparePlan) -> None:
-    """Gives the optimizer its step. Collective: yes."""
-    apply_local_step(
-        plan.optimizer,
-        plan.settings.local_step,
-        torch.device(plan.device_type),
-        plan.settings.optimizer_state,
-    )
+    run = start_run(tree, plan, units)
+    kept = plan.settings.optimizer_state
+    apply_local_step(plan.optimizer, plan.settings.local_step, run.device, kept)
     refuse_later_optimizers(model, plan.settings, plan.optimizer)
-    refuse_added_parameters(model, plan.optimizer)
+    added_parameters.refuse_added_parameters(model, plan.optimizer)
+    return run
 
 
 def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
@@ -323,9 +307,11 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
 
 def start_run(tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule]) -> Run:
     """Begins to call the listeners of `STEP`. Collective: yes."""
-    device = torch.device(plan.device_type)
+    device = torch.empty(0, device=plan.device_type).device  # with its index
     agreement_of(device)  # made here, where all ranks are
-    force_backward_through(units[name] for name in _beside_towers(tree.root, plan))
+    unused_parameters.force_backward_through(
+        units[name] for name in _beside_towers(tree.root, plan)
+    )
     run = Run(
         model=tree.root,
         tree=tree,

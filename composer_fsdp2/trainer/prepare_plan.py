@@ -116,17 +116,17 @@ class PreparePlan:
 
 
 def _describe_tensors(tree: ModuleTree) -> str:
-    lines = [
+    params = (
         f"{ref.name} {ref.param.shape} {ref.param.dtype} {ref.param.requires_grad}"
         for ref in tree.params
-    ]
-    for path, module in tree.modules():
-        lines += [
-            f"{path}.{name} {buffer.shape} {buffer.dtype}"
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-    return "\n".join(lines)
+    )
+    buffers = (
+        f"{path}.{name} {buffer.shape} {buffer.dtype}"
+        for path, module in tree.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    )
+    return "\n".join([*params, *buffers])
 
 
 def make_plan(
@@ -156,11 +156,23 @@ def make_plan(
     _check_offload(settings, device_type)
     check_communication(settings.communication, device_type)
     check_order_check(settings.order_check)
-    optimizer = _single_optimizer(optimizers, settings)
-    tree = _read_model(model)
+    given = ensure_tuple(optimizers)
+    if len(given) > 1:
+        raise ConfigError(
+            f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer with "
+            "several parameter groups."
+        )
+    optimizer = given[0] if given else None
+    check_known(settings, optimizer)
+    tree = ModuleTree.read(model)
+    refuse_unreadable(tree)
+    refuse_gradients(tree)
+    check_hooks(tree)
     shape = MeshShape.resolve(settings, dist.get_world_size())
     compute = check_scale(settings, _compute_dtype(precision, device_type, place))
-    conditional = _conditional(tree, settings)
+    optional = settings.unused_parameters
+    named = optional if isinstance(optional, tuple) else ()
+    conditional = [] if optional is False else conditional_modules(tree, named)
     units = _plan_units(tree, settings, shape, compute, conditional)
     blocks = units.blocks()
     if conditional and (settings.activation_checkpointing or settings.compile):
@@ -176,12 +188,16 @@ def make_plan(
         is_checkpointed=activation_choice(tree, frozenset(blocks)),
     )
     planned, facts = plan_transformations(transformations, facts)
-    _check_reshards(shape, settings, facts.units)
+    shape.check_reshard(settings.reshard_after_forward, "the run")
+    for unit in facts.units.units:
+        shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
     methods = check_forward_methods(tree, settings.forward_methods, facts.units)
     methods += _eval_methods(tree, facts.units)
     if optimizer is not None:
-        _check_optimizer(optimizer, tree, settings)
+        check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+        check_optimizer_state(optimizer, settings.optimizer_state)
     groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
+    folder = settings.pretrained_weights
     return PreparePlan(
         tree=tree,
         settings=settings,
@@ -196,7 +212,7 @@ def make_plan(
         forward_methods=methods,
         optimizer=optimizer,
         groups=groups,
-        weights=_open_weights(settings.pretrained_weights, tree),
+        weights=None if folder is None else _open_weights(folder, tree),
     )
 
 
@@ -206,22 +222,6 @@ def _place_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Dev
         return None, mesh.device_type
     place = get_device(device)
     return place, "cuda" if isinstance(place, DeviceGPU) else place.name
-
-
-def _read_model(model: nn.Module) -> ModuleTree:
-    """Reads a model, and refuses what sharding would lose or cannot decide about."""
-    tree = ModuleTree.read(model)
-    refuse_unreadable(tree)
-    refuse_gradients(tree)
-    check_hooks(tree)
-    return tree
-
-
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer, tree: ModuleTree, settings: FSDP2Config
-) -> None:
-    check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
-    check_optimizer_state(optimizer, settings.optimizer_state)
 
 
 def _check_offload(settings: FSDP2Config, device_type: str) -> None:
@@ -237,9 +237,7 @@ def _check_offload(settings: FSDP2Config, device_type: str) -> None:
         )
 
 
-def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | None:
-    if path is None:
-        return None
+def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
     weights = open_pretrained(path, tree)
     if weights.plan.skipped and dist.get_global_rank() == 0:
         warnings.warn(
@@ -248,13 +246,6 @@ def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | Non
             stacklevel=5,
         )
     return weights
-
-
-def _conditional(tree: ModuleTree, settings: FSDP2Config) -> list[str]:
-    named = settings.unused_parameters
-    if named is False:
-        return []
-    return conditional_modules(tree, named if isinstance(named, tuple) else ())
 
 
 def _plan_units(
@@ -282,18 +273,6 @@ def _plan_units(
     )
 
 
-def _single_optimizer(optimizers: Any, settings: FSDP2Config) -> torch.optim.Optimizer | None:
-    given = ensure_tuple(optimizers)
-    if len(given) > 1:
-        raise ConfigError(
-            f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer with "
-            "several parameter groups."
-        )
-    optimizer = given[0] if given else None
-    check_known(settings, optimizer)
-    return optimizer
-
-
 def _compute_dtype(
     precision: str | Precision | None, device_type: str, place: Device | None
 ) -> torch.dtype:
@@ -304,12 +283,6 @@ def _compute_dtype(
     if place is not None:
         _validate_precision(Precision(name), place)
     return dtype
-
-
-def _check_reshards(shape: MeshShape, settings: FSDP2Config, plan: WrapPlan) -> None:
-    shape.check_reshard(settings.reshard_after_forward, "the run")
-    for unit in plan.units:
-        shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
 
 
 def _eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:

@@ -219,16 +219,14 @@ def activation_choice(
         if callable(hook):
             asked.update((id(module), hook) for module in top.modules())
     own = (attribute_of(module, "_activation_checkpointing", ...) for _, module in tree.modules())
-    if asked or any(one is not ... for one in own):
-        return lambda _name, module: _asked_to_checkpoint(asked, module)
-    return lambda name, _module: name in blocks
+    if not asked and all(one is ... for one in own):
+        return lambda name, _module: name in blocks
 
+    def chosen(_name: str, module: nn.Module) -> bool:
+        wanted = getattr(module, "_activation_checkpointing", None)
+        hook = asked.get(id(module))
+        if wanted is None and hook is not None:
+            wanted = hook(module)
+        return bool(wanted)
 
-def _asked_to_checkpoint(
-    asked: Mapping[int, Callable[[nn.Module], Any]], module: nn.Module
-) -> bool:
-    own = getattr(module, "_activation_checkpointing", None)
-    if own is not None:
-        return bool(own)
-    hook = asked.get(id(module))
-    return bool(hook(module)) if hook is not None else False
+    return chosen
