@@ -42,7 +42,7 @@ from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
 from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.frozen import frozen_elements
 from composer_fsdp2.shard.apply import collector_paused
-from composer_fsdp2.trainer.extensions import check_given, read_given
+from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import make_plan
 
@@ -488,7 +488,7 @@ def _plan(
             # Asks no GPU what it can do.
             spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()
             settings = dataclasses.replace(settings, fp8=dataclasses.replace(spec, emulate=True))
-        check_given(read_given(given))
+        check_extensions(items_of(given))
         plan = make_plan(
             model,
             given["optimizers"],

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
 
-from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class, imported
+from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class
 
 __all__ = ["ALGORITHM_ROWS"]
 
-_VERSIONS = "mosaicml 0.32.1"
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer/algorithms"
 _PACKAGE = "composer.algorithms"
-_OURS = "composer_fsdp2.trainer.algorithms"
+_row = functools.partial(PatchPoint, versions="mosaicml 0.32.1")
 
 _CLIPPING = Feature(
     "GradientClipping with clipping_type adaptive",
@@ -38,104 +36,80 @@ _SWA = _feature("SWA", "swa.swa")
 _SAM = _feature("SAM", "sam.sam")
 
 
-def _row(
-    feature: Feature,
-    target: str,
-    replacement: str,
-    fingerprint: str,
-    why: str,
-    lines: str,
-    source: str = "",
-    module: str = _OURS,
-) -> PatchPoint:
-    call: Callable[..., Any] = imported(module, replacement)
-    return PatchPoint(
-        target=f"{_PACKAGE}.{target}",
-        replacement=call,
-        feature=feature,
-        why=why,
-        upstream=f"{_UPSTREAM}/{lines}",
-        fingerprints=frozenset({fingerprint}),
-        versions=_VERSIONS,
-        source=source,
-    )
-
-
 ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     _row(
-        _CLIPPING,
-        "gradient_clipping.gradient_clipping:_apply_agc",
-        "clip_adaptively",
-        "4aa29feaede39e77",
-        "takes a shard's norm for the whole",
-        "gradient_clipping/gradient_clipping.py#L66",
+        target=f"{_PACKAGE}.gradient_clipping.gradient_clipping:_apply_agc",
+        replacement="trainer.algorithms:clip_adaptively",
+        feature=_CLIPPING,
+        why="takes a shard's norm for the whole",
+        upstream=f"{_UPSTREAM}/gradient_clipping/gradient_clipping.py#L66",
+        fingerprints={"4aa29feaede39e77"},
     ),
     _row(
-        _CLIPPING,
-        "gradient_clipping.gradient_clipping:apply_gradient_clipping",
-        "clip_gradients",
-        "b4014cc6206ef761",
-        "clips through one DTensor operation after the other",
-        "gradient_clipping/gradient_clipping.py#L23",
+        target=f"{_PACKAGE}.gradient_clipping.gradient_clipping:apply_gradient_clipping",
+        replacement="trainer.algorithms:clip_gradients",
+        feature=_CLIPPING,
+        why="clips through one DTensor operation after the other",
+        upstream=f"{_UPSTREAM}/gradient_clipping/gradient_clipping.py#L23",
+        fingerprints={"b4014cc6206ef761"},
     ),
     _row(
-        _SAM,
-        "sam.sam:SAMOptimizer._grad_norm",
-        "ascent_norm",
-        "5f86e331bebb39d7",
-        "reduces the norm of each gradient by itself",
-        "sam/sam.py#L110",
+        target=f"{_PACKAGE}.sam.sam:SAMOptimizer._grad_norm",
+        replacement="trainer.algorithms:ascent_norm",
+        feature=_SAM,
+        why="reduces the norm of each gradient by itself",
+        upstream=f"{_UPSTREAM}/sam/sam.py#L110",
+        fingerprints={"5f86e331bebb39d7"},
     ),
     _row(
-        _FREEZING,
-        "layer_freezing.layer_freezing:freeze_layers",
-        "freeze_layers",
-        "f8f689f2f0d508a8",
-        "freezes shards, while gradients of the gathered parameters go on",
-        "layer_freezing/layer_freezing.py#L25",
+        target=f"{_PACKAGE}.layer_freezing.layer_freezing:freeze_layers",
+        replacement="trainer.algorithms:freeze_layers",
+        feature=_FREEZING,
+        why="freezes shards, while gradients of the gathered parameters go on",
+        upstream=f"{_UPSTREAM}/layer_freezing/layer_freezing.py#L25",
+        fingerprints={"f8f689f2f0d508a8"},
     ),
     _row(
-        _EMA,
-        "ema.ema:get_model_context_manager",
-        "weights_of",
-        "b111ec835b312782",
-        "mixes shards with parameters that evaluation left gathered",
-        "ema/ema.py#L87",
+        target=f"{_PACKAGE}.ema.ema:get_model_context_manager",
+        replacement="trainer.algorithms:weights_of",
+        feature=_EMA,
+        why="mixes shards with parameters that evaluation left gathered",
+        upstream=f"{_UPSTREAM}/ema/ema.py#L87",
+        fingerprints={"b111ec835b312782"},
     ),
     _row(
-        _EMA,
-        "ema.ema:EMAParameters.__init__",
-        "start_averages",
-        "ccdfecc4a7728427",
-        "forgets in which order tensor parallelism holds fused projections",
-        "ema/ema.py#L401",
-        module="composer_fsdp2.trainer.parallelism.averages",
+        target=f"{_PACKAGE}.ema.ema:EMAParameters.__init__",
+        replacement="trainer.parallelism.averages:start_averages",
+        feature=_EMA,
+        why="forgets in which order tensor parallelism holds fused projections",
+        upstream=f"{_UPSTREAM}/ema/ema.py#L401",
+        fingerprints={"ccdfecc4a7728427"},
     ),
     _row(
-        _EMA,
-        "ema.ema:EMA.state_dict",
-        "save_ema",
-        "a6f400a9bab424a6",
-        "saves names with the wrappers of activation checkpointing in them",
-        "ema/ema.py#L307",
+        target=f"{_PACKAGE}.ema.ema:EMA.state_dict",
+        replacement="trainer.algorithms:save_ema",
+        feature=_EMA,
+        why="saves names with the wrappers of activation checkpointing in them",
+        upstream=f"{_UPSTREAM}/ema/ema.py#L307",
+        fingerprints={"a6f400a9bab424a6"},
     ),
     _row(
-        _EMA,
-        "ema.ema:EMA.load_state_dict",
-        "load_ema",
-        "425da29b69f1bf67",
-        "puts whole tensors in the place of shards",
-        "ema/ema.py#L354",
+        target=f"{_PACKAGE}.ema.ema:EMA.load_state_dict",
+        replacement="trainer.algorithms:load_ema",
+        feature=_EMA,
+        why="puts whole tensors in the place of shards",
+        upstream=f"{_UPSTREAM}/ema/ema.py#L354",
+        fingerprints={"425da29b69f1bf67"},
     ),
     # What Composer asks of torch's class decides whether ours can be in its place. Nothing of
     # torch's own is used for a sharded model, so its source, which changes often, does not matter.
     _row(
-        _SWA,
-        "swa.swa:AveragedModel",
-        "average_weights",
-        "48288bf0c9c07153",
-        "copies the modules, which those of FSDP2 refuse",
-        "swa/swa.py#L29",
-        source="composer.algorithms.swa.swa:SWA",
+        target=f"{_PACKAGE}.swa.swa:AveragedModel",
+        replacement="trainer.algorithms:average_weights",
+        feature=_SWA,
+        why="copies the modules, which those of FSDP2 refuse",
+        upstream=f"{_UPSTREAM}/swa/swa.py#L29",
+        fingerprints={"48288bf0c9c07153"},
+        source=f"{_PACKAGE}.swa.swa:SWA",
     ),
 )

@@ -1,4 +1,12 @@
-"""`save_pretrained` of a Hugging Face model, or of PEFT's around one, whose weights are sharded."""
+"""Generates, saves and summons with Hugging Face models, or PEFT's around them, that are sharded.
+
+[Note: generating in step] Every forward gathers weights, so ranks that are done early have to go on
+calling it until all are. transformers does so by repeating the last step (`synced_gpus`), and fails
+where that step does not fit any more: without a cache, or past the last position. Here every
+forward is announced, and a rank that is done calls forward with a word of its own. An encoder runs
+once on every rank, before all that. The ranks of a tensor group have the same prompts and draw the
+same words, so they end together.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +17,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import torch
 from composer.utils import dist
 from torch import nn
 from torch.distributed.distributed_c10d import Store
@@ -17,12 +26,15 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.parallel.axis import divided_by
+from composer_fsdp2.parallel.tensor_group import draw_together
+from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
+from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
 from composer_fsdp2.shard.torch_private.tensors import default_store
-from composer_fsdp2.trainer.uneven_batches import override_attribute
+from composer_fsdp2.trainer.step import override_attribute
 
-__all__ = ["own_class", "save_pretrained"]
+__all__ = ["generate", "own_class", "save_pretrained", "summon_shards"]
 
 _KEY = "composer_fsdp2/save_pretrained"
 _WAIT_SECONDS = 120.0
@@ -47,7 +59,7 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
     def save(main: bool) -> Any:
         given.arguments["is_main_process"] = main
-        with _told_plainly(given.arguments["save_directory"]), _as_its_own_class(model):
+        with _writing(model, given.arguments["save_directory"]):
             return original(*given.args, **given.kwargs)
 
     # PEFT takes it as one of the arguments it does not name.
@@ -77,8 +89,10 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 @contextlib.contextmanager
-def _told_plainly(folder: Any) -> Generator[None]:
-    """Says what the system refused, in place of the library that wrote."""
+def _writing(model: nn.Module, folder: Any) -> Generator[None]:
+    """Says what the system refused, and keeps the class of FSDP2 out of `config.json`."""
+    sharded = type(model)
+    model.__class__ = own_class(model)
     try:
         yield
     except Exception as error:
@@ -86,6 +100,8 @@ def _told_plainly(folder: Any) -> Generator[None]:
         if refused is None:
             raise
         raise _unwritten(folder, reason_at(Path(folder), refused)) from error
+    finally:
+        model.__class__ = sharded
 
 
 def _unwritten(folder: Any, reason: object) -> CheckpointError:
@@ -98,17 +114,6 @@ def _unwritten(folder: Any, reason: object) -> CheckpointError:
 def own_class(module: nn.Module) -> type[Any]:
     """Returns the class that a module had before FSDP2 gave it another one, `FSDP...`."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-
-
-@contextlib.contextmanager
-def _as_its_own_class(model: nn.Module) -> Generator[None]:
-    """Keeps the class of FSDP2 out of `config.json`."""
-    sharded = type(model)
-    model.__class__ = own_class(model)
-    try:
-        yield
-    finally:
-        model.__class__ = sharded
 
 
 def _wherever_it_is(model: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -150,3 +155,88 @@ def _decide(store: Store, key: str, decision: str) -> None:
     if store.add(f"{key}/deciders", 1) == 1:
         store.add(f"{_KEY}/turn", 1)
         store.set(f"{key}/decided", decision)
+
+
+# --- Generating, and summoning by the name that FSDP1 has for it. ---
+
+
+def summon_shards(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces `FullyShardedDataParallel.summon_full_params`. Collective: yes."""
+    chosen = summon_full_params if holds_shards(module) else original
+    return chosen(module, *args, **kwargs)
+
+
+def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces `GenerationMixin.generate`: ranks may have other prompts and other ends.
+
+    Collective: yes, for a sharded model, unless `synced_gpus=False` says that all ranks call
+    forward equally often; with tensor parallelism always. No unit is left gathered. An error of one
+    rank, outside of forward, is raised when the others are done.
+
+    Raises:
+        PlanError: the ranks of a tensor group have different prompts.
+    """
+    if not holds_shards(model):
+        return original(model, *args, **kwargs)
+    group = divided_by(model)
+    if group is not None:
+        draw_together(model, group, (args, kwargs))
+    try:
+        if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
+            return original(model, *args, **kwargs)
+        return _generate_in_step(original, model, args, kwargs)
+    finally:
+        reshard(model)
+
+
+def _generate_in_step(
+    original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """See [Note: generating in step]. Collective: yes."""
+    kwargs["synced_gpus"] = False
+    word = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    encodes = model.config.is_encoder_decoder and kwargs.get("encoder_outputs") is None
+
+    inside = False
+
+    def encoded(*_: Any) -> None:
+        nonlocal encodes
+        encodes = False
+
+    def before(*_: Any) -> None:
+        nonlocal inside
+        any_rank(True, word.device)
+        inside = True
+
+    def after(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+
+    hooks = (
+        # Ahead of FSDP2's hook: the ranks agree on a forward before any of them gathers.
+        model.register_forward_pre_hook(before, prepend=True),
+        model.register_forward_hook(after),
+    )
+    if encodes:
+        hooks += (model.get_encoder().register_forward_pre_hook(encoded),)
+    try:
+        return original(model, *args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        # After an error inside a forward, nobody can join the gathers the others wait in.
+        with torch.no_grad():
+            if encodes:
+                model._prepare_encoder_decoder_kwargs_for_generation(
+                    word, {}, None, model.generation_config
+                )
+            while not inside and any_rank(False, word.device):
+                model(**_step_of(model, word), use_cache=False)
+
+
+def _step_of(model: Any, word: torch.Tensor) -> dict[str, Any]:
+    """Returns the inputs of a forward for one word; with an encoder, those of the decoder alone."""
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": word, "attention_mask": torch.ones_like(word)}
+    nothing = torch.zeros((1, 1, model.config.hidden_size), dtype=model.dtype, device=word.device)
+    return {"decoder_input_ids": word, "encoder_outputs": (nothing,)}
