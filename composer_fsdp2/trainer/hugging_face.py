@@ -55,35 +55,39 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
-    model, is_main_process = given.args[0], given.arguments["is_main_process"]
+    model, folder = given.args[0], given.arguments["save_directory"]
 
-    def save(main: bool) -> Any:
-        given.arguments["is_main_process"] = main
-        with _writing(model, given.arguments["save_directory"]):
+    def save() -> Any:
+        with _writing(model, folder):
             return original(*given.args, **given.kwargs)
 
     # PEFT takes it as one of the arguments it does not name.
     if given.kwargs.get("state_dict", given.arguments.get("state_dict")) is not None:
-        return save(is_main_process)
+        return save()
     if is_summoned(model):
         # The ranks that were not shown full parameters have nothing to write.
         shown = not any(isinstance(param, DTensor) for param in model.parameters())
-        return save(is_main_process) if shown else None
+        return save() if shown else None
     _await_everyone()
-    mains = [facts["~main"] for facts in raise_on_all_ranks({"~main": is_main_process})]
+    main = given.arguments["is_main_process"]
+    mains = [facts["~main"] for facts in raise_on_all_ranks({"~main": main})]
     writer = mains.index(True) if any(mains) else 0
-    error = None
-    first = writer == 0
+    error, first = None, writer == 0
     # `rank0_only` means global rank 0. For another writer, every rank gets full parameters.
     shown = summon_full_params(model, writeback=False, rank0_only=first, offload_to_cpu=first)
     with shown:
         if dist.get_global_rank() == writer:
+            # transformers 5 writes on rank 0, or nothing where another rank is main.
+            decides = "should_save_on_this_rank"
+            anywhere = contextlib.nullcontext()
+            if hasattr(model, decides):
+                anywhere = override_attribute(model, decides, bool)
             try:
-                with _wherever_it_is(model):
-                    save(is_main_process)
+                with anywhere:
+                    save()
             except Exception as caught:  # the other ranks must hear of it
                 told = isinstance(caught, CheckpointError)
-                error = caught if told else _unwritten(given.arguments["save_directory"], caught)
+                error = caught if told else _unwritten(folder, caught)
     raise_on_all_ranks({}, error)
     return None
 
@@ -114,14 +118,6 @@ def _unwritten(folder: Any, reason: object) -> CheckpointError:
 def own_class(module: nn.Module) -> type[Any]:
     """Returns the class that a module had before FSDP2 gave it another one, `FSDP...`."""
     return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def _wherever_it_is(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Lets any rank write: transformers 5 writes on rank 0, or nothing where another is main."""
-    decides = "should_save_on_this_rank"
-    if not hasattr(model, decides):
-        return contextlib.nullcontext()
-    return override_attribute(model, decides, bool)
 
 
 def _await_everyone() -> None:

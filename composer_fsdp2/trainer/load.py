@@ -38,6 +38,7 @@ from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.rates import set_rates_by_schedules
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer.load_steps import (
     Ignore,
     StateDict,
@@ -45,7 +46,7 @@ from composer_fsdp2.trainer.load_steps import (
     fetched,
     left_out_notes,
     lossy_notes,
-    note_averages,
+    mixes_averages,
     plain_name,
     remove_keys,
     run_on_all_ranks,
@@ -222,7 +223,7 @@ class _Load:
         averages = self.averages and str(self.saved.path)
         facts = raise_on_all_ranks({"~averages": averages, "~carried": self.carried is not None})
         path = next((fact["~averages"] for fact in facts if fact["~averages"]), None)
-        note_averages(self.state, path, None if self.weights_only else values)
+        mixed = not self.weights_only and mixes_averages(self.state, values)
         if values.get("model"):
             values["model"] = divided_weights(self.state.model, values["model"])
         # The model may leave its base out, which torch would miss when told to be strict, as it
@@ -237,6 +238,8 @@ class _Load:
             exclude_algorithms=excluded,
             algorithm_passes=passes,
         )
+        if (run := run_of(self.state.model)) is not None:
+            run.averages_from = path if mixed else None
         if self.weights_only:
             return None
         optimizers = values.get("optimizers", {})  # None: rank 0 holds it

@@ -24,6 +24,7 @@ from composer_fsdp2.checkpoint.metadata import METADATA
 from composer_fsdp2.checkpoint.source import Checkpoint, flatten
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.step.run import Run
 
 __all__ = [
     "Ignore",
@@ -33,7 +34,7 @@ __all__ = [
     "fetched",
     "left_out_notes",
     "lossy_notes",
-    "note_averages",
+    "mixes_averages",
     "plain_name",
     "remove_keys",
     "run_on_all_ranks",
@@ -45,9 +46,6 @@ Ignore = Sequence[str] | Callable[[dict[str, Any]], None] | None
 
 
 StateDict = dict[str, Any]
-
-_AVERAGES = "_fsdp2_averages_from"
-"""attribute of a State, for `check_trains_own_weights`"""
 
 
 def run_on_all_ranks(act: Callable[[], Any]) -> Any:
@@ -204,23 +202,20 @@ def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> A
 # --- Averages of EMA as the model; see [Note: EMA in checkpoints]. ---
 
 
-def note_averages(state: State, path: str | None, loaded: Any) -> None:
-    """Notes a model that holds averages after a load: right for evaluation, and not to be trained.
+def mixes_averages(state: State, loaded: StateDict) -> bool:
+    """Whether averages are loaded beside an optimizer's state that is not theirs.
 
-    Collective: no.
+    It is right for evaluation, and not to be trained. Collective: no.
 
     Args:
         state: of the run.
-        path: the checkpoint, if its weights are averages.
-        loaded: `loaded["state"]`, or `None` where only weights were loaded.
+        loaded: `loaded["state"]` of a checkpoint whose model is averages.
     """
     has_ema = any(isinstance(algorithm, EMA) for algorithm in state.algorithms)
-    goes_on = loaded is not None and "algorithms" in loaded and has_ema
-    mixed = loaded is not None and "optimizers" in loaded and not goes_on
-    setattr(state, _AVERAGES, path if mixed else None)
+    return "optimizers" in loaded and not ("algorithms" in loaded and has_ema)
 
 
-def check_trains_own_weights(state: State) -> None:
+def check_trains_own_weights(run: Run) -> None:
     """Refuses the optimizer's state beside weights it is not of.
 
     Collective: no. All ranks loaded the same.
@@ -228,8 +223,7 @@ def check_trains_own_weights(state: State) -> None:
     Raises:
         CheckpointError: with what to do instead.
     """
-    path = getattr(state, _AVERAGES, None)
-    if path is not None:
+    if (path := run.averages_from) is not None:
         raise CheckpointError(
             f"'{path}' was saved with the algorithm EMA: its model is the averages, and its "
             "optimizer has the state of the trained weights beside them. Training would go on from "

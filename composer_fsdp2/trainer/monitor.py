@@ -146,21 +146,17 @@ class _Traffic(StepListener):
     def before_gather(self, unit: str, group: Any) -> None:
         """Collective: no."""
         self._gathered[group] = gather_bytes(group)
-        self._count("gathered_bytes", self._gathered[group])
+        self.counts.update(collectives=1, gathered_bytes=self._gathered[group])
         self._note_peak(group)
 
     def before_reduce(self, unit: str, group: Any) -> None:
         """Collective: no."""
         shape, part = self.run.shape, reduction_bytes(group)
-        self._count("reduced_bytes", part * shape.shard)
+        self.counts.update(collectives=1, reduced_bytes=part * shape.shard)
         # A hook averages over replicas where torch's own HSDP cannot.
         due = getattr(all_reduce_hook(group), "due", True)
         if (shape.replicate or 1) > 1 and all_reduces(group) and due:
-            self._count("reduced_bytes", part)
-
-    def _count(self, name: str, nbytes: int) -> None:
-        self.counts[name] += nbytes
-        self.counts["collectives"] += 1
+            self.counts.update(collectives=1, reduced_bytes=part)
 
     def _note_peak(self, coming: Any = None) -> None:
         """Adds up the units that are gathered, and the one that comes."""

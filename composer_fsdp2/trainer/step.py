@@ -38,7 +38,7 @@ from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.explain import explained, explained_reading
-from composer_fsdp2.guards.joint_exit import JointExit, joint_exit_of
+from composer_fsdp2.guards.joint_exit import joint_exit_of
 from composer_fsdp2.guards.order_check import OrderCheck
 from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
 from composer_fsdp2.guards.watchdog import add_rank_report
@@ -176,7 +176,7 @@ class EvenTraining(_Even):
         found = super().parts(batch, size)
         if not self._on_tokens:
             return found
-        # Its loss may be 0 / 0, and NaN times a weight of 0 is NaN.
+        # The loss of a microbatch without any may be 0 / 0, and NaN times a weight of 0 is NaN.
         tokens = self._given.get_num_tokens_in_batch
         return [part for part in found if tokens(part, token_type="loss_generating")]
 
@@ -235,7 +235,7 @@ class _Evaluation(_Even):
             self._kept.keep(_tensors(batch))
             for metric in self._metrics.values():
                 self._kept.keep_metric(metric)
-        else:  # this batch again, on every rank: one that came to its end has kept units gathered
+        else:  # this batch again; on every rank, as some may have left units gathered
             reset(self.run.units.values())
             self._kept.restore()
         if self._exit is not None:
@@ -282,12 +282,10 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 # --- Attempts. ---
 
 
-@contextmanager
-def _leaving_together(run: Run, auto: bool) -> Generator[JointExit | None]:
+def _leaving_together(run: Run, auto: bool) -> contextlib.AbstractContextManager[None]:
     """Counts collectives where a smaller microbatch may be tried. Collective: yes, at the end."""
     exit_ = joint_exit_of(run.device) if auto else None
-    with contextlib.nullcontext() if exit_ is None else exit_.watching():
-        yield exit_
+    return contextlib.nullcontext() if exit_ is None else exit_.watching()
 
 
 class _Attempt:
@@ -425,7 +423,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         return
     begin_fit(state)
     with explained_reading(state.model), _leaving_together(run, state.auto_microbatching):
-        check_trains_own_weights(state)
+        check_trains_own_weights(run)
         _agree_on_length(state, run)
         if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
             size: Any = state.device_train_microbatch_size

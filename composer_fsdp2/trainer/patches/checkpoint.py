@@ -31,7 +31,7 @@ _LOAD_FUNCTIONS = Feature(
 _ASYNC_SAVE = Feature(
     "async_save",
     "Leave async_save out of parallelism_config.fsdp2.",
-    lambda given: bool(getattr(given.settings, "async_save", False)),
+    lambda _items, _size, settings: bool(settings.async_save),
 )
 
 

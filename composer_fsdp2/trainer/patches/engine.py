@@ -26,7 +26,7 @@ from composer_fsdp2.fingerprint import fingerprint
 
 __all__ = [
     "CORE",
-    "Asked",
+    "Asks",
     "Feature",
     "PatchPoint",
     "PatchState",
@@ -45,16 +45,9 @@ _DISTRIBUTIONS = {"composer": "mosaicml", "llmfoundry": "llm-foundry"}
 """names that differ from those of the packages"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The arguments of a Trainer, in which each feature looks for itself."""
-
-    items: tuple[Any, ...]
-    """its algorithms, callbacks and optimizers"""
-    microbatch_size: Any
-    """as it was written"""
-    settings: Any
-    """of FSDP2, parsed"""
+Asks = Callable[[tuple[Any, ...], Any, Any], bool]
+"""Whether a Trainer was asked for a feature, from its algorithms, callbacks and optimizers, from
+`device_train_microbatch_size` as it was written, and from the parsed settings of FSDP2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +57,8 @@ class Feature:
     name: str
     instead: str = ""
     """what to write when it is switched off: one sentence"""
-    asked: Callable[[Asked], bool] = lambda _: False
-    """whether a Trainer was asked for it; rows with `refused` find that in their calls"""
+    asked: Asks = lambda _items, _size, _settings: False
+    """rows with `refused` find in their calls whether they are asked for it"""
 
 
 CORE = Feature("core")
@@ -110,9 +103,7 @@ _off: dict[Feature, str] = {}
 # --- For tables. ---
 
 
-def asked_by_class(
-    *names: str, when: Callable[[Any], bool] = lambda _: True
-) -> Callable[[Asked], bool]:
+def asked_by_class(*names: str, when: Callable[[Any], bool] = lambda _: True) -> Asks:
     """Returns an `asked` that finds objects of a class, or of one derived from it.
 
     Args:
@@ -120,10 +111,10 @@ def asked_by_class(
         when: says which of their objects ask for the feature.
     """
 
-    def asked(given: Asked) -> bool:
+    def asked(items: tuple[Any, ...], *_: Any) -> bool:
         return any(
             f"{cls.__module__}:{cls.__qualname__}" in names and when(item)
-            for item in given.items
+            for item in items
             for cls in type(item).__mro__
         )
 
@@ -224,14 +215,19 @@ def installed(rows: Sequence[PatchPoint]) -> Generator[None]:
 # --- Features that are switched off. ---
 
 
-def check_features(asked: Asked) -> None:
+def check_features(items: tuple[Any, ...], microbatch_size: Any, settings: Any) -> None:
     """Refuses a Trainer that asks for a feature that is switched off. Collective: no.
+
+    Args:
+        items: algorithms, callbacks and optimizers.
+        microbatch_size: as it was written.
+        settings: of FSDP2, parsed.
 
     Raises:
         PatchError: naming the feature.
     """
     for feature in _off:
-        if feature.asked(asked):
+        if feature.asked(items, microbatch_size, settings):
             check_feature(feature)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from composer_fsdp2.trainer.patches.engine import (
     CORE,
-    Asked,
     Feature,
     PatchPoint,
     check_features,
@@ -22,13 +21,13 @@ _row = functools.partial(PatchPoint, versions="mosaicml 0.32.1")
 _AUTO = Feature(
     "device_train_microbatch_size: auto",
     "Write a number of samples for device_train_microbatch_size.",
-    lambda given: given.microbatch_size == "auto",
+    lambda _items, size, _settings: size == "auto",
 )
 _TENSOR = Feature(
     "tensor_parallel",
     "Take 'tp' out of parallelism_config.",
-    lambda given: (
-        (given.settings.tensor_parallel, given.settings.sequence_parallel) != (None, None)
+    lambda _items, _size, settings: (
+        (settings.tensor_parallel, settings.sequence_parallel) != (None, None)
     ),
 )
 _EVALUATION = Feature(
@@ -59,9 +58,7 @@ def parse_parallelism_config(original: Any, trainer: Any, parallelism_config: An
         arguments = getattr(trainer, ARGUMENTS, {})
         check_arguments(arguments, config.resolve_settings(parsed.fsdp2))
         size = arguments.get("device_train_microbatch_size")
-        check_features(
-            Asked(items=items_of(arguments), microbatch_size=size, settings=parsed.fsdp2)
-        )
+        check_features(items_of(arguments), size, parsed.fsdp2)
     return parsed
 
 
