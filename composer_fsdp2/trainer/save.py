@@ -12,7 +12,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +103,7 @@ def save_checkpoint(
         return state.saved_path
     if state.fsdp_config_version != 2:
         return original(state, save_filename, weights_only=weights_only, ignore_keys=ignore_keys)
-    return _snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
+    return _Snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
 def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None = None) -> None:
@@ -118,16 +118,47 @@ def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None
         composers._write_checkpoint_file(state_dict, str(temporary))
 
 
-@dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The state to save, and the place for it."""
+    """The state to save, and the place for it. Collective: yes.
 
-    values: StateDict
-    path: Path
-    """the file this rank writes, or would"""
-    sharded: bool
-    planner: Any
-    own: Publications
+    Args:
+        state: of the run.
+        save_filename: the file this rank writes, or would.
+        weights_only: leaves out all but the model.
+        ignore_keys: left out, as in Composer's `save_ignore_keys`.
+    """
+
+    def __init__(
+        self, state: State, save_filename: str, weights_only: bool, ignore_keys: Ignore
+    ) -> None:
+        if weights_only:
+            values: StateDict = {
+                "state": {
+                    "model": state.get_model_state_dict(),
+                    "integrations": state._get_integrations_state_dict(),
+                    "metadata": state._get_state_metadata(),
+                }
+            }
+        else:
+            values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+        saved, first = values["state"], dist.get_global_rank() == 0
+        described = saved.get("integrations", {}).get("huggingface", {}).get("model", {})
+        inner = getattr(state.model, "model", None)
+        if "class" in described.get("config", {}) and isinstance(inner, nn.Module):
+            kind = own_class(inner)  # as it was before FSDP2 made another class of it
+            described["config"]["class"] = f"{kind.__module__}.{kind.__qualname__}"
+        note_mesh(saved, state.model)
+        self.sharded = state.fsdp_sharded_state_dict_enabled
+        if "algorithms" in saved:
+            kept = saved["algorithms"]
+            form = spread_averages(kept) if self.sharded else whole_averages(kept, keep=first)
+            saved["algorithms"] = form
+        self.values = drop_keys(values, ignore_keys) if self.sharded or first else values
+        if self.sharded and not first:
+            self.values.pop("rng", None)  # rank 0 has those of all ranks
+        self.path = Path(save_filename)
+        self.planner = getattr(state.fsdp_config, "save_planner", None)
+        self.own = note_start(state)
 
     def write(self, savers: Savers, publish: Callable[[], None] | None = None) -> str | None:
         """Writes it. Collective: yes, over `savers.everyone`."""
@@ -145,39 +176,6 @@ class _Snapshot:
         if publish is not None:
             together(savers.everyone, publish, self.path)
         return str(self.path) if first else None
-
-
-def _snapshot(
-    state: State, save_filename: str, weights_only: bool, ignore_keys: Ignore
-) -> _Snapshot:
-    """Collects what is to be saved. Collective: yes."""
-    if weights_only:
-        values: StateDict = {
-            "state": {
-                "model": state.get_model_state_dict(),
-                "integrations": state._get_integrations_state_dict(),
-                "metadata": state._get_state_metadata(),
-            }
-        }
-    else:
-        values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
-    described = values["state"].get("integrations", {}).get("huggingface", {}).get("model", {})
-    inner = getattr(state.model, "model", None)
-    if "class" in described.get("config", {}) and isinstance(inner, nn.Module):
-        kind = own_class(inner)  # as it was before FSDP2 made another class of it
-        described["config"]["class"] = f"{kind.__module__}.{kind.__qualname__}"
-    note_mesh(values["state"], state.model)
-    sharded = state.fsdp_sharded_state_dict_enabled
-    if "algorithms" in values["state"]:
-        keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
-        found = spread_averages(given) if sharded else whole_averages(given, keep=keep)
-        values["state"]["algorithms"] = found
-    if sharded or dist.get_global_rank() == 0:
-        values = drop_keys(values, ignore_keys)
-    if sharded and dist.get_global_rank() > 0:
-        values.pop("rng", None)  # rank 0 has those of all ranks
-    planner = getattr(state.fsdp_config, "save_planner", None)
-    return _Snapshot(values, Path(save_filename), sharded, planner, note_start(state))
 
 
 def make_save_folder(
@@ -265,7 +263,7 @@ class _Background:
 
     def start(self, snapshot: _Snapshot, link: Path | None, state: State) -> None:
         """Copies what is to be saved, and writes the copy in a thread. Collective: no."""
-        snapshot = replace(snapshot, values=self.staging.copy(snapshot.values))
+        snapshot.values = self.staging.copy(snapshot.values)
         target = snapshot.path.parent if snapshot.sharded else snapshot.path
         self.error, self.written = None, _Written(state, None)
         written = self.written
@@ -354,7 +352,7 @@ def save_in_background(
     name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
     # The checkpoint lists itself, as it does without a background.
     saver.all_saved_checkpoints_to_timestamp[name] = state.timestamp
-    snapshot = _snapshot(state, name, saver.weights_only, saver.ignore_keys)
+    snapshot = _Snapshot(state, name, saver.weights_only, saver.ignore_keys)
     latest = saver.latest_filename if saver.num_checkpoints_to_keep != 0 else None
     link = None if latest is None else Path(latest.format(state))
     background.start(snapshot, link, state)
