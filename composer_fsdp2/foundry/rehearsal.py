@@ -44,7 +44,7 @@ from composer_fsdp2.plan.frozen import frozen_elements
 from composer_fsdp2.shard.apply import collector_paused
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import make_plan
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 if TYPE_CHECKING:
     from composer.models import ComposerModel
@@ -489,7 +489,7 @@ def _plan(
             spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()
             settings = dataclasses.replace(settings, fp8=dataclasses.replace(spec, emulate=True))
         check_extensions(items_of(given))
-        plan = make_plan(
+        plan = PreparePlan(
             model,
             given["optimizers"],
             settings,

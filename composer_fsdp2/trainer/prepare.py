@@ -71,7 +71,7 @@ from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
 from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
 from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
-from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
 
@@ -176,7 +176,7 @@ def prepare_fully_shard(
         check_private_members(_features(settings, auto_microbatching))
         check_items(settings, (), "auto" if auto_microbatching else None)
         check_own_loss(model, settings)
-        plan = make_plan(
+        plan = PreparePlan(
             model,
             optimizers,
             settings,
