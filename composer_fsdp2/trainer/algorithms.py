@@ -178,7 +178,7 @@ class ShardedAverage:
         self.n_averaged += 1
 
     def state_dict(self) -> _Tensors:
-        """Under the names of torch's."""
+        """Returns the averages under the names of torch's class."""
         named = {f"module.{plain_name(name)}": value for name, value in self.weights.items()}
         return {"n_averaged": self.n_averaged, **named}
 
@@ -213,7 +213,7 @@ def move_averages(state: State) -> None:
 
 
 def whole_averages(algorithms: Any, keep: bool) -> Any:
-    """State of algorithms with whole tensors in place of shards, one after the other.
+    """Returns the state of algorithms with whole tensors in the place of shards.
 
     Collective: yes, if there are any shards in it.
 
@@ -230,7 +230,7 @@ def whole_averages(algorithms: Any, keep: bool) -> Any:
 
 
 def spread_averages(algorithms: list[tuple[str, Any]]) -> Any:
-    """State of algorithms as a mapping, if there are shards in it.
+    """Returns the state of algorithms as a mapping, if it holds shards.
 
     Collective: no. In Composer's list it would be saved as one object, by one rank alone.
     """
@@ -260,7 +260,7 @@ def _fill(
 
 
 def _named(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Without the prefixes of DDP and of `AveragedModel`."""
+    """Yields averages under their names, also without the prefixes of DDP and `AveragedModel`."""
     for name, value in given.items():
         yield plain_name(name), value
         while name.startswith("module."):

@@ -68,7 +68,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
 
     @property
     def settings(self) -> FSDP2Config:
-        """The same settings as the core's type.
+        """Returns the same settings as the core's type.
 
         Raises:
             ConfigError: when a value is wrong.
@@ -252,7 +252,7 @@ def _switched_to_fsdp2() -> bool:
 
 
 def _version(config: Mapping[str, Any], key: str) -> str:
-    """The version a mapping says it is written for; only `fsdp` may be either."""
+    """Returns the version a mapping says it is written for; only `fsdp` may say 1 or 2."""
     version = ascii_repr(config["version"]).strip("'")
     possible = ("1", "2") if key == "fsdp" else ("2",)
     if version not in possible:
@@ -265,7 +265,7 @@ def _version(config: Mapping[str, Any], key: str) -> str:
 
 
 def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
-    """FSDP1 takes any key without a word; a misspelt one is an error here."""
+    """Parses settings of FSDP1, which itself takes a misspelt key without a word."""
     _check_mapping("fsdp", fsdp)
     values = {key: value for key, value in fsdp.items() if key != "version"}
     for key in values:

@@ -53,7 +53,7 @@ class SharesAlone(View):
     """For the training script, which drops the FSDP settings of a run on one rank."""
 
     def get_world_size(self) -> int:
-        """At least 2 where the caller is about to drop FSDP2's settings, its local variable."""
+        """Returns at least 2 to a caller that would drop FSDP2's settings, a local variable."""
         block = sys._getframe(1).f_locals.get("fsdp_config")
         keeps = isinstance(block, dict) and block.get("version") == 2
         return max(2, self.wrapped.get_world_size()) if keeps else self.wrapped.get_world_size()

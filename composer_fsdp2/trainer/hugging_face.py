@@ -147,7 +147,7 @@ def _await_everyone() -> None:
 
 
 def _decide(store: Store, key: str, decision: str) -> None:
-    """The first to decide does so for all, and opens the next turn."""
+    """Decides for all ranks where no rank has yet, and opens the next turn."""
     if store.add(f"{key}/deciders", 1) == 1:
         store.add(f"{_KEY}/turn", 1)
         store.set(f"{key}/decided", decision)
@@ -188,7 +188,7 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 def _generate_in_step(
     original: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """See [Note: generating in step]. Collective: yes."""
+    """Generates until all ranks have ended; see [Note: generating in step]. Collective: yes."""
     kwargs["synced_gpus"] = False
     word = torch.zeros((1, 1), dtype=torch.long, device=model.device)
     encodes = model.config.is_encoder_decoder and kwargs.get("encoder_outputs") is None

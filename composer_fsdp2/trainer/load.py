@@ -317,7 +317,7 @@ class _ShardedLoad(_Load):
 
 
 def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[str]]:
-    """Names in each parameter group. Collective: yes."""
+    """Reads the names in each parameter group. Collective: yes."""
     ways = saved.under("state", "optimizers", name, "param_groups")
     if () in ways.values():  # one object, as before torch 2.4
         groups: list[Any] = []
@@ -330,7 +330,7 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
 
 
 def _model_is_average(saved: FolderCheckpoint, reader: Any) -> bool:
-    """See [Note: EMA in checkpoints]. Collective: yes."""
+    """Reads whether the model is averages; see [Note: EMA in checkpoints]. Collective: yes."""
     ways = saved.under("state", "algorithms").values()
     found: dict[Any, Any] = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
     if found:
@@ -351,7 +351,7 @@ class _FullLoad(_Load):
         return _from_rank0(values) if alone else values
 
     def _wanted_names(self) -> StateDict:
-        """The model and optimizer; of what else a file may lack, nothing is lost without it."""
+        """Returns the names of model and optimizer: nothing is lost without the rest of a file."""
         # As shards, because `full` gathers every weight, and only names and shapes are wanted.
         with _state_type(self.state, "sharded"):
             if self.state.fsdp_config is not None and not self.state.fsdp_enabled:
@@ -415,7 +415,7 @@ def _from_rank0(values: StateDict | None) -> StateDict:
 
 
 def _rename_scaler(state_dict: StateDict, name: str) -> None:
-    """FSDP1 has a scaler of its own, with the same state as all others."""
+    """Renames the state of a scaler: FSDP1 has a class of its own, with the same state."""
     scalers = state_dict.get("scaler")
     if isinstance(scalers, dict) and len(scalers) == 1:
         state_dict["scaler"] = {name: next(iter(scalers.values()))}
@@ -426,13 +426,13 @@ def _optimizer_of(state: State, name: str) -> torch.optim.Optimizer:
 
 
 def _frozen_names(state: State) -> set[str]:
-    """Names of parameters that the run does not train: it has no use for their saved state."""
+    """Returns names of parameters that are not trained: a run has no use for their saved state."""
     params = state.model.named_parameters(remove_duplicate=False)
     return {plain_name(name) for name, param in params if not param.requires_grad}
 
 
 def _groups_of(state: State, name: str) -> list[list[str]]:
-    """Names in each parameter group of the run's optimizer, as a checkpoint has them."""
+    """Returns the names in each group of the run's optimizer, as a checkpoint has them."""
     names = {
         id(param): plain_name(full)
         # Reversed, so that a tied parameter gets its first name, as in torch's state dicts.

@@ -63,14 +63,14 @@ def run_on_all_ranks(act: Callable[[], Any]) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """The name in the model nobody wrapped."""
+    """Returns a parameter's name in the model without wrappers."""
     # Of activation checkpointing, `torch.compile` and FSDP1.
     wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
-    """The state dict without the keys a user ignores.
+    """Returns the state dict without the keys a user ignores.
 
     Containers are copied: they may be the very lists that a scheduler goes on with.
     """
@@ -146,7 +146,7 @@ def warn_on_rank_0(notes: Iterable[str]) -> None:
 
 
 def set_node_rank() -> None:
-    """Composer wants NODE_RANK, which torchrun calls GROUP_RANK. A value that is set stays."""
+    """Sets NODE_RANK for Composer, which torchrun calls GROUP_RANK, unless it is set."""
     if "GROUP_RANK" in os.environ:
         os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
     elif "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
@@ -158,7 +158,7 @@ def set_node_rank() -> None:
 def fetched(
     path: str, object_store: Any, state: State, progress_bar: bool
 ) -> Generator[tuple[Path, Any]]:
-    """Where the checkpoint is on this machine; for a folder elsewhere a reader that fetches it."""
+    """Yields where a checkpoint is on this machine, and for a folder elsewhere its reader."""
     set_node_rank()
     path = composers._format_path_with_rank_zero(path) if "{" in path else path
     if object_store is None and not is_tar(path) and not is_compressed_pt(path):
@@ -183,7 +183,7 @@ def fetched(
 
 
 def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> Any:
-    """A reader of a sharded checkpoint in an object store; `None` if it is one file."""
+    """Returns a reader of a sharded checkpoint in an object store; `None` if it is one file."""
     if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
         return None
 

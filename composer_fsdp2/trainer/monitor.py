@@ -167,7 +167,7 @@ class _Traffic(StepListener):
 
 
 def describe_sharding(model: nn.Module, run: Run) -> str:
-    """A line about the plan and about what this rank holds of the model."""
+    """Returns a line about the plan and about this rank's part of the model."""
     units = [unit for unit in run.plan.units if unit.params]
     local = sum(local_part(param).nbytes for param in model.parameters())
     reshard = Counter(str(unit.reshard_after_forward).lower() for unit in units)
@@ -180,7 +180,7 @@ def describe_sharding(model: nn.Module, run: Run) -> str:
 
 
 def _show(line: str) -> None:
-    """The callback was asked for, so it is shown even where nobody set up logging."""
+    """Shows a line even where nobody set up logging: the callback was asked for."""
     if log.isEnabledFor(logging.INFO):
         log.info(line)
     else:

@@ -214,7 +214,7 @@ def _explained_group() -> Generator[None]:
 
 
 def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
-    """Features of the run for which private members of torch are needed."""
+    """Returns the features of the run that need private members of torch."""
     asked = {
         "activation_checkpointing": settings.activation_checkpointing
         or settings.activation_cpu_offload,
@@ -230,7 +230,7 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
 
 
 def _given_mesh(config: Any) -> DeviceMesh | None:
-    """The mesh Composer's State built, or the user put into Composer's config."""
+    """Returns the mesh Composer's State built, or the user put into Composer's config."""
     if (root := root_mesh_of(config)) is not None:
         return data_axes(root)
     return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
@@ -287,7 +287,7 @@ def apply_to_model(
 
 
 def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
-    """Units in which a parameter may get no gradient on some rank."""
+    """Returns units in which a parameter may get no gradient on some rank."""
     inside = tuple(f"{name}." for name in conditional)
     return [
         unit.modules[0]
@@ -297,7 +297,7 @@ def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
 
 
 def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
-    """Units that lie in one unit with a tower; a list of experts has no `forward` of its own."""
+    """Returns units in one unit with a tower; a list of experts has no `forward` of its own."""
     towers = [name for name in plan.conditional if has_forward(model.get_submodule(name))]
     around = _with_unused(plan.units, towers)
     beside = tuple(f"{name}." if name else "" for name in around)
@@ -342,7 +342,7 @@ def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:
 
 
 def _show(text: str) -> None:
-    """`verbose` was asked for, so it is shown even where nobody set up logging."""
+    """Shows the plan even where nobody set up logging: `verbose` was asked for."""
     if log.isEnabledFor(logging.INFO):
         log.info("FSDP2 plan:\n%s", text)
     else:

@@ -150,7 +150,7 @@ class PreparePlan:
         )
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
-        """The policy of one unit; the run's output dtype is that of what leaves the model."""
+        """Returns the policy of one unit; the run's output dtype is that of the model's output."""
         own = unit.mixed_precision
         inner = own is None and not unit.top_level
         is_linear = unit.modules[0] in self._linear
@@ -246,10 +246,10 @@ def _compute_dtype(
 
 
 def _eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
-    """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks.
+    """Returns methods that run a unit without the hooks of its `forward`.
 
-    So do `generate` of a PEFT model, which calls that of the model inside, and that of a model with
-    an encoder, which calls the encoder.
+    The Trainer evaluates through `eval_forward`; `generate` of a PEFT model calls that of the model
+    inside, and that of a model with an encoder calls the encoder.
     """
     wanted = {name for unit in plan.units for name in unit.modules}
     units = [(name, module) for name, module in tree.modules() if name in wanted]

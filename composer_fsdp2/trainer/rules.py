@@ -38,7 +38,7 @@ def trainer_rules(
     keep_fp32: Sequence[str] | None = None,
     gathered_in: torch.dtype | None = torch.float32,
 ) -> list[Rule]:
-    """The rules for a model in Composer's Trainer, in order of precedence.
+    """Returns the rules for a model in Composer's Trainer, in order of precedence.
 
     Metrics are left alone; then `_fsdp_wrap` on a module, unless it is an adapter; then the
     `wrap_policy`; then
@@ -137,7 +137,7 @@ def _adapters(tree: ModuleTree) -> set[int]:
 
 
 def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
-    """`fsdp_wrap_fn` of each top module, asked for everything inside it but not for itself."""
+    """Asks `fsdp_wrap_fn` of each top module for everything inside it, but not for itself."""
     asked: dict[int, Callable[[nn.Module], Any]] = {}
     for top in tops:
         hook = getattr(top, "fsdp_wrap_fn", None)
@@ -208,7 +208,7 @@ def _direct_child_rule(tops: list[nn.Module]) -> Rule:
 def activation_choice(
     tree: ModuleTree, blocks: Collection[str]
 ) -> Callable[[str, nn.Module], bool]:
-    """Which modules are checkpointed.
+    """Returns which modules are checkpointed.
 
     `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
     it lies in. A model with neither is checkpointed at its FSDP blocks, see `WrapPlan.blocks`.

@@ -213,7 +213,7 @@ def note_start(state: State) -> Publications:
 
 
 def _savers(state: State) -> Savers:
-    """Everyone, on the default group; with HSDP the first replica writes."""
+    """Returns who saves: all ranks, on the default group; with HSDP the first replica writes."""
     mesh, writes, group = state.device_mesh, True, None
     replicate = ParallelismType.DATA_PARALLEL_REPLICATE.value
     shard = ParallelismType.DATA_PARALLEL_SHARD.value
