@@ -51,9 +51,10 @@ __all__ = [
     "write_whole_file",
 ]
 
-_ATTRIBUTE = "_fsdp2_background"
+_BACKGROUND = "_fsdp2_background"
+"""attribute of a CheckpointSaver: its saves while training goes on"""
 _OWN = "_fsdp2_publications"
-"""attribute of a State"""
+"""attribute of a State: checkpoints that the run has written"""
 _LEAVE_SECONDS = 60.0
 
 
@@ -344,10 +345,10 @@ def save_in_background(
         raise_on_all_ranks({}, error)
         return
     finish_background_save(original, saver, logger)
-    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    background: _Background | None = getattr(saver, _BACKGROUND, None)
     if background is None:
         background = _Background(state)
-        setattr(saver, _ATTRIBUTE, background)
+        setattr(saver, _BACKGROUND, background)
     saver.last_checkpoint_batch = state.timestamp.batch
     name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
     # The checkpoint lists itself, as it does without a background.
@@ -368,7 +369,7 @@ def finish_background_save(
     Raises:
         CheckpointError: the save failed; on every rank.
     """
-    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    background: _Background | None = getattr(saver, _BACKGROUND, None)
     written = None if background is None else background.finish()
     if written is not None:
         latest = saver.last_checkpoint_batch
@@ -395,7 +396,7 @@ def leave_background_save(
 
     Collective: no.
     """
-    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    background: _Background | None = getattr(saver, _BACKGROUND, None)
     if background is not None and background.thread is not None:
         background.thread.join(_LEAVE_SECONDS)
     original(saver)
