@@ -47,11 +47,6 @@ class Extension:
     remark: str = ""
     refusal: Refusal | None = None
 
-    @property
-    def works(self) -> bool:
-        """Whether there is a way to use it."""
-        return self.refusal is None or bool(self.refusal.what)
-
 
 _LATE_SURGERY = Refusal(
     "`apply_at` other than `Event.INIT`",
