@@ -227,7 +227,7 @@ class _Load:
         if values.get("model"):
             values["model"] = divided_weights(self.state.model, values["model"])
         # The model may leave its base out, which torch would miss when told to be strict, as it
-        # would every name that `ignore` has taken out. What it has has been compared by now.
+        # would every name that `ignore` has taken out. All other names are compared by now.
         model: Any = getattr(self.state.model, "module", self.state.model)
         adapters_only = getattr(model, "using_peft", False) and model.should_save_peft_only
         load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
