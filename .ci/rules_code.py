@@ -52,10 +52,12 @@ ANYWHERE = {"_buffers", "_modules", "_parameters", "_version"}
 """Private members of torch that any file may name: see [Note: private members]."""
 NOT_TORCHS = {
     # Composer
-    *("_activation_checkpointing", "_apply_fsdp", "_ensure_valid_checkpoint", "_fsdp_wrap"),
+    *("_activation_checkpointing", "_adjust_device_train_microbatch_size", "_apply_fsdp"),
+    *("_ensure_valid_checkpoint", "_fsdp_wrap"),
     *("_format_path_with_rank_zero", "_get_integrations_state_dict", "_get_local_rank_zero_path"),
     *("_get_num_ranks_that_saved_rng", "_get_state_metadata", "_original_model"),
-    *("_save_checkpoint", "_train_data_spec", "_use_grad_scaling", "_write_checkpoint_file"),
+    *("_save_checkpoint", "_train_data_spec", "_train_microbatches"),
+    *("_update_num_consecutive_thrashes", "_use_closures", "_write_checkpoint_file"),
     # transformers
     *("_init_weights", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
     *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),

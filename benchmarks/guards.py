@@ -17,22 +17,33 @@ from types import SimpleNamespace
 import torch
 from monitor import Trainee, emit_cost, run
 
-from composer_fsdp2.trainer.auto_microbatching import train_batch
+from composer_fsdp2.trainer.step import train_batch
 
 
 def _automatic(trainee: Trainee) -> Callable[[], float]:
     """A step as the Trainer takes it after three batches in a row have fitted."""
-    trainee.state.optimizers = trainee.optimizer
-    trainee.state.auto_microbatching = True
-    trainer = SimpleNamespace(state=trainee.state, first_train_batch_complete=True)
+    state = trainee.state
+    state.optimizers, state.auto_microbatching = trainee.optimizer, True
+    state.batch, state.device_train_microbatch_size = trainee.tokens, 1
 
-    def batch(_trainer: object) -> dict[str, torch.Tensor]:
-        trainee.step()
-        return {}
+    def compute(_microbatches: object, losses: dict[str, torch.Tensor]) -> torch.Tensor:
+        trainee.model(trainee.tokens).backward()
+        return losses["loss/train/total"]
+
+    trainer = SimpleNamespace(
+        state=state,
+        logger=trainee.logger,
+        first_train_batch_complete=True,
+        num_consecutive_non_OOM_batches=3,
+        _train_data_spec=SimpleNamespace(split_batch=lambda batch, _size: [batch]),
+        _train_microbatches=compute,
+        _use_closures=lambda: True,
+    )
 
     def step() -> float:
         start = time.process_time()
-        train_batch(batch, trainer)
+        train_batch(lambda *_: {}, trainer, False)
+        trainee.optimizer.zero_grad()
         return time.process_time() - start
 
     return step

@@ -42,9 +42,9 @@ from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
 from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.shard.apply import collector_paused
-from composer_fsdp2.trainer.extensions import check_given, read_given
+from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import make_plan
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 if TYPE_CHECKING:
     from composer.models import ComposerModel
@@ -488,8 +488,8 @@ def _plan(
             # Asks no GPU what it can do.
             spec = settings.fp8 if isinstance(settings.fp8, Float8Spec) else Float8Spec()
             settings = dataclasses.replace(settings, fp8=dataclasses.replace(spec, emulate=True))
-        check_given(read_given(given))
-        plan = make_plan(
+        check_extensions(items_of(given))
+        plan = PreparePlan(
             model,
             given["optimizers"],
             settings,

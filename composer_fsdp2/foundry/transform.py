@@ -62,7 +62,7 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         ConfigError: the parallelism settings cannot be used.
         PatchError: FSDP2 is requested, and Composer is not a version that can be extended.
     """
-    from composer_fsdp2.trainer.fetch import set_node_rank
+    from composer_fsdp2.trainer.load_steps import set_node_rank
 
     parsed = parse_run_config(cfg)
     if requests_fsdp2(parsed):

@@ -131,6 +131,8 @@ class Run:
     listeners: tuple[StepListener, ...] = ()
     depth: int = 0
     """how many forwards of the model are running, one inside the other"""
+    averages_from: str | None = None
+    """the checkpoint whose averages the model holds, beside a state that is of other weights"""
     _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict[str, Any])
     _backward: int = -1
 

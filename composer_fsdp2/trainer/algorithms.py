@@ -54,10 +54,9 @@ def clip_gradients(
     fsdp_enabled: bool,
 ) -> None:
     """Replaces `apply_gradient_clipping`. Collective: yes, for a sharded model and a norm."""
-    if clipping_type == "norm" and is_sharded(model):
-        clip_grad_norm_(model.parameters(), clipping_threshold)
-    elif clipping_type == "value" and is_sharded(model):
-        clip_grad_value_(model.parameters(), clipping_threshold)
+    clip = {"norm": clip_grad_norm_, "value": clip_grad_value_}.get(clipping_type)
+    if clip is not None and is_sharded(model):
+        clip(model.parameters(), clipping_threshold)
     else:
         original(model, clipping_type, clipping_threshold, fsdp_enabled)
 
@@ -65,21 +64,18 @@ def clip_gradients(
 def ascent_norm(original: Callable[..., torch.Tensor], optimizer: Any) -> torch.Tensor:
     """Replaces `SAMOptimizer._grad_norm`. Collective: yes, for shards."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(isinstance(param, DTensor) for param in params):
-        return gradient_norm(params)
-    return original(optimizer)
+    return gradient_norm(params) if _sharded(params) else original(optimizer)
 
 
 def clip_adaptively(
     original: Callable[..., None], parameters: Iterable[torch.Tensor], clipping_threshold: float
 ) -> None:
     """Replaces `_apply_agc`. Collective: yes, for shards."""
-    held = parameters if isinstance(parameters, torch.Tensor) else list(parameters)
-    listed = [held] if isinstance(held, torch.Tensor) else held
-    if any(isinstance(param, DTensor) for param in listed):
-        clip_by_unit_norm_(listed, clipping_threshold)
+    params = list(parameters)
+    if _sharded(params):
+        clip_by_unit_norm_(params, clipping_threshold)
     else:
-        original(held, clipping_threshold)
+        original(params, clipping_threshold)
 
 
 def freeze_layers(
@@ -182,7 +178,7 @@ class ShardedAverage:
         self.n_averaged += 1
 
     def state_dict(self) -> _Tensors:
-        """Under the names of torch's."""
+        """Returns the averages under the names of torch's class."""
         named = {f"module.{plain_name(name)}": value for name, value in self.weights.items()}
         return {"n_averaged": self.n_averaged, **named}
 
@@ -196,9 +192,11 @@ class ShardedAverage:
         _fill(self.weights, {name: value for name, value in state.items() if name != "n_averaged"})
 
 
-def average_weights(original: Callable[..., Any], model: nn.Module, **kwargs: Any) -> Any:
+def average_weights(
+    original: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     """Replaces `AveragedModel`, which copies the modules; those of FSDP2 cannot be copied."""
-    return ShardedAverage(model) if is_sharded(model) else original(model, **kwargs)
+    return ShardedAverage(model) if is_sharded(model) else original(model, *args, **kwargs)
 
 
 # --- Averages from one run to another ---
@@ -215,7 +213,7 @@ def move_averages(state: State) -> None:
 
 
 def whole_averages(algorithms: Any, keep: bool) -> Any:
-    """State of algorithms with whole tensors in place of shards, one after the other.
+    """Returns the state of algorithms with whole tensors in the place of shards.
 
     Collective: yes, if there are any shards in it.
 
@@ -232,7 +230,7 @@ def whole_averages(algorithms: Any, keep: bool) -> Any:
 
 
 def spread_averages(algorithms: list[tuple[str, Any]]) -> Any:
-    """State of algorithms as a mapping, if there are shards in it.
+    """Returns the state of algorithms as a mapping, if it holds shards.
 
     Collective: no. In Composer's list it would be saved as one object, by one rank alone.
     """
@@ -262,7 +260,7 @@ def _fill(
 
 
 def _named(given: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Without the prefixes of DDP and of `AveragedModel`."""
+    """Yields averages under their names, also without the prefixes of DDP and `AveragedModel`."""
     for name, value in given.items():
         yield plain_name(name), value
         while name.startswith("module."):

@@ -6,7 +6,6 @@ The functions here replace Composer's (see `patches`); other models keep Compose
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,22 +16,28 @@ from composer.devices import DeviceGPU
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from composer_fsdp2.optim.norms import Groups, groups_of, local_part, whole_metrics
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer.load_steps import plain_name
-from composer_fsdp2.trainer.logged_norms import GRADIENT, logged_norms
+from composer_fsdp2.trainer.step import override_attribute
 
 __all__ = [
     "agreed_metric",
     "check_loss",
     "log_optimizer",
+    "logged_norms",
     "measure_activation",
     "name_modules",
     "record_memory",
-    "start_memory_records",
 ]
 
-_START = "_fsdp2_start"
+_GRADIENT = "l2_norm/grad"
+_NORM = "l2_norm/"
+_HOMES = ("composer.optim.", "llmfoundry.optim.")
+"""Optimizers from here report norms under names that begin with `l2_norm/`, and nothing else of
+which a shard would have a part."""
 
 
 def log_optimizer(original: Callable[..., None], monitor: Any, state: State, logger: Any) -> None:
@@ -45,9 +50,73 @@ def log_optimizer(original: Callable[..., None], monitor: Any, state: State, log
     # Gradients are at the shards; while a unit is gathered, its modules hold other parameters.
     reshard(state.model)
     metrics = logged_norms(state.model, state.optimizers[0], reported=monitor.log_optimizer_metrics)
-    norms = [value for name, value in metrics.items() if name.startswith(GRADIENT)]
-    metrics[f"{GRADIENT}/global"] = math.hypot(*norms)
+    norms = [value for name, value in metrics.items() if name.startswith(_GRADIENT)]
+    metrics[f"{_GRADIENT}/global"] = math.hypot(*norms)
     logger.log_metrics(metrics)
+
+
+def logged_norms(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, reported: bool
+) -> dict[str, Any]:
+    """Returns norms of every parameter that has a gradient on some rank, under plain names.
+
+    Collective: yes, one for each mesh. A rank without a gradient takes part with zeros: the others
+    may have one, and wait for its part.
+
+    Args:
+        model: sharded.
+        optimizer: the one that may report more than the norm of the gradient.
+        reported: whether to ask the optimizer.
+    """
+    report: Any = getattr(optimizer, "report_per_parameter_metrics", None) if reported else None
+    of_shards = type(optimizer).__module__.startswith(_HOMES)
+    metrics, shards, names = dict[str, Any](), dict[str, Groups](), dict[str, list[str]]()
+    for given_name, param in model.named_parameters():
+        if not param.requires_grad:
+            continue
+        name, grad = plain_name(given_name), param.grad
+        gradient, seen = f"{_GRADIENT}/{name}", f"seen/{name}"
+        param.grad = torch.zeros_like(param) if grad is None else grad
+        try:
+            norms, own = [seen], dict[str, Any]()
+            if report is not None and of_shards:
+                own = _report_of_shard(optimizer, name, param)
+                norms += [metric for metric in own if metric.startswith(_NORM)]
+            elif report is not None:
+                own = dict(report(param, name, {}))
+            local = local_part(param.grad)
+            if gradient not in own:
+                own[gradient] = torch.linalg.vector_norm(local)
+                norms.append(gradient)
+        finally:
+            param.grad = grad
+        names[name] = list(own)
+        # A number that is 0 if no rank has a gradient.
+        metrics |= {**own, seen: local.new_full((), float(grad is not None))}
+        shards.update(dict.fromkeys(norms, groups_of(param)))
+    numbers = whole_metrics(metrics, shards)
+    for name, own in names.items():
+        if numbers.pop(f"seen/{name}") == 0:
+            for metric in own:
+                del numbers[metric]
+    return numbers
+
+
+def _report_of_shard(optimizer: Any, name: str, param: torch.Tensor) -> dict[str, Any]:
+    """Returns the optimizer's report of a parameter that is this rank's shard."""
+    held = optimizer.state.get(param)
+    if held is None or param.grad is None:
+        return {}
+    shard = local_part(param).detach()
+    shard.grad = local_part(param.grad)
+    optimizer.state[shard] = {
+        key: local_part(value) if isinstance(value, torch.Tensor) else value
+        for key, value in held.items()
+    }
+    try:
+        return dict(optimizer.report_per_parameter_metrics(shard, name, {}))
+    finally:
+        del optimizer.state[shard]
 
 
 def check_loss(original: Callable[..., None], monitor: Any, state: State, logger: Any) -> None:
@@ -58,7 +127,8 @@ def check_loss(original: Callable[..., None], monitor: Any, state: State, logger
     Raises:
         RuntimeError: on every rank, when the loss of any is NaN.
     """
-    if not is_sharded(state.model):
+    run = run_of(state.model)
+    if run is None:
         original(monitor, state, logger)
         return
     error = None
@@ -66,8 +136,7 @@ def check_loss(original: Callable[..., None], monitor: Any, state: State, logger
         original(monitor, state, logger)
     except (RuntimeError, TypeError) as found:
         error = found
-    device = state.device.tensor_to_device(torch.empty(0)).device
-    if agreement_of(device).any_rank(error is not None):
+    if agreement_of(run.device).any_rank(error is not None):
         raise error or RuntimeError("Train loss contains a NaN on another rank.")
 
 
@@ -76,12 +145,11 @@ def agreed_metric(original: Callable[..., Any], stopper: Any, state: State) -> A
 
     Collective: yes. A metric that is not reduced over the ranks would stop some of them.
     """
-    value = original(stopper, state)
-    if not is_sharded(state.model):
+    value, run = original(stopper, state), run_of(state.model)
+    if run is None:
         return value
-    device = state.device.tensor_to_device(torch.empty(0)).device
     plain = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-    return state.device.tensor_to_device(torch.as_tensor(agreement_of(device).of_rank0(plain)))
+    return state.device.tensor_to_device(torch.as_tensor(agreement_of(run.device).of_rank0(plain)))
 
 
 def name_modules(original: Callable[..., None], monitor: Any, model: nn.Module) -> None:
@@ -107,16 +175,8 @@ def record_memory(original: Callable[..., None], callback: Any, state: State, lo
     They look where the weights are and give up for good if that is the CPU, from where FSDP moves
     them later.
     """
-    start = functools.partial(original, callback, state, logger)
-    if state.fsdp_config_version == 2 and isinstance(state.device, DeviceGPU):
-        setattr(callback, _START, start)
-    else:
-        start()
-
-
-def start_memory_records(state: State) -> None:
-    """Starts what `record_memory` put off until the model was sharded."""
-    for callback in state.callbacks:
-        start = vars(callback).pop(_START, None)
-        if start is not None:
-            start()
+    moves = state.fsdp_config_version == 2 and isinstance(state.device, DeviceGPU)
+    # Composer goes on for a model on meta, which is moved later too.
+    shown = nn.Linear(1, 1, device="meta") if moves else state.model
+    with override_attribute(state, "model", shown):
+        original(callback, state, logger)

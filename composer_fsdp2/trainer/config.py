@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+_KEYS = ("fsdp", "fsdp2", "tp")
 _FIELDS = tuple(ours.name for ours in dataclasses.fields(FSDP2Config))
 
 
@@ -67,7 +68,7 @@ class TrainerFSDP2Config(ComposerFSDP2Config):
 
     @property
     def settings(self) -> FSDP2Config:
-        """The same settings as the core's type.
+        """Returns the same settings as the core's type.
 
         Raises:
             ConfigError: when a value is wrong.
@@ -161,7 +162,17 @@ def parse_parallelism_config(
         if "fsdp2" in given and given["fsdp2"] is None:
             given["fsdp2"] = {}
         given = with_sequence_parallel(given)
-    _check_keys(given)
+    _check_known(
+        given,
+        _KEYS,
+        "parallelism_config",
+        "The run would silently become plain data parallel.",
+    )
+    if given.get("fsdp") is not None and given.get("fsdp2") is not None:
+        raise ConfigError(
+            "parallelism_config has both 'fsdp' and 'fsdp2'. A model is sharded by one of them. "
+            "Take out 'fsdp' to train with FSDP2, or 'fsdp2' to stay with FSDP1."
+        )
     fsdp, fsdp2, tp = given.get("fsdp"), given.get("fsdp2"), given.get("tp")
     if fsdp is not None and _means_fsdp2(fsdp):
         fsdp, fsdp2 = None, fsdp
@@ -171,7 +182,12 @@ def parse_parallelism_config(
     if fsdp2 is not None:
         parsed["fsdp2"] = _fsdp2(fsdp2, tp)
     if tp is not None and fsdp2 is None:
-        parsed["tp"] = tp if isinstance(tp, TPConfig) else _tp(tp)
+        if not isinstance(tp, TPConfig):
+            _check_mapping("tp", tp)
+            known = [found.name for found in dataclasses.fields(TPConfig)]
+            _check_known(tp, known, "parallelism_config.tp", "It would have no effect.")
+            tp = TPConfig(**tp)
+        parsed["tp"] = tp
     return ParallelismConfig(**parsed) if parsed else None
 
 
@@ -204,25 +220,14 @@ def concerns_fsdp2(config: Any) -> bool:
 
 
 def _may_mean_fsdp2(key: str) -> bool:
-    if key in ("fsdp", "fsdp2", "tp"):
-        return key == "fsdp2"
-    return "'fsdp2'" in nearest(key, ("fsdp", "fsdp2", "tp"))
+    return key == "fsdp2" if key in _KEYS else "'fsdp2'" in nearest(key, _KEYS)
 
 
-def _check_keys(given: Mapping[str, Any]) -> None:
-    known = ("fsdp", "fsdp2", "tp")
+def _check_known(given: Iterable[str], known: Collection[str], where: str, effect: str) -> None:
     for key in given:
         if key not in known:
             hint = nearest(key, known) or f" Valid keys: {', '.join(known)}."
-            raise ConfigError(
-                f"'{key}' is not a key of parallelism_config. The run would silently become plain "
-                f"data parallel.{hint}"
-            )
-    if given.get("fsdp") is not None and given.get("fsdp2") is not None:
-        raise ConfigError(
-            "parallelism_config has both 'fsdp' and 'fsdp2'. A model is sharded by one of them. "
-            "Take out 'fsdp' to train with FSDP2, or 'fsdp2' to stay with FSDP1."
-        )
+            raise ConfigError(f"'{key}' is not a key of {where}. {effect}{hint}")
 
 
 def _check_mapping(key: str, value: Any) -> None:
@@ -247,11 +252,9 @@ def _switched_to_fsdp2() -> bool:
 
 
 def _version(config: Mapping[str, Any], key: str) -> str:
-    """The version a mapping says it is written for; only `fsdp` may be either."""
-    version, possible = (
-        ascii_repr(config["version"]).strip("'"),
-        ("1", "2") if key == "fsdp" else ("2",),
-    )
+    """Returns the version a mapping says it is written for; only `fsdp` may say 1 or 2."""
+    version = ascii_repr(config["version"]).strip("'")
+    possible = ("1", "2") if key == "fsdp" else ("2",)
     if version not in possible:
         raise ConfigError(
             f"'version' of parallelism_config.{key} is {ascii_repr(config['version'])}. The run "
@@ -262,7 +265,7 @@ def _version(config: Mapping[str, Any], key: str) -> str:
 
 
 def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
-    """FSDP1 takes any key without a word; a misspelt one is an error here."""
+    """Parses settings of FSDP1, which itself takes a misspelt key without a word."""
     _check_mapping("fsdp", fsdp)
     values = {key: value for key, value in fsdp.items() if key != "version"}
     for key in values:
@@ -275,18 +278,6 @@ def _fsdp1(fsdp: Mapping[str, Any]) -> FSDPConfig:
     return FSDPConfig(**values)
 
 
-def _tp(tp: Any) -> TPConfig:
-    known = {found.name: None for found in dataclasses.fields(TPConfig)}
-    _check_mapping("tp", tp)
-    for key in tp:
-        if key not in known:
-            hint = nearest(key, known) or f" Valid keys: {', '.join(known)}."
-            raise ConfigError(
-                f"'{key}' is not a key of parallelism_config.tp. It would have no effect.{hint}"
-            )
-    return TPConfig(**tp)
-
-
 def _fsdp2(fsdp2: Any, tp: Any) -> TrainerFSDP2Config:
     if isinstance(fsdp2, bool):
         raise ConfigError(
@@ -296,33 +287,24 @@ def _fsdp2(fsdp2: Any, tp: Any) -> TrainerFSDP2Config:
         )
     if isinstance(fsdp2, Mapping):
         fsdp2 = _without_foundry_keys(fsdp2)
-        converted = _from_fsdp1(fsdp2) if _is_fsdp1(fsdp2) else parse_config(fsdp2)
+        # Keys that FSDP1 alone has are only possible through `FSDP_VERSION=2`.
+        old = FSDP1_KEYS - known_settings().keys()
+        is_fsdp1 = _switched_to_fsdp2() and not old.isdisjoint(fsdp2)
+        converted = _from_fsdp1(fsdp2) if is_fsdp1 else parse_config(fsdp2)
     else:
         converted = resolve_settings(fsdp2)
     if tp:
         converted = with_tensor_parallel(converted, tp)
-    _check_planners(converted)
+    for key in ("load_planner", "save_planner"):
+        if isinstance(getattr(converted, key), Mapping):
+            raise ConfigError(
+                f"'{key}' is {ascii_repr(getattr(converted, key))}. Only LLM Foundry makes a "
+                f"planner of a name. Give the Trainer the object: {key}=MyPlanner(...)."
+            )
     # Composer's State builds the mesh; its own checks of the degrees name no numbers.
     shape = MeshShape.resolve(converted, dist.get_world_size())
     shape.check_reshard(converted.reshard_after_forward, "the run")
     return TrainerFSDP2Config.of(converted)
-
-
-def _check_planners(settings: FSDP2Config) -> None:
-    """Refuses a name: LLM Foundry has made an object of it by now."""
-    for key in ("load_planner", "save_planner"):
-        if isinstance(getattr(settings, key), Mapping):
-            raise ConfigError(
-                f"'{key}' is {ascii_repr(getattr(settings, key))}. Only LLM Foundry makes a "
-                f"planner of a name. Give the Trainer the object: {key}=MyPlanner(...)."
-            )
-
-
-def _is_fsdp1(config: Mapping[str, Any]) -> bool:
-    """Whether the keys are FSDP1's: only possible through `FSDP_VERSION=2`."""
-    return _switched_to_fsdp2() and any(
-        k in FSDP1_KEYS and k not in known_settings() for k in config
-    )
 
 
 def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -331,14 +313,14 @@ def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     Its additions ask for what always happens: rank 0's weights are the run's, and gradients are as
     low as `master_weights_dtype`.
     """
-    if "version" in config:
-        _version(config, "fsdp2")
+    if "version" not in config:
+        return dict(config)
+    _version(config, "fsdp2")
     values = {key: value for key, value in config.items() if key != "version"}
-    mixed_init = "version" in config and values.pop("sync_module_states", False)
-    if mixed_init and values.get("state_dict_type") != "full":
+    if values.pop("sync_module_states", False) and values.get("state_dict_type") != "full":
         values.pop("load_monolith_rank0_only", None)
     precision = values.get("mixed_precision")
-    if "version" in config and isinstance(precision, Mapping):
+    if isinstance(precision, Mapping):
         # For `master_weights_dtype`. Gradients have the dtype of the weights, as it asks.
         kept = {k: v for k, v in precision.items() if k != "keep_low_precision_grads"}
         values["mixed_precision"] = kept

@@ -9,28 +9,23 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from composer import Trainer, algorithms, callbacks
+from composer import algorithms, callbacks
 from composer.core import Event, State
 from composer.utils import ensure_tuple
 
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.shard.apply import is_sharded
+from composer_fsdp2.trainer.safe_reading import is_required, vet_evaluated_algorithms
 
 __all__ = [
     "ALGORITHMS",
     "CALLBACKS",
     "Extension",
-    "Given",
     "Refusal",
+    "apply_required_algorithms",
     "check_extensions",
-    "check_given",
-    "check_required",
-    "given_of",
-    "note_extensions",
-    "read_given",
+    "items_of",
 ]
-
-_GIVEN = "_fsdp2_extensions"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +47,12 @@ class Extension:
     remark: str = ""
     refusal: Refusal | None = None
 
-    @property
-    def works(self) -> bool:
-        """Whether there is a way to use it."""
-        return self.refusal is None or bool(self.refusal.what)
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """Arguments of a Trainer."""
-
-    items: tuple[Any, ...] = ()
-    """algorithms, callbacks and optimizers"""
-    microbatch_size: Any = None
-    """as it was written"""
-
-
-def _surgery_after_sharding(algorithm: Any) -> bool:
-    return algorithm.apply_at != Event.INIT
-
 
 _LATE_SURGERY = Refusal(
     "`apply_at` other than `Event.INIT`",
     "It would put unsharded layers into a model that is sharded by then. Leave out apply_at: "
     "layers are then replaced before the model is sharded.",
-    _surgery_after_sharding,
+    lambda algorithm: algorithm.apply_at != Event.INIT,
 )
 _SURGERY = "replaces layers before the model is sharded"
 _DATA = "changes the batch only"
@@ -112,9 +88,9 @@ CALLBACKS = (
         "MLPerfCallback", "needs mlperf-logging, which the tests have not; asks for metrics only"
     ),
     Extension("MemoryMonitor", "CUDA only, as without FSDP"),
-    Extension("MemorySnapshot", "CUDA only; records from when the model is sharded"),
+    Extension("MemorySnapshot", "CUDA only, as without FSDP"),
     Extension("NaNMonitor", "all ranks raise together"),
-    Extension("OOMObserver", "CUDA only; records from when the model is sharded"),
+    Extension("OOMObserver", "CUDA only, as without FSDP"),
     Extension("OptimizerMonitor", "norms of whole tensors, under plain names"),
     Extension("RuntimeEstimator"),
     Extension("SpeedMonitor"),
@@ -176,47 +152,25 @@ ALGORITHMS = (
 )
 
 
-def note_extensions(trainer: Trainer, arguments: Mapping[str, Any]) -> None:
-    """Remembers the Trainer's arguments until it is known whether the run uses FSDP2."""
-    setattr(trainer, _GIVEN, read_given(arguments))
+def items_of(arguments: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the algorithms, callbacks and optimizers among the arguments of a Trainer."""
+    names = ("algorithms", "callbacks", "optimizers")
+    return tuple(item for name in names for item in ensure_tuple(arguments.get(name)))
 
 
-def read_given(arguments: Mapping[str, Any]) -> Given:
-    """Reads the arguments of a Trainer under their names."""
-    items = [
-        item
-        for name in ("algorithms", "callbacks", "optimizers")
-        for item in ensure_tuple(arguments.get(name))
-    ]
-    return Given(tuple(items), arguments.get("device_train_microbatch_size"))
-
-
-def given_of(trainer: Trainer) -> Given:
-    """Returns what `note_extensions` remembered."""
-    return getattr(trainer, _GIVEN, Given())
-
-
-def check_extensions(trainer: Trainer) -> None:
-    """Refuses what would not give the same result under FSDP2, of what is remembered.
+def check_extensions(items: Iterable[Any]) -> None:
+    """Refuses callbacks and algorithms that would not give the same result under FSDP2.
 
     Collective: no. Every rank is given the same.
 
     Raises:
         ConfigError: naming the callback or algorithm.
     """
-    check_given(given_of(trainer))
-
-
-def check_given(given: Given) -> None:
-    """Refuses what would not give the same result under FSDP2.
-
-    Collective: no. Every rank is given the same.
-
-    Raises:
-        ConfigError: naming the callback or algorithm.
-    """
-    refused = {**_classes(algorithms, ALGORITHMS), **_classes(callbacks, CALLBACKS)}
-    for item in given.items:
+    tables = ((algorithms, ALGORITHMS), (callbacks, CALLBACKS))
+    refused = {
+        getattr(package, row.name): row.refusal for package, table in tables for row in table
+    }
+    for item in items:
         for cls in type(item).__mro__:
             refusal = refused.get(cls)
             if refusal is not None and refusal.applies(item):
@@ -226,41 +180,35 @@ def check_given(given: Given) -> None:
                 )
 
 
-def _classes(package: Any, table: Iterable[Extension]) -> dict[type, Refusal]:
-    return {getattr(package, e.name): e.refusal for e in table if e.refusal is not None}
-
-
-def check_required(
+def apply_required_algorithms(
+    original: Callable[..., None],
     state: State,
     state_dict: Mapping[str, Any],
-    _logger: Any = None,
+    logger: Any,
     exclude_algorithms: Iterable[str] | None = None,
-    *_args: Any,
-    **_kwargs: Any,
+    algorithm_passes: Any = None,
 ) -> None:
-    """Refuses to add algorithms of a checkpoint that change the layers of a sharded model.
+    """Replaces `State._apply_required_algorithms`, which adds the algorithms of a checkpoint.
 
     Collective: no. Every rank has read the same names.
 
     Raises:
-        CheckpointError: naming them.
+        CheckpointError: a description could execute code, or an algorithm would change the layers
+            of a sharded model.
     """
-    saved = state_dict.get("algorithms")
-    if not is_sharded(state.model) or not isinstance(saved, list):
-        return
+    excluded = tuple(exclude_algorithms or ())
+    vet_evaluated_algorithms(state_dict, excluded)
     present = {type(algorithm).__qualname__ for algorithm in state.algorithms}
+    saved = state_dict.get("algorithms")
+    names = [name for name, _ in saved] if isinstance(saved, list) else []
     missing = [
-        name
-        for name, _ in saved
-        if name not in present
-        and name not in (exclude_algorithms or ())
-        and hasattr(algorithms, name)
-        and getattr(algorithms, name).required_on_load()
+        name for name in names if name not in present and name not in excluded and is_required(name)
     ]
-    if missing:
-        names = ", ".join(missing)
+    if missing and is_sharded(state.model):
+        listed = ", ".join(missing)
         raise CheckpointError(
-            f"The checkpoint was trained with {names}, which this run has not. It replaces layers, "
-            "and the model is sharded by now. Add it to the algorithms of the Trainer, or leave it "
-            f"out with load_exclude_algorithms: [{names}]."
+            f"The checkpoint was trained with {listed}, which this run has not. It replaces "
+            "layers, and the model is sharded by now. Add it to the algorithms of the Trainer, or "
+            f"leave it out with load_exclude_algorithms: [{listed}]."
         )
+    original(state, state_dict, logger, exclude_algorithms, algorithm_passes)

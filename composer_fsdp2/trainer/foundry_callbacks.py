@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +19,41 @@ from composer_fsdp2.trainer.config import TrainerFSDP2Config
 from composer_fsdp2.trainer.load_steps import plain_name
 from composer_fsdp2.trainer.parallelism.group_views import View
 from composer_fsdp2.trainer.save import write_whole_file
+from composer_fsdp2.trainer.step import override_attribute
 
 __all__ = [
+    "TRANSFORM",
     "ReducedNorms",
     "SharesAlone",
     "freeze_layers",
+    "keep_learning_rates",
+    "read_evaluation",
     "save_monolith",
 ]
+
+TRANSFORM = "composer_fsdp2"
+"""the name of `foundry.transform` in LLM Foundry's registry"""
+
+
+def read_evaluation(
+    original: Callable[..., Any],
+    cfg: Any,
+    dataclass_constructor: Any,
+    dataclass_fields: Any,
+    transforms: Any = None,
+    icl_tasks_required: bool = False,
+) -> Any:
+    """Replaces `make_dataclass_and_log_config` of the evaluation script."""
+    if "parallelism_config" in cfg:
+        transforms = [TRANSFORM, *(transforms or ())]
+    return original(cfg, dataclass_constructor, dataclass_fields, transforms, icl_tasks_required)
 
 
 class SharesAlone(View):
     """For the training script, which drops the FSDP settings of a run on one rank."""
 
     def get_world_size(self) -> int:
-        """At least 2 where the caller is about to drop FSDP2's settings, its local variable."""
+        """Returns at least 2 to a caller that would drop FSDP2's settings, a local variable."""
         block = sys._getframe(1).f_locals.get("fsdp_config")
         keeps = isinstance(block, dict) and block.get("version") == 2
         return max(2, self.wrapped.get_world_size()) if keeps else self.wrapped.get_world_size()
@@ -45,6 +66,16 @@ class ReducedNorms(View):
         """Leaves a norm of a DTensor alone: it is that of the whole parameter already."""
         if not isinstance(tensor, DTensor):
             self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
+
+
+def keep_learning_rates(
+    original: Callable[..., dict[str, Any]], optimizer: Any, optimizer_metrics: dict[str, Any]
+) -> dict[str, Any]:
+    """Replaces `DecoupledAdaLRLion.pre_reduce_metrics`: learning rates are no norms."""
+    rates = {k: v for k, v in optimizer_metrics.items() if k.startswith("layerwise_lr")}
+    found = original(optimizer, optimizer_metrics)  # changes what it is given
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    return {**found, **rates} if any(isinstance(param, DTensor) for param in params) else found
 
 
 def freeze_layers(original: Callable[..., None], callback: Any, state: State, logger: Any) -> None:
@@ -72,49 +103,32 @@ def save_monolith(original: Callable[..., None], saver: Any, state: State, logge
     if not isinstance(state.fsdp_config, TrainerFSDP2Config):
         original(saver, state, logger)
         return
-    whole = _whole_state(state, state.fsdp_config, saver.keep_optimizers)
-    values = {"state": whole, "rng": reproducibility.get_rng_state()}
+    values = state.state_dict()
+    del values["model"], values["optimizers"]
+    # Whole weights, which rank 0 alone holds.
+    with override_attribute(state.fsdp_config, "state_dict_type", "full"):
+        values["model"] = state.get_model_state_dict()
+        if saver.keep_optimizers:
+            values["optimizers"] = state.get_optim_state_dict()
+    whole = {"state": values, "rng": reproducibility.get_rng_state()}
     folder, name = (
         format_name_with_dist_and_time(text, state.run_name, state.timestamp)
         for text in (saver.save_dir_format_str, saver.filename_format_str)
     )
-    with _local_folder(saver, folder) as local:
-        path = Path(local, name)
-        first = dist.get_global_rank() == 0
-        together(None, lambda: _write(values, path) if first else None, path)
-        if first and saver.remote_ud is not None:
+    with contextlib.ExitStack() as stack:
+        uploads = saver.remote_ud is not None
+        local = stack.enter_context(tempfile.TemporaryDirectory()) if uploads else folder
+        path, first = Path(local, name), dist.get_global_rank() == 0
+
+        def write() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole_file(whole, path)
+
+        together(None, write, path, when=first)
+        if first and uploads:
             saver.remote_ud.upload_file(
                 state=state,
                 remote_file_name=str(Path(folder, name)),
                 file_path=path,
                 overwrite=saver.overwrite,
             )
-
-
-def _whole_state(state: State, config: TrainerFSDP2Config, keep_optimizers: bool) -> dict[str, Any]:
-    """The state with whole weights, which rank 0 alone holds. Collective: yes."""
-    values = state.state_dict()
-    del values["model"], values["optimizers"]
-    kind, config.state_dict_type = config.state_dict_type, "full"
-    try:
-        values["model"] = state.get_model_state_dict()
-        if keep_optimizers:
-            values["optimizers"] = state.get_optim_state_dict()
-    finally:
-        config.state_dict_type = kind
-    return values
-
-
-@contextlib.contextmanager
-def _local_folder(saver: Any, folder: str) -> Generator[str]:
-    """Where the file is written: a temporary folder when it is to be uploaded."""
-    if saver.remote_ud is None:
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        yield temporary
-
-
-def _write(values: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole_file(values, path)

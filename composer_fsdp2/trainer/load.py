@@ -11,7 +11,7 @@ for the duration of the load.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,7 @@ from composer.utils import dist, reproducibility
 from composer.utils.misc import partial_format
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages
-from composer_fsdp2.checkpoint.load import (
-    Fit,
-    check_fit,
-    check_groups,
-    load_sharded,
-)
+from composer_fsdp2.checkpoint.load import Fit, check_fit, check_groups, load_sharded
 from composer_fsdp2.checkpoint.muon_from_adamw import MuonFromAdamW
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
@@ -43,14 +38,15 @@ from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.rates import set_rates_by_schedules
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.trainer.averages_loaded import note_loaded
-from composer_fsdp2.trainer.fetch import fetched
+from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer.load_steps import (
     Ignore,
     StateDict,
     drop_keys,
+    fetched,
     left_out_notes,
     lossy_notes,
+    mixes_averages,
     plain_name,
     remove_keys,
     run_on_all_ranks,
@@ -58,12 +54,9 @@ from composer_fsdp2.trainer.load_steps import (
 )
 from composer_fsdp2.trainer.parallelism.whole_weights import divided_weights
 from composer_fsdp2.trainer.safe_reading import vet_algorithms
+from composer_fsdp2.trainer.step import override_attribute
 
-__all__ = [
-    "load_checkpoint",
-]
-
-Apply = tuple[Any, list[str] | None, list[Any] | None]
+__all__ = ["load_checkpoint"]
 
 
 def load_checkpoint(
@@ -89,37 +82,25 @@ def load_checkpoint(
         CheckpointError: on every rank, when it cannot be loaded exactly.
     """
     path = partial_format(path, run_name=state.run_name)
-    apply = (logger, exclude_algorithms, algorithm_passes)
-    how: Any = {
-        "weights_only": load_weights_only,
-        "strict": strict_model_weights,
-        "ignore": ignore_keys,
-    }
     with fetched(path, object_store, state, progress_bar) as (local, remote):
         kind: Kind = run_on_all_ranks(
             lambda: "sharded" if remote is not None else detect_kind(local)
         )
         if kind == "sharded" and state.fsdp_config is not None and not state.fsdp_enabled:
             state._apply_fsdp()  # it waited for one file, to be read on rank 0 alone
+        chosen = _ShardedLoad if kind == "sharded" else _FullLoad
+        load = chosen(state, load_weights_only, strict_model_weights, ignore_keys)
         with _state_type(state, kind):
-            if kind == "sharded":
-                return _ShardedLoad(state, **how).run(local, remote, apply)
-            return _FullLoad(state, **how).run(local, apply)
+            loaded = load.read(local, remote)
+            return load.apply(loaded, logger, exclude_algorithms, algorithm_passes)
 
 
-@contextlib.contextmanager
-def _state_type(state: State, kind: Kind) -> Generator[None]:
-    """Composer's state dicts are of this kind for a while."""
+def _state_type(state: State, kind: Kind) -> contextlib.AbstractContextManager[None]:
+    """Has Composer make state dicts of a kind while a block runs."""
     config: Any = state.fsdp_config
     if config is None:
-        yield
-        return
-    asked = config.state_dict_type
-    config.state_dict_type = kind
-    try:
-        yield
-    finally:
-        config.state_dict_type = asked
+        return contextlib.nullcontext()
+    return override_attribute(config, "state_dict_type", kind)
 
 
 class _Load:
@@ -127,11 +108,11 @@ class _Load:
 
     saved: Checkpoint
 
-    def __init__(self, state: State, *, weights_only: bool, strict: bool, ignore: Ignore) -> None:
-        self.state = state
-        self.weights_only = weights_only
-        self.strict = strict
+    def __init__(self, state: State, weights_only: bool, strict: bool, ignore: Ignore) -> None:
+        self.state, self.weights_only, self.strict = state, weights_only, strict
         self.ignore = ignore
+        self.scaler = type(state.scaler).__qualname__
+        """the name under which Composer keeps the state of this run's gradient scaler"""
         self.notes: list[str] = []
         self.averages = False
         """whether the checkpoint's model is averages, where this rank has read that"""
@@ -139,19 +120,9 @@ class _Load:
         self.carried: MuonFromAdamW | None = None
         """where Muon takes its state from, if the checkpoint has that of another optimizer"""
 
-    @property
-    def scaler(self) -> str:
-        """The name under which Composer keeps the state of this run's gradient scaler."""
-        return type(self.state.scaler).__qualname__
-
-    @property
-    def _keeps_adapters_only(self) -> bool:
-        """Whether the model leaves its base out, which torch would miss when told to be strict.
-
-        What of the model is in a checkpoint has been compared by then.
-        """
-        model = getattr(self.state.model, "module", self.state.model)
-        return bool(getattr(model, "using_peft", False) and model.should_save_peft_only)
+    def read(self, local: Path, remote: Any) -> StateDict:
+        """Returns what is to be loaded, compared with the run. Collective: yes."""
+        raise NotImplementedError
 
     def wanted(self) -> StateDict:
         """Returns the state of the run as Composer would save it now. Collective: yes."""
@@ -184,11 +155,23 @@ class _Load:
             The run's optimizers whose state is wanted.
         """
         names = list(wanted["state"].get("optimizers", {}))
-        if not self.weights_only and names:
-            self._check_has_state()
+        if not self.weights_only and names and not self.saved.under("state", "timestamp"):
+            raise CheckpointError(
+                f"'{self.saved.path}' holds weights only: no optimizer, no schedulers, no "
+                "timestamp. Training would start over at batch 0 with the weights of a later one. "
+                "Set load_weights_only: true if that is what you want."
+            )
         # Another model differs in its groups too, but that would be an odd way to say so.
         self.check_names({"state": {"model": wanted["state"].get("model", {})}})
-        self._check_optimizers(names)
+        saved = {str(way[0]) for way in self.saved.under("state", "optimizers").values() if way}
+        for name in names:
+            if name not in saved:
+                raise CheckpointError(
+                    f"The run's optimizer is {name}, the checkpoint '{self.saved.path}' has the "
+                    f"state of {', '.join(sorted(saved)) or 'none'}. One cannot continue "
+                    "from the state of the other. Use the same optimizer, or start its state anew "
+                    "with load_ignore_keys: [state/optimizers/*], or load_weights_only: true."
+                )
         return names
 
     def check_names(self, wanted: StateDict) -> Fit:
@@ -203,25 +186,6 @@ class _Load:
         self.notes += [self.carried.note] if self.carried else []
         return fit
 
-    def _check_has_state(self) -> None:
-        if not self.saved.under("state", "timestamp"):
-            raise CheckpointError(
-                f"'{self.saved.path}' holds weights only: no optimizer, no schedulers, no "
-                "timestamp. Training would start over at batch 0 with the weights of a later one. "
-                "Set load_weights_only: true if that is what you want."
-            )
-
-    def _check_optimizers(self, names: Sequence[str]) -> None:
-        saved = {str(way[0]) for way in self.saved.under("state", "optimizers").values() if way}
-        for name in names:
-            if name not in saved:
-                raise CheckpointError(
-                    f"The run's optimizer is {name}, the checkpoint '{self.saved.path}' has the "
-                    f"state of {', '.join(sorted(saved)) or 'none'}. One cannot continue "
-                    "from the state of the other. Use the same optimizer, or start its state anew "
-                    "with load_ignore_keys: [state/optimizers/*], or load_weights_only: true."
-                )
-
     def check_groups(self, saved: Mapping[str, Sequence[Sequence[str]]]) -> None:
         """Compares parameter groups by name. Collective: no."""
         if self.carried:
@@ -234,8 +198,10 @@ class _Load:
             )
             check_groups(theirs, ours, str(self.saved.path))
 
-    def _check_schedulers(self, loaded: StateDict) -> None:
-        """A schedule has one learning rate for each group; this differs if groups are ignored."""
+    def _check_loaded(self, loaded: StateDict) -> None:
+        """Refuses what Composer would execute or mix up. Collective: no."""
+        vet_algorithms(loaded)
+        # A schedule has one learning rate for each group; this differs if groups are ignored.
         groups = sum(len(optimizer.param_groups) for optimizer in self.state.optimizers)
         for name, schedule in (loaded.get("schedulers") or {}).items():
             saved = len(schedule.get("base_lrs", ())) or groups
@@ -247,69 +213,74 @@ class _Load:
                     "timestamp, which stays that of the checkpoint."
                 )
 
-    def apply(self, loaded: StateDict, apply: Apply) -> list[dict[str, Any]] | None:
-        """Hands what was read to Composer. Collective: yes."""
+    def apply(
+        self, loaded: StateDict, logger: Any, excluded: list[str] | None, passes: list[Any] | None
+    ) -> list[dict[str, Any]] | None:
+        """Hands what was read to Composer, and returns the random states. Collective: yes."""
         warn_on_rank_0(self.notes)
-        logger, excluded, passes = apply
-        run_on_all_ranks(lambda: vet_algorithms(loaded["state"]))
-        run_on_all_ranks(lambda: self._check_schedulers(loaded["state"]))
+        values = loaded["state"]
+        run_on_all_ranks(lambda: self._check_loaded(values))
         averages = self.averages and str(self.saved.path)
         facts = raise_on_all_ranks({"~averages": averages, "~carried": self.carried is not None})
         path = next((fact["~averages"] for fact in facts if fact["~averages"]), None)
-        parts = None if self.weights_only else loaded["state"]
-        note_loaded(self.state, path, parts)
-        if loaded["state"].get("model"):
-            loaded["state"]["model"] = divided_weights(self.state.model, loaded["state"]["model"])
+        mixed = not self.weights_only and mixes_averages(self.state, values)
+        if values.get("model"):
+            values["model"] = divided_weights(self.state.model, values["model"])
+        # The model may leave its base out, which torch would miss when told to be strict, as it
+        # would every name that `ignore` has taken out. All other names are compared by now.
+        model: Any = getattr(self.state.model, "module", self.state.model)
+        adapters_only = getattr(model, "using_peft", False) and model.should_save_peft_only
         load = self.state.load_model_state if self.weights_only else self.state.load_state_dict
         load(
-            loaded["state"],
+            values,
             logger,
-            # torch, told to be strict, raises for every name that `ignore` has taken out.
-            strict=self.strict and not self.ignore and not self._keeps_adapters_only,
+            strict=self.strict and not self.ignore and not adapters_only,
             exclude_algorithms=excluded,
             algorithm_passes=passes,
         )
-        if not self.weights_only:
-            self._start_anew(loaded["state"].get("optimizers", {}))
-            if any(fact["~carried"] for fact in facts):
-                set_rates_by_schedules(self.state.schedulers)
-        return None if self.weights_only else loaded.get("rng")
-
-    def _start_anew(self, loaded: Mapping[str, Any] | None) -> None:
-        """Has optimizers begin at the start, if nothing was `loaded`. `None`: rank 0 holds it."""
-        if loaded is None or {type(o).__qualname__ for o in self.state.optimizers} & loaded.keys():
-            return
-        for optimizer in self._without_state:
+        if (run := run_of(self.state.model)) is not None:
+            run.averages_from = path if mixed else None
+        if self.weights_only:
+            return None
+        optimizers = values.get("optimizers", {})  # None: rank 0 holds it
+        own = {type(optimizer).__qualname__ for optimizer in self.state.optimizers}
+        anew = optimizers is not None and own.isdisjoint(optimizers)
+        for optimizer in self._without_state if anew else ():
             # To ask for its state torch makes it, by a step that its counters remember.
             optimizer.state.clear()
-        set_rates_by_schedules(self.state.schedulers)
+        if anew or any(fact["~carried"] for fact in facts):
+            set_rates_by_schedules(self.state.schedulers)
+        return loaded.get("rng")
 
 
 class _ShardedLoad(_Load):
     """Every rank reads the pieces it needs of a folder."""
 
-    def run(self, local: Path, remote: Any, apply: Apply) -> list[dict[str, Any]] | None:
+    def read(self, local: Path, remote: Any) -> StateDict:
+        """Returns the run's own state, filled. Collective: yes."""
         reader: Any = remote or composers.FileSystemReaderWithValidation(str(local))
         saved = run_on_all_ranks(lambda: FolderCheckpoint(local, incomplete=remote is not None))
         self.saved = reader.checkpoint = saved
         wanted = self.wanted()
+        state = wanted["state"]
         theirs = [way[0] for way in saved.under("state", "scaler").values() if way]
-        _rename_scaler(wanted["state"], str(theirs[0]) if theirs else self.scaler)
+        _rename_scaler(state, str(theirs[0]) if theirs else self.scaler)
         ways = list(saved.under("state", "algorithms").values())
-        spread = bool(ways) and () not in ways and "algorithms" in wanted["state"]
+        spread = bool(ways) and () not in ways and "algorithms" in state
         if spread:  # as `saving` does with those that hold shards
-            wanted["state"]["algorithms"] = dict(wanted["state"]["algorithms"])
+            state["algorithms"] = dict(state["algorithms"])
         if "rng" in wanted:
             ranks = composers._get_num_ranks_that_saved_rng(saved.metadata)
             # The list has one entry for each rank of this run, and a load asks for all of them.
             wanted["rng"] = wanted["rng"][:ranks]
-        run_on_all_ranks(lambda: self.carry(wanted))
-        own = self._with_saved_names(wanted)
-        names: list[str] = run_on_all_ranks(lambda: self.check_parts(wanted))
+        names, own = run_on_all_ranks(lambda: self._settle(wanted))
         groups = {name: _read_groups(saved, reader, name) for name in names}
-        run_on_all_ranks(lambda: self.check_groups(groups))
-        fit: Fit = run_on_all_ranks(lambda: self.check_names(wanted))
-        remove_keys(wanted, fit.left_out)
+
+        def compare() -> Fit:
+            self.check_groups(groups)
+            return self.check_names(wanted)
+
+        remove_keys(wanted, run_on_all_ranks(compare).left_out)
         config: Any = self.state.fsdp_config
         # On a GPU Composer asks torch for a state dict in CPU memory, which is a copy.
         if config is None or self.state.device.name == "cpu":
@@ -317,32 +288,36 @@ class _ShardedLoad(_Load):
             wanted = Staging().copy(wanted)
         load_sharded(wanted, reader, None if config is None else config.load_planner)
         self.averages = _model_is_average(saved, reader)
-        _rename_scaler(wanted["state"], self.scaler)
+        state = wanted["state"]
+        _rename_scaler(state, self.scaler)
         if self.carried:
-            found = wanted["state"]["optimizers"][self.carried.source]["state"]
+            found = state["optimizers"][self.carried.source]["state"]
             own["state"] = self.carried.from_saved(found)
-            wanted["state"]["optimizers"] = {Muon.__qualname__: own}
+            state["optimizers"] = {Muon.__qualname__: own}
         if spread:
-            wanted["state"]["algorithms"] = list(wanted["state"]["algorithms"].items())
-        return self.apply(wanted, apply)
+            state["algorithms"] = list(state["algorithms"].items())
+        return wanted
 
-    def _with_saved_names(self, wanted: StateDict) -> StateDict:
+    def _settle(self, wanted: StateDict) -> tuple[list[str], StateDict]:
         """Asks for the state under the checkpoint's names, where Muon takes it from another.
 
+        Collective: no.
+
         Returns:
-            Muon's own part of `wanted`.
+            The optimizers whose state is wanted, and Muon's own part of `wanted`.
         """
-        if self.carried is None:
-            return {}
-        own = dict(wanted["state"]["optimizers"][Muon.__qualname__])
-        asked = {"state": self.carried.to_saved(own["state"])}
-        wanted["state"]["optimizers"] = {self.carried.source: asked}
-        wanted["state"].pop("schedulers", None)
-        return own
+        own: StateDict = {}
+        self.carry(wanted)
+        if self.carried:
+            own = dict(wanted["state"]["optimizers"][Muon.__qualname__])
+            asked = {"state": self.carried.to_saved(own["state"])}
+            wanted["state"]["optimizers"] = {self.carried.source: asked}
+            wanted["state"].pop("schedulers", None)
+        return self.check_parts(wanted), own
 
 
 def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[str]]:
-    """Names in each parameter group. Collective: yes."""
+    """Reads the names in each parameter group. Collective: yes."""
     ways = saved.under("state", "optimizers", name, "param_groups")
     if () in ways.values():  # one object, as before torch 2.4
         groups: list[Any] = []
@@ -355,7 +330,7 @@ def _read_groups(saved: FolderCheckpoint, reader: Any, name: str) -> list[list[s
 
 
 def _model_is_average(saved: FolderCheckpoint, reader: Any) -> bool:
-    """See [Note: EMA in checkpoints]. Collective: yes."""
+    """Reads whether the model is averages; see [Note: EMA in checkpoints]. Collective: yes."""
     ways = saved.under("state", "algorithms").values()
     found: dict[Any, Any] = {way[0]: {ACTIVE: None} for way in ways if way[1:] == (ACTIVE,)}
     if found:
@@ -366,18 +341,17 @@ def _model_is_average(saved: FolderCheckpoint, reader: Any) -> bool:
 class _FullLoad(_Load):
     """Every rank reads the whole file, or rank 0 alone and the others hear of it."""
 
-    def run(self, local: Path, apply: Apply) -> list[dict[str, Any]] | None:
-        alone = self.state.load_monolith_rank0_only
-        reads = dist.get_global_rank() == 0 or not alone
-        share = (0, 1) if alone else (dist.get_global_rank(), dist.get_world_size())
+    def read(self, local: Path, remote: Any) -> StateDict:
+        """Returns the values of the file. Collective: yes."""
+        rank, alone = dist.get_global_rank(), self.state.load_monolith_rank0_only
+        share = (0, 1) if alone else (rank, dist.get_world_size())
         wanted = self._wanted_names()
+        reads = rank == 0 or not alone
         values = run_on_all_ranks(lambda: self._read(local, share, wanted) if reads else None)
-        if alone:
-            values = _from_rank0(values)
-        return self.apply(values, apply)
+        return _from_rank0(values) if alone else values
 
     def _wanted_names(self) -> StateDict:
-        """The model and optimizer; of what else a file may lack, nothing is lost without it."""
+        """Returns the names of model and optimizer: nothing is lost without the rest of a file."""
         # As shards, because `full` gathers every weight, and only names and shapes are wanted.
         with _state_type(self.state, "sharded"):
             if self.state.fsdp_config is not None and not self.state.fsdp_enabled:
@@ -395,39 +369,36 @@ class _FullLoad(_Load):
         return {"state": parts}
 
     def _read(self, path: Path, share: tuple[int, int], wanted: StateDict) -> StateDict:
-        saved = FileCheckpoint(path)
+        self.saved = saved = FileCheckpoint(path)
         saved.check(share)
-        self.saved = saved
         self.averages = holds_averages(saved.values.get("state", {}).get("algorithms"))
         values = saved.values = drop_keys(saved.values, self.ignore)
         values.setdefault("state", {})
         saved.refresh()
         self.carry(wanted)
         if self.carried:
-            self._take_over(values["state"], self.carried)
+            name, state = Muon.__qualname__, values["state"]
+            groups = _optimizer_of(self.state, name).param_groups
+            names = _groups_of(self.state, name)
+            own = [{**group, "params": of} for group, of in zip(groups, names, strict=True)]
+            found = self.carried.from_saved(state["optimizers"][self.carried.source]["state"])
+            state["optimizers"] = {name: {"state": found, "param_groups": own}}
+            state.pop("schedulers", None)
             saved.refresh()
-        names = self.check_parts(wanted)
-        optimizers = values["state"].get("optimizers", {})
-        lions = ADAPTIVE_LIONS.intersection(names)
-        for name in names:
-            _drop_initial_rates(optimizers[name], _optimizer_of(self.state, name))
-        optimizers.update({name: lion_as_text(optimizers[name]) for name in lions})
-        self.check_groups({n: [g["params"] for g in optimizers[n]["param_groups"]] for n in names})
+        groups, optimizers = {}, values["state"].get("optimizers", {})
+        for name in self.check_parts(wanted):
+            theirs, ours = optimizers[name]["param_groups"], _optimizer_of(self.state, name)
+            for saved_group, group in zip(theirs, ours.param_groups, strict=False):
+                if "initial_lr" not in group:  # noted by a scheduler, and this run has none
+                    saved_group.pop("initial_lr", None)
+            groups[name] = [group["params"] for group in theirs]
+            if name in ADAPTIVE_LIONS:
+                optimizers[name] = lion_as_text(optimizers[name])
+        self.check_groups(groups)
         self.check_names(wanted)
         _unalias(optimizers, every=self.state.fsdp_config is None)
         _rename_scaler(values["state"], self.scaler)
         return values
-
-    def _take_over(self, state: StateDict, carried: MuonFromAdamW) -> None:
-        name = Muon.__qualname__
-        groups = _optimizer_of(self.state, name).param_groups
-        own = [
-            {**{key: value for key, value in group.items() if key != "params"}, "params": names}
-            for group, names in zip(groups, _groups_of(self.state, name), strict=True)
-        ]
-        found = carried.from_saved(state["optimizers"][carried.source]["state"])
-        state["optimizers"] = {name: {"state": found, "param_groups": own}}
-        state.pop("schedulers", None)
 
 
 def _from_rank0(values: StateDict | None) -> StateDict:
@@ -444,17 +415,10 @@ def _from_rank0(values: StateDict | None) -> StateDict:
 
 
 def _rename_scaler(state_dict: StateDict, name: str) -> None:
-    """FSDP1 has a scaler of its own, with the same state as all others."""
+    """Renames the state of a scaler: FSDP1 has a class of its own, with the same state."""
     scalers = state_dict.get("scaler")
     if isinstance(scalers, dict) and len(scalers) == 1:
         state_dict["scaler"] = {name: next(iter(scalers.values()))}
-
-
-def _drop_initial_rates(saved: StateDict, optimizer: torch.optim.Optimizer) -> None:
-    """Drops what a scheduler noted in the groups, where this run has no scheduler that would."""
-    for theirs, ours in zip(saved["param_groups"], optimizer.param_groups, strict=False):
-        if "initial_lr" not in ours:
-            theirs.pop("initial_lr", None)
 
 
 def _optimizer_of(state: State, name: str) -> torch.optim.Optimizer:
@@ -462,13 +426,13 @@ def _optimizer_of(state: State, name: str) -> torch.optim.Optimizer:
 
 
 def _frozen_names(state: State) -> set[str]:
-    """Names of parameters that the run does not train: it has no use for their saved state."""
+    """Returns names of parameters that are not trained: a run has no use for their saved state."""
     params = state.model.named_parameters(remove_duplicate=False)
     return {plain_name(name) for name, param in params if not param.requires_grad}
 
 
 def _groups_of(state: State, name: str) -> list[list[str]]:
-    """Names in each parameter group of the run's optimizer, as a checkpoint has them."""
+    """Returns the names in each group of the run's optimizer, as a checkpoint has them."""
     names = {
         id(param): plain_name(full)
         # Reversed, so that a tied parameter gets its first name, as in torch's state dicts.

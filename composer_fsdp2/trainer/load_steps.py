@@ -1,36 +1,45 @@
-"""Steps that every way of loading a checkpoint shares."""
+"""Fetches checkpoints, and shares steps between the ways of loading them."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from composer.algorithms import EMA
+from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist
+from composer.utils.compression import is_compressed_pt
+from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from torch.distributed.checkpoint.api import CheckpointException
 
-from composer_fsdp2.checkpoint.load import (
-    Fit,
-)
-from composer_fsdp2.checkpoint.source import (
-    Checkpoint,
-    flatten,
-)
+from composer_fsdp2.checkpoint.load import Fit
+from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.source import Checkpoint, flatten
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.step.run import Run
 from composer_fsdp2.text import listed
 
 __all__ = [
     "Ignore",
     "StateDict",
+    "check_trains_own_weights",
     "drop_keys",
+    "fetched",
     "left_out_notes",
     "lossy_notes",
+    "mixes_averages",
     "plain_name",
     "remove_keys",
     "run_on_all_ranks",
+    "set_node_rank",
     "warn_on_rank_0",
 ]
 
@@ -55,14 +64,14 @@ def run_on_all_ranks(act: Callable[[], Any]) -> Any:
 
 
 def plain_name(name: str) -> str:
-    """The name in the model nobody wrapped."""
+    """Returns a parameter's name in the model without wrappers."""
     # Of activation checkpointing, `torch.compile` and FSDP1.
     wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:
-    """The state dict without the keys a user ignores.
+    """Returns the state dict without the keys a user ignores.
 
     Containers are copied: they may be the very lists that a scheduler goes on with.
     """
@@ -131,3 +140,96 @@ def warn_on_rank_0(notes: Iterable[str]) -> None:
     if dist.get_global_rank() == 0:
         for note in notes:
             warnings.warn(note, stacklevel=2)
+
+
+# --- Where a checkpoint is on this machine. ---
+
+
+def set_node_rank() -> None:
+    """Sets NODE_RANK for Composer, which torchrun calls GROUP_RANK, unless it is set."""
+    if "GROUP_RANK" in os.environ:
+        os.environ.setdefault("NODE_RANK", os.environ["GROUP_RANK"])
+    elif "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ:
+        node = int(os.environ["RANK"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+        os.environ.setdefault("NODE_RANK", str(node))
+
+
+@contextlib.contextmanager
+def fetched(
+    path: str, object_store: Any, state: State, progress_bar: bool
+) -> Generator[tuple[Path, Any]]:
+    """Yields where a checkpoint is on this machine, and for a folder elsewhere its reader."""
+    set_node_rank()
+    path = composers._format_path_with_rank_zero(path) if "{" in path else path
+    if object_store is None and not is_tar(path) and not is_compressed_pt(path):
+        yield Path(path), None
+        return
+    with tempfile.TemporaryDirectory() as own:
+        folder = composers._get_local_rank_zero_path(own)
+        try:
+            if object_store is not None and path.endswith(".symlink"):
+                path = extract_path_from_symlink(path, object_store=object_store)
+            reader = _remote_folder(path, folder, object_store, state)
+            if reader is not None:
+                yield Path(reader.path), reader
+            else:
+                fetch = composers.download_checkpoint
+                file, _, _ = run_on_all_ranks(
+                    lambda: fetch(path, folder, object_store, progress_bar)
+                )
+                yield Path(file), None
+        finally:
+            dist.barrier()  # the folder is shared by the ranks of a node
+
+
+def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> Any:
+    """Returns a reader of a sharded checkpoint in an object store; `None` if it is one file."""
+    if object_store is None or Path(path).suffix in (".pt", ".tar", ".gz", ".tgz"):
+        return None
+
+    fetch, target = composers.download_object_or_file, Path(folder) / METADATA
+    first = dist.get_local_rank() == 0
+    # The reader fetches it too, but on one rank alone, and the others would wait for its failure.
+    run_on_all_ranks(lambda: fetch(f"{path}/{METADATA}", target, object_store) if first else None)
+    return composers.DistCPObjectStoreReader(
+        source_path=path,
+        destination_path=str(Path(folder) / "checkpoint"),
+        object_store=object_store,
+        device_mesh=state.device_mesh,
+    )
+
+
+# --- Averages of EMA as the model; see [Note: EMA in checkpoints]. ---
+
+
+def mixes_averages(state: State, loaded: StateDict) -> bool:
+    """Whether averages are loaded beside an optimizer's state that is not theirs.
+
+    It is right for evaluation, and not to be trained. Collective: no.
+
+    Args:
+        state: of the run.
+        loaded: `loaded["state"]` of a checkpoint whose model is averages.
+    """
+    has_ema = any(isinstance(algorithm, EMA) for algorithm in state.algorithms)
+    return "optimizers" in loaded and not ("algorithms" in loaded and has_ema)
+
+
+def check_trains_own_weights(run: Run) -> None:
+    """Refuses the optimizer's state beside weights it is not of.
+
+    Collective: no. All ranks loaded the same.
+
+    Raises:
+        CheckpointError: with what to do instead.
+    """
+    if (path := run.averages_from) is not None:
+        raise CheckpointError(
+            f"'{path}' was saved with the algorithm EMA: its model is the averages, and its "
+            "optimizer has the state of the trained weights beside them. Training would go on from "
+            "the averages with the state of other weights. Add EMA to the Trainer's algorithms "
+            "(and leave state/algorithms out of load_ignore_keys); or start anew from the averages "
+            "with load_weights_only: true; or take the trained weights, which the checkpoint "
+            "holds: "
+            f"`composer-fsdp2 checkpoint convert {path} NEW.pt --to full --weights trained`."
+        )

@@ -13,9 +13,9 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.optim.norms import local_part
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.units import (
     all_reduce_hook,
@@ -66,10 +66,17 @@ class FSDP2Monitor(Callback):
     """
 
     def __init__(self, gpu_flops_available: float | None = None) -> None:
-        if gpu_flops_available is not None:
-            _check_flops(gpu_flops_available)
+        flops: Any = gpu_flops_available
+        is_number = isinstance(flops, int | float) and not isinstance(flops, bool)
+        if flops is not None and not (is_number and flops > 0):
+            raise ConfigError(
+                f"gpu_flops_available of {NAME} is {flops!r}, which is no positive number. MFU is "
+                "a fraction of it. Write the FLOP/s of one device, such as 989.5e+12, or leave it "
+                "out to have it looked up."
+            )
         self.gpu_flops_available = gpu_flops_available
-        self._traffic: _Traffic | None = None
+        self._traffic: Any = None
+        """a `_Traffic`, once there is a model to listen to"""
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Checks that there is something to log, and shows the plan.
@@ -96,17 +103,14 @@ class FSDP2Monitor(Callback):
     def fit_start(self, state: State, logger: Logger) -> None:
         """Starts to hear of the units; a training that failed may have left it listening."""
         self.close(state, logger)
-        assert self._traffic is not None
         self._traffic.run.listen(self._traffic)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Counts from here; units that are gathered now count in the peak."""
-        assert self._traffic is not None
         self._traffic.begin()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Logs what was counted. With one rank there is no traffic."""
-        assert self._traffic is not None
         found: dict[str, float] = dict(self._traffic.counts) if dist.get_world_size() > 1 else {}
         if state.device.name == "gpu":
             found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
@@ -142,21 +146,17 @@ class _Traffic(StepListener):
     def before_gather(self, unit: str, group: Any) -> None:
         """Collective: no."""
         self._gathered[group] = gather_bytes(group)
-        self._count("gathered_bytes", self._gathered[group])
+        self.counts.update(collectives=1, gathered_bytes=self._gathered[group])
         self._note_peak(group)
 
     def before_reduce(self, unit: str, group: Any) -> None:
         """Collective: no."""
         shape, part = self.run.shape, reduction_bytes(group)
-        self._count("reduced_bytes", part * shape.shard)
+        self.counts.update(collectives=1, reduced_bytes=part * shape.shard)
         # A hook averages over replicas where torch's own HSDP cannot.
         due = getattr(all_reduce_hook(group), "due", True)
         if (shape.replicate or 1) > 1 and all_reduces(group) and due:
-            self._count("reduced_bytes", part)
-
-    def _count(self, name: str, nbytes: int) -> None:
-        self.counts[name] += nbytes
-        self.counts["collectives"] += 1
+            self.counts.update(collectives=1, reduced_bytes=part)
 
     def _note_peak(self, coming: Any = None) -> None:
         """Adds up the units that are gathered, and the one that comes."""
@@ -166,19 +166,10 @@ class _Traffic(StepListener):
         self.counts["peak_unsharded_bytes"] = peak
 
 
-def _check_flops(flops: Any) -> None:
-    if isinstance(flops, bool) or not isinstance(flops, int | float) or not flops > 0:
-        raise ConfigError(
-            f"gpu_flops_available of {NAME} is {flops!r}, which is no positive number. MFU is a "
-            "fraction of it. Write the FLOP/s of one device, such as 989.5e+12, or leave it out to "
-            "have it looked up."
-        )
-
-
 def describe_sharding(model: nn.Module, run: Run) -> str:
-    """A line about the plan and about what this rank holds of the model."""
+    """Returns a line about the plan and about this rank's part of the model."""
     units = [unit for unit in run.plan.units if unit.params]
-    local = sum(_local_bytes(param) for param in model.parameters())
+    local = sum(local_part(param).nbytes for param in model.parameters())
     reshard = Counter(str(unit.reshard_after_forward).lower() for unit in units)
     return (
         f"FSDP2: {len(units)} units, {sum(unit.numel for unit in units):,} parameters, "
@@ -188,12 +179,8 @@ def describe_sharding(model: nn.Module, run: Run) -> str:
     )
 
 
-def _local_bytes(param: torch.Tensor) -> int:
-    return (param.to_local() if isinstance(param, DTensor) else param).nbytes
-
-
 def _show(line: str) -> None:
-    """The callback was asked for, so it is shown even where nobody set up logging."""
+    """Shows a line even where nobody set up logging: the callback was asked for."""
     if log.isEnabledFor(logging.INFO):
         log.info(line)
     else:

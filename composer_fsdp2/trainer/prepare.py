@@ -64,7 +64,7 @@ from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.prefetch import Prefetch
 from composer_fsdp2.step.requires_grad import RequiresGrad
-from composer_fsdp2.step.run import Run, StepListener, run_of
+from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.step.stale_gathers import StaleGathers
 from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
 from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
@@ -72,7 +72,7 @@ from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
 from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
 from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
-from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
 
@@ -171,12 +171,14 @@ def prepare_fully_shard(
     error, plan = None, None
     facts: dict[str, Any] = {}
     try:
-        _check_arguments(te_rng_seed)
+        if te_rng_seed != 1234:
+            text = "te_rng_seed has no effect: activation checkpointing is torch's own here."
+            warnings.warn(text, stacklevel=2)
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
         check_items(settings, (), "auto" if auto_microbatching else None)
         check_own_loss(model, settings)
-        plan = make_plan(
+        plan = PreparePlan(
             model,
             optimizers,
             settings,
@@ -193,10 +195,8 @@ def prepare_fully_shard(
     assert plan is not None
     reports = [MetaDeviceReport(*fact["~meta"]) for fact in everyone]
     check_meta_device_reports(reports)
-    units = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
-    run = run_of(model)
-    assert run is not None
-    return [OOMGuard(run)] if auto_microbatching else [], units
+    run = apply_to_model(model, plan, reports, seed=everyone[0]["~seed"])
+    return [OOMGuard(run)] if auto_microbatching else [], dict(run.units)
 
 
 @contextlib.contextmanager
@@ -215,15 +215,8 @@ def _explained_group() -> Generator[None]:
         ) from error
 
 
-def _check_arguments(te_rng_seed: int) -> None:
-    if te_rng_seed != 1234:
-        warnings.warn(
-            "te_rng_seed has no effect: activation checkpointing is torch's own here.", stacklevel=3
-        )
-
-
 def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
-    """Features of the run for which private members of torch are needed."""
+    """Returns the features of the run that need private members of torch."""
     asked = {
         "activation_checkpointing": settings.activation_checkpointing
         or settings.activation_cpu_offload,
@@ -239,7 +232,7 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
 
 
 def _given_mesh(config: Any) -> DeviceMesh | None:
-    """The mesh Composer's State built, or the user put into Composer's config."""
+    """Returns the mesh Composer's State built, or the user put into Composer's config."""
     if (root := root_mesh_of(config)) is not None:
         return data_axes(root)
     return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
@@ -247,7 +240,7 @@ def _given_mesh(config: Any) -> DeviceMesh | None:
 
 def apply_to_model(
     model: nn.Module, plan: PreparePlan, reports: Sequence[MetaDeviceReport], seed: int
-) -> dict[str, FSDPModule]:
+) -> Run:
     """Changes the model and its optimizer as planned. Collective: yes."""
     if plan.settings.verbose and distributed.get_rank() == 0:
         _show(plan.describe())
@@ -279,33 +272,24 @@ def apply_to_model(
         tree=tree,
     )
     connect_model(model)
-    if (fp8 := plan.plan_of(Float8Linear)) is not None:
-        gather_in_float8(model, units.values(), fp8)
+    if (converted := plan.plan_of(Float8Linear)) is not None:
+        gather_in_float8(model, units.values(), converted)
     _cast_buffers(tree, plan)
     tops = [units[u.modules[0]] for u in plan.units.units if u.top_level]
     apply_communication(tops, units.values(), plan.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
         show_usual_state(detached.optimizer)
-    start_run(tree, plan, units)
-    _connect_optimizer(model, plan)
-    return units
-
-
-def _connect_optimizer(model: nn.Module, plan: PreparePlan) -> None:
-    """Gives the optimizer its step. Collective: yes."""
-    apply_local_step(
-        plan.optimizer,
-        plan.settings.local_step,
-        torch.device(plan.device_type),
-        plan.settings.optimizer_state,
-    )
+    run = start_run(tree, plan, units)
+    kept = plan.settings.optimizer_state
+    apply_local_step(plan.optimizer, plan.settings.local_step, run.device, kept)
     refuse_later_optimizers(model, plan.settings, plan.optimizer)
     refuse_added_parameters(model, plan.optimizer)
+    return run
 
 
 def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
-    """Units in which a parameter may get no gradient on some rank."""
+    """Returns units in which a parameter may get no gradient on some rank."""
     inside = tuple(f"{name}." for name in conditional)
     return [
         unit.modules[0]
@@ -315,7 +299,7 @@ def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:
 
 
 def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
-    """Units that lie in one unit with a tower; a list of experts has no `forward` of its own."""
+    """Returns units in one unit with a tower; a list of experts has no `forward` of its own."""
     towers = [name for name in plan.conditional if has_forward(model.get_submodule(name))]
     around = _with_unused(plan.units, towers)
     beside = tuple(f"{name}." if name else "" for name in around)
@@ -325,7 +309,7 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
 
 def start_run(tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule]) -> Run:
     """Begins to call the listeners of `STEP`. Collective: yes."""
-    device = torch.device(plan.device_type)
+    device = torch.empty(0, device=plan.device_type).device  # with its index
     agreement_of(device)  # made here, where all ranks are
     force_backward_through(units[name] for name in _beside_towers(tree.root, plan))
     run = Run(
@@ -358,7 +342,7 @@ def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:
 
 
 def _show(text: str) -> None:
-    """`verbose` was asked for, so it is shown even where nobody set up logging."""
+    """Shows the plan even where nobody set up logging: `verbose` was asked for."""
     if log.isEnabledFor(logging.INFO):
         log.info("FSDP2 plan:\n%s", text)
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from composer_fsdp2.blocks.transformation import (
     ModelFacts,
-    PlannedTransformation,
     Transformation,
     plan_transformations,
 )
@@ -29,7 +27,6 @@ from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
 from composer_fsdp2.optim.muon import Muon
-from composer_fsdp2.optim.muon_settings import PlannedGroups
 from composer_fsdp2.optim.state.step import check_optimizer_state
 from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
@@ -47,7 +44,7 @@ from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 from composer_fsdp2.trainer.parallelism.refused import check_known, check_scale
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 
-__all__ = ["PreparePlan", "make_plan"]
+__all__ = ["PreparePlan"]
 
 _ENCODE = "_prepare_encoder_decoder_kwargs_for_generation"
 """what transformers' `generate` calls the encoder in"""
@@ -55,32 +52,107 @@ _ENCODE = "_prepare_encoder_decoder_kwargs_for_generation"
 _PACKAGES = ("torch", "mosaicml", "composer-fsdp2", "transformers", "llm-foundry", "peft")
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
 class PreparePlan:
-    """Everything settled before the model is touched."""
+    """Settles everything that can be settled without touching the model. Collective: no.
 
-    tree: ModuleTree
-    settings: FSDP2Config
-    shape: MeshShape
-    mesh: DeviceMesh | None
-    device_type: str
-    compute: torch.dtype
-    units: WrapPlan
-    linear: frozenset[str]
-    """names of linear layers"""
-    conditional: list[str]
-    transformations: tuple[PlannedTransformation, ...]
-    forward_methods: list[tuple[str, str]]
-    optimizer: torch.optim.Optimizer | None
-    groups: PlannedGroups | None
-    """of Muon"""
-    weights: PretrainedWeights | None
+    Without a process group the environment says how many ranks there are, as Composer reads it.
+
+    Args:
+        model: as for `prepare_fully_shard`, like the next four.
+        optimizers: at most one.
+        settings: of FSDP2.
+        precision: of the run.
+        device: where the shards live.
+        mesh: the mesh of the run, where the caller has built it.
+        transformations: in the order in which they are applied.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Any,
+        settings: FSDP2Config,
+        precision: Any,
+        device: Any,
+        *,
+        mesh: DeviceMesh | None,
+        transformations: Sequence[Transformation[Any]],
+    ) -> None:
+        self.settings, self.mesh = settings, mesh
+        place, self.device_type = _place_of(device, mesh)
+        _check_offload(settings, self.device_type)
+        check_communication(settings.communication, self.device_type)
+        check_order_check(settings.order_check)
+        given = ensure_tuple(optimizers)
+        if len(given) > 1:
+            raise ConfigError(
+                f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer "
+                "with several parameter groups."
+            )
+        optimizer: torch.optim.Optimizer | None = given[0] if given else None
+        self.optimizer = optimizer
+        check_known(settings, optimizer)
+        self.tree = tree = ModuleTree.read(model)
+        refuse_unreadable(tree)
+        refuse_gradients(tree)
+        check_hooks(tree)
+        self.shape = shape = MeshShape.resolve(settings, dist.get_world_size())
+        self.compute = check_scale(settings, _compute_dtype(precision, self.device_type, place))
+        optional = settings.unused_parameters
+        named = optional if isinstance(optional, tuple) else ()
+        self.conditional = [] if optional is False else conditional_modules(tree, named)
+        units = self._plan_units(self.conditional)
+        blocks = units.blocks()
+        if self.conditional and (settings.activation_checkpointing or settings.compile):
+            # A block of a tower is one, whatever unit its parameters are in.
+            blocks = self._plan_units([]).blocks()
+        facts = ModelFacts(
+            tree=tree,
+            settings=settings,
+            units=units,
+            blocks=blocks,
+            shard_ranks=shape.shard,
+            device_type=self.device_type,
+            is_checkpointed=activation_choice(tree, frozenset(blocks)),
+        )
+        self.transformations, facts = plan_transformations(transformations, facts)
+        self.units = facts.units
+        shape.check_reshard(settings.reshard_after_forward, "the run")
+        for unit in self.units.units:
+            shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
+        self.forward_methods = check_forward_methods(tree, settings.forward_methods, self.units)
+        self.forward_methods += _eval_methods(tree, self.units)
+        if optimizer is not None:
+            check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
+            check_optimizer_state(optimizer, settings.optimizer_state)
+        self.groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
+        folder = settings.pretrained_weights
+        self.weights = None if folder is None else _open_weights(folder, tree)
+        self._linear = {name for name, module in tree.modules() if isinstance(module, nn.Linear)}
+
+    def _plan_units(self, conditional: list[str]) -> WrapPlan:
+        settings, policy = self.settings, self.settings.wrap_policy
+        gathered_in = resolve_precision(settings.mixed_precision, self.compute).param_dtype
+        rules = trainer_rules(
+            self.tree, policy, self.shape, keep_fp32=settings.keep_fp32, gathered_in=gathered_in
+        )
+        return plan_wrapping(
+            self.tree,
+            rules,
+            reshard_after_forward=settings.reshard_after_forward,
+            tied_weights=settings.tied_weights,
+            ignored_params=settings.ignored_params,
+            sizes=UnitSizes(
+                least=policy.min_unit_bytes, most=policy.max_unit_bytes, gathered_in=gathered_in
+            ),
+            optional=conditional,
+        )
 
     def precision_of(self, unit: ShardUnit) -> MixedPrecisionPolicy:
-        """The policy of one unit; the run's output dtype is that of what leaves the model."""
+        """Returns the policy of one unit; the run's output dtype is that of the model's output."""
         own = unit.mixed_precision
         inner = own is None and not unit.top_level
-        is_linear = unit.modules[0] in self.linear
+        is_linear = unit.modules[0] in self._linear
         mixed_precision = own or self.settings.mixed_precision
         return resolve_precision(mixed_precision, self.compute, inner, is_linear)
 
@@ -115,88 +187,17 @@ class PreparePlan:
 
 
 def _describe_tensors(tree: ModuleTree) -> str:
-    lines = [
+    params = (
         f"{ref.name} {ref.param.shape} {ref.param.dtype} {ref.param.requires_grad}"
         for ref in tree.params
-    ]
-    for path, module in tree.modules():
-        lines += [
-            f"{path}.{name} {buffer.shape} {buffer.dtype}"
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-    return "\n".join(lines)
-
-
-def make_plan(
-    model: nn.Module,
-    optimizers: Any,
-    settings: FSDP2Config,
-    precision: Any,
-    device: Any,
-    *,
-    mesh: DeviceMesh | None,
-    transformations: Sequence[Transformation[Any]],
-) -> PreparePlan:
-    """Settles everything that can be settled without touching the model. Collective: no.
-
-    Without a process group the environment says how many ranks there are, as Composer reads it.
-
-    Args:
-        model: as for `prepare_fully_shard`, like the next four.
-        optimizers: at most one.
-        settings: of FSDP2.
-        precision: of the run.
-        device: where the shards live.
-        mesh: the mesh of the run, where the caller has built it.
-        transformations: in the order in which they are applied.
-    """
-    place, device_type = _place_of(device, mesh)
-    _check_offload(settings, device_type)
-    check_communication(settings.communication, device_type)
-    check_order_check(settings.order_check)
-    optimizer = _single_optimizer(optimizers, settings)
-    tree = _read_model(model)
-    shape = MeshShape.resolve(settings, dist.get_world_size())
-    compute = check_scale(settings, _compute_dtype(precision, device_type, place))
-    conditional = _conditional(tree, settings)
-    units = _plan_units(tree, settings, shape, compute, conditional)
-    blocks = units.blocks()
-    if conditional and (settings.activation_checkpointing or settings.compile):
-        # A block of a tower is one, whatever unit its parameters are in.
-        blocks = _plan_units(tree, settings, shape, compute, []).blocks()
-    facts = ModelFacts(
-        tree=tree,
-        settings=settings,
-        units=units,
-        blocks=blocks,
-        shard_ranks=shape.shard,
-        device_type=device_type,
-        is_checkpointed=activation_choice(tree, frozenset(blocks)),
     )
-    planned, facts = plan_transformations(transformations, facts)
-    _check_reshards(shape, settings, facts.units)
-    methods = check_forward_methods(tree, settings.forward_methods, facts.units)
-    methods += _eval_methods(tree, facts.units)
-    if optimizer is not None:
-        _check_optimizer(optimizer, tree, settings)
-    groups = optimizer.plan_groups(tree) if isinstance(optimizer, Muon) else None
-    return PreparePlan(
-        tree=tree,
-        settings=settings,
-        shape=shape,
-        mesh=mesh,
-        device_type=device_type,
-        compute=compute,
-        units=facts.units,
-        linear=frozenset(n for n, module in tree.modules() if isinstance(module, nn.Linear)),
-        conditional=conditional,
-        transformations=planned,
-        forward_methods=methods,
-        optimizer=optimizer,
-        groups=groups,
-        weights=_open_weights(settings.pretrained_weights, tree),
+    buffers = (
+        f"{path}.{name} {buffer.shape} {buffer.dtype}"
+        for path, module in tree.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     )
+    return "\n".join([*params, *buffers])
 
 
 def _place_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Device | None, str]:
@@ -205,22 +206,6 @@ def _place_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Dev
         return None, mesh.device_type
     place = get_device(device)
     return place, "cuda" if isinstance(place, DeviceGPU) else place.name
-
-
-def _read_model(model: nn.Module) -> ModuleTree:
-    """Reads a model, and refuses what sharding would lose or cannot decide about."""
-    tree = ModuleTree.read(model)
-    refuse_unreadable(tree)
-    refuse_gradients(tree)
-    check_hooks(tree)
-    return tree
-
-
-def _check_optimizer(
-    optimizer: torch.optim.Optimizer, tree: ModuleTree, settings: FSDP2Config
-) -> None:
-    check_optimizer(optimizer, tree, gives_values=dist.get_global_rank() == 0)
-    check_optimizer_state(optimizer, settings.optimizer_state)
 
 
 def _check_offload(settings: FSDP2Config, device_type: str) -> None:
@@ -236,9 +221,7 @@ def _check_offload(settings: FSDP2Config, device_type: str) -> None:
         )
 
 
-def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | None:
-    if path is None:
-        return None
+def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
     weights = open_pretrained(path, tree)
     if weights.plan.skipped and dist.get_global_rank() == 0:
         warnings.warn(
@@ -247,50 +230,6 @@ def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | Non
             stacklevel=5,
         )
     return weights
-
-
-def _conditional(tree: ModuleTree, settings: FSDP2Config) -> list[str]:
-    named = settings.unused_parameters
-    if named is False:
-        return []
-    return conditional_modules(tree, named if isinstance(named, tuple) else ())
-
-
-def _plan_units(
-    tree: ModuleTree,
-    settings: FSDP2Config,
-    shape: MeshShape,
-    compute: torch.dtype,
-    conditional: list[str],
-) -> WrapPlan:
-    policy = settings.wrap_policy
-    gathered_in = resolve_precision(settings.mixed_precision, compute).param_dtype
-    rules = trainer_rules(
-        tree, policy, shape, keep_fp32=settings.keep_fp32, gathered_in=gathered_in
-    )
-    return plan_wrapping(
-        tree,
-        rules,
-        reshard_after_forward=settings.reshard_after_forward,
-        tied_weights=settings.tied_weights,
-        ignored_params=settings.ignored_params,
-        sizes=UnitSizes(
-            least=policy.min_unit_bytes, most=policy.max_unit_bytes, gathered_in=gathered_in
-        ),
-        optional=conditional,
-    )
-
-
-def _single_optimizer(optimizers: Any, settings: FSDP2Config) -> torch.optim.Optimizer | None:
-    given = ensure_tuple(optimizers)
-    if len(given) > 1:
-        raise ConfigError(
-            f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer with "
-            "several parameter groups."
-        )
-    optimizer = given[0] if given else None
-    check_known(settings, optimizer)
-    return optimizer
 
 
 def _compute_dtype(
@@ -305,17 +244,11 @@ def _compute_dtype(
     return dtype
 
 
-def _check_reshards(shape: MeshShape, settings: FSDP2Config, plan: WrapPlan) -> None:
-    shape.check_reshard(settings.reshard_after_forward, "the run")
-    for unit in plan.units:
-        shape.check_reshard(unit.reshard_after_forward, f"'{unit.modules[0]}'")
-
-
 def _eval_methods(tree: ModuleTree, plan: WrapPlan) -> list[tuple[str, str]]:
-    """The Trainer evaluates through `eval_forward`, which bypasses `forward`'s hooks.
+    """Returns methods that run a unit without the hooks of its `forward`.
 
-    So do `generate` of a PEFT model, which calls that of the model inside, and that of a model with
-    an encoder, which calls the encoder.
+    The Trainer evaluates through `eval_forward`; `generate` of a PEFT model calls that of the model
+    inside, and that of a model with an encoder calls the encoder.
     """
     wanted = {name for unit in plan.units for name in unit.modules}
     units = [(name, module) for name, module in tree.modules() if name in wanted]

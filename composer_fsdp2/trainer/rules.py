@@ -38,7 +38,7 @@ def trainer_rules(
     keep_fp32: Sequence[str] | None = None,
     gathered_in: torch.dtype | None = torch.float32,
 ) -> list[Rule]:
-    """The rules for a model in Composer's Trainer, in order of precedence.
+    """Returns the rules for a model in Composer's Trainer, in order of precedence.
 
     Metrics are left alone; then `_fsdp_wrap` on a module, unless it is an adapter; then the
     `wrap_policy`; then
@@ -137,7 +137,7 @@ def _adapters(tree: ModuleTree) -> set[int]:
 
 
 def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
-    """`fsdp_wrap_fn` of each top module, asked for everything inside it but not for itself."""
+    """Asks `fsdp_wrap_fn` of each top module for everything inside it, but not for itself."""
     asked: dict[int, Callable[[nn.Module], Any]] = {}
     for top in tops:
         hook = getattr(top, "fsdp_wrap_fn", None)
@@ -208,7 +208,7 @@ def _direct_child_rule(tops: list[nn.Module]) -> Rule:
 def activation_choice(
     tree: ModuleTree, blocks: Collection[str]
 ) -> Callable[[str, nn.Module], bool]:
-    """Which modules are checkpointed.
+    """Returns which modules are checkpointed.
 
     `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
     it lies in. A model with neither is checkpointed at its FSDP blocks, see `WrapPlan.blocks`.
@@ -219,16 +219,14 @@ def activation_choice(
         if callable(hook):
             asked.update((id(module), hook) for module in top.modules())
     own = (attribute_of(module, "_activation_checkpointing", ...) for _, module in tree.modules())
-    if asked or any(one is not ... for one in own):
-        return lambda _name, module: _asked_to_checkpoint(asked, module)
-    return lambda name, _module: name in blocks
+    if not asked and all(one is ... for one in own):
+        return lambda name, _module: name in blocks
 
+    def chosen(_name: str, module: nn.Module) -> bool:
+        wanted = getattr(module, "_activation_checkpointing", None)
+        hook = asked.get(id(module))
+        if wanted is None and hook is not None:
+            wanted = hook(module)
+        return bool(wanted)
 
-def _asked_to_checkpoint(
-    asked: Mapping[int, Callable[[nn.Module], Any]], module: nn.Module
-) -> bool:
-    own = getattr(module, "_activation_checkpointing", None)
-    if own is not None:
-        return bool(own)
-    hook = asked.get(id(module))
-    return bool(hook(module)) if hook is not None else False
+    return chosen

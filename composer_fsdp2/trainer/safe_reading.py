@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import io
 import tarfile
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +27,12 @@ from composer_fsdp2.checkpoint.source import FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
+    "download_checkpoint",
+    "is_required",
+    "load_resumption",
     "read_file",
     "read_folder_data",
     "read_folder_metadata",
-    "unpacking_safely",
     "vet_algorithms",
     "vet_evaluated_algorithms",
 ]
@@ -40,9 +41,8 @@ _CHECKPOINT = "checkpoint"
 """attribute of a reader that a load under FSDP2 uses: the folder, opened"""
 
 
-@contextlib.contextmanager
-def unpacking_safely() -> Generator[None]:
-    """Archives are unpacked inside their folder, and hold nothing but files and folders.
+def download_checkpoint(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces Composer's: archives unpack inside their folder, and hold but files and folders.
 
     Raises:
         CheckpointError: a member wants to go elsewhere.
@@ -52,7 +52,7 @@ def unpacking_safely() -> Generator[None]:
     # Composer calls `extractall` without a filter, and Python then takes this attribute.
     tarfile.TarFile.extraction_filter = staticmethod(tarfile.data_filter)
     try:
-        yield
+        return original(*args, **kwargs)
     except tarfile.FilterError as error:
         raise CheckpointError(
             f"The archive has a member that does not belong into a checkpoint: {error}. Unpacking "
@@ -65,13 +65,13 @@ def unpacking_safely() -> Generator[None]:
             tarfile.TarFile.extraction_filter = before
 
 
-def vet_evaluated_algorithms(
-    state_dict: Mapping[str, Any],
-    _logger: Any = None,
-    exclude_algorithms: Iterable[str] | None = None,
-    *_args: Any,
-    **_kwargs: Any,
-) -> None:
+def is_required(name: str) -> bool:
+    """Whether Composer adds an algorithm of this name when a checkpoint was trained with it."""
+    known = getattr(algorithms, name, None)
+    return known is not None and known.required_on_load()
+
+
+def vet_evaluated_algorithms(state_dict: Mapping[str, Any], excluded: Collection[str]) -> None:
     """Refuses descriptions that Composer is about to evaluate, and no others.
 
     What Python cannot parse it cannot execute; Composer warns of it.
@@ -79,10 +79,8 @@ def vet_evaluated_algorithms(
     Raises:
         CheckpointError: evaluating one could execute code.
     """
-    excluded = () if exclude_algorithms is None else exclude_algorithms
     for name, text in descriptions(state_dict):
-        known = getattr(algorithms, name, None)
-        evaluated = known is not None and known.required_on_load() and name not in excluded
+        evaluated = name not in excluded and is_required(name)
         if evaluated and not is_plain_call(name, text) and _can_be_parsed(f"algorithms.{text}"):
             raise executes(name, text)
 
@@ -90,20 +88,30 @@ def vet_evaluated_algorithms(
 def _can_be_parsed(text: str) -> bool:
     try:
         ast.parse(text, mode="eval")
+    except (RecursionError, MemoryError):
+        pass  # Composer's own attempt may get further
     except (SyntaxError, ValueError):
         return False
-    except (RecursionError, MemoryError):  # Composer's own attempt may get further
-        return True
     return True
 
 
-def read_file(path: str | Path, map_location: str) -> Any:
+def load_resumption(original: Callable[..., Any], state: Any, load_path: str) -> Any:
+    """Replaces `load_resumption_checkpoint`.
+
+    Raises:
+        CheckpointError: the file could execute code.
+    """
+    vet_pickle(Path(load_path))
+    return original(state, load_path)
+
+
+def read_file(_original: Callable[..., Any], checkpoint_filepath: Any, map_location: str) -> Any:
     """Replaces the function that unpickles a file: returns what Composer's does.
 
     Raises:
         CheckpointError: it could execute code. Other errors are those of Composer's.
     """
-    return load_plainly(Path(composers._ensure_valid_checkpoint(path)), map_location)
+    return load_plainly(Path(composers._ensure_valid_checkpoint(checkpoint_filepath)), map_location)
 
 
 def read_folder_metadata(original: Callable[[Any], Any], reader: Any) -> Any:
@@ -134,9 +142,17 @@ def read_folder_data(
         CheckpointError: an entry could execute code; under FSDP2, it is damaged.
     """
     if not hasattr(reader, _CHECKPOINT):
+        # Planners of torch unpickle entries that are no tensors without a limit.
         for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                _vet_entry(reader, item)
+            info = reader.storage_data[item.storage_index]
+            path = Path(reader.path, info.relative_path)
+            if item.type != LoadItemType.BYTE_IO or not path.is_file():
+                continue  # the original says that the file is missing
+            with path.open("rb") as file:
+                file.seek(info.offset)
+                data = io.BytesIO(file.read(info.length))
+            where = f"'{item.storage_index.fqn}' in '{path}'"
+            load_object(data, where, trusted=trusts(path))
         return original(reader, plan, planner)
     folder: FolderCheckpoint = reader.checkpoint
     specs: dict[str, list[tuple[int, int]]] = {}
@@ -150,15 +166,3 @@ def read_folder_data(
     done: torch.futures.Future[None] = torch.futures.Future()
     done.set_result(None)
     return done
-
-
-def _vet_entry(reader: Any, item: Any) -> None:
-    """Looks at an entry that is no tensor, which planners of torch unpickle without a limit."""
-    info = reader.storage_data[item.storage_index]
-    path = Path(reader.path, info.relative_path)
-    if path.is_file():  # else the original says so
-        with path.open("rb") as file:
-            file.seek(info.offset)
-            data = file.read(info.length)
-        where = f"'{item.storage_index.fqn}' in '{path}'"
-        load_object(io.BytesIO(data), where, trusted=trusts(path))

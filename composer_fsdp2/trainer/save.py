@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import inspect
 import os
 import threading
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,13 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
+from composer_fsdp2.trainer.hugging_face import own_class
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
 from composer_fsdp2.trainer.parallelism.saved_mesh import first_copy, note_mesh
-from composer_fsdp2.trainer.save_pretrained import own_class
 
 __all__ = [
     "check_saved_adapters",
-    "finish_background_save",
+    "finish_at_fit_end",
     "leave_background_save",
     "make_save_folder",
     "note_start",
@@ -50,9 +51,10 @@ __all__ = [
     "write_whole_file",
 ]
 
-_ATTRIBUTE = "_fsdp2_background"
+_BACKGROUND = "_fsdp2_background"
+"""attribute of a CheckpointSaver: its saves while training goes on"""
 _OWN = "_fsdp2_publications"
-"""attribute of a State"""
+"""attribute of a State: checkpoints that the run has written"""
 _LEAVE_SECONDS = 60.0
 
 
@@ -68,12 +70,9 @@ def check_saved_adapters(state: State) -> None:
     saves = any(isinstance(callback, CheckpointSaver) for callback in state.callbacks)
     if not saves or not (getattr(model, "using_peft", False) and model.should_save_peft_only):
         return
+    trained = (plain_name(name) for name, p in model.named_parameters() if p.requires_grad)
     kept = set(model.state_dict())
-    lost = [
-        name
-        for name in (plain_name(n) for n, param in model.named_parameters() if param.requires_grad)
-        if name not in kept
-    ]
+    lost = [name for name in trained if name not in kept]
     if lost:
         raise ConfigError(
             f"should_save_peft_only is on, and its checkpoints leave out {len(lost)} weights that "
@@ -84,7 +83,12 @@ def check_saved_adapters(state: State) -> None:
 
 
 def save_checkpoint(
-    state: State, save_filename: str, *, weights_only: bool = False, ignore_keys: Ignore = None
+    original: Callable[..., str | None],
+    state: State,
+    save_filename: str,
+    *,
+    weights_only: bool = False,
+    ignore_keys: Ignore = None,
 ) -> str | None:
     """Replaces `_save_checkpoint`: returns when the checkpoint is complete.
 
@@ -98,7 +102,9 @@ def save_checkpoint(
     """
     if isinstance(state, _Written):
         return state.saved_path
-    return _snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
+    if state.fsdp_config_version != 2:
+        return original(state, save_filename, weights_only=weights_only, ignore_keys=ignore_keys)
+    return _Snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
 def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None = None) -> None:
@@ -113,16 +119,47 @@ def write_whole_file(state_dict: StateDict, path: Path, own: Publications | None
         composers._write_checkpoint_file(state_dict, str(temporary))
 
 
-@dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The state to save, and the place for it."""
+    """The state to save, and the place for it. Collective: yes.
 
-    values: StateDict
-    path: Path
-    """the file this rank writes, or would"""
-    sharded: bool
-    planner: Any
-    own: Publications
+    Args:
+        state: of the run.
+        save_filename: the file this rank writes, or would.
+        weights_only: leaves out all but the model.
+        ignore_keys: left out, as in Composer's `save_ignore_keys`.
+    """
+
+    def __init__(
+        self, state: State, save_filename: str, weights_only: bool, ignore_keys: Ignore
+    ) -> None:
+        if weights_only:
+            values: StateDict = {
+                "state": {
+                    "model": state.get_model_state_dict(),
+                    "integrations": state._get_integrations_state_dict(),
+                    "metadata": state._get_state_metadata(),
+                }
+            }
+        else:
+            values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+        saved, first = values["state"], dist.get_global_rank() == 0
+        described = saved.get("integrations", {}).get("huggingface", {}).get("model", {})
+        inner = getattr(state.model, "model", None)
+        if "class" in described.get("config", {}) and isinstance(inner, nn.Module):
+            kind = own_class(inner)  # as it was before FSDP2 made another class of it
+            described["config"]["class"] = f"{kind.__module__}.{kind.__qualname__}"
+        note_mesh(saved, state.model)
+        self.sharded = state.fsdp_sharded_state_dict_enabled
+        if "algorithms" in saved:
+            kept = saved["algorithms"]
+            form = spread_averages(kept) if self.sharded else whole_averages(kept, keep=first)
+            saved["algorithms"] = form
+        self.values = drop_keys(values, ignore_keys) if self.sharded or first else values
+        if self.sharded and not first:
+            self.values.pop("rng", None)  # rank 0 has those of all ranks
+        self.path = Path(save_filename)
+        self.planner = getattr(state.fsdp_config, "save_planner", None)
+        self.own = note_start(state)
 
     def write(self, savers: Savers, publish: Callable[[], None] | None = None) -> str | None:
         """Writes it. Collective: yes, over `savers.everyone`."""
@@ -131,51 +168,15 @@ class _Snapshot:
             folder = self.path.parent
             write_sharded(self.values, folder, savers, self.planner, publish, self.own)
             return str(self.path) if savers.writes else None
-        together(savers.everyone, lambda: self._write_file() if first else None, self.path)
+        together(
+            savers.everyone,
+            lambda: write_whole_file(self.values, self.path, self.own),
+            self.path,
+            when=first,
+        )
         if publish is not None:
             together(savers.everyone, publish, self.path)
         return str(self.path) if first else None
-
-    def _write_file(self) -> None:
-        write_whole_file(self.values, self.path, self.own)
-
-
-def _snapshot(
-    state: State, save_filename: str, weights_only: bool, ignore_keys: Ignore
-) -> _Snapshot:
-    """Collects what is to be saved. Collective: yes."""
-    if weights_only:
-        values: StateDict = {
-            "state": {
-                "model": state.get_model_state_dict(),
-                "integrations": state._get_integrations_state_dict(),
-                "metadata": state._get_state_metadata(),
-            }
-        }
-    else:
-        values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
-    _name_own_class(values["state"], state.model)
-    note_mesh(values["state"], state.model)
-    sharded = state.fsdp_sharded_state_dict_enabled
-    if "algorithms" in values["state"]:
-        keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
-        found = spread_averages(given) if sharded else whole_averages(given, keep=keep)
-        values["state"]["algorithms"] = found
-    if sharded or dist.get_global_rank() == 0:
-        values = drop_keys(values, ignore_keys)
-    if sharded and dist.get_global_rank() > 0:
-        values.pop("rng", None)  # rank 0 has those of all ranks
-    planner = getattr(state.fsdp_config, "save_planner", None)
-    return _Snapshot(values, Path(save_filename), sharded, planner, note_start(state))
-
-
-def _name_own_class(values: StateDict, model: Any) -> None:
-    """Writes the class of a Hugging Face model as it was before FSDP2 made another one of it."""
-    described = values.get("integrations", {}).get("huggingface", {}).get("model", {})
-    inner = getattr(model, "model", None)
-    if "class" in described.get("config", {}) and isinstance(inner, nn.Module):
-        kind = own_class(inner)
-        described["config"]["class"] = f"{kind.__module__}.{kind.__qualname__}"
 
 
 def make_save_folder(
@@ -189,6 +190,9 @@ def make_save_folder(
     Raises:
         CheckpointError: nothing could be saved there; on every rank.
     """
+    if state.fsdp_config_version != 2:
+        original(saver, state, logger)
+        return
     error = None
     try:
         original(saver, state, logger)
@@ -206,28 +210,20 @@ def make_save_folder(
 
 def note_start(state: State) -> Publications:
     """Returns what the run has written since this was called first. Collective: no."""
-    own = getattr(state, _OWN, None)
-    if own is None:
-        own = Publications()
-        setattr(state, _OWN, own)
-    return own
+    return vars(state).setdefault(_OWN, Publications())
 
 
 def _savers(state: State) -> Savers:
-    """Everyone, on the default group; with HSDP the first replica writes."""
-    mesh = state.device_mesh
-    first_on_node = dist.get_local_rank() == 0
+    """Returns who saves: all ranks, on the default group; with HSDP the first replica writes."""
+    mesh, writes, group = state.device_mesh, True, None
     replicate = ParallelismType.DATA_PARALLEL_REPLICATE.value
+    shard = ParallelismType.DATA_PARALLEL_SHARD.value
     names = () if mesh is None else mesh.mesh_dim_names or ()
-    if mesh is None or replicate not in names:
-        return Savers(None, None, writes=True, first_on_node=first_on_node)
-    writes = mesh.get_local_rank(names.index(replicate)) == 0
-    if TENSOR_AXIS in names:
-        group = first_copy(mesh)
-    else:
-        group = mesh.get_group(names.index(ParallelismType.DATA_PARALLEL_SHARD.value))
-    group = group if writes else None
-    return Savers(None, group, writes=writes, first_on_node=first_on_node)
+    if mesh is not None and replicate in names:
+        writes = mesh.get_local_rank(replicate) == 0
+        group = first_copy(mesh) if TENSOR_AXIS in names else mesh.get_group(shard)
+    first_on_node = dist.get_local_rank() == 0
+    return Savers(None, group if writes else None, writes=writes, first_on_node=first_on_node)
 
 
 # --- Saving while training goes on ---
@@ -268,7 +264,7 @@ class _Background:
 
     def start(self, snapshot: _Snapshot, link: Path | None, state: State) -> None:
         """Copies what is to be saved, and writes the copy in a thread. Collective: no."""
-        snapshot = replace(snapshot, values=self.staging.copy(snapshot.values))
+        snapshot.values = self.staging.copy(snapshot.values)
         target = snapshot.path.parent if snapshot.sharded else snapshot.path
         self.error, self.written = None, _Written(state, None)
         written = self.written
@@ -322,22 +318,6 @@ def _told_of_what_follows(path: object) -> Generator[None]:
         ) from failed
 
 
-def _save_and_wait(
-    original: Callable[[CheckpointSaver, Any, Any], None],
-    saver: CheckpointSaver,
-    state: State,
-    logger: Any,
-) -> None:
-    """Saves, and raises on every rank what rank 0 alone meets afterwards. Collective: yes."""
-    error = None
-    try:
-        with _told_of_what_follows(saver.folder):
-            original(saver, state, logger)
-    except CheckpointError as failed:
-        error = failed
-    raise_on_all_ranks({}, error)
-
-
 def save_in_background(
     original: Callable[[CheckpointSaver, Any, Any], None],
     saver: CheckpointSaver,
@@ -356,18 +336,24 @@ def save_in_background(
         original(saver, state, logger)
         return
     if not getattr(state.fsdp_config, "async_save", False):
-        _save_and_wait(original, saver, state, logger)
+        error = None
+        try:
+            with _told_of_what_follows(saver.folder):
+                original(saver, state, logger)
+        except CheckpointError as failed:  # which rank 0 alone may meet after the save
+            error = failed
+        raise_on_all_ranks({}, error)
         return
     finish_background_save(original, saver, logger)
-    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    background: _Background | None = getattr(saver, _BACKGROUND, None)
     if background is None:
         background = _Background(state)
-        setattr(saver, _ATTRIBUTE, background)
+        setattr(saver, _BACKGROUND, background)
     saver.last_checkpoint_batch = state.timestamp.batch
     name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
     # The checkpoint lists itself, as it does without a background.
     saver.all_saved_checkpoints_to_timestamp[name] = state.timestamp
-    snapshot = _snapshot(state, name, saver.weights_only, saver.ignore_keys)
+    snapshot = _Snapshot(state, name, saver.weights_only, saver.ignore_keys)
     latest = saver.latest_filename if saver.num_checkpoints_to_keep != 0 else None
     link = None if latest is None else Path(latest.format(state))
     background.start(snapshot, link, state)
@@ -383,7 +369,7 @@ def finish_background_save(
     Raises:
         CheckpointError: the save failed; on every rank.
     """
-    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+    background: _Background | None = getattr(saver, _BACKGROUND, None)
     written = None if background is None else background.finish()
     if written is not None:
         latest = saver.last_checkpoint_batch
@@ -391,8 +377,26 @@ def finish_background_save(
         saver.last_checkpoint_batch = latest
 
 
-def leave_background_save(saver: CheckpointSaver) -> None:
-    """Gives a save in flight a minute at the end of a run that failed. Collective: no."""
-    background: _Background | None = getattr(saver, _ATTRIBUTE, None)
+def finish_at_fit_end(
+    original: Callable[[CheckpointSaver, State, Any], None],
+    saver: CheckpointSaver,
+    state: State,
+    logger: Any,
+) -> None:
+    """Replaces `CheckpointSaver.fit_end`. Collective: yes."""
+    # Composer's own method, which `functools.wraps` keeps in `__wrapped__` of the replacement.
+    finish_background_save(inspect.unwrap(CheckpointSaver._save_checkpoint), saver, logger)
+    original(saver, state, logger)
+
+
+def leave_background_save(
+    original: Callable[[CheckpointSaver], None], saver: CheckpointSaver
+) -> None:
+    """Replaces `CheckpointSaver.post_close`: gives a save in flight a minute, after an error too.
+
+    Collective: no.
+    """
+    background: _Background | None = getattr(saver, _BACKGROUND, None)
     if background is not None and background.thread is not None:
         background.thread.join(_LEAVE_SECONDS)
+    original(saver)

@@ -61,7 +61,7 @@ class Recorder(Algorithm):
 
 
 def gradient_norm(model: nn.Module) -> float:
-    """2-norm of all gradients of a model, whoever shards it; the gradients stay as they are.
+    """Returns the 2-norm of all gradients of a model, which stay as they are.
 
     Under FSDP1 they are multiplied by 1, or by NaN where the norm is infinite already.
 

@@ -27,7 +27,7 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.shard.torch_private import members
 from composer_fsdp2.tools.migrate.engine import migrate
-from composer_fsdp2.trainer import patches, save_pretrained
+from composer_fsdp2.trainer import hugging_face, patches
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.dist import test_explain, test_gathered
 from tests.dist.test_trainer_checkpoints import FORMATS, HALF, _run
@@ -255,7 +255,7 @@ def saved_by_one_rank(folder: Path) -> None:
     model, errors = LlamaForCausalLM(llama_config()), []
     prepare(model)
     with pytest.MonkeyPatch.context() as patch, installed():
-        patch.setattr(save_pretrained, "_WAIT_SECONDS", 0.1)
+        patch.setattr(hugging_face, "_WAIT_SECONDS", 0.1)
         for rank in range(2):
             if rank == dist.get_rank():
                 with pytest.raises(CheckpointError) as caught:

@@ -31,7 +31,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.launcher.api import elastic_launch
 
 from composer_fsdp2 import installed
-from composer_fsdp2.trainer.autoresume import warn_of_shared_store
+from composer_fsdp2.trainer.start import warn_of_shared_store
 from tests.support.faults_table import record
 from tests.support.limits import scaled
 from tests.support.models import TinyComposer

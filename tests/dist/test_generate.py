@@ -27,7 +27,7 @@ from transformers import (
 from composer_fsdp2 import CheckpointError, installed, prepare_fully_shard, summon_full_params
 from composer_fsdp2.shard.torch_private.gathered import is_gathered
 from composer_fsdp2.shard.torch_private.units import param_groups
-from composer_fsdp2.trainer import save_pretrained
+from composer_fsdp2.trainer import hugging_face
 from tests.support.models import llama_config
 from tests.support.parity import OPTIMIZERS
 from tests.support.saved import no_space
@@ -319,13 +319,13 @@ def test_saves_what_one_process_saves(way: str, tied: bool, tmp_path: Path):
 @pytest.mark.world_size(2)
 def test_rank_0_alone_is_told_so(tmp_path: Path):
     _, model = _pair()
-    usual, save_pretrained._WAIT_SECONDS = save_pretrained._WAIT_SECONDS, 0.2
+    usual, hugging_face._WAIT_SECONDS = hugging_face._WAIT_SECONDS, 0.2
     with installed():
         if dist.get_rank() == 0:
             with pytest.raises(CheckpointError, match=r"1 of 2 ranks.* Call it on every rank"):
                 model.model.save_pretrained(tmp_path / "alone")
         dist.barrier()
-        save_pretrained._WAIT_SECONDS = usual
+        hugging_face._WAIT_SECONDS = usual
         assert not (tmp_path / "alone").exists()
         model.model.save_pretrained(tmp_path / "together")
     assert (tmp_path / "together" / "model.safetensors").exists()

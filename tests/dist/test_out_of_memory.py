@@ -278,7 +278,7 @@ def test_guards_go_when_the_size_is_stable_and_come_back_after_evaluation():
     standing: list[int] = []
 
     class Watch(Callback):
-        def batch_end(self, state: State, logger: Logger) -> None:
+        def after_train_batch(self, state: State, logger: Logger) -> None:
             standing.append(len(guarded_groups(state.model)))
 
         def eval_end(self, state: State, logger: Logger) -> None:
@@ -298,17 +298,23 @@ def test_guards_go_when_the_size_is_stable_and_come_back_after_evaluation():
         )
         fit(trainer)
     units = sum(isinstance(module, FSDPModule) for module in trainer.state.model.modules())
-    # Composer asks for three batches that fit, and looks at the end of each.
-    assert standing == [units, units, 0, 0, 0, -1, units, units, 0, 0, -1]
+    # As Composer, it asks for three batches that fit.
+    assert standing == [units, units, units, 0, 0, -1, units, units, units, 0, -1]
 
 
 def guarded_groups(model: nn.Module) -> list[Any]:
     """Groups that a guard waits for."""
     run = run_of(model)
     assert run is not None
+    return [group for groups in run.groups.values() for group in groups if guards_of(model)]
+
+
+def guards_of(model: nn.Module) -> list[OOMGuard]:
+    run = run_of(model)
+    assert run is not None
     listener = run.listener(OutOfMemory)
     assert listener is not None
-    return [group for groups in run.groups.values() for group in groups if listener.guards]
+    return listener.guards
 
 
 class Smaller(Callback):
@@ -376,11 +382,12 @@ def test_retried_allocations_lower_the_size_of_the_next_batch(batches: set[int],
         wanted = fit(trainer_of(8, "plain", 8, callbacks=[Sizes()]))
         trainer = trainer_of("auto", "plain", 8, callbacks=[retries])
         with pytest.MonkeyPatch.context() as patch:
-            # For Composer's loop alone, which asks a GPU's allocator.
+            # For the Trainer's loop alone, which asks a GPU's allocator.
             cuda = Instead(
                 torch.cuda, is_available=lambda: True, memory_stats=lambda: retries.stats
             )
-            patch.setattr("composer.trainer.trainer.torch", Instead(torch, cuda=cuda))
+            for module in ("composer.trainer.trainer", "composer_fsdp2.trainer.step"):
+                patch.setattr(f"{module}.torch", Instead(torch, cuda=cuda))
             found = fit(trainer)
     assert retries.sizes == sizes
     assert_equal(found, wanted)
@@ -480,14 +487,20 @@ def test_evaluating_leaves_the_model_as_it_was():
 
 
 @pytest.mark.world_size(2)
-def test_a_second_fit_keeps_the_guard_that_stands():
+def test_a_second_fit_begins_with_a_guard():
+    """Its data may be longer than that of the first."""
+    standing: list[int] = []
+
+    class Watch(Callback):
+        def after_train_batch(self, state: State, logger: Logger) -> None:
+            standing.append(len(guards_of(state.model)))
+
     with installed():
-        trainer = trainer_of("auto", "plain", 4)
-        trainer.fit(duration="1ba")
-        first = list(trainer.state.automicrobatch_fsdp_hook_handles)
-        trainer.fit(duration="1ba")
-        assert trainer.state.automicrobatch_fsdp_hook_handles == first
+        trainer = trainer_of("auto", "plain", 6, callbacks=[Watch()])
+        trainer.fit(duration="4ba")
+        trainer.fit(duration="2ba")
         trainer.close()
+    assert standing == [1, 1, 1, 0, 1, 0]
 
 
 @pytest.mark.world_size(2)

@@ -34,6 +34,11 @@ Foundry work under FSDP2. `tests/dist/test_foundry.py` tests them.
 """
 
 
+def works(entry: Extension) -> bool:
+    """Whether there is a way to use it."""
+    return entry.refusal is None or bool(entry.refusal.what)
+
+
 def page() -> str:
     """The page as Markdown."""
     parts = [HEAD, f"## Callbacks\n\n{table(CALLBACKS)}", f"## Algorithms\n\n{table(ALGORITHMS)}"]
@@ -52,7 +57,7 @@ def table(kind: Iterable[Extension]) -> str:
 def _cells(entry: Extension) -> tuple[str, str]:
     if entry.refusal is None:
         return "works", entry.remark
-    if not entry.works:
+    if not works(entry):
         return "refused", entry.refusal.message
     return f"works; refused: {entry.refusal.what}", entry.remark
 

@@ -61,7 +61,10 @@ def test_its_python_can_be_read():
 
 def test_the_names_of_its_example_are_those_of_the_code():
     names = {
-        "composer_fsdp2/trainer/prepare_plan.py": ("def make_plan(", "    _check_reshards("),
+        "composer_fsdp2/trainer/prepare_plan.py": (
+            "class PreparePlan:",
+            "self.units = facts.units",
+        ),
         "composer_fsdp2/config/schema.py": ("class FSDP2Config:", "null_or("),
         "composer_fsdp2/config/setting.py": ("def count(", "def null_or("),
         "composer_fsdp2/ranks.py": ("def raise_on_all_ranks(",),

@@ -14,7 +14,7 @@ from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, t
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel
 from composer_fsdp2.trainer.patches import uninstall
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import make_plan
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -43,7 +43,7 @@ def test_every_attention_is_divided_and_the_model_is_sharded_over_all_ranks(path
     shape = yaml_models.SHAPES[values["variables"]["model"]]
     model = yaml_models.build_model(values["model"])
     with environment(CLUSTER.first_rank()):
-        plan = make_plan(
+        plan = PreparePlan(
             model,
             None,
             fsdp2_settings(parse_run_config(values)),

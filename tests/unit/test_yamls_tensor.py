@@ -18,7 +18,7 @@ from composer_fsdp2.parallel.layers import LayerPlan
 from composer_fsdp2.parallel.tensor import TensorParallel
 from composer_fsdp2.trainer.patches import uninstall
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
-from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -40,7 +40,7 @@ def planned(path: Path) -> tuple[PreparePlan, LayerPlan, GroupSizes]:
     values = settings_of(path)
     model, settings = yaml_models.build_model(values["model"]), parse_run_config(values)
     with environment(CLUSTER.first_rank()):
-        plan = make_plan(
+        plan = PreparePlan(
             model,
             None,
             fsdp2_settings(settings),

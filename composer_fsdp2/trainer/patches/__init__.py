@@ -11,18 +11,16 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from composer_fsdp2.trainer.patches import engine
-from composer_fsdp2.trainer.patches.algorithms import ALGORITHM_ROWS
-from composer_fsdp2.trainer.patches.callbacks import CALLBACK_ROWS
 from composer_fsdp2.trainer.patches.checkpoint import CHECKPOINT_ROWS
 from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, PatchState
-from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK, TRANSFORM
+from composer_fsdp2.trainer.patches.extensions import ALGORITHM_ROWS, CALLBACK_ROWS
+from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK
 from composer_fsdp2.trainer.patches.huggingface import HUGGINGFACE_ROWS
 from composer_fsdp2.trainer.patches.trainer import TRAINER_ROWS
 
 __all__ = [
     "NEEDS",
     "PATCHES",
-    "TRANSFORM",
     "Feature",
     "PatchPoint",
     "PatchState",

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence, Set
@@ -26,7 +26,7 @@ from composer_fsdp2.fingerprint import fingerprint
 
 __all__ = [
     "CORE",
-    "Asked",
+    "Asks",
     "Feature",
     "PatchPoint",
     "PatchState",
@@ -35,11 +35,9 @@ __all__ = [
     "check_features",
     "check_versions",
     "describe",
-    "imported",
     "install",
     "installed",
     "states",
-    "switched_off",
     "uninstall",
 ]
 
@@ -47,16 +45,9 @@ _DISTRIBUTIONS = {"composer": "mosaicml", "llmfoundry": "llm-foundry"}
 """names that differ from those of the packages"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """The arguments of a Trainer, in which each feature looks for itself."""
-
-    items: tuple[Any, ...]
-    """its algorithms, callbacks and optimizers"""
-    microbatch_size: Any
-    """as it was written"""
-    settings: Any
-    """of FSDP2, parsed"""
+Asks = Callable[[tuple[Any, ...], Any, Any], bool]
+"""Whether a Trainer was asked for a feature, from its algorithms, callbacks and optimizers, from
+`device_train_microbatch_size` as it was written, and from the parsed settings of FSDP2."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +57,8 @@ class Feature:
     name: str
     instead: str = ""
     """what to write when it is switched off: one sentence"""
-    asked: Callable[[Asked], bool] = lambda _: False
-    """whether a Trainer was asked for it; rows with `refused` find that in their calls"""
+    asked: Asks = lambda _items, _size, _settings: False
+    """rows with `refused` find in their calls whether they are asked for it"""
 
 
 CORE = Feature("core")
@@ -79,16 +70,17 @@ class PatchPoint:
 
     target: str
     """`package.module:attribute` or `package.module:Class.attribute`"""
-    replacement: Callable[..., Any]
-    """gets the original as its first argument, before those of the call; for a module, it alone"""
+    replacement: str
+    """`module:name` below this package, imported when it is called; it gets the original as its
+    first argument, before those of the call; for a module, it alone"""
     feature: Feature
     why: str
     """what it does without the replacement"""
     upstream: str
     """address of the lines that `why` is about"""
-    fingerprints: frozenset[str] = frozenset()
+    fingerprints: Set[str] = frozenset()
     """of the sources it was read for"""
-    takes: frozenset[str] = frozenset()
+    takes: Set[str] = frozenset()
     """or the arguments it needs, when the original still does the work"""
     versions: str
     """of the package, for the message when none fits"""
@@ -111,18 +103,7 @@ _off: dict[Feature, str] = {}
 # --- For tables. ---
 
 
-def imported(module: str, name: str) -> Callable[..., Any]:
-    """Returns a function that calls one of another module, which it imports when it is called."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module(module), name)(*args, **kwargs)
-
-    return call
-
-
-def asked_by_class(
-    *names: str, when: Callable[[Any], bool] = lambda _: True
-) -> Callable[[Asked], bool]:
+def asked_by_class(*names: str, when: Callable[[Any], bool] = lambda _: True) -> Asks:
     """Returns an `asked` that finds objects of a class, or of one derived from it.
 
     Args:
@@ -130,10 +111,10 @@ def asked_by_class(
         when: says which of their objects ask for the feature.
     """
 
-    def asked(given: Asked) -> bool:
+    def asked(items: tuple[Any, ...], *_: Any) -> bool:
         return any(
             f"{cls.__module__}:{cls.__qualname__}" in names and when(item)
-            for item in given.items
+            for item in items
             for cls in type(item).__mro__
         )
 
@@ -168,37 +149,32 @@ def install(rows: Sequence[PatchPoint]) -> None:
 
 
 def _replace(row: PatchPoint) -> None:
-    off = _off.get(row.feature)
-    if off is not None and (row.refused is None or _missing(row) is not None):
+    off = row.feature in _off
+    if off and (row.refused is None or _missing(row) is not None):
         return
     owner, name = _locate(row.target)
     # `getattr` would take the function out of a static method, which has to be put back whole.
     original = inspect.getattr_static(owner, name)
-    replacement = row.replacement if off is None else _refusing(row)
     _originals[row.target] = original
-    setattr(owner, name, _replaced(replacement, original))
-
-
-def _replaced(replacement: Callable[..., Any], original: Any) -> Any:
     if inspect.ismodule(original):
-        return replacement(original)
+        setattr(owner, name, _resolve(row.replacement)(original))
+        return
     static = isinstance(original, staticmethod)
     function = original.__func__ if static else original
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(function, *args, **kwargs)
-
-    return staticmethod(call) if static else call
-
-
-def _refusing(row: PatchPoint) -> Callable[..., Any]:
-    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not off:
+            return _resolve(row.replacement)(function, *args, **kwargs)
         if row.refused is not None and row.refused(*args, **kwargs):
             check_feature(row.feature)
-        return original(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    return call
+    setattr(owner, name, staticmethod(call) if static else call)
+
+
+def _resolve(replacement: str) -> Any:
+    return pkgutil.resolve_name(f"composer_fsdp2.{replacement}")
 
 
 def _is_wanted(row: PatchPoint) -> bool:
@@ -239,19 +215,19 @@ def installed(rows: Sequence[PatchPoint]) -> Generator[None]:
 # --- Features that are switched off. ---
 
 
-def switched_off() -> Mapping[Feature, str]:
-    """Returns the features that the installation switched off, and why."""
-    return dict(_off)
-
-
-def check_features(asked: Asked) -> None:
+def check_features(items: tuple[Any, ...], microbatch_size: Any, settings: Any) -> None:
     """Refuses a Trainer that asks for a feature that is switched off. Collective: no.
+
+    Args:
+        items: algorithms, callbacks and optimizers.
+        microbatch_size: as it was written.
+        settings: of FSDP2, parsed.
 
     Raises:
         PatchError: naming the feature.
     """
     for feature in _off:
-        if feature.asked(asked):
+        if feature.asked(items, microbatch_size, settings):
             check_feature(feature)
 
 
@@ -317,20 +293,18 @@ def _distribution(row: PatchPoint) -> str:
 
 
 def _problem(row: PatchPoint) -> str | None:
-    """Why a row cannot be installed: one sentence, or None."""
-    problem = _missing(row)
-    if problem is not None:
-        return problem
-    owner, name = _locate(row.target)
-    here = f"{_distribution(row)} {_version(_distribution(row))}"
+    """Returns in one sentence why a row cannot be installed, or None."""
+    if (missing := _missing(row)) is not None:
+        return missing
+    here = _here(row)
     if row.takes:
-        missing = row.takes - inspect.signature(getattr(owner, name)).parameters.keys()
-        names = ", ".join(sorted(missing))
+        owner, name = _locate(row.target)
+        lacks = row.takes - inspect.signature(getattr(owner, name)).parameters.keys()
+        if not lacks:
+            return None
         return (
-            f"'{row.target}' of {here} takes no {names}, which the replacement was written for "
-            f"({row.versions})."
-            if missing
-            else None
+            f"'{row.target}' of {here} takes no {', '.join(sorted(lacks))}, which the replacement "
+            f"was written for ({row.versions})."
         )
     try:
         found = fingerprint(_read(row))
@@ -349,29 +323,30 @@ def _missing(row: PatchPoint) -> str | None:
     try:
         _locate(row.target)
     except (ImportError, AttributeError):
-        here = f"{_distribution(row)} {_version(_distribution(row))}"
-        return f"'{row.target}' does not exist in {here}; the replacement is for {row.versions}."
+        return (
+            f"'{row.target}' does not exist in {_here(row)}; the replacement is for {row.versions}."
+        )
     return None
 
 
+def _here(row: PatchPoint) -> str:
+    return f"{_distribution(row)} {_version(_distribution(row))}"
+
+
 def _locate(target: str) -> tuple[Any, str]:
+    """Returns the module or class that has an attribute, and the attribute's name."""
+    pkgutil.resolve_name(target)
     module, _, path = target.partition(":")
-    owner: Any = importlib.import_module(module)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    getattr(owner, name)
-    return owner, name
+    outer, _, name = path.rpartition(".")
+    return pkgutil.resolve_name(f"{module}:{outer}"), name
 
 
 def _read(row: PatchPoint) -> Any:
     """Finds what a row's fingerprints are of."""
-    if not row.source:
-        owner, name = _locate(row.target)
-        return inspect.getattr_static(owner, name)
-    module, _, name = row.source.partition(":")
-    found = importlib.import_module(module)
-    return getattr(found, name) if name else found
+    if row.source:
+        return pkgutil.resolve_name(row.source)
+    owner, name = _locate(row.target)
+    return inspect.getattr_static(owner, name)
 
 
 # --- The table in words. ---
@@ -396,32 +371,30 @@ def states(rows: Sequence[PatchPoint]) -> tuple[PatchState, ...]:
     """Returns the state of every row whose package there is. It changes nothing but imports."""
     here = {name: importlib.util.find_spec(name) for name in {row.package for row in rows}}
     present = [row for row in rows if here[row.package] is not None]
-    off, problems = dict(_off), {}
+    off, problems = dict(_off), dict[str, str | None]()
     for row in present:
-        if row.target in _originals and row.feature not in _off:
-            continue
-        problems[row.target] = _off.get(row.feature) or _problem(row)
-        if problems[row.target] is not None and row.feature is not CORE:
-            off.setdefault(row.feature, problems[row.target])
-    return tuple(_state(row, problems.get(row.target), off.get(row.feature)) for row in present)
-
-
-def _state(row: PatchPoint, problem: str | None, off: str | None) -> PatchState:
-    if off is not None:
-        problem = problem or off
-    known = row.target in _originals
-    name: Any = "installed" if known else "fits"
-    if problem is not None:
-        name = "does not fit" if row.feature is CORE else "switched off"
-    return PatchState(
-        target=row.target,
-        feature=row.feature.name,
-        why=row.why,
-        upstream=row.upstream,
-        versions=row.versions,
-        state=name,
-        problem=problem,
-    )
+        if row.target not in _originals or row.feature in _off:
+            problems[row.target] = _off.get(row.feature) or _problem(row)
+        if (problem := problems.get(row.target)) is not None and row.feature is not CORE:
+            off.setdefault(row.feature, problem)
+    found: list[PatchState] = []
+    for row in present:
+        problem = problems.get(row.target) or off.get(row.feature)
+        state: Any = "installed" if row.target in _originals else "fits"
+        if problem is not None:
+            state = "does not fit" if row.feature is CORE else "switched off"
+        found.append(
+            PatchState(
+                target=row.target,
+                feature=row.feature.name,
+                why=row.why,
+                upstream=row.upstream,
+                versions=row.versions,
+                state=state,
+                problem=problem,
+            )
+        )
+    return tuple(found)
 
 
 def describe(found: Sequence[PatchState]) -> str:

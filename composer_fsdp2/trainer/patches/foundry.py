@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
-from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class, imported
+from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class
 
-__all__ = ["FOUNDRY_ROWS", "GROUPS", "ONE_RANK", "TRANSFORM"]
+__all__ = ["FOUNDRY_ROWS", "GROUPS", "ONE_RANK"]
 
-TRANSFORM = "composer_fsdp2"
-"""the name of `foundry.transform` in LLM Foundry's registry"""
-
-_VERSIONS = "llm-foundry 0.22.0"
 _UPSTREAM = "https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry"
 _PACKAGE = "llmfoundry"
 _TRAIN = "command_utils.train"
-_OURS = "composer_fsdp2.trainer.foundry_callbacks"
+_MONOLITH_SAVER = "callbacks.monolithic_ckpt_callback:MonolithicCheckpointSaver"
+_row = functools.partial(PatchPoint, versions="llm-foundry 0.22.0")
 
 ONE_RANK = Feature(
     "LLM Foundry's training on one rank with FSDP2",
@@ -49,127 +46,82 @@ _FREEZING = Feature(
 _MONOLITH = Feature(
     "LLM Foundry's MonolithicCheckpointSaver",
     "Leave mono_checkpoint_saver out of the callbacks and convert a checkpoint instead.",
-    asked_by_class(f"{_PACKAGE}.callbacks.monolithic_ckpt_callback:MonolithicCheckpointSaver"),
+    asked_by_class(f"{_PACKAGE}.{_MONOLITH_SAVER}"),
 )
-
-
-def _read_evaluation(
-    original: Any,
-    cfg: Any,
-    dataclass_constructor: Any,
-    dataclass_fields: Any,
-    transforms: Any = None,
-    icl_tasks_required: bool = False,
-) -> Any:
-    if _asks_for_parallelism(cfg):
-        transforms = [TRANSFORM, *(transforms or ())]
-    return original(cfg, dataclass_constructor, dataclass_fields, transforms, icl_tasks_required)
 
 
 def _asks_for_parallelism(cfg: Any, *_args: Any, **_kwargs: Any) -> bool:
     return "parallelism_config" in cfg
 
 
-def _keep_learning_rates(original: Any, optimizer: Any, optimizer_metrics: Any) -> Any:
-    from torch.distributed.tensor import DTensor
-
-    steps = (param for group in optimizer.param_groups for param in group["params"])
-    if not any(isinstance(param, DTensor) for param in steps):
-        return original(optimizer, optimizer_metrics)
-    rates = {k: v for k, v in optimizer_metrics.items() if k.startswith("layerwise_lr")}
-    return {**original(optimizer, optimizer_metrics), **rates}
-
-
-def _row(
-    feature: Feature,
-    target: str,
-    replacement: Callable[..., Any],
-    fingerprint: str,
-    why: str,
-    lines: str,
-    source: str = "",
-) -> PatchPoint:
-    return PatchPoint(
-        target=f"{_PACKAGE}.{target}",
-        replacement=replacement,
-        feature=feature,
-        why=why,
-        upstream=f"{_UPSTREAM}/{lines}",
-        fingerprints=frozenset({fingerprint}),
-        versions=_VERSIONS,
-        source=source and f"{_PACKAGE}.{source}",
-    )
-
-
 FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     _row(
-        ONE_RANK,
-        f"{_TRAIN}:dist",
-        imported(_OURS, "SharesAlone"),
-        "416b2649716bb619",
-        "is asked for the number of ranks, to train without FSDP when there is one",
-        "command_utils/train.py#L211",
-        source=f"{_TRAIN}:train",
+        target=f"{_PACKAGE}.{_TRAIN}:dist",
+        replacement="trainer.foundry_callbacks:SharesAlone",
+        feature=ONE_RANK,
+        why="is asked for the number of ranks, to train without FSDP when there is one",
+        upstream=f"{_UPSTREAM}/command_utils/train.py#L211",
+        fingerprints={"416b2649716bb619"},
+        source=f"{_PACKAGE}.{_TRAIN}:train",
     ),
     _row(
-        GROUPS,
-        "utils.config_utils:dist",
-        imported("composer_fsdp2.trainer.parallelism.group_views", "CountsGroups"),
-        "849b7f116139d881",
-        "is asked for the number of ranks, to divide the batch that ranks of a group read together",
-        "utils/config_utils.py#L1",
-        source="utils.config_utils",
+        target=f"{_PACKAGE}.utils.config_utils:dist",
+        replacement="trainer.parallelism.group_views:CountsGroups",
+        feature=GROUPS,
+        why="is asked for the number of ranks, to divide the batch that a group reads together",
+        upstream=f"{_UPSTREAM}/utils/config_utils.py#L1",
+        fingerprints={"849b7f116139d881"},
+        source=f"{_PACKAGE}.utils.config_utils",
     ),
-    PatchPoint(
+    _row(
         target=f"{_PACKAGE}.command_utils.eval:make_dataclass_and_log_config",
-        replacement=_read_evaluation,
+        replacement="trainer.foundry_callbacks:read_evaluation",
         feature=_EVALUATION,
         why="refuses parallelism_config without asking the transform of any plugin",
         upstream=f"{_UPSTREAM}/utils/config_utils.py#L302",
-        takes=frozenset({"transforms"}),
-        versions=_VERSIONS,
+        takes={"transforms"},
         refused=_asks_for_parallelism,
     ),
     _row(
-        _ADAPTIVE_LIONS,
-        "optim.adaptive_lion:dist",
-        imported(_OURS, "ReducedNorms"),
-        "cfce3c8386498bd1",
-        "adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
-        "optim/adaptive_lion.py#L1",
-        source="optim.adaptive_lion",
+        target=f"{_PACKAGE}.optim.adaptive_lion:dist",
+        replacement="trainer.foundry_callbacks:ReducedNorms",
+        feature=_ADAPTIVE_LIONS,
+        why="adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
+        upstream=f"{_UPSTREAM}/optim/adaptive_lion.py#L1",
+        fingerprints={"cfce3c8386498bd1"},
+        source=f"{_PACKAGE}.optim.adaptive_lion",
     ),
     _row(
-        _ADAPTIVE_LIONS,
-        "optim.adaptive_lion:DecoupledAdaLRLion.pre_reduce_metrics",
-        _keep_learning_rates,
-        "b7f7609859db1354",
-        "squares the learning rates it reports together with the norms",
-        "optim/adaptive_lion.py#L232",
+        target=f"{_PACKAGE}.optim.adaptive_lion:DecoupledAdaLRLion.pre_reduce_metrics",
+        replacement="trainer.foundry_callbacks:keep_learning_rates",
+        feature=_ADAPTIVE_LIONS,
+        why="squares the learning rates it reports together with the norms",
+        upstream=f"{_UPSTREAM}/optim/adaptive_lion.py#L232",
+        fingerprints={"b7f7609859db1354"},
     ),
     _row(
-        _LION,
-        "optim.lion:dist",
-        imported(_OURS, "ReducedNorms"),
-        "a547062fb6b0f1a6",
-        "adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
-        "optim/lion.py#L1",
-        source="optim.lion",
+        target=f"{_PACKAGE}.optim.lion:dist",
+        replacement="trainer.foundry_callbacks:ReducedNorms",
+        feature=_LION,
+        why="adds up the ranks' norms, which of a DTensor are whole and no plain tensors",
+        upstream=f"{_UPSTREAM}/optim/lion.py#L1",
+        fingerprints={"a547062fb6b0f1a6"},
+        source=f"{_PACKAGE}.optim.lion",
     ),
     _row(
-        _FREEZING,
-        "callbacks.resumption_callbacks:LayerFreezing.fit_start",
-        imported(_OURS, "freeze_layers"),
-        "de185d896618e9c9",
-        "does not find a parameter by its plain name under activation checkpointing",
-        "callbacks/resumption_callbacks.py#L74",
+        target=f"{_PACKAGE}.callbacks.resumption_callbacks:LayerFreezing.fit_start",
+        replacement="trainer.foundry_callbacks:freeze_layers",
+        feature=_FREEZING,
+        why="does not find a parameter by its plain name under activation checkpointing",
+        upstream=f"{_UPSTREAM}/callbacks/resumption_callbacks.py#L74",
+        fingerprints={"de185d896618e9c9"},
     ),
     _row(
-        _MONOLITH,
-        "callbacks.monolithic_ckpt_callback:MonolithicCheckpointSaver._save_checkpoint",
-        imported(_OURS, "save_monolith"),
-        "214af330304523e7",
-        "gathers whole weights with functions that know FSDP1 alone",
-        "callbacks/monolithic_ckpt_callback.py#L76",
+        target=f"{_PACKAGE}.{_MONOLITH_SAVER}._save_checkpoint",
+        replacement="trainer.foundry_callbacks:save_monolith",
+        feature=_MONOLITH,
+        why="gathers whole weights with functions that know FSDP1 alone",
+        upstream=f"{_UPSTREAM}/callbacks/monolithic_ckpt_callback.py#L76",
+        fingerprints={"214af330304523e7"},
     ),
 )

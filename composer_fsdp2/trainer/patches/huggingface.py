@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, imported
+from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint
 
 __all__ = ["HUGGINGFACE_ROWS"]
 
-_EXPORT = imported("composer_fsdp2.trainer.save_pretrained", "save_pretrained")
 _INSTEAD = "Convert a checkpoint with `composer-fsdp2 checkpoint convert RUN FOLDER --to hf`."
 
 _SAVE = Feature("save_pretrained of a sharded model", _INSTEAD)
@@ -22,13 +21,6 @@ _SUMMON = Feature(
 )
 
 
-def _summon_full_params(original: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.shard.summon import holds_shards, summon_full_params
-
-    chosen = summon_full_params if holds_shards(module) else original
-    return chosen(module, *args, **kwargs)
-
-
 def _holds_shards(model: Any, *_args: Any, **_kwargs: Any) -> bool:
     from composer_fsdp2.shard.summon import holds_shards
 
@@ -38,41 +30,41 @@ def _holds_shards(model: Any, *_args: Any, **_kwargs: Any) -> bool:
 HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
     PatchPoint(
         target="transformers.modeling_utils:PreTrainedModel.save_pretrained",
-        replacement=_EXPORT,
+        replacement="trainer.hugging_face:save_pretrained",
         feature=_SAVE,
         why="crashes on shards, and writes the name of the class FSDP2 gave the model",
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L3199",
-        takes=frozenset({"save_directory", "is_main_process", "state_dict"}),
+        takes={"save_directory", "is_main_process", "state_dict"},
         versions="transformers 4.51.3",
         refused=_holds_shards,
     ),
     PatchPoint(
         target="peft.peft_model:PeftModel.save_pretrained",
-        replacement=_EXPORT,
+        replacement="trainer.hugging_face:save_pretrained",
         feature=_SAVE_ADAPTERS,
         why="crashes on adapters that are shards, on the rank that writes them",
         upstream="https://github.com/huggingface/peft/blob/v0.16.0/src/peft/peft_model.py#L178",
-        takes=frozenset({"save_directory", "is_main_process"}),
+        takes={"save_directory", "is_main_process"},
         versions="peft 0.16.0",
         refused=_holds_shards,
     ),
     PatchPoint(
         target="transformers.generation.utils:GenerationMixin.generate",
-        replacement=imported("composer_fsdp2.trainer.generate", "generate"),
+        replacement="trainer.hugging_face:generate",
         feature=_GENERATE,
         why="repeats a step that does not fit any more when other ranks generate for longer",
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/generation/utils.py#L2112",
-        takes=frozenset({"synced_gpus"}),
+        takes={"synced_gpus"},
         versions="transformers 4.51.3",
         refused=_holds_shards,
     ),
     PatchPoint(
         target="torch.distributed.fsdp:FullyShardedDataParallel.summon_full_params",
-        replacement=_summon_full_params,
+        replacement="trainer.hugging_face:summon_shards",
         feature=_SUMMON,
         why="knows only FSDP1 and shows the shards of FSDP2 without a word",
         upstream="https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/fully_sharded_data_parallel.py#L861",
-        takes=frozenset({"recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"}),
+        takes={"recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"},
         versions="torch 2.7.0 to 2.15.0",
         refused=_holds_shards,
     ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from composer_fsdp2.trainer.extensions import (
     CALLBACKS,
     Extension,
     check_extensions,
-    note_extensions,
+    items_of,
 )
 
 REFUSING = [entry for entry in (*CALLBACKS, *ALGORITHMS) if entry.refusal is not None]
@@ -45,8 +44,6 @@ class OwnDepth(StochasticDepth):
 
 
 def test_what_a_user_derives_is_refused_too():
-    trainer: Any = SimpleNamespace()
     algorithms = [GradientClipping("norm", 1.0), OwnDepth("ResNetBottleneck")]
-    note_extensions(trainer, {"algorithms": algorithms})
     with pytest.raises(ConfigError, match=r"^StochasticDepth with `stochastic_method: block`"):
-        check_extensions(trainer)
+        check_extensions(items_of({"algorithms": algorithms}))

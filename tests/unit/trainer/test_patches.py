@@ -21,7 +21,6 @@ from composer_fsdp2.errors import PatchError
 from composer_fsdp2.fingerprint import fingerprint_text
 from composer_fsdp2.foundry import transform
 from composer_fsdp2.trainer import patches
-from composer_fsdp2.trainer.extensions import note_extensions
 from composer_fsdp2.trainer.patches import (
     PATCHES,
     PatchPoint,
@@ -32,6 +31,7 @@ from composer_fsdp2.trainer.patches import (
     patch_states,
     uninstall,
 )
+from composer_fsdp2.trainer.start import ARGUMENTS
 from tests.support.limits import scaled
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
@@ -200,7 +200,7 @@ def ask_trainer(settings: dict[str, object] | None = None, **arguments: object) 
     from composer.trainer import Trainer
 
     trainer = object.__new__(Trainer)
-    note_extensions(trainer, arguments)
+    vars(trainer)[ARGUMENTS] = arguments
     trainer._parse_parallelism_config({"fsdp2": settings or {}})
 
 
@@ -343,7 +343,7 @@ def test_an_unknown_source_switches_its_feature_off(monkeypatch, row: PatchPoint
         assert message.startswith(f"{row.feature.name} is asked for and is switched off. ")
         assert row.versions in message
         assert row.feature.instead in message
-    assert not engine.switched_off()
+    assert not engine._off
     assert all(current(target) is then for target, then in before.items())
 
 
@@ -433,7 +433,7 @@ def test_every_row_says_what_and_why():
 def test_replacements_take_the_same_arguments():
     for point in functions():
         theirs = inspect.signature(current(point.target)).parameters.values()
-        ours = inspect.signature(point.replacement)
+        ours = inspect.signature(engine._resolve(point.replacement))
         passed = [p.name for p in theirs if p.kind is p.POSITIONAL_OR_KEYWORD]
         named = {p.name: p.default for p in theirs if p.kind is p.KEYWORD_ONLY}
         ours.bind("original", *passed, **named)
@@ -468,7 +468,6 @@ _DISTRIBUTIONS = {"composer": "mosaicml", "pytorch": "torch"}
 @pytest.mark.table(
     "composer.trainer.trainer:Trainer._train_loop",
     "composer.trainer.trainer:Trainer._train_microbatches",
-    "composer.trainer.trainer:patch_unshard_for_automicrobatching",
     "composer.checkpoint.load:load_resumption_checkpoint",
     "composer.callbacks.checkpoint_saver:CheckpointSaver.init",
     "composer.callbacks.checkpoint_saver:CheckpointSaver.post_close",

@@ -1,0 +1,645 @@
+"""Tells a prepared model's listeners what Composer's loop does, and gives all ranks equal work.
+
+Each method of the loop has one replacement here, named as the method is; see `patches.trainer`.
+Models that are not sharded keep Composer's own loop.
+
+[Note: unequal work] Forward and backward of a unit are collectives, so every rank has to run as
+many microbatches as any other. Before each batch the ranks compare how many they have, host with
+host ([Note: agreements] in `step.agreement`), and a rank with fewer begins with copies of its last
+microbatch, or of another rank's, that weigh nothing: no gradient, no loss, no metric, no change of
+buffers or random states. Callbacks and algorithms see them, because those may speak to other ranks.
+A microbatch with `n` of the `N` samples of all `W` ranks (or tokens that are learned, as the
+Trainer was told) weighs `n / (N / W)`, and FSDP2 averages over the ranks: together that is the mean
+over all samples, whoever has them.
+
+[Note: attempts] `device_train_microbatch_size: auto` halves the size and tries the batch again when
+memory runs out. A `JointExit` brings all ranks out of the attempt, and what the attempt has changed
+is put back, so that the next attempt computes what a run of that size would have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from composer.core import DataSpec, Event, State, TrainerMode
+from composer.devices import DeviceCPU
+from composer.trainer import trainer as composers
+from composer.utils import dist
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.guards.explain import explained, explained_reading
+from composer_fsdp2.guards.joint_exit import joint_exit_of
+from composer_fsdp2.guards.order_check import OrderCheck
+from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
+from composer_fsdp2.guards.watchdog import add_rank_report
+from composer_fsdp2.parallel.batch_group import batch_group_of
+from composer_fsdp2.shard.torch_private.tensors import tree_leaves
+from composer_fsdp2.step.abort import reset
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.run import Run, StepListener, run_of
+from composer_fsdp2.step.snapshot import Snapshot
+from composer_fsdp2.step.unused_parameters import UnusedParameters
+from composer_fsdp2.trainer.load_steps import check_trains_own_weights
+from composer_fsdp2.trainer.parallelism.tensor_groups import (
+    begin_fit,
+    check_evaluation,
+    deal_later,
+)
+
+__all__ = [
+    "eval_loop",
+    "fit",
+    "iterate",
+    "override_attribute",
+    "predict",
+    "train_batch",
+    "train_loop",
+    "train_microbatch",
+    "train_microbatches",
+]
+
+_STEADY = 3
+"""batches in a row that fit, after which nothing is kept for another attempt; Composer's number"""
+_THRASHES = 2
+"""batches in a row with retried allocations, at which Composer lowers the size"""
+_UNKNOWN = 2**62
+"""stands for the length of a dataloader that has none"""
+_END = object()
+
+
+@contextmanager
+def override_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
+    """Gives one object an attribute of its own for the duration of a block."""
+    before = dict(vars(owner))
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
+        if name in before:
+            setattr(owner, name, before[name])
+
+
+# --- Equal work. ---
+
+
+class _Even(StepListener):
+    """Splits batches into equally many microbatches on every rank, with a copy of a DataSpec.
+
+    Added microbatches come first: what a batch leaves behind is that of a real one, and evaluation
+    takes a sampler's duplicates off the last.
+
+    Args:
+        run: of the model.
+        spec: the DataSpec that is copied.
+        unused: is told when a rank asks to compare which parameters were used.
+    """
+
+    def __init__(self, run: Run, spec: DataSpec, unused: UnusedParameters | None = None) -> None:
+        super().__init__(run)
+        self._given, self._unused, self._agreement = spec, unused, agreement_of(run.device)
+        self._added: list[Any] = []
+        self.left = 0
+        """added microbatches that have not run"""
+        self.only_added = False
+        """whether this rank has no microbatch of its own"""
+        self.adding = False
+        """whether an added microbatch runs"""
+        self.spec = copy.copy(spec)
+        self.spec.split_batch = self.split
+
+    def split(self, batch: Any, size: int | float) -> Sequence[Any]:
+        """Replaces `DataSpec.split_batch` of a whole batch. Collective: yes."""
+        found, unused = self.parts(batch, size), self._unused
+        asks = int(unused is not None and unused.must_compare)
+        minus_least, most, compare = self._agreement.maximum([-len(found), len(found), asks])
+        if unused is not None and compare:
+            unused.compare()
+        self.left, self.only_added = most - len(found), not found and most > 0
+        self._added = []
+        if most > -minus_least:
+            example = found[-1] if minus_least else self._from_another(found)
+            self._added = [copy.deepcopy(example) for _ in range(self.left)]  # before one has run
+        return [*self._added, *found]
+
+    def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
+        """Returns the microbatches of this rank that count."""
+        if not self._given.get_num_samples_in_batch(batch):
+            return []
+        return self._given.split_batch(batch, size)
+
+    def _from_another(self, found: Sequence[Any]) -> Any:
+        """Returns a microbatch of this rank, or else of the last rank that has any.
+
+        Collective: yes.
+        """
+        _, giver = self._agreement.min_max(dist.get_global_rank() if found else -1)
+        box: list[Any] = [None]
+        if dist.get_global_rank() == giver:
+            # A pickled CUDA tensor would be put on the giver's device by every rank that gets it.
+            box = [DeviceCPU().batch_to_device(found[-1])]
+        dist.broadcast_object_list(box, src=giver)
+        return found[-1] if found else box[0]
+
+
+class EvenTraining(_Even):
+    """Trains on equally many microbatches on every rank; see [Note: unequal work]."""
+
+    def __init__(self, run: Run, spec: DataSpec, on_tokens: bool) -> None:
+        super().__init__(run, spec, run.listener(UnusedParameters))
+        self._on_tokens = on_tokens
+        self.spec.get_num_samples_in_batch = self._counted(spec.get_num_samples_in_batch)
+        self.spec.get_num_tokens_in_batch = self._counted(spec.get_num_tokens_in_batch)
+
+    def _counted(self, count: Callable[..., Any]) -> Callable[..., Any]:
+        """Counts nothing in added microbatches; the number keeps its type."""
+
+        @functools.wraps(count)
+        def counted(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            added = self.adding or any(batch is one for one in self._added)
+            return count(batch, *args, **kwargs) * (not added)
+
+        return counted
+
+    def parts(self, batch: Any, size: int | float) -> Sequence[Any]:
+        """Leaves out microbatches without a token to learn, where tokens are counted."""
+        found = super().parts(batch, size)
+        if not self._on_tokens:
+            return found
+        # The loss of a microbatch without any may be 0 / 0, and NaN times a weight of 0 is NaN.
+        tokens = self._given.get_num_tokens_in_batch
+        return [part for part in found if tokens(part, token_type="loss_generating")]
+
+    def begin(self) -> None:
+        """Runs the microbatches, perhaps again: an optimizer may call its closure often."""
+        self.left, self.adding = len(self._added), False
+
+    @contextmanager
+    def added_microbatch(self, trainer: Any) -> Generator[None]:
+        """Takes back what an added microbatch changes, and counts none of its metrics."""
+        kept = Snapshot(self.run.device)
+        kept.keep_buffers(trainer.state.model)
+        self.left, self.adding = self.left - 1, True
+        try:
+            with override_attribute(trainer._original_model, "update_metric", _nothing):
+                yield
+        finally:
+            self.adding = False
+            kept.restore()
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
+
+
+class _Evaluation(_Even):
+    """Evaluates equally many microbatches on every rank, and each batch again until it fits.
+
+    Args:
+        run: of the model.
+        spec: of the evaluator.
+        metrics: where the size of a microbatch is `auto`: those that an attempt adds to.
+    """
+
+    def __init__(self, run: Run, spec: DataSpec, metrics: Mapping[str, Any] | None) -> None:
+        super().__init__(run, spec)
+        self._metrics = metrics
+        self._exit = None if metrics is None else joint_exit_of(run.device)
+        self._running: Any = None
+        self._kept: Snapshot | None = None
+        self.spec.microbatch_transforms = self.together(self._transform)
+
+    def together(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a part of an attempt: a function that all ranks leave when memory runs out."""
+        return call if self._exit is None else self._exit.attempt()(call)
+
+    def split(self, batch: Any, size: int | float) -> Sequence[Any]:
+        """Replaces `DataSpec.split_batch`; an attempt ends after its last microbatch."""
+        if batch is self._running:  # to take a sampler's duplicates off
+            return self._given.split_batch(batch, size)
+        if self._metrics is None:
+            return super().split(batch, size)
+        if self._kept is None:
+            self._kept = Snapshot(self.run.device)
+            self._kept.keep_buffers(self.run.model)
+            self._kept.keep(_tensors(batch))
+            for metric in self._metrics.values():
+                self._kept.keep_metric(metric)
+        else:  # this batch again; on every rank, as some may have left units gathered
+            reset(self.run.units.values())
+            self._kept.restore()
+        if self._exit is not None:
+            self._exit.begin()
+        return _Ending(self.together(super().split)(batch, size), self.together(self._end))
+
+    def _end(self) -> None:
+        if self._exit is not None:
+            self._exit.end()
+        self._kept = None
+
+    def _transform(self, microbatch: Any) -> Any:
+        """Replaces `DataSpec.microbatch_transforms`, which each microbatch goes through."""
+        self.adding, self.left = self.left > 0, max(0, self.left - 1)
+        self._running = self._given.microbatch_transforms(microbatch)
+        return self._running
+
+    def updated(self, update: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `update_metric` of the model, which leaves added microbatches out."""
+
+        @functools.wraps(update)
+        def updated(*args: Any, **kwargs: Any) -> Any:
+            return None if self.adding else update(*args, **kwargs)
+
+        return updated
+
+
+class _Ending(list[Any]):
+    """Microbatches, and a function that is called when the last of them has been evaluated."""
+
+    def __init__(self, microbatches: Sequence[Any], end: Callable[[], None]) -> None:
+        super().__init__(microbatches)
+        self._at_end = end
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from super().__iter__()
+        self._at_end()
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+# --- Attempts. ---
+
+
+def _leaving_together(run: Run, auto: bool) -> contextlib.AbstractContextManager[None]:
+    """Counts collectives where a smaller microbatch may be tried. Collective: yes, at the end."""
+    exit_ = joint_exit_of(run.device) if auto else None
+    return contextlib.nullcontext() if exit_ is None else exit_.watching()
+
+
+class _Attempt:
+    """Computes a step, and can undo it; see [Note: attempts].
+
+    Args:
+        trainer: that trains the run's model.
+        run: of the model.
+        searching: keeps all that the step changes. Otherwise it keeps what costs little, and says
+            when that was not enough.
+    """
+
+    def __init__(self, trainer: Any, run: Run, searching: bool) -> None:
+        self._trainer, self._run, self._searching = trainer, run, searching
+        self._exit = joint_exit_of(run.device)
+        self._stepped = False
+        self._snapshot = Snapshot(run.device)
+        self._snapshot.keep_buffers(run.model)
+        for metric in (trainer.state.train_metrics or {}).values():
+            metric.reset()
+            self._snapshot.keep_metric(metric)
+        # A microbatch is a view of its batch, which a transform may change in place.
+        tensors = _tensors(trainer.state.batch)
+        # torch counts the changes of a tensor in place in its `_version`.
+        self._versions = [] if searching else [(one, one._version) for one in tensors]
+        if searching:
+            self._snapshot.keep(tensors)
+
+    def compute(self, batch: Any, use_grad_scaling: bool) -> dict[str, torch.Tensor]:
+        """Takes a step as `Trainer._train_batch` does, and returns its losses. Collective: yes.
+
+        Raises:
+            torch.OutOfMemoryError: on every rank, when memory ran out on one.
+        """
+        trainer, state, exit_ = self._trainer, self._trainer.state, self._exit
+        losses = {"loss/train/total": state.device.tensor_to_device(torch.zeros(1))}
+
+        def closure(**settings: Any) -> Any:
+            loss = trainer._train_microbatches(microbatches, losses, **settings)
+            # Forward and backward have fitted on this rank, and no weight has changed.
+            if exit_ is not None and exit_.attempting:
+                exit_.meet()
+            for optimizer in state.optimizers if self._searching else ():
+                self._snapshot.keep_optimizer(optimizer)
+            self._stepped = True
+            return loss if use_grad_scaling else loss.item()
+
+        with contextlib.nullcontext() if exit_ is None else exit_.attempt():
+            if exit_ is not None:
+                exit_.begin()
+            size = state.device_train_microbatch_size
+            microbatches = trainer._train_data_spec.split_batch(batch, size)
+            given = {"closure": closure} if trainer._use_closures() else {}
+            if not given:
+                closure()
+            for optimizer in state.optimizers:
+                if use_grad_scaling:
+                    state.scaler.step(optimizer, **given)
+                else:
+                    optimizer.step(**given)
+            if exit_ is not None:
+                exit_.end()
+        return losses
+
+    def undo(self) -> None:
+        """Makes the model and its optimizer what they were. Collective: yes.
+
+        Raises:
+            RuntimeError: on every rank, when something was changed that nobody had kept.
+        """
+        changed = any(tensor._version != version for tensor, version in self._versions)
+        lost = (self._stepped and not self._searching, changed)
+        stepped, changed = agreement_of(self._run.device).maximum([*map(int, lost)])
+        if stepped:
+            raise RuntimeError(
+                "Memory ran out in the optimizer's step, long after the microbatch size had been "
+                "found. Part of the weights may be stepped and part not. Resume from the last "
+                "checkpoint with a smaller device_train_microbatch_size."
+            )
+        if changed:
+            raise RuntimeError(
+                "Memory ran out long after the microbatch size had been found, in a batch that was "
+                "changed in place until then (microbatch_transforms, an algorithm). Resume from "
+                "the last checkpoint with a smaller device_train_microbatch_size."
+            )
+        self._run.abort()
+        self._snapshot.restore()
+        begin_fit(self._trainer.state)  # some ranks may have compared the batch of their group
+        self._run.accumulation.again()
+
+
+def _lower_size_that_thrashes(trainer: Any) -> None:
+    """Lowers the size for the next batch after two with retried allocations. Collective: yes.
+
+    Composer trains on the second of them once more, though its step is done.
+    """
+    state, size = trainer.state, trainer.state.device_train_microbatch_size
+    trainer.num_consecutive_thrashes = composers._update_num_consecutive_thrashes(
+        state, trainer.num_consecutive_thrashes, trainer.cumulative_alloc_retries
+    )
+    if trainer.num_consecutive_thrashes < _THRASHES:
+        return
+    trainer.num_consecutive_thrashes = 0
+    if size > 1:
+        state.device_train_microbatch_size = size // 2
+        warnings.warn(
+            "CUDA out of memory or excessive memory allocation retries detected. Train microbatch "
+            f"size will be decreased from {size} -> {size // 2} in the next batch.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+# --- Training. ---
+
+
+def fit(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
+    """Replaces `Trainer.fit`. Collective: yes."""
+    given = inspect.signature(original).bind(trainer, *args, **kwargs)
+    deal_later(trainer.state.model, given.arguments.get("train_dataloader"))
+    original(trainer, *args, **kwargs)
+
+
+def train_loop(original: Callable[..., None], trainer: Any) -> None:
+    """Replaces `Trainer._train_loop`. Collective: yes.
+
+    Raises:
+        ConfigError: on every rank, when one has no data at all.
+        CheckpointError: on every rank, when averages would be trained.
+    """
+    state: State = trainer.state
+    run = run_of(state.model)
+    if run is None:
+        original(trainer)
+        return
+    begin_fit(state)
+    with explained_reading(state.model), _leaving_together(run, state.auto_microbatching):
+        check_trains_own_weights(run)
+        _agree_on_length(state, run)
+        if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
+            size: Any = state.device_train_microbatch_size
+            _, state.device_train_microbatch_size = agreement_of(run.device).min_max(size)
+        on_tokens = trainer.accumulate_train_batch_on_tokens
+        even = EvenTraining(run, trainer._train_data_spec, on_tokens)
+        run.listen(even)
+        try:
+            with override_attribute(trainer, "_train_data_spec", even.spec):
+                original(trainer)
+        finally:
+            run.stop_listening(even)
+
+
+def _agree_on_length(state: State, run: Run) -> None:
+    """Makes an epoch equally long for all: schedules and intervals count in its batches."""
+    length = _UNKNOWN if state.dataloader_len is None else int(state.dataloader_len)
+    least, most = agreement_of(run.device).min_max(length)
+    if least == 0:
+        raise ConfigError(
+            "A rank has no batch of training data. The others would wait for it, and no epoch "
+            "would train anything. Deal the samples with composer.utils.dist.get_sampler, or "
+            "give that rank data."
+        )
+    if least == most:
+        return
+    state.dataloader_len = least
+    if dist.get_global_rank() == 0:
+        rest = "an unknown number" if most == _UNKNOWN else str(most)
+        warnings.warn(
+            f"One rank has {least} batches of training data, and another {rest}. Every epoch "
+            f"ends after {least} on all ranks, and what others have more is left out. Deal the "
+            "samples with composer.utils.dist.get_sampler to train on all of them.",
+            stacklevel=5,
+        )
+
+
+def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerMode) -> Any:
+    """Replaces `Trainer._iter_dataloader`. Collective: yes, for every batch.
+
+    Raises:
+        PlanError: on every rank, when ranks ran different units in the batch before, or when ranks
+            that compute one batch together read different ones.
+    """
+    state: State = trainer.state
+    run, group = run_of(state.model), batch_group_of(state.model)
+    if run is None:
+        yield from original(trainer, mode)
+        return
+    assert state.dataloader is not None
+    length = None if state.dataloader_len is None else int(state.dataloader_len)
+    batches, training = itertools.islice(state.dataloader, length), mode == TrainerMode.TRAIN
+    order, finished = run.listener(OrderCheck) if training else None, 0
+    while not finished:
+        if training:
+            trainer.engine.run_event(Event.BEFORE_DATALOADER)
+        batch = next(batches, _END)
+        term = 0 if group is None or batch is _END else group.difference_term(batch)
+        # One collective tells how many ranks have no batch, and all that has to be compared.
+        numbers = [int(batch is _END), term, *((0, 0) if order is None else order.terms())]
+        finished, differs, total, squares = agreement_of(run.device).total(numbers)
+        if order is not None:
+            order.check(total, squares)
+        if not finished:
+            if differs and group is not None:
+                group.raise_different(batch)
+            yield batch
+    if training:
+        # A profiler's marker of the dataloader has to end before the next epoch starts it again.
+        trainer.engine.run_marker_only_event(Event.AFTER_DATALOADER)
+    if finished < dist.get_world_size() and dist.get_global_rank() == 0:
+        warnings.warn(
+            f"The data of {finished} of {dist.get_world_size()} ranks ended before that of the "
+            f"others ('{state.dataloader_label}'). All ranks end here, and what the others have "
+            "more is left out. Give every rank equally many batches to use all of them.",
+            stacklevel=3,
+        )
+
+
+@add_rank_report()
+def train_batch(
+    original: Callable[..., Mapping[str, torch.Tensor]], trainer: Any, use_grad_scaling: bool
+) -> Mapping[str, torch.Tensor]:
+    """Replaces `Trainer._train_batch`: tries a batch with less until it fits on every rank.
+
+    Collective: yes.
+    """
+    state: State = trainer.state
+    run = run_of(state.model) if state.auto_microbatching else None
+    if run is None:
+        return original(trainer, use_grad_scaling)
+    batch, tried, losses = state.batch, 0, None
+    while losses is None:
+        fitted = trainer.num_consecutive_non_OOM_batches
+        searching = fitted < _STEADY or not trainer.first_train_batch_complete
+        guard = OOMGuard(run, agree=False) if searching else None
+        attempt, tried = _Attempt(trainer, run, searching), tried + 1
+        try:
+            losses = attempt.compute(batch, use_grad_scaling)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+        finally:
+            if guard is not None:
+                guard.remove()
+        if losses is None:  # outside of `except`: an error keeps alive what it should free
+            trainer.num_consecutive_thrashes = trainer.num_consecutive_non_OOM_batches = 0
+            state.batch = batch
+            composers._adjust_device_train_microbatch_size(state)
+            attempt.undo()
+    if torch.cuda.is_available():
+        if tried == 1:
+            _lower_size_that_thrashes(trainer)
+        trainer.cumulative_alloc_retries = torch.cuda.memory_stats()["num_alloc_retries"]
+    trainer.num_consecutive_non_OOM_batches += 1
+    size = state.device_train_microbatch_size
+    trainer.logger.log_metrics({"trainer/device_train_microbatch_size": size})
+    trainer.first_train_batch_complete = True
+    return losses
+
+
+def train_microbatches(
+    original: Callable[..., torch.Tensor], trainer: Any, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Replaces `Trainer._train_microbatches`."""
+    run = run_of(trainer.state.model)
+    if run is None:
+        return original(trainer, *args, **kwargs)
+    even = run.listener(EvenTraining)
+    if even is not None:
+        even.begin()
+    with run.accumulation.batch():
+        loss = original(trainer, *args, **kwargs)
+    # An optimizer that runs the batch itself, as SAM does, takes a loss of 0 for a failure, and
+    # would go on on the other ranks alone.
+    only_added = even is not None and even.only_added
+    return torch.full_like(loss, math.nan) if only_added else loss
+
+
+def train_microbatch(
+    original: Callable[..., Mapping[str, torch.Tensor]],
+    trainer: Any,
+    use_grad_scaling: bool,
+    current_batch_size: Any,
+    is_final_microbatch: bool,
+) -> Mapping[str, torch.Tensor]:
+    """Replaces `Trainer._train_microbatch`."""
+    model, given = trainer.state.model, (use_grad_scaling, current_batch_size, is_final_microbatch)
+    run = run_of(model)
+    if run is None:
+        return original(trainer, *given)
+    even = run.listener(EvenTraining)
+    with explained(model), run.accumulation.microbatch(last=is_final_microbatch):
+        if even is None or not even.left:
+            return original(trainer, *given)
+        with even.added_microbatch(trainer):
+            losses = original(trainer, *given)
+    return {name: torch.zeros_like(loss) for name, loss in losses.items()}
+
+
+# --- Evaluation. ---
+
+
+def predict(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replaces `Trainer.predict`. Collective: yes."""
+    model = trainer.state.model
+    run = run_of(model)
+    if run is None:
+        return original(trainer, *args, **kwargs)
+    given = inspect.signature(original).bind(trainer, *args, **kwargs)
+    deal_later(model, given.arguments["dataloader"])
+    with explained(model), run.evaluating():
+        return original(trainer, *args, **kwargs)
+
+
+@add_rank_report()
+def eval_loop(
+    original: Callable[..., None],
+    trainer: Any,
+    evaluator: Any,
+    metrics: Any,
+    subset_num_batches: int | None = None,
+) -> None:
+    """Replaces `Trainer._eval_loop`. Collective: yes.
+
+    Raises:
+        ConfigError: on every rank, where `auto` cannot be used.
+    """
+    state, model = trainer.state, trainer._original_model
+    run, auto = run_of(state.model), evaluator.auto_microbatching
+    if run is None:
+        original(trainer, evaluator, metrics, subset_num_batches)
+        return
+    check_evaluation(state.model, evaluator)
+    with (
+        _leaving_together(run, state.auto_microbatching or auto),
+        explained(state.model),
+        run.evaluating(),
+        contextlib.ExitStack() as stack,
+    ):
+        even = _Evaluation(run, evaluator.dataloader, metrics if auto else None)
+        changed = [
+            (evaluator, "dataloader", even.spec),
+            (model, "update_metric", even.together(even.updated(model.update_metric))),
+            # Composer adds FSDP1's hooks after an evaluation where this list is empty.
+            (state, "automicrobatch_fsdp_hook_handles", [None]),
+        ]
+        if auto:
+            stack.callback(OOMGuard(run, agree=False).remove)
+            parts = [
+                # A model that is a unit itself gathers around an attribute of this name.
+                (model, "eval_forward"),
+                (state.device, "batch_to_device"),
+                (trainer.engine, "run_event"),
+            ]
+            changed += [(one, name, even.together(getattr(one, name))) for one, name in parts]
+        for change in changed:
+            stack.enter_context(override_attribute(*change))
+        original(trainer, evaluator, metrics, subset_num_batches)
