@@ -258,7 +258,7 @@ def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
 def _check_room(ranks: int) -> None:
     import torch
 
-    from composer_fsdp2.tools.parity.jobs import check_room
+    from composer_fsdp2.tools.parity import check_room
 
     check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
 

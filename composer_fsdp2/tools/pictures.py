@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity.compare import QUANTITIES, Comparison
+from composer_fsdp2.tools.parity import QUANTITIES, Comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
