@@ -116,7 +116,7 @@ def diagnose(
     from composer_fsdp2.foundry.findings import OWN_ERRORS, Finding, findings_of
     from composer_fsdp2.foundry.run_file import check_installed, check_named, epochs_meant, read_run
     from composer_fsdp2.tools.doctor import examine
-    from composer_fsdp2.tools.foreign import check_is_run
+    from composer_fsdp2.tools.migrate.signs import check_is_run
 
     if config is not None:
         check_named(config, overrides)

@@ -134,7 +134,7 @@ def _prepare(
 def _job(name: str, path: Path, config: DictConfig, overrides: list[str]) -> Job:
     from composer_fsdp2.foundry.run_file import merge, read_parallelism
     from composer_fsdp2.foundry.transform import requests_fsdp2
-    from composer_fsdp2.tools.foreign import check_is_run
+    from composer_fsdp2.tools.migrate.signs import check_is_run
     from composer_fsdp2.tools.parity import Job
 
     check_is_run(path, config)

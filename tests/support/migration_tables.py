@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, UNSHARDED
+from composer_fsdp2.tools.migrate.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.composer import FSDP1, FSDP_VERSION_2
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
-from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
-from composer_fsdp2.tools.migrate.dialects.deepspeed_trainers import ACCELERATE_DEEPSPEED
-from composer_fsdp2.tools.migrate.dialects.roll import ROLL
-from composer_fsdp2.tools.migrate.dialects.verl import VERL
+from composer_fsdp2.tools.migrate.deepspeed_trainers import ACCELERATE_DEEPSPEED
 from composer_fsdp2.tools.migrate.report import SAME, Dialect, Entry, Report, Row
+from composer_fsdp2.tools.migrate.rl_trainers import ROLL, VERL
 from tests.unit.tools.test_migrate_composer import fsdp1_reports, version2_reports
 from tests.unit.tools.test_migrate_dialects import reports_of
 from tests.unit.tools.test_migrate_trainers import OWN_ROWS, plugin_reports, unsharded_reports

@@ -44,14 +44,16 @@ __all__ = [
     "ACCELERATE",
     "BLOCK",
     "DEGREES",
+    "FLAT",
     "FSDP_ROWS",
     "TOP_ROWS",
     "UNSHARDED",
     "distributed_type",
     "finish_fsdp",
-    "fsdp_block",
+    "has_fsdp_block",
     "ignore_degrees",
     "is_launchers",
+    "launchers_site",
     "per_node",
     "shards_nothing",
 ]
@@ -305,44 +307,49 @@ _OWN = frozenset({row.key for row in FSDP_ROWS}) - {
 }
 
 
-def fsdp_block(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """A block `fsdp_config` that is not Composer's."""
+FLAT = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
+"""keys of the block that stand without it"""
+
+
+def has_fsdp_block(data: Mapping[str, Any]) -> bool:
+    """Whether there is a block `fsdp_config` that is not Composer's."""
     block = data.get(BLOCK)
-    if not isinstance(block, Mapping):
-        return None
-    foreign = any(key.startswith("fsdp_") or key in _OWN for key in block)
-    return block if foreign or "fsdp_version" in data else None
+    return isinstance(block, Mapping) and (
+        "fsdp_version" in data or any(key.startswith("fsdp_") or key in _OWN for key in block)
+    )
 
 
 def distributed_type(data: Mapping[str, Any]) -> str:
     """Returns what Accelerate runs, in capitals; "" where the file does not say it."""
     kind = data.get("distributed_type")
     # Readers of YAML 1.1 take NO for false.
-    return "NO" if kind is False else "" if kind is None else str(kind).upper()
+    return "NO" if kind is False else str("" if kind is None else kind).upper()
 
 
 def is_launchers(data: Mapping[str, Any]) -> bool:
     """Whether a file without `distributed_type` has what only Accelerate's launcher writes."""
-    word = data.get("mixed_precision", "")
-    block = data.get("deepspeed_config")
+    word, block = data.get("mixed_precision", ""), data.get("deepspeed_config")
     zero = isinstance(block, Mapping) and "zero_stage" in block and not data.get(BLOCK)
     named = word is False or (isinstance(word, str) and word.lower() in _PRECISIONS)
-    foreign = zero or fsdp_block(data) is not None
     arguments = any(key in data for key in ("fsdp", "bf16", "fp16"))
-    return "compute_environment" in data or zero or (named and foreign and not arguments)
+    fsdp = named and has_fsdp_block(data) and not arguments
+    return "compute_environment" in data or zero or fsdp
+
+
+def launchers_site(data: Mapping[str, Any], rows: tuple[Row, ...], block: str) -> Site:
+    """Returns the site of the launcher's keys, and of the blocks with degrees and settings."""
+    blocks = {"parallelism_config": "degrees", block: "config"}
+    keys = {key: key for key in data if key in first_keys(rows)}
+    return Site((), keys | {key: first for key, first in blocks.items() if key in data})
 
 
 def _site(data: Mapping[str, Any], _: Path) -> Site | None:
-    kind, block = distributed_type(data), data.get(BLOCK)
+    kind = distributed_type(data)
     if kind or is_launchers(data):
-        if kind != "FSDP" and (kind or not block):
-            return None
-        keys = {key: key for key in data if key in first_keys(TOP_ROWS)}
-        keys |= {"parallelism_config": "degrees"} if "parallelism_config" in data else {}
-        return Site((), {**keys, BLOCK: "config"} if BLOCK in data else keys)
+        is_fsdp = kind == "FSDP" or (not kind and data.get(BLOCK))
+        return launchers_site(data, TOP_ROWS, BLOCK) if is_fsdp else None
     # The block's own keys without the block, as a part of a file.
-    names = {f"fsdp_{row.key}" for row in FSDP_ROWS}
-    snippet = {key: f"config.{key.removeprefix('fsdp_')}" for key in data if key in names}
+    snippet = {key: FLAT[key] for key in data if key in FLAT}
     if any(data.get(key) for key in SHARDING_KEYS) or not snippet.keys() - {"fsdp_version"}:
         return None
     size = {"min_num_params": "config.min_num_params"} if "min_num_params" in data else {}
@@ -352,16 +359,15 @@ def _site(data: Mapping[str, Any], _: Path) -> Site | None:
 def _finish(context: Context) -> None:
     finish_fsdp(context, "config.version")
     ignore_degrees(context)
-    keys = ("mixed_precision", "config.mixed_precision_policy")
-    add_precision(context, keys, "Accelerate")
+    add_precision(context, ("mixed_precision", "config.mixed_precision_policy"), "Accelerate")
 
 
 def ignore_degrees(context: Context) -> None:
     """Drops the degrees of a file that switches them off."""
-    if context.value("use_parallelism_config") is False:
-        for key, entry in context.entries.items():
-            if key.startswith("degrees."):
-                entry.become(_NOT, "use_parallelism_config is false: it is not read")
+    is_off = context.value("use_parallelism_config") is False
+    for key, entry in context.entries.items():
+        if is_off and key.startswith("degrees."):
+            entry.become(_NOT, "use_parallelism_config is false: it is not read")
 
 
 def finish_fsdp(context: Context, *version_keys: str) -> bool:
@@ -375,23 +381,23 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
     if version2:
         _ignore_version1(context)
     given = any(key.startswith(f"degrees.{_SIZE}") for key in entries)
-    for key in _STRATEGY_KEYS:
-        strategy = entries.get(f"config.{key}")
-        if strategy is not None and strategy.reason.startswith("one copy per node") and not given:
+    for strategy in (entries.get(f"config.{key}") for key in _STRATEGY_KEYS):
+        if strategy and strategy.reason.startswith("one copy per node") and not given:
             per_node(context, strategy, "FULL_SHARD")
     _count_sequences(context)
     join_fp8(context)
     pinned = entries.get("config.cpu_offload_pin_memory")
-    if pinned is not None and pinned.becomes:
+    if pinned and pinned.becomes:
         offloads = [e for e in entries.values() if e.becomes.get("cpu_offload") is True]
         for entry in offloads:
             entry.becomes["cpu_offload"] = {"pin_memory": False}
         if not offloads:
             pinned.become(_NOT, "nothing is offloaded")
-    dtypes = entries["mixed_precision"].becomes if "mixed_precision" in entries else {}
-    if version2 and isinstance(dtypes.get("mixed_precision"), dict):
+    precision = entries.get("mixed_precision")
+    dtypes = precision.becomes.get("mixed_precision") if precision else None
+    if version2 and isinstance(dtypes, dict):
         # Version 2 casts the output too.
-        dtypes["mixed_precision"]["output_dtype"] = dtypes["mixed_precision"]["param_dtype"]
+        dtypes["output_dtype"] = dtypes["param_dtype"]
     if "config.state_dict_type" not in entries:
         kind = "sharded" if version2 else "full"
         context.add("the default of Accelerate, written out", state_dict_type=kind)
@@ -422,11 +428,10 @@ _VERSION1_ALONE = {
 def _ignore_version1(context: Context) -> None:
     """Accelerate reads some keys in version 1 alone, and words for true and false in 2."""
     for key, instead in _VERSION1_ALONE.items():
-        entry = context.entries.get(f"config.{key}")
-        if entry is not None:
+        if entry := context.entries.get(f"config.{key}"):
             entry.become(_NOT, f"Accelerate ignores it with fsdp_version: 2; {instead}")
     entry = context.entries.get("config.reshard_after_forward")
-    if entry is not None and entry.value not in (*OFF, *ON):
+    if entry and entry.value not in (*OFF, *ON):
         entry.decide(
             "with fsdp_version: 2 it is true or false, and Accelerate refuses it",
             f"{entry.key}=true",

@@ -146,6 +146,10 @@ def _is_block(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
+def _is_version2(block: Any) -> bool:
+    return _is_block(block) and str(block.get("version")) == "2"
+
+
 _STRATEGY = (
     "strategies of LLM Foundry are refused beside FSDP2, because weights outside of their layers "
     "drift apart; without `strategy` its degree is `tensor_parallel`"
@@ -182,33 +186,28 @@ _OUTSIDE = (
 
 
 def _fsdp1_site(data: Mapping[str, Any], path: Path) -> Site | None:
-    """A run, or the run that another file holds, as under `parameters`."""
-    block = data.get("parallelism_config")
-    if _is_fsdp1(data.get("fsdp_config")):
+    """Returns the site in a run, or in the run that another file holds, as under `parameters`.
+
+    A block is FSDP1's where it is not of version 2, also where it is no mapping. Tensor parallelism
+    beside it becomes a setting of FSDP2.
+    """
+    versioned, block = data.get("fsdp_config"), data.get("parallelism_config")
+    if versioned is not None and not _is_version2(versioned):
         if "parallelism_config" in data:
             raise ConfigError(
                 "The configuration has both 'fsdp_config' and 'parallelism_config'. A run follows "
                 "one of them and would ignore the other. Move what you need to "
                 "'parallelism_config' and remove 'fsdp_config'."
             )
-        # Tensor parallelism becomes a setting of FSDP2.
-        return Site(
-            path, {"fsdp_config": "", **({"tp_config": _TP} if data.get("tp_config") else {})}
-        )
-    if isinstance(block, Mapping) and _is_fsdp1(block.get("fsdp")):
-        keys = {"fsdp": "", **({"tp": _TP} if block.get("tp") else {})}
-        return Site((*path, "parallelism_config"), keys, ("fsdp2",))
-    return None
+        return Site(path, {"fsdp_config": "", **_tensor_key(data, "tp_config")})
+    if not isinstance(block, Mapping) or block.get("fsdp") is None or _is_version2(block["fsdp"]):
+        return None
+    keys = {"fsdp": "", **_tensor_key(block, "tp")}
+    return Site((*path, "parallelism_config"), keys, ("fsdp2",))
 
 
-def _is_fsdp1(block: Any) -> bool:
-    """Whether it is a block of FSDP1, or something else where such a block should be."""
-    return block is not None and not (
-        isinstance(block, Mapping) and str(block.get("version")) == "2"
-    )
-
-
-_STRATEGY_SETTINGS = ("reshard_after_forward", SHARD, REPLICATE)
+def _tensor_key(data: Mapping[str, Any], name: str) -> dict[str, str]:
+    return {name: _TP} if data.get(name) else {}
 
 
 def _finish_fsdp1(context: Context) -> None:
@@ -235,7 +234,7 @@ def _finish_without_defaults(context: Context) -> None:
         # A degree that stands in the block itself is written where it stands.
         strategy.becomes |= {
             name: settings[name]
-            for name in _STRATEGY_SETTINGS
+            for name in ("reshard_after_forward", SHARD, REPLICATE)
             if settings.get(name) is not None and context.value(name) != settings[name]
         }
 
@@ -293,9 +292,8 @@ def _version2_site(data: Mapping[str, Any], path: Path) -> Site | None:
     site = _fsdp1_site(data, path)
     if site is None:
         return None
-    place = data["parallelism_config"] if site.parent != path else data
-    block = place[next(iter(site.keys))]
-    own = {"reshard_after_forward", "device_mesh"}
+    around = data if site.parent == path else data["parallelism_config"]
+    block, own = around[next(iter(site.keys))], {"reshard_after_forward", "device_mesh"}
     return site if isinstance(block, Mapping) and own & block.keys() else None
 
 
@@ -365,21 +363,14 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _mixed_rows() -> tuple[Row, ...]:
-    """FSDP1's rows for keys that FSDP2 has not, behind those of FSDP2's own keys."""
-    own = [name for name in known_settings() if name not in _SHARED]
-    counts = [Row(key, _K, "means the same", _is_count, {key: SAME}) for key in _SHARED]
-    return (
-        *counts,
-        *(Row(name, _K, "means the same", settings={name: SAME}) for name in own),
-        *(row for row in FSDP1.rows if row.key not in own and row.key != "version"),
-        Row(
-            "version",
-            _NOT,
-            "`parallelism_config.fsdp2` says it",
-            (1, 2, "1", "2"),
-        ),
-    )
+_OWN = [name for name in known_settings() if name not in _SHARED]
+# FSDP1's rows are for keys that FSDP2 has not.
+_MIXED_ROWS = (
+    *(Row(key, _K, "means the same", _is_count, {key: SAME}) for key in _SHARED),
+    *_same(*_OWN),
+    *(row for row in FSDP1.rows if row.key not in _OWN and row.key != "version"),
+    Row("version", _NOT, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2")),
+)
 
 
 def _is_mixed(block: Any) -> bool:
@@ -396,9 +387,9 @@ def _is_mixed(block: Any) -> bool:
 
 def _mixed_site(data: Mapping[str, Any], path: Path) -> Site | None:
     versioned, block = data.get("fsdp_config"), data.get("parallelism_config")
-    if isinstance(versioned, Mapping) and str(versioned.get("version")) == "2":
+    if _is_version2(versioned):
         return Site(path, {"fsdp_config": ""}) if _is_mixed(versioned) else None
-    if isinstance(block, Mapping) and "fsdp2" in block and _is_mixed(block["fsdp2"]):
+    if isinstance(block, Mapping) and _is_mixed(block.get("fsdp2")):
         return Site((*path, "parallelism_config"), {"fsdp2": ""}, ("fsdp2",))
     return None
 
@@ -407,7 +398,7 @@ MIXED = Dialect(
     "fsdp2-mixed",
     "FSDP2 with keys of FSDP1",
     _mixed_site,
-    _mixed_rows(),
+    _MIXED_ROWS,
     FSDP1.outside,
     finish=_finish_without_defaults,
 )
@@ -424,9 +415,6 @@ def is_ours(data: Any) -> bool:
     """Whether a mapping, at any depth, holds settings for us already."""
     if not isinstance(data, Mapping):
         return False
-    block, versioned = data.get("parallelism_config"), data.get("fsdp_config")
-    if isinstance(block, Mapping) and "fsdp2" in block:
-        return True
-    if isinstance(versioned, Mapping) and str(versioned.get("version")) == "2":
-        return True
-    return any(is_ours(value) for value in data.values())
+    block = data.get("parallelism_config")
+    is_here = isinstance(block, Mapping) and "fsdp2" in block
+    return is_here or _is_version2(data.get("fsdp_config")) or any(map(is_ours, data.values()))

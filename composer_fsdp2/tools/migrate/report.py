@@ -8,7 +8,19 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["ANY", "SAME", "Context", "Dialect", "Entry", "Report", "Row", "Site", "Status"]
+__all__ = [
+    "ANY",
+    "SAME",
+    "Context",
+    "Dialect",
+    "Entry",
+    "Path",
+    "Ranks",
+    "Report",
+    "Row",
+    "Site",
+    "Status",
+]
 
 Path = tuple[str, ...]
 Ranks = tuple[int | None, int | None]
@@ -200,7 +212,7 @@ class Dialect:
     """keys that stay where they are and still have something to say; dotted from the top"""
     around: tuple[Row, ...] = ()
     """keys of the mappings around a site, which stay; what they become is added to the site"""
-    finish: Callable[[Context], None] | None = None
+    finish: Callable[[Context], None] = lambda _: None
     """settings that follow from several keys"""
     nested: bool = True
     """sites are looked for at any depth, and not at the top alone"""

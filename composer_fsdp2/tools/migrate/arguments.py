@@ -7,9 +7,10 @@ from typing import Any
 
 from composer_fsdp2.tools.migrate.accelerate import (
     BLOCK,
+    FLAT,
     FSDP_ROWS,
     finish_fsdp,
-    fsdp_block,
+    has_fsdp_block,
     per_node,
 )
 from composer_fsdp2.tools.migrate.report import (
@@ -68,19 +69,18 @@ def _words(value: Any) -> list[str]:
     return [str(word).lower() for word in words] if isinstance(words, list) else []
 
 
+def _strategies(value: Any) -> list[str]:
+    return [word for word in _words(value) if "shard" in word]
+
+
 def _is_known(value: Any) -> bool:
     """Words that all mean something."""
-    words = _words(value)
-    return bool(words) and all(word in _WORDS for word in words)
+    return bool(_words(value)) and _WORDS.keys() >= {*_words(value)}
 
 
 def _is_unwrapped(value: Any) -> bool:
     """Words without `auto_wrap`."""
     return _is_known(value) and "auto_wrap" not in _words(value)
-
-
-def _strategies(value: Any) -> list[str]:
-    return [word for word in _words(value) if "shard" in word]
 
 
 def _is_contradicting(value: Any) -> bool:
@@ -213,13 +213,12 @@ _ARGUMENTS = (
 
 
 def _site(data: Mapping[str, Any], path: Path) -> Site | None:
-    """A mapping that holds `fsdp` or a block of it, and not only the precision."""
+    """Returns the site of `fsdp` or a block of it; the precision alone makes none."""
     words = data.get("fsdp")
     is_said = words is True or (bool(words) and isinstance(words, str | list))
-    if not is_said and fsdp_block(data) is None:
+    if not is_said and not has_fsdp_block(data):
         return None
-    flat = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
-    keys = {key: flat[key] for key in data if key in flat}
+    keys = {key: FLAT[key] for key in data if key in FLAT}
     keys |= {key: key for key in data if key in first_keys(_ARGUMENTS)}
     return Site(path, keys | ({BLOCK: "config"} if data.get(BLOCK) is not None else {}))
 
@@ -228,24 +227,23 @@ def _finish(context: Context) -> None:
     entries = context.entries
     version2 = finish_fsdp(context, "config.version", "fsdp_version")
     shards, copies = entries.get("dp_shard_size"), entries.get("dp_replicate_size")
-    if shards is not None and SHARD in shards.becomes and not (copies and copies.becomes):
+    if shards and SHARD in shards.becomes and not (copies and copies.becomes):
         # axolotl makes copies of ranks beyond the shards where no size says how many.
         ranks = shards.settings[SHARD] * (context.value("tensor_parallel_size") or 1)
         if context.world_size is not None and context.world_size > ranks:
             shards.becomes[REPLICATE] = -1
     words, switch = entries.get("fsdp"), entries.get("config.offload_params")
-    if words is not None:
-        if version2:
-            _ignore_strategy(context, words)
-        elif any(word.startswith("hybrid") for word in _words(words.value)):
-            per_node(context, words, "full_shard")
-        if switch is not None and switch.value in (False, "false"):
-            for entry in (words, switch) if "cpu_offload" in words.becomes else ():
-                entry.decide(
-                    f"`{words.key}` asks for offload and `{switch.key}` switches it off",
-                    f"{switch.key}=true",
-                    f"write {words.key} without the word offload",
-                )
+    if words and version2:
+        _ignore_strategy(context, words)
+    elif words and any(word.startswith("hybrid") for word in _words(words.value)):
+        per_node(context, words, "full_shard")
+    if words and switch and switch.value in (False, "false") and "cpu_offload" in words.becomes:
+        for entry in (words, switch):
+            entry.decide(
+                f"`{words.key}` asks for offload and `{switch.key}` switches it off",
+                f"{switch.key}=true",
+                f"write {words.key} without the word offload",
+            )
     keys = ("bf16", "fp16", "fp8", "config.mixed_precision_policy")
     add_precision(context, keys, "the Trainer of transformers")
 

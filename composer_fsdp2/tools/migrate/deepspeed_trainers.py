@@ -13,6 +13,12 @@ from composer_fsdp2.tools.migrate.accelerate import (
     distributed_type,
     ignore_degrees,
     is_launchers,
+    launchers_site,
+)
+from composer_fsdp2.tools.migrate.arguments import (
+    CHECKPOINTING_ROWS,
+    PARALLEL_ROWS,
+    PRECISION_ROWS,
 )
 from composer_fsdp2.tools.migrate.deepspeed import (
     ALL_MOVES,
@@ -22,11 +28,6 @@ from composer_fsdp2.tools.migrate.deepspeed import (
     fill_in,
     finish_deepspeed,
     join_offloads,
-)
-from composer_fsdp2.tools.migrate.dialects.arguments import (
-    CHECKPOINTING_ROWS,
-    PARALLEL_ROWS,
-    PRECISION_ROWS,
 )
 from composer_fsdp2.tools.migrate.report import Context, Dialect, Path, Row, Site, Status
 from composer_fsdp2.tools.migrate.shared_rows import (
@@ -132,7 +133,6 @@ _PLUGIN = (
         for key in ("hostfile", "multinode_launcher", "exclusion_filter", "inclusion_filter")
     ),
 )
-_UNREAD = "`distributed_type: DEEPSPEED` does not read it"
 _ALL = "ZeRO shards over all ranks, those of a sequence among them"
 _DEGREES = (
     *(Row(f"parallelism_config_{name}_size", _NOT, _ALL) for name in ("dp_shard", "dp_replicate")),
@@ -148,16 +148,16 @@ _DEGREES = (
     ),
 )
 """Accelerate's degrees as DeepSpeed reads them"""
-_LAUNCHER = tuple(row for row in TOP_ROWS if row.key != _CONFIG)
+_LAUNCHER = (
+    *(row for row in TOP_ROWS if row.key != _CONFIG),
+    Row(BLOCK, _NOT, "`distributed_type: DEEPSPEED` does not read it"),
+)
 
 
 def _accelerate_site(data: Mapping[str, Any], _: Path) -> Site | None:
     kind, block = distributed_type(data), data.get(_CONFIG)
-    if kind != "DEEPSPEED" and (kind or not block or not is_launchers(data)):
-        return None
-    keys = {key: key for key in data if key in {*first_keys(_LAUNCHER), BLOCK}}
-    keys |= {"parallelism_config": "degrees"} if "parallelism_config" in data else {}
-    return Site((), {**keys, _CONFIG: "config"} if _CONFIG in data else keys)
+    is_zero = kind == "DEEPSPEED" or (not kind and block and is_launchers(data))
+    return launchers_site(data, _LAUNCHER, _CONFIG) if is_zero else None
 
 
 def _finish_accelerate(context: Context) -> None:
@@ -186,7 +186,6 @@ ACCELERATE_DEEPSPEED = Dialect(
     _accelerate_site,
     (
         *_LAUNCHER,
-        Row(BLOCK, _NOT, _UNREAD),
         *under("degrees", _DEGREES),
         *under("config", _PLUGIN),
         *under(_FILE, _JSON),

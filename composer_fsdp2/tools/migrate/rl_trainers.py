@@ -1,4 +1,4 @@
-"""ROLL's `strategy_config` of `fsdp2_train` and `fsdp2_infer`."""
+"""Trainers by reinforcement: ROLL's `strategy_config`, and verl's settings of its FSDP engine."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from typing import Any
 from composer_fsdp2.config.precision import DTYPES
 from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
 from composer_fsdp2.tools.migrate.shared_rows import (
+    OFFLOADED,
     REPLICATE,
     SHARD,
+    STATE_ON_CPU,
     add_dtypes,
     checkpointing_rows,
     clipping_rows,
     is_count,
     is_names,
+    is_number,
     is_size,
+    min_num_params,
     moved_rows,
     sequence_rows,
     wrap_classes,
 )
 
-__all__ = ["FOREIGN_ENGINE", "FOREIGN_OPTION", "ROLL", "dtype_row"]
+__all__ = ["ROLL", "VERL"]
 
 _K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
 _NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
-_BLOCK = "strategy_config"
 _OFF = (False, None)
 _SPELLINGS = {"half": "fp16", "float": "fp32"}
 
@@ -39,7 +42,7 @@ def _is_dtype(value: Any) -> bool:
     return isinstance(value, str) and _dtype(value) in DTYPES
 
 
-def dtype_row(key: str, name: str, trainer: Any = None) -> Row:
+def _dtype_row(key: str, name: str, trainer: Any = None) -> Row:
     """Returns the row of one dtype of `mixed_precision`."""
     return Row(
         key,
@@ -63,7 +66,7 @@ def _is_everyone(value: Any) -> bool:
     return value is None or (isinstance(value, int) and value <= 1)
 
 
-_ROWS = (
+_ROLL_ROWS = (
     Row(
         "fsdp_size",
         _C,
@@ -72,8 +75,8 @@ _ROWS = (
         lambda value: {SHARD: value, REPLICATE: -1},
     ),
     Row("fsdp_size", _NOT, "1 or less is all ranks, the default", _is_everyone),
-    dtype_row("param_dtype", "param_dtype", _precision),
-    dtype_row("reduce_dtype", "reduce_dtype"),
+    _dtype_row("param_dtype", "param_dtype", _precision),
+    _dtype_row("reduce_dtype", "reduce_dtype"),
     Row(
         "async_save_ckpt",
         _R,
@@ -182,7 +185,7 @@ _ROWS = (
 )
 
 
-_AROUND = (
+_ROLL_AROUND = (
     *sequence_rows("model_args.ulysses_size", method="ulysses"),
     *checkpointing_rows("model_args.disable_gradient_checkpointing", on=False),
     *clipping_rows("training_args.max_grad_norm"),
@@ -190,12 +193,13 @@ _AROUND = (
 )
 
 
-def _site(data: Mapping[str, Any], path: Path) -> Site | None:
+def _roll_site(data: Mapping[str, Any], path: Path) -> Site | None:
     is_fsdp = str(data.get("strategy_name", "fsdp2")).startswith("fsdp2")
-    return Site(path, {_BLOCK: ""}) if is_fsdp and isinstance(data.get(_BLOCK), Mapping) else None
+    is_block = isinstance(data.get("strategy_config"), Mapping)
+    return Site(path, {"strategy_config": ""}) if is_fsdp and is_block else None
 
 
-def _finish(context: Context) -> None:
+def _finish_roll(context: Context) -> None:
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(_R, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards})
@@ -209,8 +213,8 @@ def _finish(context: Context) -> None:
     add_dtypes(context, "ROLL", param_dtype="bf16", reduce_dtype=reduce)
 
 
-FOREIGN_ENGINE = "this model is divided by another engine, which has no equal here"
-FOREIGN_OPTION = "leave it to that engine, or give it settings of FSDP first"
+_FOREIGN_ENGINE = "this model is divided by another engine, which has no equal here"
+_FOREIGN_OPTION = "leave it to that engine, or give it settings of FSDP first"
 
 
 def _is_megatron(value: Any) -> bool:
@@ -223,13 +227,176 @@ _FREEZE = "frozen parameters are sharded like the others; freezing stays with th
 ROLL = Dialect(
     "roll",
     "ROLL with FSDP2",
-    _site,
-    _ROWS,
+    _roll_site,
+    _ROLL_ROWS,
     (
-        *moved_rows(_AROUND),
-        Row("*.strategy_name", _UN, FOREIGN_ENGINE, _is_megatron, options=(FOREIGN_OPTION,)),
+        *moved_rows(_ROLL_AROUND),
+        Row("*.strategy_name", _UN, _FOREIGN_ENGINE, _is_megatron, options=(_FOREIGN_OPTION,)),
         Row("*.freeze_module_prefix", _K, _FREEZE),
     ),
-    _AROUND,
-    _finish,
+    _ROLL_AROUND,
+    _finish_roll,
+)
+
+
+# --- verl: the engine of its SFT trainer, and the models of its RL trainers. ---
+
+_DEGREE = "ulysses_sequence_parallel_size"
+_OWN = ("model_dtype", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
+"""keys of a block that no other trainer's has"""
+_FULL = ("fp32", "float32", "float", None)
+
+
+def _is_low(value: Any) -> bool:
+    """A dtype of 16 bits."""
+    return str(value).lower() in ("bf16", "bfloat16", "fp16", "float16", "half")
+
+
+_BATCH = "LLM Foundry's batch sizes and the model say it"
+_LOSS = "about the loss of a policy, not about sharding"
+
+_VERL_ROWS = (
+    *sequence_rows(_DEGREE, method="ulysses"),
+    *sequence_rows(f"config.{_DEGREE}", method="ulysses"),
+    Row("config.strategy", _NOT, "`parallelism_config.fsdp2` says it", ("fsdp", "fsdp2", None)),
+    Row("config._target_", _NOT, "names verl's own class"),
+    Row("config.fsdp_size", _NOT, "all ranks share one copy, the default", (-1, None)),
+    Row(
+        "config.fsdp_size",
+        _C,
+        "ranks that share one copy; what the run has beyond it are copies (HSDP)",
+        is_count,
+        lambda value: {SHARD: value, REPLICATE: -1},
+    ),
+    Row("config.reshard_after_forward", _NOT, "the default of verl", (None,)),
+    Row(
+        "config.reshard_after_forward",
+        _K,
+        "means the same",
+        (True, False),
+        {"reshard_after_forward": SAME},
+    ),
+    Row("config.offload_policy", _NOT, "off is the default", _OFF),
+    Row("config.offload_policy", _R, "`cpu_offload`", (True,), {"cpu_offload": True}),
+    Row("config.cpu_offload", _NOT, "off is the default", _OFF),
+    Row("config.cpu_offload", _R, "`cpu_offload`", (True,), {"cpu_offload": True}),
+    Row("config.offload_params", _NOT, "`cpu_offload` offloads parameters too", (True, *_OFF)),
+    Row("config.param_offload", _NOT, "off is what is done here", _OFF),
+    Row(
+        "config.param_offload",
+        _CH,
+        "verl moves weights to the CPU while it generates and back to train, and nothing generates "
+        "here between steps; for less memory in training write `cpu_offload: true`",
+        (True,),
+    ),
+    Row("config.optimizer_offload", _NOT, "off is what is done here", _OFF),
+    Row(
+        "config.optimizer_offload",
+        _C,
+        "the optimizer's state is in CPU memory between steps",
+        (True,),
+        STATE_ON_CPU,
+    ),
+    Row("config.forward_prefetch", _NOT, "torch's own prefetch", _OFF),
+    Row("config.forward_prefetch", _C, "one unit ahead", (True,), {"forward_prefetch": 1}),
+    Row("config.use_orig_params", _NOT, "FSDP2 keeps the original parameters"),
+    Row("config.model_dtype", _NOT, "weights are in fp32, as here", _FULL),
+    Row(
+        "config.model_dtype",
+        _DEC,
+        "verl keeps the weights themselves in 16 bits, which loses small steps; here they are as "
+        "the model gives them, and 16 bits are for computing",
+        _is_low,
+        options=("model_dtype=fp32",),
+    ),
+    Row("config.dtype", _NOT, "null is bf16", (None,)),
+    _dtype_row("config.dtype", "param_dtype"),
+    _dtype_row("config.mixed_precision.param_dtype", "param_dtype"),
+    _dtype_row("config.mixed_precision.reduce_dtype", "reduce_dtype"),
+    Row("config.mixed_precision.buffer_dtype", _NOT, "buffers keep their dtype"),
+    Row("config.wrap_policy.disable", _NOT, "off is what is done here", _OFF),
+    Row("config.wrap_policy.min_num_params", _NOT, "0 sets no size", (0, None)),
+    Row(
+        "config.wrap_policy.min_num_params",
+        _R,
+        "`wrap_policy.min_num_params`",
+        is_number,
+        min_num_params,
+    ),
+    Row(
+        "config.wrap_policy.transformer_layer_cls_to_wrap",
+        _R,
+        "`wrap_policy.classes`",
+        is_names,
+        wrap_classes,
+    ),
+    Row("config.wrap_policy.transformer_layer_cls_to_wrap", _NOT, "the model's blocks", (None, [])),
+    Row("config.use_torch_compile", _NOT, "compiles the entropy of a policy, not the model"),
+    Row("config.entropy_from_logits_with_chunking", _NOT, _LOSS),
+    Row("config.entropy_checkpointing", _NOT, _LOSS),
+    *(
+        Row(f"config.{name}", _NOT, "the run's own `seed` and settings of torch say it")
+        for name in ("seed", "full_determinism")
+    ),
+    Row("config.grad_offload", _NOT, "only for Megatron"),
+    *(
+        Row(f"config.{name}", _NOT, _BATCH)
+        for name in (
+            *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu"),
+            *("infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu"),
+            *("use_fused_kernels", "use_remove_padding"),
+        )
+    ),
+    Row("config.forward_only", _NOT, "off is what is done here", _OFF),
+    Row(
+        "config.forward_only",
+        _DEC,
+        "a model that is not trained needs no shards of an optimizer, and no run here",
+        (True,),
+        options=("forward_only=false", "take the whole model out"),
+    ),
+)
+
+
+_VERL_AROUND = (
+    *sequence_rows(_DEGREE, method="ulysses"),
+    Row(
+        "model.enable_activation_offload",
+        _C,
+        "what checkpointed blocks save is kept in CPU memory",
+        (True,),
+        OFFLOADED,
+    ),
+    *checkpointing_rows("model.enable_gradient_checkpointing"),
+    *clipping_rows("grad_clip"),
+    *clipping_rows("optim.clip_grad"),
+)
+_ENGINES = ("megatron", "veomni", "torchtitan", "mindspeed", "automodel")
+
+
+def _verl_site(data: Mapping[str, Any], path: Path) -> Site | None:
+    """Returns the site of a model with verl's keys in a block, or of an engine with its degree."""
+    block, degree = data.get("fsdp_config"), {_DEGREE: _DEGREE} if _DEGREE in data else {}
+    if isinstance(block, Mapping) and any(key in block for key in _OWN):
+        return Site(path, {"fsdp_config": "config", **degree})
+    if path and degree and any(key in data for key in _OWN):
+        return Site(path[:-1], {path[-1]: "config"})
+    return None
+
+
+def _finish_verl(context: Context) -> None:
+    add_dtypes(context, "verl", param_dtype="bf16", reduce_dtype="fp32")
+
+
+VERL = Dialect(
+    "verl",
+    "verl with FSDP",
+    _verl_site,
+    _VERL_ROWS,
+    (
+        *moved_rows(_VERL_AROUND),
+        Row("*.strategy", _UN, _FOREIGN_ENGINE, _ENGINES, options=(_FOREIGN_OPTION,)),
+    ),
+    _VERL_AROUND,
+    _finish_verl,
 )
