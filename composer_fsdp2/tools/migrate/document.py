@@ -19,7 +19,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.report import SAME, Entry, Path, Site, Status
+from composer_fsdp2.tools.migrate.report import ADDED, SAME, Entry, Path, Site, Status, value_at
 
 __all__ = ["Document", "dump", "parse_value", "read_settings"]
 
@@ -183,10 +183,8 @@ class Document:
                 f"'{'.'.join(place)}' is written in braces and holds an anchor, an alias or a "
                 "comment. Rewriting it would lose them. Write it as a block, one key per line."
             )
-        data: Any = self.data
-        for name in place:
-            data = data[name]
-        block = [" " * (start.column + 2) + line for line in dump(data).splitlines()]
+        written = dump(value_at(self.data, place)).splitlines()
+        block = [" " * (start.column + 2) + line for line in written]
         rest = self.lines[end.line][end.column :]
         head = self.lines[start.line][: start.column] + f"{place[-1]}:{rest}"
         lines = [*self.whole[: start.line], *self._ended([head, *block])]
@@ -213,7 +211,7 @@ class Document:
         indent = spans[0][0].start_mark.column
         block = [" " * (indent + 2 * i) + f"{name}:" for i, name in enumerate(site.wrapper)]
         inner = " " * (indent + 2 * len(site.wrapper))
-        old = [entry for entry in entries if entry.status is not Status.ADDED]
+        old = [entry for entry in entries if entry.status is not ADDED]
         body: list[str] = []
         for key, start, end in spans:
             prefix = (*site.parent, str(key.value))
@@ -227,7 +225,7 @@ class Document:
                 body += self._line(number, inner, starting.get(number, []))
         for entry in entries:
             is_here = entry.path[: len(site.parent)] == site.parent
-            if entry.value is None and entry.status is Status.ADDED and is_here:
+            if entry.value is None and entry.status is ADDED and is_here:
                 body += self._written(entry, inner)
         if all(map(_is_remark, body)):
             block[-1] += " {}"

@@ -22,6 +22,11 @@ from composer_fsdp2.tools.migrate import (
 )
 from composer_fsdp2.tools.migrate.document import Document, read_settings
 from composer_fsdp2.tools.migrate.report import (
+    ADDED,
+    CONVERTED,
+    DECISION,
+    KEPT,
+    NOT_NEEDED,
     Context,
     Dialect,
     Entry,
@@ -30,7 +35,6 @@ from composer_fsdp2.tools.migrate.report import (
     Report,
     Row,
     Site,
-    Status,
 )
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 from composer_fsdp2.tools.migrate.signs import foreign_sign, sharding_in
@@ -163,7 +167,7 @@ class _Work:
             if start == "fsdp2" and setting:
                 self.used.add(given)
                 path = (*site.parent, *site.wrapper, setting)
-                entries.append(Entry(path, None, Status.ADDED, _GIVEN, {setting: value}))
+                entries.append(Entry(path, None, ADDED, _GIVEN, {setting: value}))
         _check_each(entries, [name for name in values if name not in site.keys])
         _join(entries)
         _check_together(entries, self.ranks[0])
@@ -183,7 +187,7 @@ class _Work:
                 block = context.site.wrapper if settings else ()
                 path = (*context.site.parent, *block, ", ".join(sorted(new)))
                 reason = f"`{place}` says it"
-                said = Entry(path, None, Status.ADDED, reason, settings, beside=beside)
+                said = Entry(path, None, ADDED, reason, settings, beside=beside)
                 context.added.append(said)
             known |= new
 
@@ -194,7 +198,7 @@ class _Work:
         replaced = {(*site.parent, key) for site in sites for key in site.keys}
         parents = {(), *(site.parent for site in sites)}
         for key, value in data.items():
-            entry = Entry((*path, key), value, Status.KEPT, _OUTSIDE)
+            entry = Entry((*path, key), value, KEPT, _OUTSIDE)
             name = entry.key
             if entry.path in replaced:
                 continue
@@ -232,7 +236,7 @@ class _Work:
             return
         entry = context.entries[key] = self._entry(path, value, rows)
         if is_block and not value:
-            entry.become(Status.CONVERTED, "holds no settings: the defaults")
+            entry.become(CONVERTED, "holds no settings: the defaults")
         elif not rows and entry.is_open:
             entry.decide(*(_no_block(entry) if is_block else _unknown(key, self.dialect.rows)))
 
@@ -245,21 +249,21 @@ class _Work:
         if key not in self.dialect.files or not isinstance(value, str):
             return value
         settings, place = read_settings(value, self.folder)
-        entry = Entry(path, value, Status.CONVERTED, f"its settings were read from '{place}'")
+        entry = Entry(path, value, CONVERTED, f"its settings were read from '{place}'")
         context.entries[key] = entry
         if settings is None:
             entry.decide(f"the file {place}", "put its content here as a mapping", f"{name}=null")
         return settings
 
     def _entry(self, path: Path, value: Any, rows: Sequence[Row]) -> Entry:
-        entry = Entry(path, value, Status.DECISION, "")
+        entry = Entry(path, value, DECISION, "")
         given = (g for g in self.decisions if entry.key == g or entry.key.endswith(f".{g}"))
         decided = next(given, None)
         if decided is not None:
             self.used.add(decided)
             entry.value = value = self.decisions[decided]
             if value is None:
-                entry.become(Status.NOT_NEEDED, "taken out by --set")
+                entry.become(NOT_NEEDED, "taken out by --set")
                 return entry
         entry.row = row = next((row for row in rows if row.matches(value)), None)
         if row is None:
@@ -354,7 +358,7 @@ def _join(entries: Sequence[Entry]) -> None:
             continue
         name = ".".join(part for part in place if part)
         told = " and ".join(f"`{entry.key}: {ascii_repr(entry.value)}`" for entry, _ in said)
-        own = [entry for entry, _ in said if entry.status is not Status.ADDED]
+        own = [entry for entry, _ in said if entry.status is not ADDED]
         for entry in (entry for entry in own if not entry.is_open):
             options = [f"{entry.key}=null" for entry in own]
             entry.decide(f"{told} say different things about `{name}`", *options)

@@ -9,8 +9,16 @@ from enum import Enum
 from typing import Any
 
 __all__ = [
+    "ADDED",
     "ANY",
+    "CHANGES",
+    "CONVERTED",
+    "DECISION",
+    "KEPT",
+    "NOT_NEEDED",
+    "RENAMED",
     "SAME",
+    "UNSUPPORTED",
     "Context",
     "Dialect",
     "Entry",
@@ -20,6 +28,7 @@ __all__ = [
     "Row",
     "Site",
     "Status",
+    "value_at",
 ]
 
 Path = tuple[str, ...]
@@ -38,6 +47,9 @@ class Status(str, Enum):
     UNSUPPORTED = "not supported yet"
     ADDED = "added"
     """was not in the input; written out because its default is another one in FSDP2"""
+
+
+KEPT, RENAMED, CONVERTED, NOT_NEEDED, CHANGES, DECISION, UNSUPPORTED, ADDED = Status
 
 
 class _Marker(Enum):
@@ -72,11 +84,9 @@ class Row:
 
     def matches(self, value: Any) -> bool:
         """Whether the row speaks of this value."""
-        if self.when is ANY:
-            return True
         if callable(self.when):
             return bool(self.when(value))
-        return any(_same(value, choice) for choice in self.when)
+        return self.when is ANY or any(_same(value, choice) for choice in self.when)
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -144,6 +154,13 @@ class Entry:
         self.options = ()
 
 
+def value_at(data: Any, path: Path) -> Any:
+    """Returns the value at a path of mappings, or `None`."""
+    for name in path:
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data
+
+
 @dataclass(frozen=True, slots=True)
 class Site:
     """A mapping of the input that holds sharding settings."""
@@ -176,21 +193,14 @@ class Context:
     @property
     def parent(self) -> Mapping[str, Any]:
         """Returns the mapping that the site is in."""
-        data: Any = self.data
-        for name in self.site.parent:
-            data = data[name]
-        return data
+        return value_at(self.data, self.site.parent)
 
     def around(self, key: str) -> tuple[str, Any]:
         """Returns a key with dots, and its value, from the innermost mapping around the site."""
-        parent, places = self.site.parent, key.split(".")
-        for length in range(len(parent), -1, -1):
-            path = (*parent[:length], *places)
-            data: Any = self.data
-            for name in path:
-                data = data.get(name) if isinstance(data, Mapping) else None
-            if data is not None:
-                return ".".join(path), data
+        for length in range(len(self.site.parent), -1, -1):
+            path = (*self.site.parent[:length], *key.split("."))
+            if (value := value_at(self.data, path)) is not None:
+                return ".".join(path), value
         return key, None
 
     def add(self, reason: str, **settings: Any) -> None:
@@ -225,11 +235,10 @@ class Dialect:
 
     def find(self, data: Mapping[str, Any], path: Path = ()) -> list[Site]:
         """Returns the sites, none of which is inside of another one."""
-        site = self.site(data, path)
-        if site is not None or not self.nested:
-            return [] if site is None else [site]
+        if (site := self.site(data, path)) is not None:
+            return [site]
         inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
-        return [site for key, value in inner for site in self.find(value, (*path, key))]
+        return [s for key, value in inner if self.nested for s in self.find(value, (*path, key))]
 
 
 @dataclass(frozen=True, slots=True)

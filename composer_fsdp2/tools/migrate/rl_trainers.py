@@ -6,7 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_fsdp2.config.precision import DTYPES
-from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
+from composer_fsdp2.tools.migrate.report import (
+    CHANGES,
+    CONVERTED,
+    DECISION,
+    KEPT,
+    NOT_NEEDED,
+    RENAMED,
+    SAME,
+    UNSUPPORTED,
+    Context,
+    Dialect,
+    Path,
+    Row,
+    Site,
+)
 from composer_fsdp2.tools.migrate.shared_rows import (
     OFFLOADED,
     REPLICATE,
@@ -27,8 +41,6 @@ from composer_fsdp2.tools.migrate.shared_rows import (
 
 __all__ = ["ROLL", "VERL"]
 
-_K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
-_NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
 _OFF = (False, None)
 _SPELLINGS = {"half": "fp16", "float": "fp32"}
 
@@ -46,7 +58,7 @@ def _dtype_row(key: str, name: str, trainer: Any = None) -> Row:
     """Returns the row of one dtype of `mixed_precision`."""
     return Row(
         key,
-        _R,
+        RENAMED,
         f"`mixed_precision.{name}`",
         _is_dtype,
         lambda value: {"mixed_precision": {name: _dtype(value)}},
@@ -69,118 +81,123 @@ def _is_everyone(value: Any) -> bool:
 _ROLL_ROWS = (
     Row(
         "fsdp_size",
-        _C,
+        CONVERTED,
         "ranks that share one copy; what the run has beyond it are copies (HSDP)",
         is_size,
         lambda value: {SHARD: value, REPLICATE: -1},
     ),
-    Row("fsdp_size", _NOT, "1 or less is all ranks, the default", _is_everyone),
+    Row("fsdp_size", NOT_NEEDED, "1 or less is all ranks, the default", _is_everyone),
     _dtype_row("param_dtype", "param_dtype", _precision),
     _dtype_row("reduce_dtype", "reduce_dtype"),
     Row(
         "async_save_ckpt",
-        _R,
+        RENAMED,
         "`async_save`",
         (True, False),
         {"async_save": SAME},
     ),
     Row(
         "reshard_after_forward",
-        _C,
+        CONVERTED,
         "the top-level units keep their parameters until backward, as ROLL's root does",
         (True, None),
         {"reshard_after_forward": "auto"},
     ),
-    Row("reshard_after_forward", _K, "means the same", settings={"reshard_after_forward": SAME}),
-    Row("offload_policy", _NOT, "false is what FSDP2 does", _OFF),
-    Row("offload_policy", _C, "called cpu_offload", (True,), {"cpu_offload": True}),
+    Row("reshard_after_forward", KEPT, "means the same", settings={"reshard_after_forward": SAME}),
+    Row("offload_policy", NOT_NEEDED, "false is what FSDP2 does", _OFF),
+    Row("offload_policy", CONVERTED, "called cpu_offload", (True,), {"cpu_offload": True}),
     Row(
         "wrap_policy.transformer_layer_cls_to_wrap",
-        _R,
+        RENAMED,
         "`wrap_policy.classes`",
         is_names,
         wrap_classes,
     ),
-    Row("wrap_policy.transformer_layer_cls_to_wrap", _NOT, "the model's own blocks", (None, [])),
-    Row("wrap_policy.min_num_params", _NOT, "ROLL reads no size"),
+    Row(
+        "wrap_policy.transformer_layer_cls_to_wrap",
+        NOT_NEEDED,
+        "the model's own blocks",
+        (None, []),
+    ),
+    Row("wrap_policy.min_num_params", NOT_NEEDED, "ROLL reads no size"),
     Row(
         "wrap_policy.moe_experts",
-        _NOT,
+        NOT_NEEDED,
         "ROLL wraps single experts only with apply_expert_patch; they belong to their layer's unit",
     ),
     Row(
         "wrap_policy.wrap_embeddings",
-        _NOT,
+        NOT_NEEDED,
         "off: embeddings belong to the top-level unit; ROLL makes untied ones a unit all the same",
         _OFF,
     ),
     Row(
         "wrap_policy.wrap_embeddings",
-        _R,
+        RENAMED,
         "`wrap_policy.embeddings`",
         (True,),
         {"wrap_policy": {"embeddings": True}},
     ),
-    Row("wrap_policy.wrap_lm_output", _NOT, "off is the default", _OFF),
+    Row("wrap_policy.wrap_lm_output", NOT_NEEDED, "off is the default", _OFF),
     Row(
         "wrap_policy.wrap_lm_output",
-        _R,
+        RENAMED,
         "`wrap_policy.lm_head`",
         (True,),
         {"wrap_policy": {"lm_head": True}},
     ),
-    Row("apply_expert_patch", _NOT, "off is what is done here", _OFF),
+    Row("apply_expert_patch", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "apply_expert_patch",
-        _UN,
+        UNSUPPORTED,
         "experts without a token on a rank are not run there, so single experts cannot be units; "
         "whole layers are, which takes more memory while one is gathered",
         options=("apply_expert_patch=false",),
     ),
-    Row("ep_size", _NOT, "no expert parallelism", (1, None)),
-    Row("ep_size", _UN, "experts are not spread over ranks", options=("ep_size=1",)),
-    Row("efsdp_size", _NOT, "ROLL reads it only with ep_size above 1"),
-    Row("moe_use_grouped_mm", _NOT, "off is what is done here", _OFF),
+    Row("ep_size", NOT_NEEDED, "no expert parallelism", (1, None)),
+    Row("ep_size", UNSUPPORTED, "experts are not spread over ranks", options=("ep_size=1",)),
+    Row("efsdp_size", NOT_NEEDED, "ROLL reads it only with ep_size above 1"),
+    Row("moe_use_grouped_mm", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "moe_use_grouped_mm",
-        _UN,
+        UNSUPPORTED,
         "experts are multiplied as the model does it, not by one grouped kernel",
         options=("moe_use_grouped_mm=false",),
     ),
-    Row("forward_prefetch", _NOT, "torch's own prefetch", (*_OFF, 0)),
-    Row("forward_prefetch", _C, "one unit ahead", (True,), {"forward_prefetch": 1}),
-    Row("forward_prefetch", _K, "units ahead", is_count, {"forward_prefetch": SAME}),
-    Row("backward_prefetch", _NOT, "torch's own prefetch", (*_OFF, 0)),
-    Row("backward_prefetch", _C, "one unit ahead", (True,), {"backward_prefetch": 1}),
-    Row("backward_prefetch", _K, "units ahead", is_count, {"backward_prefetch": SAME}),
-    Row("enable_mix_precision", _C, "gradients are reduced in fp32", (True, None)),
-    Row("enable_mix_precision", _C, "gradients are reduced in bf16", (False,)),
-    Row("reduce_scatter_during_grad_accumulation", _NOT, "as here", (True, None)),
+    Row("forward_prefetch", NOT_NEEDED, "torch's own prefetch", (*_OFF, 0)),
+    Row("forward_prefetch", CONVERTED, "one unit ahead", (True,), {"forward_prefetch": 1}),
+    Row("forward_prefetch", KEPT, "units ahead", is_count, {"forward_prefetch": SAME}),
+    Row("backward_prefetch", NOT_NEEDED, "torch's own prefetch", (*_OFF, 0)),
+    Row("backward_prefetch", CONVERTED, "one unit ahead", (True,), {"backward_prefetch": 1}),
+    Row("backward_prefetch", KEPT, "units ahead", is_count, {"backward_prefetch": SAME}),
+    Row("enable_mix_precision", CONVERTED, "gradients are reduced in fp32", (True, None)),
+    Row("enable_mix_precision", CONVERTED, "gradients are reduced in bf16", (False,)),
+    Row("reduce_scatter_during_grad_accumulation", NOT_NEEDED, "as here", (True, None)),
     Row(
         "reduce_scatter_during_grad_accumulation",
-        _C,
+        CONVERTED,
         "gradients are reduced in the last microbatch alone",
         (False,),
         {"gradient_sync": "last"},
     ),
-    Row("save_only_model", _NOT, "off is what is done here", _OFF),
+    Row("save_only_model", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "save_only_model",
-        _CH,
+        CHANGES,
         "write LLM Foundry's `save_weights_only: true` beside the block",
         (True,),
     ),
-    Row("init_tokenizer_processor", _NOT, "the run's `tokenizer` says it"),
-    Row("apply_tiled_mlp", _NOT, "off is what is done here", _OFF),
+    Row("init_tokenizer_processor", NOT_NEEDED, "the run's `tokenizer` says it"),
+    Row("apply_tiled_mlp", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "apply_tiled_mlp",
-        _R,
+        RENAMED,
         "`tiled_mlp`, with `tiled_num_shards` or ROLL's 4 as `shards`",
         (True,),
         {"tiled_mlp": {"shards": 4}},
     ),
-    Row("tiled_num_shards", _NOT, "only for the tiled MLP"),
-    Row("model_type", _NOT, "only for the tiled MLP"),
+    Row("tiled_num_shards", NOT_NEEDED, "only for the tiled MLP"),
+    Row("model_type", NOT_NEEDED, "only for the tiled MLP"),
     *sequence_rows("ulysses_size", method="ulysses"),
 )
 
@@ -202,7 +219,7 @@ def _roll_site(data: Mapping[str, Any], path: Path) -> Site | None:
 def _finish_roll(context: Context) -> None:
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
     if tiled is not None and tiled.becomes and shards is not None:
-        tiled.become(_R, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards})
+        tiled.become(RENAMED, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards})
     experts = context.entries.get("efsdp_size")
     if experts is not None and context.value("ep_size", 1) not in (1, None):
         experts.decide(
@@ -231,8 +248,14 @@ ROLL = Dialect(
     _ROLL_ROWS,
     (
         *moved_rows(_ROLL_AROUND),
-        Row("*.strategy_name", _UN, _FOREIGN_ENGINE, _is_megatron, options=(_FOREIGN_OPTION,)),
-        Row("*.freeze_module_prefix", _K, _FREEZE),
+        Row(
+            "*.strategy_name",
+            UNSUPPORTED,
+            _FOREIGN_ENGINE,
+            _is_megatron,
+            options=(_FOREIGN_OPTION,),
+        ),
+        Row("*.freeze_module_prefix", KEPT, _FREEZE),
     ),
     _ROLL_AROUND,
     _finish_roll,
@@ -258,99 +281,108 @@ _LOSS = "about the loss of a policy, not about sharding"
 _VERL_ROWS = (
     *sequence_rows(_DEGREE, method="ulysses"),
     *sequence_rows(f"config.{_DEGREE}", method="ulysses"),
-    Row("config.strategy", _NOT, "`parallelism_config.fsdp2` says it", ("fsdp", "fsdp2", None)),
-    Row("config._target_", _NOT, "names verl's own class"),
-    Row("config.fsdp_size", _NOT, "all ranks share one copy, the default", (-1, None)),
+    Row(
+        "config.strategy", NOT_NEEDED, "`parallelism_config.fsdp2` says it", ("fsdp", "fsdp2", None)
+    ),
+    Row("config._target_", NOT_NEEDED, "names verl's own class"),
+    Row("config.fsdp_size", NOT_NEEDED, "all ranks share one copy, the default", (-1, None)),
     Row(
         "config.fsdp_size",
-        _C,
+        CONVERTED,
         "ranks that share one copy; what the run has beyond it are copies (HSDP)",
         is_count,
         lambda value: {SHARD: value, REPLICATE: -1},
     ),
-    Row("config.reshard_after_forward", _NOT, "the default of verl", (None,)),
+    Row("config.reshard_after_forward", NOT_NEEDED, "the default of verl", (None,)),
     Row(
         "config.reshard_after_forward",
-        _K,
+        KEPT,
         "means the same",
         (True, False),
         {"reshard_after_forward": SAME},
     ),
-    Row("config.offload_policy", _NOT, "off is the default", _OFF),
-    Row("config.offload_policy", _R, "`cpu_offload`", (True,), {"cpu_offload": True}),
-    Row("config.cpu_offload", _NOT, "off is the default", _OFF),
-    Row("config.cpu_offload", _R, "`cpu_offload`", (True,), {"cpu_offload": True}),
-    Row("config.offload_params", _NOT, "`cpu_offload` offloads parameters too", (True, *_OFF)),
-    Row("config.param_offload", _NOT, "off is what is done here", _OFF),
+    Row("config.offload_policy", NOT_NEEDED, "off is the default", _OFF),
+    Row("config.offload_policy", RENAMED, "`cpu_offload`", (True,), {"cpu_offload": True}),
+    Row("config.cpu_offload", NOT_NEEDED, "off is the default", _OFF),
+    Row("config.cpu_offload", RENAMED, "`cpu_offload`", (True,), {"cpu_offload": True}),
+    Row(
+        "config.offload_params", NOT_NEEDED, "`cpu_offload` offloads parameters too", (True, *_OFF)
+    ),
+    Row("config.param_offload", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "config.param_offload",
-        _CH,
+        CHANGES,
         "verl moves weights to the CPU while it generates and back to train, and nothing generates "
         "here between steps; for less memory in training write `cpu_offload: true`",
         (True,),
     ),
-    Row("config.optimizer_offload", _NOT, "off is what is done here", _OFF),
+    Row("config.optimizer_offload", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "config.optimizer_offload",
-        _C,
+        CONVERTED,
         "the optimizer's state is in CPU memory between steps",
         (True,),
         STATE_ON_CPU,
     ),
-    Row("config.forward_prefetch", _NOT, "torch's own prefetch", _OFF),
-    Row("config.forward_prefetch", _C, "one unit ahead", (True,), {"forward_prefetch": 1}),
-    Row("config.use_orig_params", _NOT, "FSDP2 keeps the original parameters"),
-    Row("config.model_dtype", _NOT, "weights are in fp32, as here", _FULL),
+    Row("config.forward_prefetch", NOT_NEEDED, "torch's own prefetch", _OFF),
+    Row("config.forward_prefetch", CONVERTED, "one unit ahead", (True,), {"forward_prefetch": 1}),
+    Row("config.use_orig_params", NOT_NEEDED, "FSDP2 keeps the original parameters"),
+    Row("config.model_dtype", NOT_NEEDED, "weights are in fp32, as here", _FULL),
     Row(
         "config.model_dtype",
-        _DEC,
+        DECISION,
         "verl keeps the weights themselves in 16 bits, which loses small steps; here they are as "
         "the model gives them, and 16 bits are for computing",
         _is_low,
         options=("model_dtype=fp32",),
     ),
-    Row("config.dtype", _NOT, "null is bf16", (None,)),
+    Row("config.dtype", NOT_NEEDED, "null is bf16", (None,)),
     _dtype_row("config.dtype", "param_dtype"),
     _dtype_row("config.mixed_precision.param_dtype", "param_dtype"),
     _dtype_row("config.mixed_precision.reduce_dtype", "reduce_dtype"),
-    Row("config.mixed_precision.buffer_dtype", _NOT, "buffers keep their dtype"),
-    Row("config.wrap_policy.disable", _NOT, "off is what is done here", _OFF),
-    Row("config.wrap_policy.min_num_params", _NOT, "0 sets no size", (0, None)),
+    Row("config.mixed_precision.buffer_dtype", NOT_NEEDED, "buffers keep their dtype"),
+    Row("config.wrap_policy.disable", NOT_NEEDED, "off is what is done here", _OFF),
+    Row("config.wrap_policy.min_num_params", NOT_NEEDED, "0 sets no size", (0, None)),
     Row(
         "config.wrap_policy.min_num_params",
-        _R,
+        RENAMED,
         "`wrap_policy.min_num_params`",
         is_number,
         min_num_params,
     ),
     Row(
         "config.wrap_policy.transformer_layer_cls_to_wrap",
-        _R,
+        RENAMED,
         "`wrap_policy.classes`",
         is_names,
         wrap_classes,
     ),
-    Row("config.wrap_policy.transformer_layer_cls_to_wrap", _NOT, "the model's blocks", (None, [])),
-    Row("config.use_torch_compile", _NOT, "compiles the entropy of a policy, not the model"),
-    Row("config.entropy_from_logits_with_chunking", _NOT, _LOSS),
-    Row("config.entropy_checkpointing", _NOT, _LOSS),
+    Row(
+        "config.wrap_policy.transformer_layer_cls_to_wrap",
+        NOT_NEEDED,
+        "the model's blocks",
+        (None, []),
+    ),
+    Row("config.use_torch_compile", NOT_NEEDED, "compiles the entropy of a policy, not the model"),
+    Row("config.entropy_from_logits_with_chunking", NOT_NEEDED, _LOSS),
+    Row("config.entropy_checkpointing", NOT_NEEDED, _LOSS),
     *(
-        Row(f"config.{name}", _NOT, "the run's own `seed` and settings of torch say it")
+        Row(f"config.{name}", NOT_NEEDED, "the run's own `seed` and settings of torch say it")
         for name in ("seed", "full_determinism")
     ),
-    Row("config.grad_offload", _NOT, "only for Megatron"),
+    Row("config.grad_offload", NOT_NEEDED, "only for Megatron"),
     *(
-        Row(f"config.{name}", _NOT, _BATCH)
+        Row(f"config.{name}", NOT_NEEDED, _BATCH)
         for name in (
             *("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu"),
             *("infer_max_token_len_per_gpu", "infer_micro_batch_size_per_gpu"),
             *("use_fused_kernels", "use_remove_padding"),
         )
     ),
-    Row("config.forward_only", _NOT, "off is what is done here", _OFF),
+    Row("config.forward_only", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "config.forward_only",
-        _DEC,
+        DECISION,
         "a model that is not trained needs no shards of an optimizer, and no run here",
         (True,),
         options=("forward_only=false", "take the whole model out"),
@@ -362,7 +394,7 @@ _VERL_AROUND = (
     *sequence_rows(_DEGREE, method="ulysses"),
     Row(
         "model.enable_activation_offload",
-        _C,
+        CONVERTED,
         "what checkpointed blocks save is kept in CPU memory",
         (True,),
         OFFLOADED,
@@ -395,7 +427,7 @@ VERL = Dialect(
     _VERL_ROWS,
     (
         *moved_rows(_VERL_AROUND),
-        Row("*.strategy", _UN, _FOREIGN_ENGINE, _ENGINES, options=(_FOREIGN_OPTION,)),
+        Row("*.strategy", UNSUPPORTED, _FOREIGN_ENGINE, _ENGINES, options=(_FOREIGN_OPTION,)),
     ),
     _VERL_AROUND,
     _finish_verl,

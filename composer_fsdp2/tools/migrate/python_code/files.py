@@ -60,10 +60,9 @@ def migrate_code(path: Path) -> list[CodeFile]:
             f"path of Python code, absolute or from {Path.cwd()}."
         )
     files: list[CodeFile] = []
-    problems: list[CodeFile] = []
 
     def note(error: OSError) -> None:
-        problems.append(CodeFile(Path(error.filename), problem=error.strerror or str(error)))
+        files.append(CodeFile(Path(error.filename), problem=error.strerror or str(error)))
 
     # Links to folders are not followed, so there are no loops and nothing outside is read.
     for folder, subfolders, names in os.walk(path, onerror=note):
@@ -71,12 +70,12 @@ def migrate_code(path: Path) -> list[CodeFile]:
         found = (Path(folder, name) for name in sorted(names) if name.endswith((".py", NOTEBOOK)))
         # A pipe would wait for ever; a link that leads nowhere is reported when it is read.
         files += [_examine(file) for file in found if file.is_file() or not file.exists()]
-    if not files and not problems:
+    if not files:
         raise ConfigError(
             f"'{path}' has no Python file. There is nothing to look through. Give a file, or a "
             "folder with files *.py or *.ipynb that is not hidden and no virtual environment."
         )
-    return files + problems
+    return files
 
 
 def _examine(path: Path) -> CodeFile:
@@ -94,9 +93,8 @@ def _examine(path: Path) -> CodeFile:
 
 
 def _is_wanted(folder: Path) -> bool:
-    if folder.name.startswith(".") or folder.name in _SKIPPED:
-        return False
-    return not any((folder / name).exists() for name in _ENVIRONMENT)
+    is_hidden = folder.name.startswith(".") or folder.name in _SKIPPED
+    return not is_hidden and not any((folder / name).exists() for name in _ENVIRONMENT)
 
 
 # --- The report, as text and as data. ---

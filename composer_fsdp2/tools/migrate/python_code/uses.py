@@ -87,7 +87,7 @@ _CONFIG_NAMES = frozenset(name for row in _KEYS.values() for name in row.owners)
 """arguments that hold such a configuration"""
 
 _COLLECTIONS = ("parameters", "named_parameters", "state_dict", "get_model_state_dict")
-_TENSORS = ("grad", "weight", "bias")
+_TENSORS = {"grad", "weight", "bias"}
 _OTHER_STATE = re.compile("sched|scaler|sampler|loader|timestamp|metric", re.IGNORECASE)
 _WHOLE_OR_LOCAL = {
     *("full_tensor", "to_local", "numel", "nelement", "size", "shape", "dim", "ndim", "dtype"),
@@ -118,16 +118,16 @@ def _dotted(node: ast.AST) -> str:
 
 def _last_name(node: ast.AST) -> str:
     """Returns the name after the last dot, or an empty text."""
-    if isinstance(node, ast.Attribute):
-        return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    return getattr(node, "attr", getattr(node, "id", ""))
 
 
 def _is_collection(node: ast.AST) -> bool:
     """Returns whether an expression calls for all parameters or a state dict of them."""
-    if not isinstance(node, ast.Call) or _last_name(node.func) not in _COLLECTIONS:
-        return False
-    return not _OTHER_STATE.search(ast.unparse(node.func))
+    return (
+        isinstance(node, ast.Call)
+        and _last_name(node.func) in _COLLECTIONS
+        and not _OTHER_STATE.search(ast.unparse(node.func))
+    )
 
 
 class _Names:
@@ -159,32 +159,30 @@ class _Names:
     def meanings(self, node: ast.AST) -> dict[str, bool]:
         """Returns the full names that an expression may stand for, and whether that is certain."""
         text = _dotted(node)
-        if text in self._meanings:
-            return self._meanings[text]
-        found = self._meanings[text] = {}
-        left, seen = [(text, True)], set[str]()
-        while left:
-            name, certain = left.pop()
-            head, dot, rest = name.partition(".")
-            certain = certain and head not in self.bound
-            found |= {f"{full}{dot}{rest}": certain for full in self.imported.get(head, ())}
-            if head not in seen:
-                left += [(f"{other}{dot}{rest}", certain) for other in self.aliases.get(head, ())]
-            seen.add(head)
-            if head not in self.imported and head not in self.aliases and head not in self.bound:
-                found |= {f"{module}.{name}": False for module in self.wildcards}
+        if text not in self._meanings:
+            self._meanings[text] = self._full_names(text, ())
+        return self._meanings[text]
+
+    def _full_names(self, name: str, seen: tuple[str, ...]) -> dict[str, bool]:
+        """Follows a name through assignments to imports; `seen` are names that were followed."""
+        head, dot, rest = name.partition(".")
+        certain = head not in self.bound
+        found = {f"{full}{dot}{rest}": certain for full in self.imported.get(head, ())}
+        for other in () if head in seen else self.aliases.get(head, ()):
+            inner = self._full_names(f"{other}{dot}{rest}", (*seen, head))
+            found |= {full: certain and is_certain for full, is_certain in inner.items()}
+        if head not in self.imported and head not in self.aliases and certain:
+            found |= {f"{module}.{name}": False for module in self.wildcards}
         return found
 
     def holds_shards(self, node: ast.AST) -> bool:
         """Returns whether an expression is made of parameters, gradients or a state dict."""
-        found = False
-        for part in ast.walk(node):
-            if isinstance(part, ast.Attribute) and part.attr in _WHOLE_OR_LOCAL:
-                return False
-            found |= isinstance(part, ast.Attribute) and part.attr in _TENSORS
-            found |= isinstance(part, ast.Name) and part.id in self.shards
-            found |= _is_collection(part)
-        return found
+        parts = list(ast.walk(node))
+        names = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        if names & _WHOLE_OR_LOCAL:
+            return False
+        held = any(isinstance(part, ast.Name) and part.id in self.shards for part in parts)
+        return held or bool(names & _TENSORS) or any(map(_is_collection, parts))
 
     def _read_bindings(self, nodes: list[ast.AST]) -> None:
         """Reads imports, aliases and all other bindings."""
@@ -316,9 +314,6 @@ class _Finder(ast.NodeVisitor):
             if not self._report(row, alias):
                 self._report(_LOOSE_NAMES.get(alias.name), alias, certain=False)
 
-    def visit_Name(self, node: ast.Name) -> None:
-        self._find_name(node)
-
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if self._find_name(node):
             return
@@ -347,6 +342,8 @@ class _Finder(ast.NodeVisitor):
                 return True
         return False
 
+    visit_Name = _find_name
+
     # --- Calls. ---
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -355,12 +352,16 @@ class _Finder(ast.NodeVisitor):
             callee, given = given[0], given[1:]
         names = self.names.meanings(callee)
         self.calls[node.func] = node
-        for keyword in node.keywords:
-            self._check_argument(keyword.arg or "", keyword, keyword.value, names)
-        for row, position in _POSITIONAL:
-            is_given = len(given) > position and names.keys() & set(row.homes)
-            if is_given and not isinstance(given[position], ast.Starred):
-                self._check_argument(row.names[0], given[position], given[position], names)
+        arguments = [(keyword.arg or "", keyword, keyword.value) for keyword in node.keywords]
+        arguments += [
+            (row.names[0], given[position], given[position])
+            for row, position in _POSITIONAL
+            if len(given) > position
+            and names.keys() & set(row.homes)
+            and not isinstance(given[position], ast.Starred)
+        ]
+        for name, place, value in arguments:
+            self._check_argument(name, place, value, names)
         if _dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
             self.checks.update(ast.walk(node.args[1]))
         if isinstance(node.func, ast.Attribute) and given and node.func.attr in ("get", "pop"):
