@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as File
 from typing import Any
 
@@ -100,31 +100,35 @@ class Document:
                 if len(pairs) > 1 and place[-1] != "<<"
             }
 
-    def replace(self, site: Site, entries: list[Entry]) -> Document:
-        """Returns the file with the site's keys replaced by what the entries became.
+    def replace(self, results: Sequence[tuple[Site, list[Entry]]]) -> Document:
+        """Returns the file with the keys of each site replaced by what its entries became.
 
         Raises:
-            ConfigError: the site cannot be replaced line by line.
+            ConfigError: a site cannot be replaced line by line.
         """
-        parent = self._node(site.parent)
-        if parent is not None and parent.flow_style and site.parent:
-            return self._replace_braces(site.parent).replace(site, entries)
-        spans = [
-            (key, *self._span(key, value))
-            for key, value in ([] if parent is None else parent.value)
-            if str(key.value) in site.keys
-        ]
-        if parent is None or parent.flow_style or not spans:
-            raise ConfigError(
-                f"'{'.'.join(site.parent) or self.name}' is written in braces, by an alias or as "
-                "`${...}`. Its lines cannot be replaced without touching others. Write it as "
-                "a block, one key per line."
-            )
-        block = self._block(site, spans, entries)
+        parents = [self._node(site.parent) for site, _ in results]
+        for parent, (site, _) in zip(parents, results, strict=True):
+            if parent is not None and parent.flow_style and site.parent:
+                return self._replace_braces(site.parent).replace(results)
+        edits: list[tuple[int, int, list[str]]] = []
+        for parent, (site, entries) in zip(parents, results, strict=True):
+            spans = [
+                (key, *self._span(key, value))
+                for key, value in ([] if parent is None else parent.value)
+                if str(key.value) in site.keys
+            ]
+            if parent is None or parent.flow_style or not spans:
+                raise ConfigError(
+                    f"'{'.'.join(site.parent) or self.name}' is written in braces, by an alias or "
+                    "as `${...}`. Its lines cannot be replaced without touching others. Write it "
+                    "as a block, one key per line."
+                )
+            # Comments of later keys move into the block, at the place of the first one.
+            edits += [(start, end, []) for _, start, end in spans[1:]]
+            edits.append((*spans[0][1:], self._ended(self._block(site, spans, entries))))
         lines = list(self.whole)
-        for position, (_, start, end) in reversed(list(enumerate(spans))):
-            # Comments of later keys moved into the block, at the place of the first one.
-            lines[start:end] = self._ended(block) if position == 0 else []
+        for start, end, block in sorted(edits, reverse=True):
+            lines[start:end] = block
         return Document("".join(lines), self.name, is_new=True)
 
     def noted(self, entries: list[Entry]) -> Document:
@@ -157,11 +161,6 @@ class Document:
                 return True
             number -= 1
         return False
-
-    def first_line(self, site: Site) -> int:
-        """Returns where the mapping of a site begins."""
-        node = self._node(site.parent)
-        return -1 if node is None else node.start_mark.line
 
     def _ended(self, lines: list[str]) -> list[str]:
         return [line + (self.end or "\n") for line in lines]

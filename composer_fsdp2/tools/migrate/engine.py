@@ -94,17 +94,15 @@ def migrate(
         ConfigError: it cannot be read, is in another dialect, or a decision fits no key.
     """
     text, mark = text.removeprefix(_BYTE_ORDER_MARK), text.startswith(_BYTE_ORDER_MARK)
-    document = new = Document(text, name)
+    document = Document(text, name)
     data = _resolve(document)
     spoken = _choose(data, dialect, name)
     sites, in_file = spoken.find(data), spoken.ranks(data)
     ranks = (world_size or in_file[0], gpus_per_node or in_file[1])
     work = _Work(document, data, spoken, dict(decisions or {}), ranks, folder)
-    entries: list[Entry] = []
-    # From the last to the first, so that the lines of the others stay where they are.
-    for site in sorted(sites, key=document.first_line, reverse=True):
-        found = work.site(site)
-        new, entries = new.replace(site, found), found + entries
+    results = [(site, work.site(site)) for site in sites]
+    new = document.replace(results) if results else document
+    entries = [entry for _, found in results for entry in found]
     replaced = {entry.path for entry in entries}
     if twice := sorted(".".join(path) for path in document.duplicates if path not in replaced):
         raise ConfigError(
