@@ -325,7 +325,8 @@ TOLERANCES: Mapping[str, float] = {
 """largest relative difference by precision"""
 
 _ROWS, _EDGE = 40, 3
-_VALUE, _SHARE = 12, 11
+_PARTS = ("old", "new", "relative_difference")
+"""of a quantity in a step, as JSON and CSV name them"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,15 +353,16 @@ class Comparison:
     new: tuple[Step, ...]
     tolerance: float
 
-    def difference(self, index: int, quantity: str) -> float:
-        """Returns the relative difference of a step, by its place."""
-        old, new = self.old[index], self.new[index]
-        return relative_difference(getattr(old, quantity), getattr(new, quantity))
+    def values(self, quantity: str) -> list[tuple[float, float, float]]:
+        """Returns the old value, the new one and their relative difference of each step."""
+        pairs = zip(self.old, self.new, strict=True)
+        found = ((getattr(old, quantity), getattr(new, quantity)) for old, new in pairs)
+        return [(old, new, relative_difference(old, new)) for old, new in found]
 
     def largest(self, quantity: str) -> tuple[float, int]:
         """Returns the largest difference of a quantity, and the first step that has it."""
-        found = [self.difference(index, quantity) for index in range(len(self.old))]
-        return max(found), self.old[found.index(max(found))].number
+        shares = [share for *_, share in self.values(quantity)]
+        return max(shares), self.old[shares.index(max(shares))].number
 
     @property
     def within(self) -> bool:
@@ -372,23 +374,18 @@ class Comparison:
         count = len(self.old)
         every = 1 if count <= _ROWS else math.ceil(count / (_ROWS - 2 * _EDGE))
         worst = {self.largest(quantity)[1] for quantity in QUANTITIES}
-        width = 2 * _VALUE + _SHARE
-        heads = "".join(f"   {name:^{width}}" for name in QUANTITIES.values())
-        names = f"   {'old':>{_VALUE}}{'new':>{_VALUE}}{'relative':>{_SHARE}}" * len(QUANTITIES)
+        heads = "".join(f"   {name:^35}" for name in QUANTITIES.values())
+        names = f"   {'old':>12}{'new':>12}{'relative':>11}" * len(QUANTITIES)
         lines = [f"{'':5}{heads}".rstrip(), f"{'step':>5}{names}"]
-        for index, (old, new) in enumerate(zip(self.old, self.new, strict=True)):
-            inside = _EDGE <= index < count - _EDGE
-            if inside and index % every and old.number not in worst:
-                continue
-            line = f"{old.number:5}"
-            for quantity in QUANTITIES:
-                share = self.difference(index, quantity)
-                mark = "*" if share > self.tolerance else " "
-                values = (
-                    f"{getattr(old, quantity):#{_VALUE}.6g}{getattr(new, quantity):#{_VALUE}.6g}"
+        for index, step in enumerate(zip(*map(self.values, QUANTITIES), strict=True)):
+            number = self.old[index].number
+            is_edge = not _EDGE <= index < count - _EDGE
+            if is_edge or index % every == 0 or number in worst:
+                columns = (
+                    f"   {old:#12.6g}{new:#12.6g}{share:10.1e}{'*' if share > self.tolerance else ' '}"
+                    for old, new, share in step
                 )
-                line += f"   {values}{share:{_SHARE - 1}.1e}{mark}"
-            lines.append(line.rstrip())
+                lines.append(f"{number:5}{''.join(columns)}".rstrip())
         if len(lines) - 2 < count:
             lines.append(f"{len(lines) - 2} of {count} steps are shown.")
         return lines
@@ -402,11 +399,11 @@ class Comparison:
         found = {name: self.largest(quantity) for quantity, name in QUANTITIES.items()}
         largest = ", ".join(f"{name} {v:.1e} at step {step}" for name, (v, step) in found.items())
         lines = [f"Largest relative difference: {largest}"]
-        pairs = zip(self.old, self.new, strict=True)
+        values = zip(*map(self.values, QUANTITIES), strict=True)
         steps = [
-            old.number
-            for old, new in pairs
-            if not all(math.isfinite(getattr(s, q)) for s in (old, new) for q in QUANTITIES)
+            step.number
+            for step, found in zip(self.old, values, strict=True)
+            if not all(math.isfinite(value) for old, new, _ in found for value in (old, new))
         ]
         if steps:
             lines.append(
@@ -418,6 +415,10 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values; those that are not finite as text, since JSON has none."""
         largest = {quantity: self.largest(quantity) for quantity in QUANTITIES}
+        steps: list[dict[str, Any]] = [{"step": step.number} for step in self.old]
+        for quantity in QUANTITIES:
+            for step, values in zip(steps, self.values(quantity), strict=True):
+                step[quantity] = dict(zip(_PARTS, map(_plain, values), strict=True))
         return {
             "tolerance": self.tolerance,
             "within": self.within,
@@ -425,29 +426,17 @@ class Comparison:
                 quantity: {"relative_difference": _plain(value), "step": step}
                 for quantity, (value, step) in largest.items()
             },
-            "steps": [
-                {"step": step.number, **{q: self._values(index, q) for q in QUANTITIES}}
-                for index, step in enumerate(self.old)
-            ],
+            "steps": steps,
         }
 
     def write_csv(self, file: Path) -> None:
         """Writes one line per step, in full precision."""
+        rows = zip(self.old, *map(self.values, QUANTITIES), strict=True)
         with file.open("w", newline="", encoding="utf-8") as stream:
             writer = csv.writer(stream)
-            parts = ("old", "new", "relative_difference")
-            writer.writerow(["step", *(f"{q}_{part}" for q in QUANTITIES for part in parts)])
-            for index, step in enumerate(self.old):
-                rows = (self._values(index, quantity) for quantity in QUANTITIES)
-                writer.writerow([step.number, *(value for row in rows for value in row.values())])
-
-    def _values(self, index: int, quantity: str) -> dict[str, float | str]:
-        """Returns both values of a step and how far they are apart."""
-        return {
-            "old": _plain(getattr(self.old[index], quantity)),
-            "new": _plain(getattr(self.new[index], quantity)),
-            "relative_difference": _plain(self.difference(index, quantity)),
-        }
+            writer.writerow(["step", *(f"{q}_{part}" for q in QUANTITIES for part in _PARTS)])
+            for step, *found in rows:
+                writer.writerow([step.number, *(_plain(v) for values in found for v in values)])
 
 
 def relative_difference(old: float, new: float) -> float:

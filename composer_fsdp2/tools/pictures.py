@@ -310,13 +310,11 @@ def comparison_picture(
         numbers = [step.number for step in comparison.old]
         for (above, below), quantity in zip(axes.T, quantities, strict=True):
             # The new run is drawn over the old one, so the line below is wide.
-            old = [getattr(step, quantity) for step in comparison.old]
-            new = [getattr(step, quantity) for step in comparison.new]
+            old, new, shares = zip(*comparison.values(quantity), strict=True)
             above.plot(numbers, old, label=names[0], lw=5, color=COLORS["orange"])
             above.plot(numbers, new, label=names[1], lw=1.6, color=COLORS["blue"])
             above.set_ylabel(QUANTITIES[quantity])
             above.legend()
-            shares = [comparison.difference(index, quantity) for index in range(len(numbers))]
             # Steps that are equal to the last bit have no dot on a logarithmic axis.
             shown = [share if 0 < share < math.inf else math.nan for share in shares]
             below.plot(numbers, shown, ".", color=COLORS["blue"])

@@ -293,7 +293,7 @@ def _converted(context: Context) -> dict[str, Any]:
 def _drop_monolith(context: Context, default: str) -> None:
     entry = context.entries.get("load_monolith_rank0_only")
     kind = str(context.value("state_dict_type", default)).lower()
-    if entry is not None and entry.value is True and kind == "sharded":
+    if entry and entry.value is True and kind == "sharded":
         entry.become(NOT_NEEDED, "has no effect on sharded checkpoints")
 
 

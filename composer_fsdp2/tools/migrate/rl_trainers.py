@@ -73,11 +73,6 @@ def _precision(value: Any) -> dict[str, Any]:
     return {"precision": name} if name else {}
 
 
-def _is_everyone(value: Any) -> bool:
-    """Nothing or a number below 2."""
-    return value is None or (isinstance(value, int) and value <= 1)
-
-
 _ROLL_ROWS = (
     Row(
         "fsdp_size",
@@ -86,7 +81,7 @@ _ROLL_ROWS = (
         is_size,
         lambda value: {SHARD: value, REPLICATE: -1},
     ),
-    Row("fsdp_size", NOT_NEEDED, "1 or less is all ranks, the default", _is_everyone),
+    Row("fsdp_size", NOT_NEEDED, "1 or less is all ranks, the default", (None, -1, 0, 1)),
     _dtype_row("param_dtype", "param_dtype", _precision),
     _dtype_row("reduce_dtype", "reduce_dtype"),
     Row(
@@ -234,11 +229,6 @@ _FOREIGN_ENGINE = "this model is divided by another engine, which has no equal h
 _FOREIGN_OPTION = "leave it to that engine, or give it settings of FSDP first"
 
 
-def _is_megatron(value: Any) -> bool:
-    """A strategy of Megatron."""
-    return isinstance(value, str) and value.startswith("megatron")
-
-
 _FREEZE = "frozen parameters are sharded like the others; freezing stays with the trainer"
 
 ROLL = Dialect(
@@ -252,7 +242,7 @@ ROLL = Dialect(
             "*.strategy_name",
             UNSUPPORTED,
             _FOREIGN_ENGINE,
-            _is_megatron,
+            ("megatron_train", "megatron_infer"),
             options=(_FOREIGN_OPTION,),
         ),
         Row("*.freeze_module_prefix", KEPT, _FREEZE),
@@ -268,11 +258,6 @@ _DEGREE = "ulysses_sequence_parallel_size"
 _OWN = ("model_dtype", "param_offload", "optimizer_offload", "offload_policy", "fsdp_size")
 """keys of a block that no other trainer's has"""
 _FULL = ("fp32", "float32", "float", None)
-
-
-def _is_low(value: Any) -> bool:
-    """A dtype of 16 bits."""
-    return str(value).lower() in ("bf16", "bfloat16", "fp16", "float16", "half")
 
 
 _BATCH = "LLM Foundry's batch sizes and the model say it"
@@ -333,7 +318,7 @@ _VERL_ROWS = (
         DECISION,
         "verl keeps the weights themselves in 16 bits, which loses small steps; here they are as "
         "the model gives them, and 16 bits are for computing",
-        _is_low,
+        ("bf16", "bfloat16", "fp16", "float16", "half"),
         options=("model_dtype=fp32",),
     ),
     Row("config.dtype", NOT_NEEDED, "null is bf16", (None,)),

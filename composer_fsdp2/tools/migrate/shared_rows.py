@@ -77,12 +77,12 @@ STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
 
 def is_size(value: Any) -> bool:
     """A number above 1."""
-    return is_count(value) and value > 1
+    return type(value) is int and value > 1
 
 
 def is_count(value: Any) -> bool:
     """A number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return type(value) is int and value > 0
 
 
 def is_number(value: Any) -> bool:
@@ -105,19 +105,18 @@ def is_names(value: Any) -> bool:
 
 def _is_norm(value: Any) -> bool:
     """A number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return type(value) in (int, float) and value > 0
 
 
 def asks_for_nothing(value: Any) -> bool:
     """A block without a size above 1."""
     if not isinstance(value, Mapping):
         return value in (None, False, 0, 1)
-    sizes = (
-        item
+    return all(
+        asks_for_nothing(item)
         for key, item in value.items()
         if isinstance(item, Mapping) or re.search("size|stages", str(key))
     )
-    return all(map(asks_for_nothing, sizes))
 
 
 def wrap_classes(value: Any) -> dict[str, Any]:
@@ -184,10 +183,10 @@ def degree_rows(key: str, nothing: Any) -> tuple[Row, ...]:
 
 def _tensor_size(value: Any) -> Any:
     """Returns the degree in DeepSpeed's block, or the value itself."""
-    if not isinstance(value, Mapping):
-        return value
-    names = ("autotp_size", "tp_size", "tp", "tensor_parallel")
-    return _tensor_size(next((value[name] for name in names if name in value), 1))
+    while isinstance(value, Mapping):
+        names = ("autotp_size", "tp_size", "tp", "tensor_parallel")
+        value = next((value[name] for name in names if name in value), 1)
+    return value
 
 
 def _has_tensor_size(value: Any) -> bool:
@@ -217,8 +216,7 @@ def _composers_degree(value: Any) -> Any:
 def _is_composers(value: Any) -> bool:
     """A mapping with a degree, and perhaps a `layer_plan`."""
     known = {"strategy", "degree", "tensor_parallel_degree", "layer_plan"}
-    is_known = isinstance(value, Mapping) and known.issuperset(value)
-    return is_known and is_size(_composers_degree(value))
+    return isinstance(value, Mapping) and known >= {*value} and is_size(_composers_degree(value))
 
 
 def _is_strategy(value: Any) -> bool:
@@ -291,8 +289,8 @@ def parallel_rows(key: str, kind: str) -> tuple[Row, ...]:
 def stages(key: str) -> tuple[Row, ...]:
     """Returns the rows of DeepSpeed's stage."""
     two = {"reshard_after_forward": False}
-    less = "gradients are sharded too, as in ZeRO-2: less memory, the same result"
     kept = "ZeRO-2: gradients and optimizer are sharded, parameters kept until after backward"
+    less = "gradients are sharded too, as in ZeRO-2: less memory, the same result"
     return (
         Row(key, CONVERTED, "ZeRO-3", (3, "3"), {"reshard_after_forward": "auto"}),
         Row(key, CONVERTED, kept, (2, "2"), two),
@@ -335,35 +333,37 @@ def gather_rows(key: str) -> tuple[Row, ...]:
 
 def backend_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of a key that names a library for fp8."""
-    other = "torchao multiplies in fp8 here; another library scales otherwise"
     return (
         Row(key, NOT_NEEDED, "torchao, as here", ("AO", "torchao")),
-        Row(key, CHANGES, other, ("TE", "MSAMP", "MS-AMP", "AUTO", None)),
+        Row(
+            key,
+            CHANGES,
+            "torchao multiplies in fp8 here; another library scales otherwise",
+            ("TE", "MSAMP", "MS-AMP", "AUTO", None),
+        ),
     )
 
 
 def join_fp8(context: Context) -> None:
     """Writes details of fp8 to the entry of its switch; without a switch they say nothing."""
-    entries = context.entries.values()
-    switch = next((entry for entry in entries if entry.becomes.get("fp8") is True), None)
-    details = dict[str, Any]()
-    for entry in entries:
-        if isinstance(entry.becomes.get("fp8"), Mapping):
-            details |= entry.becomes.pop("fp8")
-            if switch is None:
-                entry.become(NOT_NEEDED, "fp8 is off")
-    if switch is not None and details:
-        switch.becomes["fp8"] = details
+    entries = [entry for entry in context.entries.values() if "fp8" in entry.becomes]
+    switch = next((entry for entry in entries if entry.becomes["fp8"] is True), None)
+    for entry in (entry for entry in entries if entry.becomes["fp8"] is not True):
+        details = entry.becomes.pop("fp8")
+        if switch is None:
+            entry.become(NOT_NEEDED, "fp8 is off")
+        else:
+            before = switch.becomes["fp8"]
+            switch.becomes["fp8"] = details if before is True else {**before, **details}
 
 
 def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None:
     """Writes out a precision that the file leaves to its trainer, whose default is another one."""
-    said = [context.entries[key] for key in keys if key in context.entries]
-    if any(entry.is_open or entry.beside for entry in said) or "precision" in context.parent:
-        return
-    reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
-    path = (*context.site.parent, "precision")
-    context.added.append(Entry(path, None, ADDED, reason, {}, beside={"precision": "fp32"}))
+    said = (context.entries[key] for key in keys if key in context.entries)
+    if "precision" not in context.parent and not any(e.is_open or e.beside for e in said):
+        reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
+        path = (*context.site.parent, "precision")
+        context.added.append(Entry(path, None, ADDED, reason, {}, beside={"precision": "fp32"}))
 
 
 def add_dtypes(context: Context, trainer: str, **defaults: str) -> None:
