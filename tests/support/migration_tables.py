@@ -82,7 +82,9 @@ def _line(cells: Iterable[str]) -> str:
 
 def _cells(row: Row, entry: Entry, rows: tuple[Row, ...]) -> tuple[str, ...]:
     is_first = next(other for other in rows if other.key == row.key) is row
-    decide = ", ".join(_option(option) for option in row.options)
+    # An option names the key as the file has it, and the page without the mappings around it.
+    around = f"{'.'.join(entry.path[:-1])}."
+    decide = ", ".join(_option(option.removeprefix(around)) for option in entry.options)
     return (
         f"`{_key(row, entry)}`",
         _values(row, entry, "any" if is_first else _OTHER),

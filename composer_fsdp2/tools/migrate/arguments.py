@@ -134,8 +134,8 @@ CHECKPOINTING_ROWS = (
 
 
 def _auto(key: str) -> Row:
-    options = (f"{key}=true", f"{key}=false")
-    return Row(key, DECISION, "it depends on the GPU that trains", ("auto",), options=options)
+    reason = "it depends on the GPU that trains"
+    return Row(key, DECISION, reason, ("auto",), options=("=true", "=false"))
 
 
 PRECISION_ROWS = (
@@ -187,7 +187,7 @@ _ARGUMENTS = (
         DECISION,
         "it names several strategies, and a run has one",
         _is_contradicting,
-        options=("fsdp=full_shard auto_wrap", "fsdp=shard_grad_op auto_wrap"),
+        options=("=full_shard auto_wrap", "=shard_grad_op auto_wrap"),
     ),
     Row("fsdp", CHANGES, _ONE_UNIT, _is_unwrapped, _from_words),
     Row("fsdp", CONVERTED, "each word is one setting", _is_known, _from_words),

@@ -105,7 +105,7 @@ def _switch(name: str, dtype: str) -> tuple[Row, ...]:
             DECISION,
             "the trainer that reads the file fills it in",
             ("auto",),
-            options=(f"{name}.enabled=true", f"{name}.enabled=false"),
+            options=("=true", "=false"),
         ),
     )
 
@@ -120,9 +120,9 @@ def _offload(name: str, reason: str, settings: Any) -> tuple[Row, ...]:
             DECISION,
             "names a device that is not known here",
             _is_elsewhere,
-            options=(f"{key}={{device: cpu}}", f"{key}=null"),
+            options=("={device: cpu}", "=null"),
         ),
-        Row(key, UNSUPPORTED, "there is CPU memory, no NVMe", options=(f"{key}=null",)),
+        Row(key, UNSUPPORTED, "there is CPU memory, no NVMe", options=("=null",)),
     )
 
 
@@ -131,7 +131,7 @@ def _unless_off(name: str, reason: str) -> tuple[Row, ...]:
     key = f"{_ZERO}.{name}"
     return (
         Row(key, NOT_NEEDED, "off is what FSDP2 does", (False, None)),
-        Row(key, UNSUPPORTED, reason, options=(f"{key}=null",)),
+        Row(key, UNSUPPORTED, reason, options=("=null",)),
     )
 
 
@@ -146,7 +146,7 @@ def _gathered(name: str) -> tuple[Row, ...]:
 def _besides(key: str) -> tuple[Row, ...]:
     """Rows of another trainer's key, which would be a second way to shard."""
     reason = "DeepSpeed's settings stand beside it; a run is sharded by one of them"
-    options = (f"{key}=null", "give the file without DeepSpeed's settings")
+    options = ("=null", "give the file without DeepSpeed's settings")
     return (
         Row(key, NOT_NEEDED, "nothing", (None, False, "")),
         Row(key, DECISION, reason, options=options),
@@ -275,7 +275,7 @@ _ROWS = (
         for name in ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
         for row in (
             Row(name, NOT_NEEDED, "off: master weights in fp32, as here", (False, None)),
-            Row(name, UNSUPPORTED, "master weights are in fp32", options=(f"{name}=false",)),
+            Row(name, UNSUPPORTED, "master weights are in fp32", options=("=false",)),
         )
     ),
     Row("bf16.bf16_optimizer_states", NOT_NEEDED, "off: states in fp32, as here", (False, None)),
@@ -291,7 +291,7 @@ _ROWS = (
         DECISION,
         "a static scale; Composer finds its own scale while it trains",
         _loss_scale,
-        options=("fp16.loss_scale=0",),
+        options=("=0",),
     ),
     *(
         Row(
@@ -329,7 +329,7 @@ _ROWS = (
         "amp.enabled",
         DECISION,
         "apex's mixed precision is not torch's",
-        options=("amp.enabled=false", "bf16.enabled=true"),
+        options=("=false", "bf16.enabled=true"),
     ),
     Row("amp.opt_level", NOT_NEEDED, "only for apex"),
     *(row for key in ("tensor_parallel", "autotp_size", "tp_size") for row in block_rows(key)),
@@ -387,9 +387,7 @@ _ROWS = (
     ),
     *(row for key in _OTHERS for row in _besides(key)),
     Row("sparse_gradients", NOT_NEEDED, "gradients are dense", (False, None)),
-    Row(
-        "sparse_gradients", UNSUPPORTED, "gradients are dense", options=("sparse_gradients=false",)
-    ),
+    Row("sparse_gradients", UNSUPPORTED, "gradients are dense", options=("=false",)),
     Row(
         "fp32_allreduce", NOT_NEEDED, "off: gradients are reduced in their own dtype", (False, None)
     ),
@@ -414,7 +412,7 @@ _ROWS = (
         DECISION,
         "the trainer that reads the file fills it in",
         ("auto",),
-        options=("gradient_clipping=1.0", "gradient_clipping=null"),
+        options=("=1.0", "=null"),
     ),
 )
 
@@ -501,8 +499,8 @@ def fill_in(context: Context, prefix: str, key: str, value: Any) -> None:
     row = next((row for row in _ROWS if row.key == key and row.matches(value)), None)
     if not (entry and entry.value == "auto" and row) or value is None or row.status is DECISION:
         return
-    entry.become(row.status, f"{row.reason}; the trainer fills in {value}", **row.becomes(value))
-    entry.beside = row.beside(value)
+    entry.follow(row, value)
+    entry.reason += f"; the trainer fills in {value}"
 
 
 DEEPSPEED = Dialect("deepspeed", "DeepSpeed ZeRO", _site, _ROWS, finish=_finish, nested=False)

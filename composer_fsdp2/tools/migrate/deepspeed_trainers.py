@@ -95,7 +95,7 @@ def _offload(part: str, reason: str, settings: Mapping[str, Any]) -> tuple[Row, 
     return (
         Row(key, NOT_NEEDED, "none is what FSDP2 does", ("none", None, False)),
         Row(key, CHANGES, reason, ("cpu",), settings),
-        Row(key, UNSUPPORTED, "there is CPU memory, no NVMe", ("nvme",), options=(f"{key}=none",)),
+        Row(key, UNSUPPORTED, "there is CPU memory, no NVMe", ("nvme",), options=("=none",)),
         Row(f"offload_{part}_nvme_path", NOT_NEEDED, "only for NVMe"),
     )
 
@@ -138,7 +138,7 @@ _PLUGIN = (
         "enable_msamp",
         UNSUPPORTED,
         "MS-AMP keeps weights and state in fp8; here linear layers multiply in it",
-        options=("enable_msamp=false", "fsdp2.fp8=true"),
+        options=("=false", "fsdp2.fp8=true"),
     ),
     Row("msamp_opt_level", NOT_NEEDED, "only for MS-AMP"),
     Row(

@@ -35,6 +35,7 @@ from composer_fsdp2.tools.migrate.report import (
     Report,
     Row,
     Site,
+    settings_for,
 )
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
 from composer_fsdp2.tools.migrate.signs import foreign_sign, sharding_in
@@ -180,7 +181,8 @@ class _Work:
             row = next((row for row in rows if row.key == key and row.matches(value)), None)
             if row is None or value is None or key in context.entries:
                 continue
-            settings, beside = row.becomes(value), row.beside(value)
+            settings = settings_for(row.settings, value)
+            beside = settings_for(row.trainer, value)
             if new := {**settings, **beside}.keys() - known:
                 block = context.site.wrapper if settings else ()
                 path = (*context.site.parent, *block, ", ".join(sorted(new)))
@@ -211,8 +213,7 @@ class _Work:
                 continue
             row = next((row for row in rows if row.matches(value)), None)
             if row is not None:
-                entry.row, entry.options = row, row.options
-                entry.status, entry.reason = row.status, row.reason
+                entry.follow(row, value)
             elif reason := sharding_in(self.document.data, entry.path, value, parents):
                 entry.decide(reason, "remove it", "move its settings to where the run reads them")
             self._check_twice(entry)
@@ -263,7 +264,7 @@ class _Work:
             if value is None:
                 entry.become(NOT_NEEDED, "taken out by --set")
                 return entry
-        entry.row = row = next((row for row in rows if row.matches(value)), None)
+        row = next((row for row in rows if row.matches(value)), None)
         if row is None:
             known = [str(choice) for row in rows for choice in row.choices]
             entry.decide(
@@ -272,23 +273,13 @@ class _Work:
                 f"{entry.key}=null",
             )
             return entry
-        entry.become(row.status, row.reason, **row.becomes(value))
-        entry.options = tuple(self._addressed(option, entry, row) for option in row.options)
-        entry.beside = row.beside(value)
+        entry.follow(row, value)
         if decided is not None:
             # What --set says is not in the input's text.
             entry.becomes = entry.settings
         else:
             self._check_twice(entry)
         return entry
-
-    def _addressed(self, option: str, entry: Entry, row: Row) -> str:
-        """Returns an option about the entry itself with the key as the file has it."""
-        name, equals, value = option.partition("=")
-        block, _, last = name.rpartition(".")
-        own = f"{block}.{last.removeprefix(self.dialect.prefix)}".lstrip(".")
-        is_own = equals and f".{row.key}".endswith(f".{own}")
-        return f"{entry.key}={value}" if is_own else option
 
     def _check_twice(self, entry: Entry) -> None:
         if values := self.document.duplicates.get(entry.path):

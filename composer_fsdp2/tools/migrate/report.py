@@ -28,6 +28,7 @@ __all__ = [
     "Row",
     "Site",
     "Status",
+    "settings_for",
     "value_at",
 ]
 
@@ -78,7 +79,7 @@ class Row:
     settings: Mapping[str, Any] | Convert = field(default_factory=dict)
     """FSDP2 settings; `SAME` stands for the value"""
     options: tuple[str, ...] = ()
-    """what a user may decide, as `--set` takes it or in words"""
+    """what a user may decide: `=VALUE` for `--set` of this key, `KEY=VALUE` of another, or words"""
     trainer: Mapping[str, Any] | Convert = field(default_factory=dict)
     """settings of LLM Foundry's own, written beside the block"""
 
@@ -93,17 +94,9 @@ class Row:
         """The values it names one by one."""
         return self.when if isinstance(self.when, tuple) else ()
 
-    def becomes(self, value: Any) -> dict[str, Any]:
-        """The FSDP2 settings for a value."""
-        return _for_value(self.settings, value)
 
-    def beside(self, value: Any) -> dict[str, Any]:
-        """The trainer's settings for a value."""
-        return _for_value(self.trainer, value)
-
-
-def _for_value(settings: Mapping[str, Any] | Convert, value: Any) -> dict[str, Any]:
-    # A copy: rows share their mappings, and entries are changed afterwards.
+def settings_for(settings: Mapping[str, Any] | Convert, value: Any) -> dict[str, Any]:
+    """Returns what a row says of a value; a copy, because entries are changed afterwards."""
     return deepcopy(dict(settings(value) if callable(settings) else settings))
 
 
@@ -141,6 +134,13 @@ class Entry:
     def is_open(self) -> bool:
         """Whether something is left to the user, so that nothing is written for it."""
         return self.status in (Status.DECISION, Status.UNSUPPORTED)
+
+    def follow(self, row: Row, value: Any) -> None:
+        """Takes over what a row of the table says of a value."""
+        self.row, self.status, self.reason = row, row.status, row.reason
+        self.becomes = settings_for(row.settings, value)
+        self.beside = settings_for(row.trainer, value)
+        self.options = tuple(f"{self.key}{o}" if o[0] == "=" else o for o in row.options)
 
     def decide(self, reason: str, *options: str) -> None:
         """Makes it the user's decision; nothing is written for it."""

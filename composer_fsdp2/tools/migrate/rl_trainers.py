@@ -147,17 +147,17 @@ _ROLL_ROWS = (
         UNSUPPORTED,
         "experts without a token on a rank are not run there, so single experts cannot be units; "
         "whole layers are, which takes more memory while one is gathered",
-        options=("apply_expert_patch=false",),
+        options=("=false",),
     ),
     Row("ep_size", NOT_NEEDED, "no expert parallelism", (1, None)),
-    Row("ep_size", UNSUPPORTED, "experts are not spread over ranks", options=("ep_size=1",)),
+    Row("ep_size", UNSUPPORTED, "experts are not spread over ranks", options=("=1",)),
     Row("efsdp_size", NOT_NEEDED, "ROLL reads it only with ep_size above 1"),
     Row("moe_use_grouped_mm", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "moe_use_grouped_mm",
         UNSUPPORTED,
         "experts are multiplied as the model does it, not by one grouped kernel",
-        options=("moe_use_grouped_mm=false",),
+        options=("=false",),
     ),
     Row("forward_prefetch", NOT_NEEDED, "torch's own prefetch", (*_OFF, 0)),
     Row("forward_prefetch", CONVERTED, "one unit ahead", (True,), {"forward_prefetch": 1}),
@@ -319,7 +319,7 @@ _VERL_ROWS = (
         "verl keeps the weights themselves in 16 bits, which loses small steps; here they are as "
         "the model gives them, and 16 bits are for computing",
         ("bf16", "bfloat16", "fp16", "float16", "half"),
-        options=("model_dtype=fp32",),
+        options=("=fp32",),
     ),
     Row("config.dtype", NOT_NEEDED, "null is bf16", (None,)),
     _dtype_row("config.dtype", "param_dtype"),
@@ -370,7 +370,7 @@ _VERL_ROWS = (
         DECISION,
         "a model that is not trained needs no shards of an optimizer, and no run here",
         (True,),
-        options=("forward_only=false", "take the whole model out"),
+        options=("=false", "take the whole model out"),
     ),
 )
 

@@ -205,7 +205,7 @@ def block_rows(key: str) -> tuple[Row, ...]:
             _has_tensor_size,
             lambda value: {_TENSOR: _tensor_size(value)},
         ),
-        Row(key, DECISION, "its size is no number", options=(f"{key}=2", f"{key}=null")),
+        Row(key, DECISION, "its size is no number", options=("=2", "=null")),
     )
 
 
@@ -264,7 +264,6 @@ def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> t
         nothing: values that ask for none.
         method: the exchange that the dialect means; `auto` where FSDP2 has another one.
     """
-    name = key.rpartition(".")[2]
     return (
         Row(key, NOT_NEEDED, "no sequence is divided", nothing),
         Row(
@@ -274,7 +273,7 @@ def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> t
             is_size,
             lambda value: {"sequence_parallel": {"degree": value, "method": method}},
         ),
-        Row(key, DECISION, "its value is no number", options=(f"{name}=2", f"{name}=1")),
+        Row(key, DECISION, "its value is no number", options=("=2", "=1")),
     )
 
 
@@ -282,7 +281,7 @@ def parallel_rows(key: str, kind: str) -> tuple[Row, ...]:
     """Returns the rows of a kind of parallelism that FSDP2 runs do not have."""
     return (
         Row(key, NOT_NEEDED, f"no {kind} is asked for", asks_for_nothing),
-        Row(key, UNSUPPORTED, f"{kind} does not go with FSDP2 yet", options=(f"{key}=null",)),
+        Row(key, UNSUPPORTED, f"{kind} does not go with FSDP2 yet", options=("=null",)),
     )
 
 
