@@ -220,66 +220,58 @@ class _Work:
             yield entry
 
     def _walk(self, context: Context, key: str, path: Path, value: Any) -> None:
-        rows = [row for row in self.dialect.rows if row.key == key]
-        is_block = not rows and any(
-            row.key.startswith(f"{key}.") or not key for row in self.dialect.rows
-        )
-        if is_block:
-            value = self._block(context, key, path, value)
-            if key in context.entries and context.entries[key].is_open:
+        """Works out a key of a site, or those of the mapping in it or in the file it names."""
+        name, dialect = ".".join(path), self.dialect
+        rows = [row for row in dialect.rows if row.key == key]
+        is_block = not rows and any(r.key.startswith(f"{key}.") or not key for r in dialect.rows)
+        given = next((g for g in self.decisions if name == g or name.endswith(f".{g}")), None)
+        if given is not None:
+            self.used.add(given)
+            value = self.decisions[given]
+        entry = Entry(path, value, DECISION, "")
+        if is_block and key in dialect.files and isinstance(value, str):
+            value, place = read_settings(value, self.folder)
+            context.entries[key] = entry
+            entry.become(CONVERTED, f"its settings were read from '{place}'")
+            if value is None:
+                entry.decide(
+                    f"the file {place}", "put its content here as a mapping", f"{name}=null"
+                )
                 return
         if is_block and isinstance(value, Mapping) and value:
-            for name, item in value.items():
-                part = name.removeprefix(self.dialect.prefix)
-                self._walk(context, f"{key}.{part}" if key else part, (*path, name), item)
+            for inner, item in value.items():
+                part = inner.removeprefix(dialect.prefix)
+                self._walk(context, f"{key}.{part}" if key else part, (*path, inner), item)
             return
-        entry = context.entries[key] = self._entry(path, value, rows)
-        if is_block and not value:
-            entry.become(CONVERTED, "holds no settings: the defaults")
-        elif not rows and entry.is_open:
-            entry.decide(*(_no_block(entry) if is_block else _unknown(key, self.dialect.rows)))
-
-    def _block(self, context: Context, key: str, path: Path, value: Any) -> Any:
-        """Returns a value that should be a mapping, after `--set` and from the file it names."""
-        name = ".".join(path)
-        if name in self.decisions:
-            self.used.add(name)
-            value = self.decisions[name]
-        if key not in self.dialect.files or not isinstance(value, str):
-            return value
-        settings, place = read_settings(value, self.folder)
-        entry = Entry(path, value, CONVERTED, f"its settings were read from '{place}'")
         context.entries[key] = entry
-        if settings is None:
-            entry.decide(f"the file {place}", "put its content here as a mapping", f"{name}=null")
-        return settings
+        if not is_block:
+            self._follow(entry, key, rows, is_given=given is not None)
+        elif value:
+            entry.decide(*_no_block(entry))
+        else:
+            entry.become(CONVERTED, "holds no settings: the defaults")
 
-    def _entry(self, path: Path, value: Any, rows: Sequence[Row]) -> Entry:
-        entry = Entry(path, value, DECISION, "")
-        given = (g for g in self.decisions if entry.key == g or entry.key.endswith(f".{g}"))
-        decided = next(given, None)
-        if decided is not None:
-            self.used.add(decided)
-            entry.value = value = self.decisions[decided]
-            if value is None:
-                entry.become(NOT_NEEDED, "taken out by --set")
-                return entry
-        row = next((row for row in rows if row.matches(value)), None)
-        if row is None:
+    def _follow(self, entry: Entry, key: str, rows: Sequence[Row], *, is_given: bool) -> None:
+        """Takes the first row that speaks of the value, which the file or `--set` gives."""
+        row = next((row for row in rows if row.matches(entry.value)), None)
+        if is_given and entry.value is None:
+            entry.become(NOT_NEEDED, "taken out by --set")
+        elif not rows:
+            entry.decide(*_unknown(key, self.dialect.rows))
+        elif row is None:
             known = [str(choice) for row in rows for choice in row.choices]
             entry.decide(
-                f"{value!r} is not a value this key is known to take",
+                f"{entry.value!r} is not a value this key is known to take",
                 *(f"{entry.key}={choice}" for choice in known),
                 f"{entry.key}=null",
             )
-            return entry
-        entry.follow(row, value)
-        if decided is not None:
-            # What --set says is not in the input's text.
-            entry.becomes = entry.settings
         else:
-            self._check_twice(entry)
-        return entry
+            entry.follow(row, entry.value)
+            if is_given:
+                # What --set says is not in the input's text.
+                entry.becomes = entry.settings
+            else:
+                self._check_twice(entry)
 
     def _check_twice(self, entry: Entry) -> None:
         if values := self.document.duplicates.get(entry.path):

@@ -73,6 +73,11 @@ def _precision(value: Any) -> dict[str, Any]:
     return {"precision": name} if name else {}
 
 
+def _is_everyone(value: Any) -> bool:
+    """Nothing or a number below 2."""
+    return value is None or (isinstance(value, int) and value <= 1)
+
+
 _ROLL_ROWS = (
     Row(
         "fsdp_size",
@@ -81,7 +86,7 @@ _ROLL_ROWS = (
         is_size,
         lambda value: {SHARD: value, REPLICATE: -1},
     ),
-    Row("fsdp_size", NOT_NEEDED, "1 or less is all ranks, the default", (None, -1, 0, 1)),
+    Row("fsdp_size", NOT_NEEDED, "1 or less is all ranks, the default", _is_everyone),
     _dtype_row("param_dtype", "param_dtype", _precision),
     _dtype_row("reduce_dtype", "reduce_dtype"),
     Row(
@@ -263,6 +268,12 @@ _FULL = ("fp32", "float32", "float", None)
 _BATCH = "LLM Foundry's batch sizes and the model say it"
 _LOSS = "about the loss of a policy, not about sharding"
 
+
+def _is_low(value: Any) -> bool:
+    """A dtype of 16 bits."""
+    return str(value).lower() in ("bf16", "bfloat16", "fp16", "float16", "half")
+
+
 _VERL_ROWS = (
     *sequence_rows(_DEGREE, method="ulysses"),
     *sequence_rows(f"config.{_DEGREE}", method="ulysses"),
@@ -318,7 +329,7 @@ _VERL_ROWS = (
         DECISION,
         "verl keeps the weights themselves in 16 bits, which loses small steps; here they are as "
         "the model gives them, and 16 bits are for computing",
-        ("bf16", "bfloat16", "fp16", "float16", "half"),
+        _is_low,
         options=("=fp32",),
     ),
     Row("config.dtype", NOT_NEEDED, "null is bf16", (None,)),
