@@ -145,6 +145,8 @@ class _Names:
         """expressions that a Trainer takes its configuration from"""
         self.shards: set[str] = set()
         """names of parameters, gradients and state dicts"""
+        self.checks: set[ast.AST] = set()
+        """parts of the classes of `isinstance`"""
         self.tests: set[ast.AST] = set()
         """parts of conditions"""
         self._meanings: dict[str, dict[str, bool]] = {}
@@ -221,8 +223,11 @@ class _Names:
                 self.modules[_dotted(node.target)] = True
             case ast.arg() if node.annotation and self._is_class(node.annotation):
                 self.modules[node.arg] = True
-            case ast.Call(func=ast.Name(id="isinstance"), args=[asked, class_]):
-                if self._is_class(class_):
+            case ast.Call(
+                func=ast.Name(id="isinstance" | "issubclass" as check), args=[asked, classes]
+            ):
+                self.checks.update(ast.walk(classes))
+                if check == "isinstance" and self._is_class(classes):
                     self.modules.setdefault(_dotted(asked), False)
             case ast.Call() if _CONFIG_CALLEES & self.meanings(node.func).keys():
                 given = [k.value for k in node.keywords if k.arg in _CONFIG_NAMES]
@@ -259,8 +264,6 @@ class _Finder(ast.NodeVisitor):
         self.uses: dict[tuple[int, int, str], Use] = {}
         self.calls: dict[ast.AST, ast.Call] = {}
         """the call of each function that is called"""
-        self.checks: set[ast.AST] = set()
-        """parts of the classes of `isinstance`"""
         self.format: ast.JoinedStr | None = None
         self.is_whole = False
         """inside of `with summon_full_params`"""
@@ -336,7 +339,7 @@ class _Finder(ast.NodeVisitor):
         if not isinstance(node.ctx, ast.Load):
             return False
         for name, certain in self.names.meanings(node).items():
-            known = (node in self.checks and _CHECKED.get(name)) or _NAMED.get(name)
+            known = (node in self.names.checks and _CHECKED.get(name)) or _NAMED.get(name)
             row = known or _LOOSE_NAMES.get(name.rpartition(".")[2])
             if self._report(row, node, certain and known is not None):
                 return True
@@ -362,8 +365,6 @@ class _Finder(ast.NodeVisitor):
         ]
         for name, place, value in arguments:
             self._check_argument(name, place, value, names)
-        if _dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
-            self.checks.update(ast.walk(node.args[1]))
         if isinstance(node.func, ast.Attribute) and given and node.func.attr in ("get", "pop"):
             self._check_item(node.func.value, given[0])
         self._check_read(node)
