@@ -53,12 +53,9 @@ class Document:
             ConfigError: it is not one YAML or JSON mapping.
         """
         self.name = name
-        self.text = _json_as_yaml(text)
-        self.whole: list[str] = _WHOLE_LINE.findall(self.text)
-        self.lines = [line.rstrip("\r\n") for line in self.whole]
-        self.end = self.whole[0][len(self.lines[0]) :] if self.whole else "\n"
-        """of the lines that are written, as the file's first one has it"""
         try:
+            written = _json_mapping(text)
+            self.text = text if written is None else dump(written)
             reader: Any = YAML(typ="safe", pure=True)
             reader.allow_duplicate_keys = True
             self.root: Any = reader.compose(self.text)
@@ -85,6 +82,10 @@ class Document:
                 "file with a mapping at its top."
             )
         self.data: dict[str, Any] = data
+        self.whole: list[str] = _WHOLE_LINE.findall(self.text)
+        self.lines = [line.rstrip("\r\n") for line in self.whole]
+        self.end = self.whole[0][len(self.lines[0]) :]
+        """of the lines that are written, as the file's first one has it"""
         self.pairs: dict[Path, tuple[Node, Any]] = {}
         """nodes of a key and its value; of a key that is written twice, the first ones"""
         self.duplicates: dict[Path, list[Any]] = {}
@@ -340,14 +341,6 @@ def _json_mapping(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return data if isinstance(data, dict) else None
-
-
-def _json_as_yaml(text: str) -> str:
-    data = _json_mapping(text)
-    try:
-        return text if data is None else dump(data)
-    except RecursionError:
-        return text
 
 
 def _texts(data: Any, left: Iterator[int] | None = None) -> Any:

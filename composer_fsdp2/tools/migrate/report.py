@@ -10,7 +10,6 @@ from typing import Any
 
 __all__ = [
     "ADDED",
-    "ANY",
     "CHANGES",
     "CONVERTED",
     "DECISION",
@@ -54,12 +53,9 @@ KEPT, RENAMED, CONVERTED, NOT_NEEDED, CHANGES, DECISION, UNSUPPORTED, ADDED = St
 
 
 class _Marker(Enum):
-    ANY = "any value"
     SAME = "the value of the input"
 
 
-ANY = _Marker.ANY
-"""a row's `when`: all values"""
 SAME = _Marker.SAME
 """a setting's value: as the input writes it, interpolation included"""
 
@@ -74,8 +70,8 @@ class Row:
     """dotted path from the site, as `Site.keys` names its first part"""
     status: Status
     reason: str
-    when: Any = ANY
-    """`ANY`, a tuple of values (strings compare in capitals), or a test"""
+    when: Any = None
+    """a tuple of values (strings compare in capitals), a test, or `None` for all values"""
     settings: Mapping[str, Any] | Convert = field(default_factory=dict)
     """FSDP2 settings; `SAME` stands for the value"""
     options: tuple[str, ...] = ()
@@ -87,7 +83,7 @@ class Row:
         """Whether the row speaks of this value."""
         if callable(self.when):
             return bool(self.when(value))
-        return self.when is ANY or any(_same(value, choice) for choice in self.when)
+        return self.when is None or any(_same(value, choice) for choice in self.when)
 
     @property
     def choices(self) -> tuple[Any, ...]:
