@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity.compare import TOLERANCES, Comparison, Step
+from composer_fsdp2.tools.parity import TOLERANCES, Comparison, Step
 from composer_fsdp2.tools.pictures import (
     COLORS,
     comparison_picture,

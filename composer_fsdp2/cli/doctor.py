@@ -116,7 +116,7 @@ def diagnose(
     from composer_fsdp2.foundry.findings import OWN_ERRORS, Finding, findings_of
     from composer_fsdp2.foundry.run_file import check_installed, check_named, epochs_meant, read_run
     from composer_fsdp2.tools.doctor import examine
-    from composer_fsdp2.tools.foreign import check_is_run
+    from composer_fsdp2.tools.migrate.signs import check_is_run
 
     if config is not None:
         check_named(config, overrides)
@@ -240,14 +240,14 @@ def _read_run(path: Path, cfg: DictConfig, cluster: Cluster) -> Run:
 
 def print_report(report: Report, *, verbose: bool) -> None:
     """Prints a report to standard output, problems first."""
-    from composer_fsdp2.tools.doctor_text import report_lines
+    from composer_fsdp2.tools.doctor import report_lines
 
     for text, colour in report_lines(report.machine, report.run, report.findings, verbose=verbose):
         print_line(text, colour)
 
 
 def _print_json(report: Report, error: str | None = None) -> None:
-    from composer_fsdp2.tools.doctor_text import backend_of
+    from composer_fsdp2.tools.doctor import backend_of
 
     machine, run = report.machine, report.run
     document: dict[str, Any] = {

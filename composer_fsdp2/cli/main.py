@@ -206,7 +206,7 @@ def _start_or_join(
 ) -> None:
     from composer_fsdp2.cli.launch import default_ranks, under_launcher
     from composer_fsdp2.foundry.run_file import check_ranks, epochs_meant, load_run, read_run
-    from composer_fsdp2.tools.foreign import check_is_run
+    from composer_fsdp2.tools.migrate.signs import check_is_run
 
     with reported():
         read = read_run(run, overrides)
@@ -258,7 +258,7 @@ def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
 def _check_room(ranks: int) -> None:
     import torch
 
-    from composer_fsdp2.tools.parity.jobs import check_room
+    from composer_fsdp2.tools.parity import check_room
 
     check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
 

@@ -159,8 +159,11 @@ def _migrate_config(config: Path, output: Path | None, force: bool, **settings: 
 
 
 def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
-    from composer_fsdp2.tools.migrate.python_code.files import migrate_code
-    from composer_fsdp2.tools.migrate.python_code.report import code_as_dict, describe_code
+    from composer_fsdp2.tools.migrate.python_code.files import (
+        code_as_dict,
+        describe_code,
+        migrate_code,
+    )
 
     files = migrate_code(code)
     typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))

@@ -21,8 +21,7 @@ from composer_fsdp2.errors import ConfigError
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from composer_fsdp2.tools.parity.compare import Comparison, Step
-    from composer_fsdp2.tools.parity.jobs import Job
+    from composer_fsdp2.tools.parity import Comparison, Job, Step
 
 __all__ = ["HELP", "parity"]
 
@@ -106,14 +105,7 @@ def _prepare(
         read_parallelism,
         read_yaml,
     )
-    from composer_fsdp2.tools.parity.jobs import (
-        check_room,
-        check_same,
-        describe_differences,
-        differences,
-        overrides_for,
-        plan_jobs,
-    )
+    from composer_fsdp2.tools.parity import check_room, check_same, overrides_for, plan_jobs
 
     if under_launcher():
         raise ConfigError(
@@ -132,13 +124,7 @@ def _prepare(
                 "change what is compared. Write the block into one of them."
             )
     jobs: Any = tuple(map(_job, ("old", "new"), paths, read, kept))
-    notes = []
-    if allow_different:
-        found = differences(jobs[0].config, jobs[1].config)
-        if found:
-            notes.append(f"OLD and NEW are different jobs:\n{describe_differences(found)}")
-    else:
-        check_same(jobs[0].config, jobs[1].config)
+    notes = check_same(jobs[0].config, jobs[1].config, allow=allow_different)
     notes += plan_jobs(*jobs, cuda=torch.cuda.is_available(), ranks=ranks)
     for job in jobs:
         check_ranks(read_parallelism(job.config), ranks)
@@ -148,8 +134,8 @@ def _prepare(
 def _job(name: str, path: Path, config: DictConfig, overrides: list[str]) -> Job:
     from composer_fsdp2.foundry.run_file import merge, read_parallelism
     from composer_fsdp2.foundry.transform import requests_fsdp2
-    from composer_fsdp2.tools.foreign import check_is_run
-    from composer_fsdp2.tools.parity.jobs import Job
+    from composer_fsdp2.tools.migrate.signs import check_is_run
+    from composer_fsdp2.tools.parity import Job
 
     check_is_run(path, config)
     config = merge(config, overrides)
@@ -162,7 +148,7 @@ def _job(name: str, path: Path, config: DictConfig, overrides: list[str]) -> Job
 
 def _limit(jobs: tuple[Job, Job], tolerance: float | None) -> tuple[float, str]:
     """The tolerance, and where it is from."""
-    from composer_fsdp2.tools.parity.compare import tolerance_for
+    from composer_fsdp2.tools.parity import tolerance_for
 
     if tolerance is not None:
         return tolerance, "--tolerance"
@@ -192,7 +178,7 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
     from omegaconf import OmegaConf
 
     from composer_fsdp2.cli.launch import RankError, launch_ranks, own_program
-    from composer_fsdp2.tools.parity.compare import read_steps
+    from composer_fsdp2.tools.parity import read_steps
     from composer_fsdp2.trainer.step_record import NAME
 
     place.mkdir(exist_ok=True)
@@ -232,7 +218,7 @@ def _compare(
     old: tuple[Step, ...], new: tuple[Step, ...], steps: int, tolerance: float
 ) -> Comparison:
     """Exits with 1 where the runs did not take the same steps."""
-    from composer_fsdp2.tools.parity.compare import Comparison
+    from composer_fsdp2.tools.parity import Comparison
 
     why = None
     if not old or not new:

@@ -81,7 +81,7 @@ def _rehearse(
 ) -> Rehearsal:
     from composer_fsdp2.foundry.run_file import check_installed, read_parallelism, read_run
     from composer_fsdp2.foundry.transform import requests_fsdp2
-    from composer_fsdp2.tools.foreign import check_is_run
+    from composer_fsdp2.tools.migrate.signs import check_is_run
 
     check_installed()
     cfg = read_run(run, overrides)

@@ -1,38 +1,47 @@
-"""Concludes findings from the facts of a machine and a run. Pure: facts in, findings out.
+"""Concludes findings from the facts of a machine and a run, and writes the report of `doctor`.
 
-What the libraries check themselves is not here: `foundry/rehearsal.py` lets them check it.
+Pure: facts in, findings and lines out. What the libraries check themselves is not here:
+`foundry/rehearsal.py` lets them check it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.config.schema import FSDP2Config, known_settings, values_of
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.nccl_environment import missing_for
+from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 from composer_fsdp2.shard.torch_private.members import EVERY_RUN
+from composer_fsdp2.trainer.patches import describe_patches
 
 if TYPE_CHECKING:
     from composer_fsdp2.shard.torch_private.members import MemberState
     from composer_fsdp2.trainer.patches import PatchState
 
-__all__ = ["KEYS", "Gpu", "Machine", "Run", "examine", "mesh_of"]
+__all__ = [
+    "KEYS",
+    "Gpu",
+    "Machine",
+    "Run",
+    "backend_of",
+    "describe_run",
+    "examine",
+    "mesh_of",
+    "report_lines",
+]
 
-KEYS = (
-    "model.init_device",
-    "model.pretrained",
-    "precision",
-)
-"""Keys of a run, besides those about parallelism, that decide something here."""
-
+KEYS = ("model.init_device", "model.pretrained", "precision")
+"""keys of a run, besides those about parallelism, that decide something here"""
 _DEFAULTS = {"precision": "amp_bf16", "model.init_device": "cpu"}
 """LLM Foundry's"""
-SHARD, REPLICATE = "data_parallel_shard", "data_parallel_replicate"
+_SHARD, _REPLICATE = "data_parallel_shard", "data_parallel_replicate"
 """Composer's names of the mesh axes, and the beginnings of the settings' names"""
 
 
@@ -82,17 +91,18 @@ class Run:
         """Nodes it takes."""
         return -(-self.ranks // self.ranks_per_node)
 
-    @property
-    def shards(self) -> bool:
-        """Whether FSDP2 will be used."""
-        return self.asks == "FSDP2"
-
     def value(self, key: str) -> Any:
         """One of `KEYS`, or LLM Foundry's default, or `None`."""
         return self.others.get(key, _DEFAULTS.get(key))
 
 
-Findings = Iterator[Finding]
+def mesh_of(run: Run) -> MeshShape | None:
+    """Returns the mesh of a run under FSDP2; `None` without one.
+
+    Raises:
+        ConfigError: the degrees do not fit the number of ranks.
+    """
+    return None if run.settings is None else MeshShape.resolve(run.settings, run.ranks)
 
 
 def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()) -> list[Finding]:
@@ -108,7 +118,14 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
         found += _asked(run)
         if run.settings is not None:
             found += [*_mesh(run, run.settings), *_memory(run, run.settings)]
-            found += _collectives(machine, run, run.settings)
+            if run.on_gpus:
+                asked, one_node = run.settings.communication, run.nodes == 1
+                found += (
+                    Finding("problem" if lack.needed else "warning", f"{lack.what}.", lack.advice)
+                    for lack in missing_for(
+                        asked, machine.environment, machine.nccl, one_node=one_node
+                    )
+                )
     for finding in rehearsed:
         # The name of a step stands before what is said already.
         known = (
@@ -119,19 +136,15 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
     return sorted(found, key=lambda finding: finding.level != "problem")
 
 
-def mesh_of(run: Run) -> MeshShape | None:
-    """Returns the mesh of a run under FSDP2; `None` without one.
-
-    Raises:
-        ConfigError: the degrees do not fit the number of ranks.
-    """
-    return None if run.settings is None else MeshShape.resolve(run.settings, run.ranks)
+def _warnings(*rows: tuple[object, str, str]) -> Iterator[Finding]:
+    """Yields the rows whose first value is true, each with its sentence and its advice."""
+    return (Finding("warning", what, advice) for holds, what, advice in rows if holds)
 
 
 # --- What is installed. ---
 
 
-def _patches(machine: Machine) -> Findings:
+def _patches(machine: Machine) -> Iterator[Finding]:
     misfits = [patch for patch in machine.patches if patch.state == "does not fit"]
     if misfits:
         needed = sorted({patch.versions for patch in misfits})
@@ -152,20 +165,19 @@ def _patches(machine: Machine) -> Findings:
             "for it stops with a PatchError.",
             f"Do without it, or install {' and '.join(needed)}.",
         )
-    if off:
-        return
     known = {patch.versions for patch in machine.patches if patch.versions.startswith("mosaicml ")}
     installed = (machine.versions.get("mosaicml") or "").partition("+")[0]
-    if known and f"mosaicml {installed}" not in known:
-        yield Finding(
-            "warning",
+    yield from _warnings(
+        (
+            known and not off and f"mosaicml {installed}" not in known,
             f"mosaicml {installed} is not a version this package was tested with "
             f"({', '.join(known)}). All that it replaces is unchanged there; the rest may not be.",
             f"Install {' or '.join(known)} if something goes wrong.",
         )
+    )
 
 
-def _members(machine: Machine) -> Findings:
+def _members(machine: Machine) -> Iterator[Finding]:
     missing = [state.member for state in machine.members if not state.found]
     for feature in dict.fromkeys(member.feature for member in missing):
         names = ", ".join(member.title for member in missing if member.feature == feature)
@@ -180,58 +192,53 @@ def _members(machine: Machine) -> Findings:
         )
 
 
-# --- The environment a run inherits. ---
-
-
-def _environment(machine: Machine, run: Run | None) -> Findings:
-    if {"RANK", "WORLD_SIZE"} <= machine.environment.keys():
-        yield Finding(
-            "warning",
+def _environment(machine: Machine, run: Run | None) -> Iterator[Finding]:
+    """Yields what a run inherits from the shell."""
+    switched = machine.environment.get("FSDP_VERSION") == "2"
+    return _warnings(
+        (
+            {"RANK", "WORLD_SIZE"} <= machine.environment.keys(),
             "RANK and WORLD_SIZE are set, as a launcher sets them. Here 'composer-fsdp2 train' "
             "takes itself for one rank, starts no others and waits for them.",
             "In a shell without a launcher: unset RANK WORLD_SIZE",
-        )
-    if machine.environment.get("FSDP_VERSION") != "2" or (run and run.asks == "FSDP2"):
-        return
-    if run is None:
-        yield Finding(
-            "warning",
+        ),
+        (
+            switched and run is None,
             "FSDP_VERSION=2 is set, Composer's own switch. After composer_fsdp2.install() a "
             "Trainer reads FSDP1 settings as FSDP2; an LLM Foundry run with `fsdp_config` gets "
             "Composer's FSDP2, which ignores most of them.",
             "unset FSDP_VERSION, and write parallelism_config.fsdp2.",
-        )
-    elif run.asks == "FSDP1":
-        yield Finding(
-            "warning",
+        ),
+        (
+            switched and run is not None and run.asks == "FSDP1",
             "FSDP_VERSION=2 is set: the FSDP1 settings go to Composer's own FSDP2, which ignores "
             "sharding_strategy, the degrees and most others, with a warning only.",
             "unset FSDP_VERSION, and migrate the settings.",
-        )
+        ),
+    )
 
 
-# --- What the run asks for. ---
+# --- What the run asks for, and how FSDP2 would shard it. ---
 
 
-def _asked(run: Run) -> Findings:
-    if run.asks == "neither":
-        yield Finding(
-            "warning",
+def _asked(run: Run) -> Iterator[Finding]:
+    yield from _warnings(
+        (
+            run.asks == "neither",
             "FSDP2 is not asked for. Every rank would hold the whole model and optimizer.",
             "Write `parallelism_config: {fsdp2: {}}`.",
-        )
-    elif run.asks == "FSDP1":
-        yield Finding(
-            "warning",
+        ),
+        (
+            run.asks == "FSDP1",
             "The settings are FSDP1's, and the run would use FSDP1.",
             f"composer-fsdp2 migrate {run.path} -o NEW.yaml",
-        )
-    elif run.ranks == 1:
-        yield Finding(
-            "warning",
+        ),
+        (
+            run.asks == "FSDP2" and run.ranks == 1,
             "On one rank there is nobody to share with: it holds the whole model and optimizer.",
             "Start two ranks or more to save memory: --ranks 2",
-        )
+        ),
+    )
     precision = run.value("precision")
     if not run.on_gpus and precision != "fp32":
         default = "" if "precision" in run.others else ", LLM Foundry's default"
@@ -244,103 +251,287 @@ def _asked(run: Run) -> Findings:
         )
 
 
-# --- How FSDP2 would shard. ---
-
-
-def _mesh(run: Run, settings: FSDP2Config) -> Findings:
-    reshard = settings.reshard_after_forward
+def _mesh(run: Run, settings: FSDP2Config) -> Iterator[Finding]:
+    reshard, per_node = settings.reshard_after_forward, run.ranks_per_node
     try:
         shape = MeshShape.resolve(settings, run.ranks)
         shape.check_reshard(reshard, "the run")
     except ConfigError as error:
-        yield from findings_of(error)
-        return
+        return findings_of(error)
+
+    def crosses(group: int) -> bool:
+        """Whether a group of consecutive ranks lies on more than one node."""
+        return run.nodes > 1 and (group > per_node or per_node % group > 0)
+
     # Ranks of the groups that keep a copy between forward and backward.
     size = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else None
-    if run.nodes > 1:
-        yield from _mesh_over_nodes(shape, size, reshard, run.ranks_per_node)
-    elif size is not None and size < shape.shard:
-        yield Finding(
-            "warning",
+    # With tensor parallelism the network carries a part of each parameter already.
+    whole = shape.tensor == 1
+    sizes = ", ".join(str(n) for n in range(2, per_node + 1) if per_node % n == 0)
+    advice = (
+        f"If a node holds a whole copy: {_SHARD}_degree: {per_node} and {_REPLICATE}_degree: -1."
+    )
+    if reshard in ("auto", True) and shape.shard % per_node == 0:
+        advice += f" Or reshard_after_forward: {per_node}: backward then gathers in the node."
+    return _warnings(
+        (
+            run.nodes == 1 and size is not None and size < shape.shard,
             f"reshard_after_forward is {size} on a single node. Every rank keeps 1/{size} of "
             f"the parameters between forward and backward instead of 1/{shape.shard}; what it "
             "saves is traffic between nodes.",
             "Write auto for less memory, or false for no second gather.",
-        )
-
-
-def _mesh_over_nodes(
-    shape: MeshShape, size: int | None, reshard: bool | int | str, per_node: int
-) -> Findings:
-    if not _fits(shape.tensor, per_node):
-        sizes = ", ".join(str(n) for n in range(2, per_node + 1) if per_node % n == 0)
-        yield Finding(
-            "warning",
+        ),
+        (
+            crosses(shape.tensor),
             f"tensor_parallel.degree is {shape.tensor}, and groups of {shape.tensor} ranks do not "
             f"fit into nodes of {per_node}: every divided layer exchanges its output over the "
             "network between them, in forward and backward.",
             f"Use one of {sizes}." if sizes else "Leave tensor parallelism out.",
-        )
-    if shape.tensor > 1:
-        return  # what is gathered over the network is a part already
-    if not _fits(shape.shard, per_node):
-        advice = (
-            f"If a node holds a whole copy: {SHARD}_degree: {per_node} and {REPLICATE}_degree: -1."
-        )
-        if reshard in ("auto", True) and shape.shard % per_node == 0:
-            advice += f" Or reshard_after_forward: {per_node}: backward then gathers in the node."
-        yield Finding(
-            "warning",
+        ),
+        (
+            whole and crosses(shape.shard),
             f"The {shape.shard} ranks of one copy are on more than one node: parameters are "
             "gathered over the network between them.",
             advice,
-        )
-    if size is not None and not _fits(size, per_node):
-        yield Finding(
-            "warning",
+        ),
+        (
+            whole and size is not None and crosses(size),
             f"reshard_after_forward is {size}, and groups of {size} ranks do not fit into "
             f"nodes of {per_node}: the gathers of backward go over the network as well.",
             f"Use {per_node}, or a divisor of it.",
-        )
+        ),
+    )
 
 
-def _fits(size: int, per_node: int) -> bool:
-    """Whether groups of consecutive ranks stay within nodes."""
-    return size <= per_node and per_node % size == 0
-
-
-# --- Memory and checkpoints. ---
-
-
-def _memory(run: Run, settings: FSDP2Config) -> Findings:
+def _memory(run: Run, settings: FSDP2Config) -> Iterator[Finding]:
     mixed = run.value("model.init_device") == "mixed" and not run.value("model.pretrained")
-    if mixed and run.builds_on_meta is not False:
-        yield Finding(
-            "warning",
+    full = settings.state_dict_type == "full"
+    return _warnings(
+        (
+            mixed and run.builds_on_meta is not False,
             "model.init_device is mixed: rank 0 holds the whole model in CPU memory while it "
             "starts.",
             "Write init_device: meta, with which the model's own initialisers run unit by unit.",
-        )
-    full = settings.state_dict_type == "full"
-    if full and settings.async_save:
-        yield Finding(
-            "warning",
+        ),
+        (
+            full and settings.async_save,
             "async_save with state_dict_type full: training waits until rank 0 has gathered model "
             "and optimizer, and rank 0 holds them in CPU memory twice.",
             "Write state_dict_type: sharded, where every rank copies its own part.",
-        )
-    if full and run.nodes > 1:
-        yield Finding(
-            "warning",
+        ),
+        (
+            full and run.nodes > 1,
             f"state_dict_type is full on {run.ranks} ranks: at every save rank 0 gathers model and "
             "optimizer in its CPU memory and writes alone, while the others wait.",
             "Write state_dict_type: sharded; 'composer-fsdp2 checkpoint convert' makes one file.",
+        ),
+    )
+
+
+# --- The report: problems, warnings, the run, the installation. ---
+
+Line = tuple[str, str | None]
+"""text, and its colour on a terminal"""
+_LABEL, _WIDTH = 17, 100
+_MOST = 20
+"""lines without `verbose`; problems and warnings are never cut"""
+_COLOURS = {"problem": "red", "warning": "yellow"}
+_SHOWN_GROUPS = 4
+
+
+def backend_of(on_gpus: bool) -> str:
+    """Returns the name of the library through which ranks talk."""
+    return "nccl" if on_gpus else "gloo"
+
+
+def report_lines(
+    machine: Machine, run: Run | None, findings: Sequence[Finding], *, verbose: bool
+) -> list[Line]:
+    """Returns the report, problems first.
+
+    Args:
+        machine: what is installed.
+        run: what is asked for; `None` where there is none, or it could not be read.
+        findings: what is wrong, problems first.
+        verbose: whether to list everything that Composer and torch are relied on for, and to say
+            more than fits on a screen.
+    """
+    counts = {level: sum(f.level == level for f in findings) for level in _COLOURS}
+    parts = [f"{n} {level}{'' if n == 1 else 's'}" for level, n in counts.items() if n]
+    colour = "red" if counts["problem"] else "yellow" if parts else "green"
+    lines: list[Line] = [(f"{', '.join(parts)}:" if parts else "Nothing to warn of.", colour)]
+    for found in findings:
+        what = _wrapped(f"{found.level}: ", found.what)
+        lines += [(text, _COLOURS[found.level]) for text in what]
+        lines += _plain(_wrapped("  do: ", found.advice))
+    about_run = [] if run is None else [*_plain(["The run:"]), *_labelled(describe_run(run))]
+    installed = _installation_lines(machine)
+    room = _MOST - len(lines) - len(installed)
+    if not verbose and len(about_run) > room:
+        kept = max(room - 1, 0)
+        more = f"... {len(about_run) - kept} more lines about the run with --verbose"
+        about_run = [*about_run[:kept], *([(more, None)] if room > 0 else [])]
+    return lines + about_run + installed + _relied_on(machine, verbose=verbose)
+
+
+def _installation_lines(machine: Machine) -> list[Line]:
+    names = [f"{gpu.name} ({gpu.memory_bytes / 2**30:.0f} GiB)" for gpu in machine.gpus]
+    kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+    versions = (f"{name} {version or 'is missing'}" for name, version in machine.versions.items())
+    fits = sum(patch.problem is None for patch in machine.patches)
+    found = sum(state.found for state in machine.members)
+    return _labelled(
+        [
+            ("installed", ", ".join(versions)),
+            ("GPUs", f"{', '.join(kinds) or 'none'}; backend {backend_of(bool(names))}"),
+            (
+                "relied on",
+                f"{fits} of {len(machine.patches)} places in Composer fit, {found} of "
+                f"{len(machine.members)} internals of torch are there (--verbose lists them)",
+            ),
+        ]
+    )
+
+
+def _relied_on(machine: Machine, *, verbose: bool) -> list[Line]:
+    """Returns places in Composer and internals of torch: all of them, or those that do not fit."""
+    patches = [patch for patch in machine.patches if verbose or patch.problem]
+    members = [state for state in machine.members if verbose or not state.found]
+    lines: list[str] = []
+    if patches:
+        title = (
+            "Replaced in Composer while installed:" if verbose else "In Composer, not as expected:"
         )
+        lines += ["", title, *describe_patches(patches).splitlines()]
+    if members:
+        lines += ["", "Private members of torch, by what needs them:"]
+    rows: dict[str, list[str]] = {}
+    for state in members:
+        title = state.member.title if state.found else f"{state.member.title} (MISSING)"
+        rows.setdefault(state.member.feature, []).append(title)
+    named = [(feature, ", ".join(dict.fromkeys(titles))) for feature, titles in rows.items()]
+    return [*_plain(lines), *_labelled(named)]
 
 
-def _collectives(machine: Machine, run: Run, settings: FSDP2Config) -> Findings:
-    """Yields what NCCL lacks for what the run asks of it."""
-    if run.on_gpus:
-        asked, one_node = settings.communication, run.nodes == 1
-        for lack in missing_for(asked, machine.environment, machine.nccl, one_node=one_node):
-            yield Finding("problem" if lack.needed else "warning", f"{lack.what}.", lack.advice)
+def _plain(lines: Iterable[str]) -> list[Line]:
+    return [(line, None) for line in lines]
+
+
+def _labelled(rows: Iterable[tuple[str, str]]) -> list[Line]:
+    """Returns each label in its column; a longer label has its own space."""
+    wrapped = (_wrapped(f"{label:{_LABEL - 1}} ", text, indent=_LABEL) for label, text in rows)
+    return _plain(line for lines in wrapped for line in lines)
+
+
+def _wrapped(start: str, text: str, indent: int = 5) -> list[str]:
+    # A path or a setting that is broken cannot be copied.
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    after = " " * indent
+    lines = textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=after, **whole)
+    return lines or [start.rstrip()]
+
+
+# --- The run in words. ---
+
+_OWN_LINES = {
+    f"{_SHARD}_degree",
+    f"{_REPLICATE}_degree",
+    "reshard_after_forward",
+    "mixed_precision",
+    "state_dict_type",
+}
+"""settings that are described in lines of their own"""
+_RESHARDS: dict[Any, str] = {
+    "auto": "top-level units keep their parameters until backward, all others free them",
+    True: "every unit frees its parameters after forward and gathers them again in backward",
+    False: "every unit keeps its parameters from forward to backward",
+}
+_INIT = {
+    "cpu": "cpu: every rank builds the whole model in its CPU memory",
+    "mixed": "mixed: rank 0 builds the whole model in its CPU memory, the others nothing",
+    "meta": "meta: no rank builds the whole model",
+}
+_STATE_DICTS = {
+    "sharded": "a checkpoint is a folder, to which every rank writes its part",
+    "full": "a checkpoint is one file, for which rank 0 gathers everything",
+}
+
+
+def describe_run(run: Run) -> list[tuple[str, str]]:
+    """Returns the run in labels and texts; settings at their default are left out."""
+    nodes = "1 node" if run.nodes == 1 else f"{run.nodes} nodes"
+    where = "GPUs" if run.on_gpus else "the CPU (--gpus-per-node N: elsewhere, on GPUs)"
+    lines = [("asks for", run.asks), ("ranks", f"{run.ranks} on {nodes}, on {where}")]
+    settings = run.settings
+    if settings is None:
+        return lines
+    reshard, kind = settings.reshard_after_forward, settings.state_dict_type
+    text = _RESHARDS.get(reshard, f"after forward, groups of {reshard} ranks keep one copy")
+    init, known = run.value("model.init_device"), known_settings()
+    return [
+        *lines,
+        *_describe_mesh(run),
+        ("reshard", f"{_written(reshard)}: {text}"),
+        ("precision", _describe_precision(run, settings)),
+        ("state_dict_type", f"{kind}: {_STATE_DICTS[kind]}"),
+        ("init_device", _INIT.get(init, str(init))),
+        *(
+            (name, _written(value))
+            for name, value in values_of(settings).items()
+            if name not in _OWN_LINES and value != known[name].default
+        ),
+    ]
+
+
+def _describe_mesh(run: Run) -> list[tuple[str, str]]:
+    try:
+        shape = mesh_of(run)
+    except ConfigError:
+        shape = None
+    if shape is None:
+        return [("mesh", "none fits the ranks")]
+    copy = ("", f"each copy on {_grouped(run.ranks, shape.shard * shape.tensor)}")
+    if shape.tensor > 1:
+        layer = ("", f"each layer on {_grouped(run.ranks, shape.tensor)}")
+        return [("mesh", shape.describe()), layer, copy]
+    outer = "" if shape.replicate is None else f"{_REPLICATE} {shape.replicate} x "
+    return [("mesh", f"{outer}{_SHARD} {shape.shard}"), copy]
+
+
+def _grouped(ranks: int, size: int) -> str:
+    """Returns the groups of ranks next to each other."""
+    starts = range(0, ranks, size)
+    shown = starts[:_SHOWN_GROUPS]
+    groups = [f"{n}" if size == 1 else f"{n}-{n + size - 1}" for n in shown]
+    more = ", ..." if len(starts) > _SHOWN_GROUPS else ""
+    return f"{size} {'ranks' if size > 1 else 'rank'}: {', '.join(groups)}{more}"
+
+
+def _describe_precision(run: Run, settings: FSDP2Config) -> str:
+    mixed, precision = settings.mixed_precision, run.value("precision")
+    try:
+        policy = resolve_precision(mixed, compute_dtype(precision))
+    except ConfigError:
+        return f"{precision}: not supported"
+    dtypes = [
+        "the parameters' own dtype" if dtype is None else str(dtype).removeprefix("torch.")
+        for dtype in (policy.param_dtype, policy.reduce_dtype or policy.param_dtype)
+    ]
+    name = mixed if isinstance(mixed, str) else "as written"
+    return (
+        f"{precision}, mixed_precision {name}: computes in {dtypes[0]}, reduces gradients in "
+        f"{dtypes[1]}"
+    )
+
+
+def _written(value: Any) -> str:
+    """Returns a value as in YAML, without the fields of nested settings that say nothing."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_written, value))}]"
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        inner = [f"{k}: {_written(v)}" for k, v in fields.items() if v not in (None, ())]
+        return f"{{{', '.join(inner)}}}"
+    return str(value)

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.plan.block_positions import outer_names
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity.compare import QUANTITIES, Comparison
+from composer_fsdp2.tools.parity import QUANTITIES, Comparison
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -110,6 +111,11 @@ class Row:
         """Elements of all units of this row."""
         return sum(unit.numel for unit in self.units)
 
+    @property
+    def kept(self) -> bool:
+        """Whether the parameters stay gathered from forward to backward."""
+        return self.units[0].reshard_after_forward is False and self.units[0].numel > 0
+
 
 def plan_picture(
     plan: WrapPlan, frozen: Mapping[str, int] | None = None, title: str = "FSDP2 units"
@@ -138,7 +144,7 @@ def plan_picture(
             axes.barh(y, trained, color=color)
             frozen_look: dict[str, Any] = {"color": "white", "edgecolor": color, "hatch": "////"}
             axes.barh(y, size - trained, left=trained, **frozen_look)
-            if _is_kept(row.units[0]):
+            if row.kept:
                 axes.barh(y, size, fill=False, edgecolor="black", linewidth=1.6)
             axes.annotate(_value(row), (size, y), (6, 0), textcoords="offset points", va="center")
         # Padded with spaces that an SVG keeps, so that right-aligned labels begin at their depth.
@@ -149,16 +155,15 @@ def plan_picture(
         axes.tick_params(axis="y", length=0)
         axes.invert_yaxis()
         axes.set_xticks([])
-        units = [unit for unit in plan.units if unit.params]
-        elements = elements_text(sum(unit.numel for unit in units))
-        sizes = f"{len(units)} unit{'s' * (len(units) != 1)}, {elements} parameters"
-        about = f"{_shortened(title, 60)}\n{sizes}. A bar is one unit."
+        sizes = [unit.numel for unit in plan.units if unit.params]
+        units = f"{len(sizes)} unit{'s' * (len(sizes) != 1)}, {elements_text(sum(sizes))}"
+        about = f"{_shortened(title, 60)}\n{units} parameters. A bar is one unit."
         figure.suptitle(about, x=0.01, ha="left")
         kinds = {row.kind for row in rows}
         keys = [Patch(color=c, label=name) for kind, (name, c) in _KINDS.items() if kind in kinds]
         if any(row.frozen for row in rows):
             keys.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="frozen"))
-        if any(_is_kept(row.units[0]) for row in rows):
+        if any(row.kept for row in rows):
             keys.append(Patch(fill=False, edgecolor="black", label="kept until backward"))
         place: dict[str, Any] = {"loc": "outside lower left", "alignment": "left", "ncols": 4}
         figure.legend(handles=keys, title=notes, title_fontsize=10, **place)
@@ -181,15 +186,13 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) 
     blocks, owners = {*plan.blocks()}, plan.owner_of()
     ties: dict[str, tuple[int, ...]] = {}
     for number, names in enumerate(plan.tied, 1):
-        if names[0] in owners:  # and not left out of the plan
-            owner = owners[names[0]].modules[0]
-            ties[owner] = (*ties.get(owner, ()), number)
+        if owner := owners.get(names[0]):  # and not left out of the plan
+            ties[owner.modules[0]] = (*ties.get(owner.modules[0], ()), number)
 
     def around(unit: ShardUnit) -> list[int]:
         """Returns the places of the units around a unit, and its own."""
-        parts = [part for part in unit.modules[0].split(".") if part]
-        outer = (".".join(parts[:count]) for count in range(len(parts) + 1))
-        return [order[name] for name in outer if name in order]
+        names = ["", *reversed([*outer_names(unit.modules[0])])]
+        return [order[name] for name in names if name in order]
 
     def kind(unit: ShardUnit) -> str:
         # `blocks` are found by what is around a unit, so a single embedding is among them.
@@ -226,24 +229,19 @@ def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) 
     return [*(one for one in rows if one in largest), rest]
 
 
-def _is_kept(unit: ShardUnit) -> bool:
-    """Whether the parameters stay gathered from forward to backward."""
-    return unit.reshard_after_forward is False and unit.numel > 0
-
-
 def _joined(names: Sequence[str]) -> str:
     """Returns one name for names that differ in numbers only: `blocks.0-31`."""
-    texts: list[str] = []
-    for column in zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True):
-        numbers = sorted({*column})
-        first, last = numbers[0], numbers[-1]
-        if last - first + 1 == len(numbers) > 1:
-            texts.append(f"{first}-{last}")
-        else:
-            shown = numbers if len(numbers) <= 4 else [first, "...", last]
-            texts.append(",".join(map(str, shown)))
-    found = iter(texts)
-    return _NUMBER.sub(lambda _: next(found), names[0]) or "<root>"
+    columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
+    texts = map(_range_text, columns)
+    return _NUMBER.sub(lambda _: next(texts), names[0]) or "<root>"
+
+
+def _range_text(column: tuple[int, ...]) -> str:
+    numbers = sorted({*column})
+    first, last = numbers[0], numbers[-1]
+    if last - first + 1 == len(numbers) > 1:
+        return f"{first}-{last}"
+    return ",".join(map(str, numbers if len(numbers) <= 4 else [first, "...", last]))
 
 
 def _value(row: Row) -> str:
@@ -252,9 +250,10 @@ def _value(row: Row) -> str:
     sizes = [unit.numel for unit in row.units]
     size = " to ".join(dict.fromkeys(elements_text(end) for end in (min(sizes), max(sizes))))
     count = f" \N{MULTIPLICATION SIGN} {len(sizes)}" if len(sizes) > 1 else ""
-    still = "" if not row.frozen else ", frozen" if row.frozen == row.total else ", part frozen"
-    ties = "".join(f", tie {number}" for number in row.ties[:2])
-    return f"{size}{count}{still}{ties}{', ...' if len(row.ties) > 2 else ''}"
+    notes = [f"tie {number}" for number in row.ties[:2]] + ["..."] * (len(row.ties) > 2)
+    if row.frozen:
+        notes.insert(0, "frozen" if row.frozen == row.total else "part frozen")
+    return ", ".join([f"{size}{count}", *notes])
 
 
 def _notes(plan: WrapPlan) -> str:
@@ -278,8 +277,7 @@ def elements_text(count: float) -> str:
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if count >= 0.9995 * size:
             value = count / size
-            digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
-            return f"{value:.{digits}f} {unit}"
+            return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:#.3g} {unit}"
     return f"{count:.0f}"
 
 
@@ -312,13 +310,11 @@ def comparison_picture(
         numbers = [step.number for step in comparison.old]
         for (above, below), quantity in zip(axes.T, quantities, strict=True):
             # The new run is drawn over the old one, so the line below is wide.
-            old = [getattr(step, quantity) for step in comparison.old]
-            new = [getattr(step, quantity) for step in comparison.new]
+            old, new, shares = zip(*comparison.values(quantity), strict=True)
             above.plot(numbers, old, label=names[0], lw=5, color=COLORS["orange"])
             above.plot(numbers, new, label=names[1], lw=1.6, color=COLORS["blue"])
             above.set_ylabel(QUANTITIES[quantity])
             above.legend()
-            shares = [comparison.difference(index, quantity) for index in range(len(numbers))]
             # Steps that are equal to the last bit have no dot on a logarithmic axis.
             shown = [share if 0 < share < math.inf else math.nan for share in shares]
             below.plot(numbers, shown, ".", color=COLORS["blue"])

@@ -94,10 +94,6 @@ def check_answers(given: Mapping[str, Any]) -> None:
             "is nothing to start from. Write a folder or a name on the Hugging Face hub, or the "
             "goal pretrain."
         )
-    if gpus is not None and gpus < 0:
-        raise ConfigError(
-            f"{gpus} is no number of GPUs. Ranks are counted from it. Write 0 for the CPU."
-        )
     if gpus is not None and gpus > _GPUS_PER_NODE and gpus % _GPUS_PER_NODE:
         raise ConfigError(
             f"{gpus} GPUs do not fill nodes of {_GPUS_PER_NODE}. Launchers start the same "
@@ -265,10 +261,10 @@ def starter_yaml(answers: Answers) -> str:
         beside = Path(answers.data, "tokenizer")
         tokenizer = str(beside) if beside.is_dir() else _HUB_TOKENIZER
     on_gpus, pretrained = answers.gpus > 0, goal != "pretrain"
-    what = {
-        "pretrain": f"Trains a model of the shape of {model} from random weights",
-        "finetune": f"Fine-tunes {model}",
-        "lora": f"Trains LoRA adapters of {model}",
+    what, rate = {
+        "pretrain": (f"Trains a model of the shape of {model} from random weights", "6.0e-04"),
+        "finetune": (f"Fine-tunes {model}", "2.0e-05"),
+        "lora": (f"Trains LoRA adapters of {model}", "2.0e-04"),
     }[goal]
     where = f"{answers.gpus} GPUs" if on_gpus else "two processes of the CPU"
     values = {
@@ -281,7 +277,7 @@ def starter_yaml(answers: Answers) -> str:
         "data_about": _PROMPTS if pretrained else _SHARDS,
         "length": str(answers.max_seq_len or _default_length(answers)),
         "tokenizer": "${variables.model}" if tokenizer is None else _quoted(tokenizer),
-        "rate": {"pretrain": "6.0e-04", "finetune": "2.0e-05", "lora": "2.0e-04"}[goal],
+        "rate": rate,
         "batch": str((8 if pretrained else 16) * answers.ranks),
         "duration": "1ep" if pretrained else "1000ba",
         "eval_interval": "1ep" if pretrained else "500ba",
@@ -297,9 +293,9 @@ def starter_yaml(answers: Answers) -> str:
         sizes["vocabulary"] = str(_vocabulary(tokenizer or _HUB_TOKENIZER))
         values["model"] = _filled(_MPT, sizes)
     else:
-        start = "mixed" if pretrained else "meta"
-        begun = {"pretrained": json.dumps(pretrained), "init_device": start}
-        values["model"] = _filled(_HUGGING_FACE, begun) + (_LORA if goal == "lora" else "")
+        values["pretrained"] = json.dumps(pretrained)
+        values["init_device"] = "mixed" if pretrained else "meta"
+        values["model"] = _filled(_HUGGING_FACE, values) + (_LORA if goal == "lora" else "")
     values["loaders"] = _filled(_loaders(answers), values)
     return _filled(_RUN, values)
 
@@ -340,21 +336,25 @@ def _loaders(answers: Answers) -> str:
 
 def _vocabulary(tokenizer: str) -> int:
     """Returns rows of the embedding: a multiple of 64, which GPUs are quick with."""
-    try:
-        content = json.loads(Path(tokenizer, "tokenizer.json").read_text(encoding="utf-8"))
-        tokens = len(content["model"]["vocab"]) + len(content.get("added_tokens", ()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return _HUB_VOCABULARY
-    return -(-tokens // 64) * 64
+    content = _read_json(tokenizer, "tokenizer.json")
+    words = content.get("model", {}).get("vocab", ())
+    tokens = len(words) + len(content.get("added_tokens", ()))
+    return -(-tokens // 64) * 64 or _HUB_VOCABULARY
 
 
 def _default_length(answers: Answers) -> int:
     """Returns the length the model was trained for, if its folder tells, at most 4096."""
     if answers.model in SHAPES:
         return 128 if answers.model == "mpt-tiny" else 2048
-    try:
-        config = json.loads(Path(answers.model, "config.json").read_text(encoding="utf-8"))
-        known = config.get("max_position_embeddings") or config.get("n_positions")
-    except (OSError, ValueError, AttributeError):
-        known = None
+    config = _read_json(answers.model, "config.json")
+    known = config.get("max_position_embeddings") or config.get("n_positions")
     return min(known, _LONGEST) if isinstance(known, int) and known > 0 else _LONGEST
+
+
+def _read_json(folder: str, name: str) -> dict[str, Any]:
+    """Returns the mapping in a file; without such a file an empty one."""
+    try:
+        content = json.loads(Path(folder, name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from composer_fsdp2.tools.migrate.accelerate import ACCELERATE, UNSHARDED
+from composer_fsdp2.tools.migrate.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.composer import FSDP1, FSDP_VERSION_2
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
-from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
-from composer_fsdp2.tools.migrate.dialects.deepspeed_trainers import ACCELERATE_DEEPSPEED
-from composer_fsdp2.tools.migrate.dialects.roll import ROLL
-from composer_fsdp2.tools.migrate.dialects.verl import VERL
+from composer_fsdp2.tools.migrate.deepspeed_trainers import ACCELERATE_DEEPSPEED
 from composer_fsdp2.tools.migrate.report import SAME, Dialect, Entry, Report, Row
+from composer_fsdp2.tools.migrate.rl_trainers import ROLL, VERL
 from tests.unit.tools.test_migrate_composer import fsdp1_reports, version2_reports
 from tests.unit.tools.test_migrate_dialects import reports_of
 from tests.unit.tools.test_migrate_trainers import OWN_ROWS, plugin_reports, unsharded_reports
@@ -83,7 +82,9 @@ def _line(cells: Iterable[str]) -> str:
 
 def _cells(row: Row, entry: Entry, rows: tuple[Row, ...]) -> tuple[str, ...]:
     is_first = next(other for other in rows if other.key == row.key) is row
-    decide = ", ".join(_option(option) for option in row.options)
+    # An option names the key as the file has it, and the page without the mappings around it.
+    around = f"{'.'.join(entry.path[:-1])}."
+    decide = ", ".join(_option(option.removeprefix(around)) for option in entry.options)
     return (
         f"`{_key(row, entry)}`",
         _values(row, entry, "any" if is_first else _OTHER),

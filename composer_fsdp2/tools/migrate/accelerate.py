@@ -6,14 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from composer_fsdp2.tools.migrate.report import (
+    CHANGES,
+    CONVERTED,
+    DECISION,
+    KEPT,
+    NOT_NEEDED,
+    RENAMED,
     SAME,
+    UNSUPPORTED,
     Context,
     Dialect,
     Entry,
     Path,
     Row,
     Site,
-    Status,
 )
 from composer_fsdp2.tools.migrate.shared_rows import (
     FP8,
@@ -44,20 +50,20 @@ __all__ = [
     "ACCELERATE",
     "BLOCK",
     "DEGREES",
+    "FLAT",
     "FSDP_ROWS",
     "TOP_ROWS",
     "UNSHARDED",
     "distributed_type",
     "finish_fsdp",
-    "fsdp_block",
+    "has_fsdp_block",
     "ignore_degrees",
     "is_launchers",
+    "launchers_site",
     "per_node",
     "shards_nothing",
 ]
 
-_K, _R, _C = Status.KEPT, Status.RENAMED, Status.CONVERTED
-_NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
 BLOCK = "fsdp_config"
 _PREFETCH = "FSDP2 prefetches the next unit from its own streams by itself"
 _LAUNCHER = "`composer-fsdp2 train --ranks`, or the launcher, says how the ranks start"
@@ -91,129 +97,136 @@ _STRATEGY_KEYS = ("sharding_strategy", "reshard_after_forward")
 # Without the prefix `fsdp_`, which keys may have or lack.
 FSDP_ROWS = (
     *(
-        Row(key, _C, reason, when, settings)
+        Row(key, CONVERTED, reason, when, settings)
         for key in _STRATEGY_KEYS
         for when, (settings, reason) in _STRATEGIES.items()
     ),
     Row(
         "reshard_after_forward",
-        _C,
+        CONVERTED,
         "the top-level units keep their parameters until backward, which needs them first",
         ON,
         {"reshard_after_forward": "auto"},
     ),
     Row(
         "reshard_after_forward",
-        _K,
+        KEPT,
         "means the same",
         ("false", False),
         {"reshard_after_forward": False},
     ),
-    Row("version", _NOT, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2")),
-    Row("auto_wrap_policy", _NOT, "the units come from the model's hooks", (None, "")),
+    Row("version", NOT_NEEDED, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2")),
+    Row("auto_wrap_policy", NOT_NEEDED, "the units come from the model's hooks", (None, "")),
     Row(
         "auto_wrap_policy",
-        _NOT,
+        NOT_NEEDED,
         "classes named here, or the model's own blocks, become units",
         ("TRANSFORMER_BASED_WRAP",),
     ),
     Row(
         "auto_wrap_policy",
-        _C,
+        CONVERTED,
         "`wrap_policy.min_num_params` sets the size",
         ("SIZE_BASED_WRAP",),
     ),
     Row(
         "auto_wrap_policy",
-        _CH,
+        CHANGES,
         "one unit would gather the whole model at once; here the model's own blocks are units too",
         ("NO_WRAP",),
     ),
-    Row("transformer_layer_cls_to_wrap", _NOT, "names no class", is_nothing),
+    Row("transformer_layer_cls_to_wrap", NOT_NEEDED, "names no class", is_nothing),
     Row(
         "transformer_layer_cls_to_wrap",
-        _R,
+        RENAMED,
         "`wrap_policy.classes` names the classes of units",
         is_names,
         wrap_classes,
     ),
-    Row("min_num_params", _NOT, "0 sets no size", is_nothing),
-    Row("min_num_params", _R, "`wrap_policy.min_num_params`", is_number, min_num_params),
-    Row("state_dict_type", _C, "one file", ("FULL_STATE_DICT",), {"state_dict_type": "full"}),
+    Row("min_num_params", NOT_NEEDED, "0 sets no size", is_nothing),
+    Row("min_num_params", RENAMED, "`wrap_policy.min_num_params`", is_number, min_num_params),
+    Row(
+        "state_dict_type", CONVERTED, "one file", ("FULL_STATE_DICT",), {"state_dict_type": "full"}
+    ),
     Row(
         "state_dict_type",
-        _C,
+        CONVERTED,
         "a folder of shards",
         ("SHARDED_STATE_DICT",),
         {"state_dict_type": "sharded"},
     ),
     Row(
         "state_dict_type",
-        _DEC,
+        DECISION,
         "local checkpoints hold FSDP1's flat parameters, which FSDP2 does not have",
         ("LOCAL_STATE_DICT",),
-        options=("fsdp_state_dict_type=SHARDED_STATE_DICT", "fsdp_state_dict_type=FULL_STATE_DICT"),
+        options=("=SHARDED_STATE_DICT", "=FULL_STATE_DICT"),
     ),
-    Row("offload_params", _NOT, "false is what FSDP2 does", OFF),
-    Row("offload_params", _R, "`cpu_offload`", ON, {"cpu_offload": True}),
-    Row("activation_checkpointing", _K, "off", OFF, {"activation_checkpointing": False}),
+    Row("offload_params", NOT_NEEDED, "false is what FSDP2 does", OFF),
+    Row("offload_params", RENAMED, "`cpu_offload`", ON, {"cpu_offload": True}),
+    Row("activation_checkpointing", KEPT, "off", OFF, {"activation_checkpointing": False}),
     Row(
         "activation_checkpointing",
-        _K,
+        KEPT,
         "recomputes the units' activations",
         ON,
         {"activation_checkpointing": True},
     ),
     Row(
         "cpu_ram_efficient_loading",
-        _NOT,
+        NOT_NEEDED,
         "`init_device: mixed` or `meta`, or `pretrained_weights`, builds no whole model on every "
         "rank",
     ),
-    Row("sync_module_states", _NOT, "every rank starts from rank 0's weights", ON),
+    Row("sync_module_states", NOT_NEEDED, "every rank starts from rank 0's weights", ON),
     Row(
         "sync_module_states",
-        _CH,
+        CHANGES,
         "every rank starts from rank 0's weights, also where ranks were built differently",
         OFF,
     ),
-    Row("use_orig_params", _NOT, "FSDP2 keeps every parameter apart", ON),
+    Row("use_orig_params", NOT_NEEDED, "FSDP2 keeps every parameter apart", ON),
     Row(
         "use_orig_params",
-        _CH,
+        CHANGES,
         "there are no flat parameters: the optimizer sees each parameter with its own shape",
         OFF,
     ),
-    Row("forward_prefetch", _NOT, _PREFETCH),
-    Row("backward_prefetch", _NOT, _PREFETCH),
-    Row("backward_prefetch_policy", _NOT, _PREFETCH),
-    Row("limit_all_gathers", _NOT, "FSDP2 frees memory deterministically and needs no limit"),
-    Row("ignored_modules", _NOT, "null is none", is_nothing),
+    Row("forward_prefetch", NOT_NEEDED, _PREFETCH),
+    Row("backward_prefetch", NOT_NEEDED, _PREFETCH),
+    Row("backward_prefetch_policy", NOT_NEEDED, _PREFETCH),
+    Row("limit_all_gathers", NOT_NEEDED, "FSDP2 frees memory deterministically and needs no limit"),
+    Row("ignored_modules", NOT_NEEDED, "null is none", is_nothing),
     Row(
         "ignored_modules",
-        _DEC,
+        DECISION,
         "FSDP2 takes names of parameters instead of modules",
-        options=("fsdp_ignored_modules=null", "fsdp2.ignored_params=[<globs of names>]"),
+        options=("=null", "fsdp2.ignored_params=[<globs of names>]"),
     ),
-    Row("cpu_offload_pin_memory", _NOT, "pinned memory, as here", ON),
-    Row("cpu_offload_pin_memory", _NOT, "null is pinned memory, as here", (None,)),
+    Row("cpu_offload_pin_memory", NOT_NEEDED, "pinned memory, as here", ON),
+    Row("cpu_offload_pin_memory", NOT_NEEDED, "null is pinned memory, as here", (None,)),
     Row(
         "cpu_offload_pin_memory",
-        _C,
+        CONVERTED,
         "`cpu_offload.pin_memory`",
         (False, "false"),
         {"cpu_offload": {"pin_memory": False}},
     ),
     precision_row("mixed_precision_policy", "bf16", "bf16"),
     precision_row("mixed_precision_policy", "fp16", "fp16"),
-    Row("mixed_precision_policy", _NOT, "null is the run's precision", (None,)),
-    Row("final_state_dict_type", _NOT, "the last checkpoint is like the others"),
-    Row("xla", _NOT, "false: no XLA", OFF),
-    Row("xla", _UN, "FSDP2 of torch does not run on XLA", options=("xla=false",)),
-    Row("xla_fsdp_v2", _NOT, "false: no XLA", OFF),
-    Row("xla_fsdp_v2", _UN, "FSDP2 of torch does not run on XLA", options=("xla_fsdp_v2=false",)),
-    Row("xla_fsdp_settings", _NOT, "only for XLA"),
-    Row("xla_fsdp_grad_ckpt", _NOT, "only for XLA"),
+    Row("mixed_precision_policy", NOT_NEEDED, "null is the run's precision", (None,)),
+    Row("final_state_dict_type", NOT_NEEDED, "the last checkpoint is like the others"),
+    Row("xla", NOT_NEEDED, "false: no XLA", OFF),
+    Row("xla", UNSUPPORTED, "FSDP2 of torch does not run on XLA", options=("=false",)),
+    Row("xla_fsdp_v2", NOT_NEEDED, "false: no XLA", OFF),
+    Row(
+        "xla_fsdp_v2",
+        UNSUPPORTED,
+        "FSDP2 of torch does not run on XLA",
+        options=("=false",),
+    ),
+    Row("xla_fsdp_settings", NOT_NEEDED, "only for XLA"),
+    Row("xla_fsdp_grad_ckpt", NOT_NEEDED, "only for XLA"),
 )
 
 _LAUNCHING = (
@@ -240,15 +253,15 @@ _FP8 = (
     *("pad_inner_dim", "use_autocast_during_eval", "use_during_eval"),
 )
 TOP_ROWS = (
-    *(Row(key, _NOT, _LAUNCHER) for key in _LAUNCHING),
-    *(Row(key, _NOT, _COUNTS) for key in ("num_processes", "num_machines")),
-    *(Row(key, _NOT, _UNREAD_HERE) for key in ("deepspeed_config", "megatron_lm_config")),
-    Row("use_parallelism_config", _NOT, "the degrees say it", (True, False)),
+    *(Row(key, NOT_NEEDED, _LAUNCHER) for key in _LAUNCHING),
+    *(Row(key, NOT_NEEDED, _COUNTS) for key in ("num_processes", "num_machines")),
+    *(Row(key, NOT_NEEDED, _UNREAD_HERE) for key in ("deepspeed_config", "megatron_lm_config")),
+    Row("use_parallelism_config", NOT_NEEDED, "the degrees say it", (True, False)),
     precision_row("mixed_precision", "bf16", "bf16"),
     precision_row("mixed_precision", "fp16", "fp16"),
     Row(
         "mixed_precision",
-        _C,
+        CONVERTED,
         "no mixed precision",
         ("no", False, None),
         {"mixed_precision": "FULL"},
@@ -256,7 +269,7 @@ TOP_ROWS = (
     ),
     Row(
         "mixed_precision",
-        _C,
+        CONVERTED,
         "linear layers of blocks multiply in fp8, by torchao; all else is in bf16, as Accelerate "
         "has it",
         ("fp8",),
@@ -270,27 +283,33 @@ TOP_ROWS = (
             *backend_rows(f"fp8_config.{start}backend"),
             *gather_rows(f"fp8_config.{start}enable_fsdp_float8_all_gather"),
             *(
-                Row(f"fp8_config.{start}{name}", _NOT, "torchao pads and scales by itself")
+                Row(f"fp8_config.{start}{name}", NOT_NEEDED, "torchao pads and scales by itself")
                 for name in _FP8
             ),
         )
     ),
 )
 DEGREES = (
-    Row(f"{_SIZE}_replicate_size", _NOT, "one copy is the default", (1, None)),
-    Row(f"{_SIZE}_replicate_size", _R, f"`{REPLICATE}`", is_size, {REPLICATE: SAME}),
-    Row(f"{_SIZE}_shard_size", _R, f"`{SHARD}`", is_size, {SHARD: SAME}),
-    Row(f"{_SIZE}_shard_size", _C, "a whole copy on every rank", (1,), {SHARD: 1}),
+    Row(f"{_SIZE}_replicate_size", NOT_NEEDED, "one copy is the default", (1, None)),
+    Row(f"{_SIZE}_replicate_size", RENAMED, f"`{REPLICATE}`", is_size, {REPLICATE: SAME}),
+    Row(f"{_SIZE}_shard_size", RENAMED, f"`{SHARD}`", is_size, {SHARD: SAME}),
+    Row(f"{_SIZE}_shard_size", CONVERTED, "a whole copy on every rank", (1,), {SHARD: 1}),
     *degree_rows("parallelism_config_tp_size", (1, None)),
     *sequence_rows("parallelism_config_cp_size"),
     *sequence_rows("parallelism_config_sp_size", method="ulysses"),
     *(
-        Row(f"parallelism_config_{kind}_{name}", _NOT, "how attention exchanges a sequence is ours")
+        Row(
+            f"parallelism_config_{kind}_{name}",
+            NOT_NEEDED,
+            "how attention exchanges a sequence is ours",
+        )
         for kind in ("cp", "sp")
         for name in ("attn_implementation", "backend", "comm_strategy", "seq_length")
     ),
     *(
-        Row(f"parallelism_config_{kind}_seq_length_is_variable", _NOT, "any length is divided")
+        Row(
+            f"parallelism_config_{kind}_seq_length_is_variable", NOT_NEEDED, "any length is divided"
+        )
         for kind in ("cp", "sp")
     ),
 )
@@ -305,44 +324,49 @@ _OWN = frozenset({row.key for row in FSDP_ROWS}) - {
 }
 
 
-def fsdp_block(data: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """A block `fsdp_config` that is not Composer's."""
+FLAT = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
+"""keys of the block that stand without it"""
+
+
+def has_fsdp_block(data: Mapping[str, Any]) -> bool:
+    """Whether there is a block `fsdp_config` that is not Composer's."""
     block = data.get(BLOCK)
-    if not isinstance(block, Mapping):
-        return None
-    foreign = any(key.startswith("fsdp_") or key in _OWN for key in block)
-    return block if foreign or "fsdp_version" in data else None
+    return isinstance(block, Mapping) and (
+        "fsdp_version" in data or any(key.startswith("fsdp_") or key in _OWN for key in block)
+    )
 
 
 def distributed_type(data: Mapping[str, Any]) -> str:
     """Returns what Accelerate runs, in capitals; "" where the file does not say it."""
     kind = data.get("distributed_type")
     # Readers of YAML 1.1 take NO for false.
-    return "NO" if kind is False else "" if kind is None else str(kind).upper()
+    return "NO" if kind is False else str("" if kind is None else kind).upper()
 
 
 def is_launchers(data: Mapping[str, Any]) -> bool:
     """Whether a file without `distributed_type` has what only Accelerate's launcher writes."""
-    word = data.get("mixed_precision", "")
-    block = data.get("deepspeed_config")
+    word, block = data.get("mixed_precision", ""), data.get("deepspeed_config")
     zero = isinstance(block, Mapping) and "zero_stage" in block and not data.get(BLOCK)
     named = word is False or (isinstance(word, str) and word.lower() in _PRECISIONS)
-    foreign = zero or fsdp_block(data) is not None
     arguments = any(key in data for key in ("fsdp", "bf16", "fp16"))
-    return "compute_environment" in data or zero or (named and foreign and not arguments)
+    fsdp = named and has_fsdp_block(data) and not arguments
+    return "compute_environment" in data or zero or fsdp
+
+
+def launchers_site(data: Mapping[str, Any], rows: tuple[Row, ...], block: str) -> Site:
+    """Returns the site of the launcher's keys, and of the blocks with degrees and settings."""
+    blocks = {"parallelism_config": "degrees", block: "config"}
+    keys = {key: key for key in data if key in first_keys(rows)}
+    return Site((), keys | {key: first for key, first in blocks.items() if key in data})
 
 
 def _site(data: Mapping[str, Any], _: Path) -> Site | None:
-    kind, block = distributed_type(data), data.get(BLOCK)
+    kind = distributed_type(data)
     if kind or is_launchers(data):
-        if kind != "FSDP" and (kind or not block):
-            return None
-        keys = {key: key for key in data if key in first_keys(TOP_ROWS)}
-        keys |= {"parallelism_config": "degrees"} if "parallelism_config" in data else {}
-        return Site((), {**keys, BLOCK: "config"} if BLOCK in data else keys)
+        is_fsdp = kind == "FSDP" or (not kind and data.get(BLOCK))
+        return launchers_site(data, TOP_ROWS, BLOCK) if is_fsdp else None
     # The block's own keys without the block, as a part of a file.
-    names = {f"fsdp_{row.key}" for row in FSDP_ROWS}
-    snippet = {key: f"config.{key.removeprefix('fsdp_')}" for key in data if key in names}
+    snippet = {key: FLAT[key] for key in data if key in FLAT}
     if any(data.get(key) for key in SHARDING_KEYS) or not snippet.keys() - {"fsdp_version"}:
         return None
     size = {"min_num_params": "config.min_num_params"} if "min_num_params" in data else {}
@@ -352,16 +376,15 @@ def _site(data: Mapping[str, Any], _: Path) -> Site | None:
 def _finish(context: Context) -> None:
     finish_fsdp(context, "config.version")
     ignore_degrees(context)
-    keys = ("mixed_precision", "config.mixed_precision_policy")
-    add_precision(context, keys, "Accelerate")
+    add_precision(context, ("mixed_precision", "config.mixed_precision_policy"), "Accelerate")
 
 
 def ignore_degrees(context: Context) -> None:
     """Drops the degrees of a file that switches them off."""
-    if context.value("use_parallelism_config") is False:
-        for key, entry in context.entries.items():
-            if key.startswith("degrees."):
-                entry.become(_NOT, "use_parallelism_config is false: it is not read")
+    is_off = context.value("use_parallelism_config") is False
+    for key, entry in context.entries.items():
+        if is_off and key.startswith("degrees."):
+            entry.become(NOT_NEEDED, "use_parallelism_config is false: it is not read")
 
 
 def finish_fsdp(context: Context, *version_keys: str) -> bool:
@@ -375,23 +398,23 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
     if version2:
         _ignore_version1(context)
     given = any(key.startswith(f"degrees.{_SIZE}") for key in entries)
-    for key in _STRATEGY_KEYS:
-        strategy = entries.get(f"config.{key}")
-        if strategy is not None and strategy.reason.startswith("one copy per node") and not given:
+    for strategy in (entries.get(f"config.{key}") for key in _STRATEGY_KEYS):
+        if strategy and strategy.reason.startswith("one copy per node") and not given:
             per_node(context, strategy, "FULL_SHARD")
     _count_sequences(context)
     join_fp8(context)
     pinned = entries.get("config.cpu_offload_pin_memory")
-    if pinned is not None and pinned.becomes:
+    if pinned and pinned.becomes:
         offloads = [e for e in entries.values() if e.becomes.get("cpu_offload") is True]
         for entry in offloads:
             entry.becomes["cpu_offload"] = {"pin_memory": False}
         if not offloads:
-            pinned.become(_NOT, "nothing is offloaded")
-    dtypes = entries["mixed_precision"].becomes if "mixed_precision" in entries else {}
-    if version2 and isinstance(dtypes.get("mixed_precision"), dict):
+            pinned.become(NOT_NEEDED, "nothing is offloaded")
+    precision = entries.get("mixed_precision")
+    dtypes = precision.becomes.get("mixed_precision") if precision else None
+    if version2 and isinstance(dtypes, dict):
         # Version 2 casts the output too.
-        dtypes["mixed_precision"]["output_dtype"] = dtypes["mixed_precision"]["param_dtype"]
+        dtypes["output_dtype"] = dtypes["param_dtype"]
     if "config.state_dict_type" not in entries:
         kind = "sharded" if version2 else "full"
         context.add("the default of Accelerate, written out", state_dict_type=kind)
@@ -409,7 +432,7 @@ def _count_sequences(context: Context) -> None:
         if degree > 1 and key.endswith("shard_size") and SHARD in entry.settings:
             shards = entry.settings[SHARD] * degree
             reason = f"`{SHARD}`; the {degree} ranks of a sequence hold shards too, and count here"
-            entry.become(_C, reason, **{SHARD: shards})
+            entry.become(CONVERTED, reason, **{SHARD: shards})
 
 
 _VERSION1_ALONE = {
@@ -422,11 +445,10 @@ _VERSION1_ALONE = {
 def _ignore_version1(context: Context) -> None:
     """Accelerate reads some keys in version 1 alone, and words for true and false in 2."""
     for key, instead in _VERSION1_ALONE.items():
-        entry = context.entries.get(f"config.{key}")
-        if entry is not None:
-            entry.become(_NOT, f"Accelerate ignores it with fsdp_version: 2; {instead}")
+        if entry := context.entries.get(f"config.{key}"):
+            entry.become(NOT_NEEDED, f"Accelerate ignores it with fsdp_version: 2; {instead}")
     entry = context.entries.get("config.reshard_after_forward")
-    if entry is not None and entry.value not in (*OFF, *ON):
+    if entry and entry.value not in (*OFF, *ON):
         entry.decide(
             "with fsdp_version: 2 it is true or false, and Accelerate refuses it",
             f"{entry.key}=true",
@@ -482,28 +504,28 @@ UNSHARDED = Dialect(
     lambda _data, _path: None,
     (),
     (
-        Row("distributed_type", _K, _COPIES, _PLAIN),
+        Row("distributed_type", KEPT, _COPIES, _PLAIN),
         Row(
             "distributed_type",
-            _UN,
+            UNSUPPORTED,
             "tensor and pipeline parallelism of Megatron-LM have no equal here",
             ("MEGATRON_LM",),
             options=("stay with Megatron-LM, or write `parallelism_config: {fsdp2: {}}` yourself",),
         ),
         Row(
             "distributed_type",
-            _UN,
+            UNSUPPORTED,
             "FSDP2 of torch does not run on it",
             ("TPU", "XLA"),
             options=("stay with Accelerate, or write `parallelism_config: {fsdp2: {}}` yourself",),
         ),
         Row(
             "distributed_type",
-            _DEC,
+            DECISION,
             "is not known here",
-            options=("distributed_type=FSDP", "distributed_type=DEEPSPEED", "distributed_type=NO"),
+            options=("=FSDP", "=DEEPSPEED", "=NO"),
         ),
-        *(Row(key, _K, _UNREAD) for key in (BLOCK, "deepspeed_config", "megatron_lm_config")),
+        *(Row(key, KEPT, _UNREAD) for key in (BLOCK, "deepspeed_config", "megatron_lm_config")),
     ),
 )
 """holds no site to replace; `shards_nothing` recognises it"""

@@ -14,17 +14,27 @@ from composer_fsdp2.config.fsdp1 import (
 )
 from composer_fsdp2.config.schema import known_settings
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.report import SAME, Context, Dialect, Path, Row, Site, Status
+from composer_fsdp2.tools.migrate.report import (
+    CHANGES,
+    CONVERTED,
+    DECISION,
+    KEPT,
+    NOT_NEEDED,
+    SAME,
+    UNSUPPORTED,
+    Context,
+    Dialect,
+    Path,
+    Row,
+    Site,
+)
 from composer_fsdp2.tools.migrate.shared_rows import REPLICATE, SHARD, composer_rows
 
 __all__ = ["FSDP1", "FSDP2", "FSDP_VERSION_2", "MIXED", "is_ours"]
 
-_K, _C = Status.KEPT, Status.CONVERTED
-_NOT, _CH, _DEC, _UN = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION, Status.UNSUPPORTED
-
 
 def _same(*names: str, reason: str = "means the same") -> tuple[Row, ...]:
-    return tuple(Row(name, _K, reason, settings={name: SAME}) for name in names)
+    return tuple(Row(name, KEPT, reason, settings={name: SAME}) for name in names)
 
 
 def _without_dropped(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -41,14 +51,14 @@ def _has_dropped_dtypes(value: Any) -> bool:
 _PRECISION = (
     Row(
         "mixed_precision",
-        _K,
+        KEPT,
         "means the same: parameters and their gathering in the parameters' own dtype",
         ("FULL",),
         {"mixed_precision": SAME},
     ),
     Row(
         "mixed_precision",
-        _CH,
+        CHANGES,
         "the same dtypes for parameters and gradients; buffers keep theirs (rotary tables fp32), "
         "which FSDP1 cast to the compute dtype, as `buffer_dtype` does",
         ("DEFAULT", "PURE"),
@@ -56,12 +66,12 @@ _PRECISION = (
     ),
     Row(
         "mixed_precision",
-        _CH,
+        CHANGES,
         "FSDP2 reduces in reduce_dtype alone, and casts the inputs of the top-level units",
         _has_dropped_dtypes,
         _without_dropped,
     ),
-    Row("mixed_precision", _K, "means the same", settings={"mixed_precision": SAME}),
+    Row("mixed_precision", KEPT, "means the same", settings={"mixed_precision": SAME}),
 )
 
 _CHANGED = {
@@ -79,56 +89,60 @@ _ROWS = (
     # Settings of `sharding_strategy`, degrees and `state_dict_type` come from `convert_fsdp1`.
     Row(
         "sharding_strategy",
-        _C,
+        CONVERTED,
         "reshard_after_forward: auto frees all units but the top-level ones, as FSDP1 did",
         ("FULL_SHARD",),
     ),
     Row(
         "sharding_strategy",
-        _C,
+        CONVERTED,
         "reshard_after_forward: false keeps the parameters between forward and backward",
         ("SHARD_GRAD_OP",),
     ),
-    Row("sharding_strategy", _C, "one copy per node, sharded within it", ("HYBRID_SHARD",)),
+    Row("sharding_strategy", CONVERTED, "one copy per node, sharded within it", ("HYBRID_SHARD",)),
     Row(
         "sharding_strategy",
-        _C,
+        CONVERTED,
         "one copy per node; parameters are kept between forward and backward",
         ("_HYBRID_SHARD_ZERO2",),
     ),
     Row(
         "sharding_strategy",
-        _C,
+        CONVERTED,
         "a whole copy on every rank: shard degree 1, which is replication and not ZeRO-2",
         ("NO_SHARD",),
     ),
     *_PRECISION,
-    Row("state_dict_type", _K, "means the same", ("full", "sharded")),
+    Row("state_dict_type", KEPT, "means the same", ("full", "sharded")),
     Row(
         "state_dict_type",
-        _DEC,
+        DECISION,
         "local checkpoints hold FSDP1's flat parameters, which FSDP2 does not have",
         ("local",),
-        options=("state_dict_type=sharded", "state_dict_type=full"),
+        options=("=sharded", "=full"),
     ),
-    Row("cpu_offload", _NOT, "false is what FSDP2 does", (False, None)),
+    Row("cpu_offload", NOT_NEEDED, "false is what FSDP2 does", (False, None)),
     *_same(*(key for key in FSDP1_KEPT if key != "mixed_precision")),
     *(
         row
         for key, (harmless, instead) in FSDP1_NOT_SUPPORTED.items()
         for row in (
-            Row(key, _NOT, "changes nothing", (harmless, None)),
+            Row(key, NOT_NEEDED, "changes nothing", (harmless, None)),
             Row(
                 key,
-                _UN if harmless is False else _DEC,
+                UNSUPPORTED if harmless is False else DECISION,
                 f"has no equal in FSDP2: {instead}",
-                options=(f"{key}={'null' if harmless is None else str(harmless).lower()}",),
+                options=(f"={'null' if harmless is None else str(harmless).lower()}",),
             ),
         )
     ),
-    *(Row(key, _CH, reason, (value,)) for (key, value), reason in _CHANGED.items()),
-    *(Row(key, _NOT, reason) for key, reason in FSDP1_NOT_NEEDED.items() if key in FSDP1_KEYS),
-    Row("version", _NOT, "`parallelism_config.fsdp2` says it", (1,)),
+    *(Row(key, CHANGES, reason, (value,)) for (key, value), reason in _CHANGED.items()),
+    *(
+        Row(key, NOT_NEEDED, reason)
+        for key, reason in FSDP1_NOT_NEEDED.items()
+        if key in FSDP1_KEYS
+    ),
+    Row("version", NOT_NEEDED, "`parallelism_config.fsdp2` says it", (1,)),
 )
 """All keys of Composer's `FSDPConfig`, relative to the block."""
 
@@ -146,69 +160,78 @@ def _is_block(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
+def _is_version2(block: Any) -> bool:
+    return _is_block(block) and str(block.get("version")) == "2"
+
+
 _STRATEGY = (
     "strategies of LLM Foundry are refused beside FSDP2, because weights outside of their layers "
     "drift apart; without `strategy` its degree is `tensor_parallel`"
 )
 _WITHOUT = ("take strategy out of it",)
 _OUTSIDE = (
-    Row("*.model.init_device", _K, "built on rank 0 and spread from there", ("mixed",)),
-    Row("*.model.init_device", _K, "built shard by shard, without whole parameters", ("meta",)),
-    Row("*.model.init_device", _K, "built whole on every rank; `meta` takes less memory", ("cpu",)),
+    Row("*.model.init_device", KEPT, "built on rank 0 and spread from there", ("mixed",)),
+    Row("*.model.init_device", KEPT, "built shard by shard, without whole parameters", ("meta",)),
+    Row(
+        "*.model.init_device", KEPT, "built whole on every rank; `meta` takes less memory", ("cpu",)
+    ),
     Row(
         "*.optimizer.name",
-        _K,
+        KEPT,
         "is composer_fsdp2.Muon here: each matrix is whole on one rank, and embeddings, heads, "
         "norms and biases get AdamW in the same optimizer",
         ("muon",),
     ),
     Row(
         "*.optimizer.name",
-        _CH,
+        CHANGES,
         "was not written for this plugin's shards; `optimizer: {name: muon}` is "
         "composer_fsdp2.Muon, exact on any number of ranks",
         ("dion", "dist_muon", "distributed_muon", "muon_adamw", "normuon", "torch_muon"),
     ),
     Row(
-        "*.tp_config", _NOT, "no tensor parallelism is asked for; left as it is", (None, False, {})
+        "*.tp_config",
+        NOT_NEEDED,
+        "no tensor parallelism is asked for; left as it is",
+        (None, False, {}),
     ),
-    Row("*.tp_config", _DEC, _STRATEGY, _names_strategy, options=_WITHOUT),
-    Row("*.tp_config", _K, "is `tensor_parallel` of FSDP2", _is_block),
-    Row("*.parallelism_config.tp", _NOT, "no tensor parallelism is asked for", (None, False, {})),
-    Row("*.parallelism_config.tp", _DEC, _STRATEGY, _names_strategy, options=_WITHOUT),
-    Row("*.parallelism_config.tp", _K, "is `tensor_parallel` of FSDP2"),
+    Row("*.tp_config", DECISION, _STRATEGY, _names_strategy, options=_WITHOUT),
+    Row("*.tp_config", KEPT, "is `tensor_parallel` of FSDP2", _is_block),
+    Row(
+        "*.parallelism_config.tp",
+        NOT_NEEDED,
+        "no tensor parallelism is asked for",
+        (None, False, {}),
+    ),
+    Row("*.parallelism_config.tp", DECISION, _STRATEGY, _names_strategy, options=_WITHOUT),
+    Row("*.parallelism_config.tp", KEPT, "is `tensor_parallel` of FSDP2"),
 )
 """LLM Foundry's own keys around the block; they stay where they are."""
 
 
 def _fsdp1_site(data: Mapping[str, Any], path: Path) -> Site | None:
-    """A run, or the run that another file holds, as under `parameters`."""
-    block = data.get("parallelism_config")
-    if _is_fsdp1(data.get("fsdp_config")):
+    """Returns the site in a run, or in the run that another file holds, as under `parameters`.
+
+    A block is FSDP1's where it is not of version 2, also where it is no mapping. Tensor parallelism
+    beside it becomes a setting of FSDP2.
+    """
+    versioned, block = data.get("fsdp_config"), data.get("parallelism_config")
+    if versioned is not None and not _is_version2(versioned):
         if "parallelism_config" in data:
             raise ConfigError(
                 "The configuration has both 'fsdp_config' and 'parallelism_config'. A run follows "
                 "one of them and would ignore the other. Move what you need to "
                 "'parallelism_config' and remove 'fsdp_config'."
             )
-        # Tensor parallelism becomes a setting of FSDP2.
-        return Site(
-            path, {"fsdp_config": "", **({"tp_config": _TP} if data.get("tp_config") else {})}
-        )
-    if isinstance(block, Mapping) and _is_fsdp1(block.get("fsdp")):
-        keys = {"fsdp": "", **({"tp": _TP} if block.get("tp") else {})}
-        return Site((*path, "parallelism_config"), keys, ("fsdp2",))
-    return None
+        return Site(path, {"fsdp_config": "", **_tensor_key(data, "tp_config")})
+    if not isinstance(block, Mapping) or block.get("fsdp") is None or _is_version2(block["fsdp"]):
+        return None
+    keys = {"fsdp": "", **_tensor_key(block, "tp")}
+    return Site((*path, "parallelism_config"), keys, ("fsdp2",))
 
 
-def _is_fsdp1(block: Any) -> bool:
-    """Whether it is a block of FSDP1, or something else where such a block should be."""
-    return block is not None and not (
-        isinstance(block, Mapping) and str(block.get("version")) == "2"
-    )
-
-
-_STRATEGY_SETTINGS = ("reshard_after_forward", SHARD, REPLICATE)
+def _tensor_key(data: Mapping[str, Any], name: str) -> dict[str, str]:
+    return {name: _TP} if data.get(name) else {}
 
 
 def _finish_fsdp1(context: Context) -> None:
@@ -216,26 +239,26 @@ def _finish_fsdp1(context: Context) -> None:
     strategy = context.entries.get("sharding_strategy")
     for name, value in _converted(context).items():
         entry = context.entries.get(name)
-        if entry is not None and entry.status in (_DEC, _NOT):
+        if entry is not None and entry.status in (DECISION, NOT_NEEDED):
             continue
         if entry is not None and entry.value == value:
             entry.becomes = {name: SAME}
         elif name == "state_dict_type":
             context.add("FSDP1's default was full, FSDP2's is sharded", **{name: value})
         elif entry is not None and value is not None:
-            entry.become(_C, "follows from sharding_strategy", **{name: value})
-        elif strategy is not None and strategy.status is not _DEC:
+            entry.become(CONVERTED, "follows from sharding_strategy", **{name: value})
+        elif strategy is not None and strategy.status is not DECISION:
             strategy.becomes[name] = value
 
 
 def _finish_without_defaults(context: Context) -> None:
     """Does the same for keys of FSDP1 in a block for FSDP2, whose defaults are those of FSDP2."""
     settings, strategy = _converted(context), context.entries.get("sharding_strategy")
-    if strategy is not None and strategy.status is _C:
+    if strategy is not None and strategy.status is CONVERTED:
         # A degree that stands in the block itself is written where it stands.
         strategy.becomes |= {
             name: settings[name]
-            for name in _STRATEGY_SETTINGS
+            for name in ("reshard_after_forward", SHARD, REPLICATE)
             if settings.get(name) is not None and context.value(name) != settings[name]
         }
 
@@ -253,7 +276,7 @@ def _converted(context: Context) -> dict[str, Any]:
         )
     names = ("sharding_strategy", "state_dict_type", SHARD, REPLICATE)
     entries = [(name, context.entries.get(name)) for name in names]
-    config = {n: e.value for n, e in entries if e and not e.is_open and e.status is not _NOT}
+    config = {n: e.value for n, e in entries if e and not e.is_open and e.status is not NOT_NEEDED}
     try:
         return convert_fsdp1(
             config,
@@ -270,8 +293,8 @@ def _converted(context: Context) -> dict[str, Any]:
 def _drop_monolith(context: Context, default: str) -> None:
     entry = context.entries.get("load_monolith_rank0_only")
     kind = str(context.value("state_dict_type", default)).lower()
-    if entry is not None and entry.value is True and kind == "sharded":
-        entry.become(_NOT, "has no effect on sharded checkpoints")
+    if entry and entry.value is True and kind == "sharded":
+        entry.become(NOT_NEEDED, "has no effect on sharded checkpoints")
 
 
 FSDP1 = Dialect(
@@ -293,9 +316,8 @@ def _version2_site(data: Mapping[str, Any], path: Path) -> Site | None:
     site = _fsdp1_site(data, path)
     if site is None:
         return None
-    place = data["parallelism_config"] if site.parent != path else data
-    block = place[next(iter(site.keys))]
-    own = {"reshard_after_forward", "device_mesh"}
+    around = data if site.parent == path else data["parallelism_config"]
+    block, own = around[next(iter(site.keys))], {"reshard_after_forward", "device_mesh"}
     return site if isinstance(block, Mapping) and own & block.keys() else None
 
 
@@ -316,24 +338,24 @@ _IGNORED_KEYS = sorted(
 _VERSION2_ROWS = (
     Row(
         "reshard_after_forward",
-        _C,
+        CONVERTED,
         "torch's true keeps the top-level unit, which is called auto here",
         (True,),
         {"reshard_after_forward": "auto"},
     ),
-    Row("reshard_after_forward", _K, "means the same", settings={"reshard_after_forward": SAME}),
-    Row("device_mesh", _NOT, "null is all ranks", (None,)),
+    Row("reshard_after_forward", KEPT, "means the same", settings={"reshard_after_forward": SAME}),
+    Row("device_mesh", NOT_NEEDED, "null is all ranks", (None,)),
     Row(
         "device_mesh",
-        _DEC,
+        DECISION,
         "the mesh is built from degrees",
-        options=(f"fsdp2.{SHARD}=N", f"fsdp2.{REPLICATE}=N", "device_mesh=null"),
+        options=(f"fsdp2.{SHARD}=N", f"fsdp2.{REPLICATE}=N", "=null"),
     ),
     *_PRECISION,
     *_same("activation_checkpointing", "activation_cpu_offload", "verbose"),
     *_same("load_monolith_rank0_only", "state_dict_type"),
-    Row("sync_module_states", _NOT, "every rank starts from rank 0's weights"),
-    *(Row(key, _NOT, _IGNORED) for key in _IGNORED_KEYS),
+    Row("sync_module_states", NOT_NEEDED, "every rank starts from rank 0's weights"),
+    *(Row(key, NOT_NEEDED, _IGNORED) for key in _IGNORED_KEYS),
     *composer_rows(_TP),
 )
 
@@ -365,21 +387,14 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _mixed_rows() -> tuple[Row, ...]:
-    """FSDP1's rows for keys that FSDP2 has not, behind those of FSDP2's own keys."""
-    own = [name for name in known_settings() if name not in _SHARED]
-    counts = [Row(key, _K, "means the same", _is_count, {key: SAME}) for key in _SHARED]
-    return (
-        *counts,
-        *(Row(name, _K, "means the same", settings={name: SAME}) for name in own),
-        *(row for row in FSDP1.rows if row.key not in own and row.key != "version"),
-        Row(
-            "version",
-            _NOT,
-            "`parallelism_config.fsdp2` says it",
-            (1, 2, "1", "2"),
-        ),
-    )
+_OWN = [name for name in known_settings() if name not in _SHARED]
+# FSDP1's rows are for keys that FSDP2 has not.
+_MIXED_ROWS = (
+    *(Row(key, KEPT, "means the same", _is_count, {key: SAME}) for key in _SHARED),
+    *_same(*_OWN),
+    *(row for row in FSDP1.rows if row.key not in _OWN and row.key != "version"),
+    Row("version", NOT_NEEDED, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2")),
+)
 
 
 def _is_mixed(block: Any) -> bool:
@@ -396,9 +411,9 @@ def _is_mixed(block: Any) -> bool:
 
 def _mixed_site(data: Mapping[str, Any], path: Path) -> Site | None:
     versioned, block = data.get("fsdp_config"), data.get("parallelism_config")
-    if isinstance(versioned, Mapping) and str(versioned.get("version")) == "2":
+    if _is_version2(versioned):
         return Site(path, {"fsdp_config": ""}) if _is_mixed(versioned) else None
-    if isinstance(block, Mapping) and "fsdp2" in block and _is_mixed(block["fsdp2"]):
+    if isinstance(block, Mapping) and _is_mixed(block.get("fsdp2")):
         return Site((*path, "parallelism_config"), {"fsdp2": ""}, ("fsdp2",))
     return None
 
@@ -407,7 +422,7 @@ MIXED = Dialect(
     "fsdp2-mixed",
     "FSDP2 with keys of FSDP1",
     _mixed_site,
-    _mixed_rows(),
+    _MIXED_ROWS,
     FSDP1.outside,
     finish=_finish_without_defaults,
 )
@@ -424,9 +439,6 @@ def is_ours(data: Any) -> bool:
     """Whether a mapping, at any depth, holds settings for us already."""
     if not isinstance(data, Mapping):
         return False
-    block, versioned = data.get("parallelism_config"), data.get("fsdp_config")
-    if isinstance(block, Mapping) and "fsdp2" in block:
-        return True
-    if isinstance(versioned, Mapping) and str(versioned.get("version")) == "2":
-        return True
-    return any(is_ours(value) for value in data.values())
+    block = data.get("parallelism_config")
+    is_here = isinstance(block, Mapping) and "fsdp2" in block
+    return is_here or _is_version2(data.get("fsdp_config")) or any(map(is_ours, data.values()))

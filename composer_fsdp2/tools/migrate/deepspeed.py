@@ -6,13 +6,18 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from composer_fsdp2.tools.migrate.report import (
+    CHANGES,
+    CONVERTED,
+    DECISION,
+    NOT_NEEDED,
+    RENAMED,
+    UNSUPPORTED,
     Context,
     Dialect,
     Entry,
     Path,
     Row,
     Site,
-    Status,
 )
 from composer_fsdp2.tools.migrate.shared_rows import (
     OFFLOADED,
@@ -40,9 +45,6 @@ __all__ = [
     "join_offloads",
 ]
 
-_R, _C = Status.RENAMED, Status.CONVERTED
-_NOT, _CH = Status.NOT_NEEDED, Status.CHANGES
-_DEC, _UN = Status.DECISION, Status.UNSUPPORTED
 _BUCKETS = "FSDP2 communicates unit by unit; there are no buckets"
 _ZERO = "zero_optimization"
 _SWITCH = "zero_switch"
@@ -91,19 +93,19 @@ def _switch(name: str, dtype: str) -> tuple[Row, ...]:
     return (
         Row(
             f"{name}.enabled",
-            _C,
+            CONVERTED,
             reason,
             (True,),
             {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": dtype}},
             trainer={"precision": f"amp_{dtype}"},
         ),
-        Row(f"{name}.enabled", _NOT, "off", (False, None)),
+        Row(f"{name}.enabled", NOT_NEEDED, "off", (False, None)),
         Row(
             f"{name}.enabled",
-            _DEC,
+            DECISION,
             "the trainer that reads the file fills it in",
             ("auto",),
-            options=(f"{name}.enabled=true", f"{name}.enabled=false"),
+            options=("=true", "=false"),
         ),
     )
 
@@ -111,16 +113,16 @@ def _switch(name: str, dtype: str) -> tuple[Row, ...]:
 def _offload(name: str, reason: str, settings: Any) -> tuple[Row, ...]:
     key = f"{_ZERO}.{name}"
     return (
-        Row(key, _NOT, "none is what FSDP2 does", _is_nowhere),
-        Row(key, _CH, reason, _is_in_cpu_memory, settings),
+        Row(key, NOT_NEEDED, "none is what FSDP2 does", _is_nowhere),
+        Row(key, CHANGES, reason, _is_in_cpu_memory, settings),
         Row(
             key,
-            _DEC,
+            DECISION,
             "names a device that is not known here",
             _is_elsewhere,
-            options=(f"{key}={{device: cpu}}", f"{key}=null"),
+            options=("={device: cpu}", "=null"),
         ),
-        Row(key, _UN, "there is CPU memory, no NVMe", options=(f"{key}=null",)),
+        Row(key, UNSUPPORTED, "there is CPU memory, no NVMe", options=("=null",)),
     )
 
 
@@ -128,26 +130,26 @@ def _unless_off(name: str, reason: str) -> tuple[Row, ...]:
     """Rows of a feature that FSDP2 has not."""
     key = f"{_ZERO}.{name}"
     return (
-        Row(key, _NOT, "off is what FSDP2 does", (False, None)),
-        Row(key, _UN, reason, options=(f"{key}=null",)),
+        Row(key, NOT_NEEDED, "off is what FSDP2 does", (False, None)),
+        Row(key, UNSUPPORTED, reason, options=("=null",)),
     )
 
 
 def _gathered(name: str) -> tuple[Row, ...]:
     key = f"{_ZERO}.{name}"
     return (
-        Row(key, _C, "one file with whole weights", (True,), {"state_dict_type": "full"}),
-        Row(key, _C, "a folder of shards", (False,), {"state_dict_type": "sharded"}),
+        Row(key, CONVERTED, "one file with whole weights", (True,), {"state_dict_type": "full"}),
+        Row(key, CONVERTED, "a folder of shards", (False,), {"state_dict_type": "sharded"}),
     )
 
 
 def _besides(key: str) -> tuple[Row, ...]:
     """Rows of another trainer's key, which would be a second way to shard."""
     reason = "DeepSpeed's settings stand beside it; a run is sharded by one of them"
-    options = (f"{key}=null", "give the file without DeepSpeed's settings")
+    options = ("=null", "give the file without DeepSpeed's settings")
     return (
-        Row(key, _NOT, "nothing", (None, False, "")),
-        Row(key, _DEC, reason, options=options),
+        Row(key, NOT_NEEDED, "nothing", (None, False, "")),
+        Row(key, DECISION, reason, options=options),
     )
 
 
@@ -217,25 +219,25 @@ _INTERNAL = (
 
 _ROWS = (
     *stages(f"{_ZERO}.stage"),
-    Row(_SWITCH, _CH, "true is ZeRO-1; gradients are sharded too, as in ZeRO-2", (True,), _TWO),
-    Row(_SWITCH, _C, "a whole copy on every rank", (False,), _WHOLE),
-    Row(f"{_ZERO}.zero_hpz_partition_size", _NOT, "1 is off", (0, 1)),
+    Row(_SWITCH, CHANGES, "true is ZeRO-1; gradients are sharded too, as in ZeRO-2", (True,), _TWO),
+    Row(_SWITCH, CONVERTED, "a whole copy on every rank", (False,), _WHOLE),
+    Row(f"{_ZERO}.zero_hpz_partition_size", NOT_NEEDED, "1 is off", (0, 1)),
     Row(
         f"{_ZERO}.zero_hpz_partition_size",
-        _C,
+        CONVERTED,
         "after forward each group of so many ranks keeps a copy",
         is_size,
         lambda value: {"reshard_after_forward": value},
     ),
-    Row(f"{_ZERO}.mics_shard_size", _NOT, "off", (-1, 0)),
+    Row(f"{_ZERO}.mics_shard_size", NOT_NEEDED, "off", (-1, 0)),
     Row(
         f"{_ZERO}.mics_shard_size",
-        _C,
+        CONVERTED,
         "MiCS shards within groups and replicates between them, which is HSDP",
         is_size,
         lambda value: {SHARD: value, REPLICATE: -1},
     ),
-    Row(f"{_ZERO}.mics_hierarchical_params_gather", _NOT, "gathering is NCCL's"),
+    Row(f"{_ZERO}.mics_hierarchical_params_gather", NOT_NEEDED, "gathering is NCCL's"),
     *(
         row
         for name in ("offload_param", "cpu_offload_params", "cpu_offload_param")
@@ -246,8 +248,8 @@ _ROWS = (
         for name in ("offload_optimizer", "cpu_offload")
         for row in _offload(name, STATE_MOVES, STATE_ON_CPU)
     ),
-    *(Row(f"{_ZERO}.{name}", _NOT, _BUCKETS) for name in _TUNING),
-    *(Row(f"{_ZERO}.{name}", _NOT, "only for DeepSpeed's own engine") for name in _INTERNAL),
+    *(Row(f"{_ZERO}.{name}", NOT_NEEDED, _BUCKETS) for name in _TUNING),
+    *(Row(f"{_ZERO}.{name}", NOT_NEEDED, "only for DeepSpeed's own engine") for name in _INTERNAL),
     *_gathered("gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_16bit_weights_on_model_save"),
     *_gathered("stage3_gather_fp16_weights_on_model_save"),
@@ -260,60 +262,76 @@ _ROWS = (
     *_switch("bfloat16", "bf16"),
     *_switch("fp16", "fp16"),
     *(
-        Row(f"{block}.{name}", _NOT, "only for DeepSpeed's own engine")
+        Row(f"{block}.{name}", NOT_NEEDED, "only for DeepSpeed's own engine")
         for block in ("bf16", "bfloat16")
         for name in ("immediate_grad_update", "check_grad_overflow", "check_overflow")
     ),
-    *(Row(f"bf16.{name}", _NOT, "bf16 needs no loss scale") for name in (*_SCALES, "loss_scale")),
+    *(
+        Row(f"bf16.{name}", NOT_NEEDED, "bf16 needs no loss scale")
+        for name in (*_SCALES, "loss_scale")
+    ),
     *(
         row
         for name in ("bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads")
         for row in (
-            Row(name, _NOT, "off: master weights in fp32, as here", (False, None)),
-            Row(name, _UN, "master weights are in fp32", options=(f"{name}=false",)),
+            Row(name, NOT_NEEDED, "off: master weights in fp32, as here", (False, None)),
+            Row(name, UNSUPPORTED, "master weights are in fp32", options=("=false",)),
         )
     ),
-    Row("bf16.bf16_optimizer_states", _NOT, "off: states in fp32, as here", (False, None)),
+    Row("bf16.bf16_optimizer_states", NOT_NEEDED, "off: states in fp32, as here", (False, None)),
     Row(
         "bf16.bf16_optimizer_states",
-        _CH,
+        CHANGES,
         "states in bf16 too, rounded up or down by chance, so that small changes add up",
         (True,),
         {"optimizer_state": {"dtype": "bf16"}},
     ),
     Row(
         "fp16.loss_scale",
-        _DEC,
+        DECISION,
         "a static scale; Composer finds its own scale while it trains",
         _loss_scale,
-        options=("fp16.loss_scale=0",),
+        options=("=0",),
     ),
     *(
-        Row(f"fp16.{name}", _NOT, "Composer's own loss scaling is used, with `precision: amp_fp16`")
+        Row(
+            f"fp16.{name}",
+            NOT_NEEDED,
+            "Composer's own loss scaling is used, with `precision: amp_fp16`",
+        )
         for name in (*_SCALES, "loss_scale")
     ),
-    Row("torch_autocast.enabled", _NOT, "off", (False, None)),
+    Row("torch_autocast.enabled", NOT_NEEDED, "off", (False, None)),
     Row(
         "torch_autocast.enabled",
-        _CH,
+        CHANGES,
         "autocast by the trainer's precision; all modules are gathered and reduced in its dtype, "
         "DeepSpeed's only those of `lower_precision_safe_modules`",
         (True,),
         {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "bf16"}},
         trainer={"precision": "amp_bf16"},
     ),
-    Row("torch_autocast.dtype", _C, "the dtype of `torch_autocast`", tuple(_AUTOCAST_DTYPES)),
-    Row("torch_autocast.lower_precision_safe_modules", _NOT, "every module is, under autocast"),
-    Row("data_types.grad_accum_dtype", _NOT, _ACCUMULATED, ("fp32", "float32", None)),
-    Row("data_types.grad_accum_dtype", _CH, _ACCUMULATED, ("bf16", "bfloat16", "fp16", "float16")),
-    Row("amp.enabled", _NOT, "off", (False, None)),
+    Row(
+        "torch_autocast.dtype", CONVERTED, "the dtype of `torch_autocast`", tuple(_AUTOCAST_DTYPES)
+    ),
+    Row(
+        "torch_autocast.lower_precision_safe_modules", NOT_NEEDED, "every module is, under autocast"
+    ),
+    Row("data_types.grad_accum_dtype", NOT_NEEDED, _ACCUMULATED, ("fp32", "float32", None)),
+    Row(
+        "data_types.grad_accum_dtype",
+        CHANGES,
+        _ACCUMULATED,
+        ("bf16", "bfloat16", "fp16", "float16"),
+    ),
+    Row("amp.enabled", NOT_NEEDED, "off", (False, None)),
     Row(
         "amp.enabled",
-        _DEC,
+        DECISION,
         "apex's mixed precision is not torch's",
-        options=("amp.enabled=false", "bf16.enabled=true"),
+        options=("=false", "bf16.enabled=true"),
     ),
-    Row("amp.opt_level", _NOT, "only for apex"),
+    Row("amp.opt_level", NOT_NEEDED, "only for apex"),
     *(row for key in ("tensor_parallel", "autotp_size", "tp_size") for row in block_rows(key)),
     *parallel_rows("sequence_parallel", "sequence parallelism"),
     *sequence_rows("sequence_parallel_size", (0, 1, None), "ulysses"),
@@ -321,24 +339,34 @@ _ROWS = (
     *parallel_rows("expert_parallel_size", "expert parallelism"),
     *parallel_rows("pipeline", "pipeline parallelism"),
     *parallel_rows("pipeline_parallel_size", "pipeline parallelism"),
-    Row(f"{_CHECKPOINTING}.cpu_checkpointing", _NOT, "false is what is done here", (False, None)),
     Row(
         f"{_CHECKPOINTING}.cpu_checkpointing",
-        _CH,
+        NOT_NEEDED,
+        "false is what is done here",
+        (False, None),
+    ),
+    Row(
+        f"{_CHECKPOINTING}.cpu_checkpointing",
+        CHANGES,
         "what checkpointed blocks save is kept in CPU memory; blocks are checkpointed for that, "
         "where DeepSpeed leaves it to the model's own calls",
         (True,),
         OFFLOADED,
     ),
-    Row(f"{_CHECKPOINTING}.partition_activations", _NOT, "false is what is done", (False, None)),
     Row(
         f"{_CHECKPOINTING}.partition_activations",
-        _CH,
+        NOT_NEEDED,
+        "false is what is done",
+        (False, None),
+    ),
+    Row(
+        f"{_CHECKPOINTING}.partition_activations",
+        CHANGES,
         "ranks of tensor parallelism would share activations out; each rank keeps its own here",
         (True,),
     ),
     *(
-        Row(f"{_CHECKPOINTING}.{name}", _NOT, "only for DeepSpeed's own checkpointing")
+        Row(f"{_CHECKPOINTING}.{name}", NOT_NEEDED, "only for DeepSpeed's own checkpointing")
         for name in (
             "contiguous_memory_optimization",
             "number_checkpoints",
@@ -347,7 +375,7 @@ _ROWS = (
         )
     ),
     *(
-        Row(name, _NOT, "only for DeepSpeed's own engine")
+        Row(name, NOT_NEEDED, "only for DeepSpeed's own engine")
         for name in (
             "aio",
             "disable_allgather",
@@ -358,20 +386,22 @@ _ROWS = (
         )
     ),
     *(row for key in _OTHERS for row in _besides(key)),
-    Row("sparse_gradients", _NOT, "gradients are dense", (False, None)),
-    Row("sparse_gradients", _UN, "gradients are dense", options=("sparse_gradients=false",)),
-    Row("fp32_allreduce", _NOT, "off: gradients are reduced in their own dtype", (False, None)),
+    Row("sparse_gradients", NOT_NEEDED, "gradients are dense", (False, None)),
+    Row("sparse_gradients", UNSUPPORTED, "gradients are dense", options=("=false",)),
+    Row(
+        "fp32_allreduce", NOT_NEEDED, "off: gradients are reduced in their own dtype", (False, None)
+    ),
     Row(
         "fp32_allreduce",
-        _R,
+        RENAMED,
         "`mixed_precision.reduce_dtype`",
         (True,),
         {"mixed_precision": {"reduce_dtype": "fp32"}},
     ),
-    Row("communication_data_type", _NOT, "follows from the precision", (None,)),
+    Row("communication_data_type", NOT_NEEDED, "follows from the precision", (None,)),
     Row(
         "communication_data_type",
-        _R,
+        RENAMED,
         "`mixed_precision.reduce_dtype`",
         _DTYPES,
         lambda value: {"mixed_precision": {"reduce_dtype": value.lower().replace("bfp", "bf")}},
@@ -379,10 +409,10 @@ _ROWS = (
     *clipping_rows("gradient_clipping"),
     Row(
         "gradient_clipping",
-        _DEC,
+        DECISION,
         "the trainer that reads the file fills it in",
         ("auto",),
-        options=("gradient_clipping=1.0", "gradient_clipping=null"),
+        options=("=1.0", "=null"),
     ),
 )
 
@@ -393,10 +423,10 @@ _BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu")
 
 
 def _site(data: Mapping[str, Any], _: Path) -> Site | None:
-    switches = [data.get(name) for name in ("bf16", "bfloat16", "fp16", "amp")]
-    switched = any(isinstance(value, Mapping) and "enabled" in value for value in switches)
-    tensor = data.get("tensor_parallel")
-    own = first_keys(_ROWS) - {"gradient_clipping", *_OTHERS}
+    blocks = [data.get(name) for name in ("bf16", "bfloat16", "fp16", "amp")]
+    switched = any(isinstance(block, Mapping) and "enabled" in block for block in blocks)
+    tensor, rows = data.get("tensor_parallel"), {*first_keys(_ROWS), _ZERO}
+    own = rows - {"gradient_clipping", *_OTHERS}
     if not (
         switched
         or any(key in data for key in _SIGNS)
@@ -404,8 +434,8 @@ def _site(data: Mapping[str, Any], _: Path) -> Site | None:
         or (any(key in data for key in _BATCHES) and own & data.keys())
     ):
         return None
-    keys = {key: key for key in data if key in {*first_keys(_ROWS), _ZERO}}
-    return Site((), keys | ({_ZERO: _SWITCH} if isinstance(data.get(_ZERO), bool) else {}))
+    switch = {_ZERO: _SWITCH} if isinstance(data.get(_ZERO), bool) else {}
+    return Site((), {key: key for key in data if key in rows} | switch)
 
 
 def _finish(context: Context) -> None:
@@ -420,29 +450,28 @@ def finish_deepspeed(context: Context, prefix: str) -> None:
         context: of the site.
         prefix: where DeepSpeed's table is in the dialect's, with a dot at its end.
     """
-    starting = {k: e for k, e in context.entries.items() if k.startswith(prefix)}
-    entries = {key.removeprefix(prefix): entry for key, entry in starting.items()}
+    found = context.entries.items()
+    entries = {k.removeprefix(prefix): entry for k, entry in found if k.startswith(prefix)}
     zero, stage = entries.get(_ZERO), entries.get(f"{_ZERO}.stage")
-    if stage is None and _SWITCH not in entries and (zero is None or not zero.is_open):
+    if stage is None and _SWITCH not in entries and not (zero and zero.is_open):
         context.add("DeepSpeed's default is stage 0, a whole copy on every rank", **_WHOLE)
     group = entries.get(f"{_ZERO}.zero_hpz_partition_size")
-    if stage is not None and group is not None and group.becomes:
+    if stage and group and group.becomes:
         # ZeRO++ reshards to its group whatever the stage says.
         stage.becomes.pop("reshard_after_forward", None)
-    _choose_autocast(entries)
+    _choose_autocast(entries.get("torch_autocast.enabled"), entries.get("torch_autocast.dtype"))
     join_offloads(entries.values())
-    for key in ("communication_data_type", "fp32_allreduce"):
-        for name in _SWITCHES:
-            if key in entries and entries[key].becomes and name in entries:
-                entries[name].becomes.get("mixed_precision", {}).pop("reduce_dtype", None)
+    reduced = [entries.get(key) for key in ("communication_data_type", "fp32_allreduce")]
+    for switch in (entries[name] for name in _SWITCHES if name in entries):
+        if any(entry and entry.becomes for entry in reduced):
+            switch.becomes.get("mixed_precision", {}).pop("reduce_dtype", None)
     scale, switch = entries.get("fp16.loss_scale"), entries.get("fp16.enabled")
-    if scale is not None and scale.is_open and (switch is None or switch.value in (False, None)):
-        scale.become(_NOT, "fp16 is off")
+    if scale and scale.is_open and (switch is None or switch.value in (False, None)):
+        scale.become(NOT_NEEDED, "fp16 is off")
 
 
-def _choose_autocast(entries: Mapping[str, Entry]) -> None:
-    """`torch_autocast` says in two keys what it does."""
-    switch, dtype = entries.get("torch_autocast.enabled"), entries.get("torch_autocast.dtype")
+def _choose_autocast(switch: Entry | None, dtype: Entry | None) -> None:
+    """Resolves `torch_autocast`, which says in two keys what it does."""
     if switch is None or not switch.becomes:
         return
     if dtype is None or dtype.is_open:
@@ -461,19 +490,17 @@ def join_offloads(entries: Collection[Entry]) -> None:
         for entry in whole:
             entry.becomes["cpu_offload"] = True
     for entry in states if whole else ():
-        entry.become(_CH, ALL_MOVES)
+        entry.become(CHANGES, ALL_MOVES)
 
 
 def fill_in(context: Context, prefix: str, key: str, value: Any) -> None:
     """Gives a key that says `auto` the value that the trainer around it would fill in."""
     entry = context.entries.get(prefix + key)
-    if entry is None or entry.value != "auto" or value is None:
-        return
     row = next((row for row in _ROWS if row.key == key and row.matches(value)), None)
-    if row is None or row.status is _DEC:
+    if not (entry and entry.value == "auto" and row) or value is None or row.status is DECISION:
         return
-    entry.become(row.status, f"{row.reason}; the trainer fills in {value}", **row.becomes(value))
-    entry.beside = row.beside(value)
+    entry.follow(row, value)
+    entry.reason += f"; the trainer fills in {value}"
 
 
 DEEPSPEED = Dialect("deepspeed", "DeepSpeed ZeRO", _site, _ROWS, finish=_finish, nested=False)

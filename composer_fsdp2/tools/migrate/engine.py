@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path as File
 from typing import Any
 
 from composer_fsdp2.config.fsdp1 import FSDP1_STRATEGIES
 from composer_fsdp2.config.messages import ascii_repr, nearest
+from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate import accelerate, composer, deepspeed
-from composer_fsdp2.tools.migrate.dialects import (
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.tools.migrate import (
+    accelerate,
     arguments,
+    composer,
+    deepspeed,
     deepspeed_trainers,
-    roll,
-    verl,
+    rl_trainers,
 )
-from composer_fsdp2.tools.migrate.document import Document, check_result, read_settings
-from composer_fsdp2.tools.migrate.leftover import foreign_sign, sharding_in
-from composer_fsdp2.tools.migrate.merging import GIVEN, merge_entries
+from composer_fsdp2.tools.migrate.document import Document, read_settings
 from composer_fsdp2.tools.migrate.report import (
+    ADDED,
+    CONVERTED,
+    DECISION,
+    KEPT,
+    NOT_NEEDED,
     Context,
     Dialect,
     Entry,
     Path,
+    Ranks,
     Report,
     Row,
     Site,
-    Status,
+    settings_for,
 )
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
+from composer_fsdp2.tools.migrate.signs import foreign_sign, sharding_in
 
 __all__ = ["DIALECTS", "migrate"]
 
@@ -37,8 +46,8 @@ DIALECTS: Mapping[str, Dialect] = {
     dialect.name: dialect
     for dialect in (
         deepspeed.DEEPSPEED,
-        roll.ROLL,
-        verl.VERL,
+        rl_trainers.ROLL,
+        rl_trainers.VERL,
         deepspeed_trainers.ACCELERATE_DEEPSPEED,
         accelerate.ACCELERATE,
         deepspeed_trainers.ARGUMENTS_DEEPSPEED,
@@ -55,6 +64,8 @@ _JOB = "parameters"
 _LONG_LIST = 1_000
 _BYTE_ORDER_MARK = "\ufeff"
 _OUTSIDE = "not about sharding; left as it is"
+_GIVEN = "given by --set"
+"""reason of the entries that `--set fsdp2.NAME` makes"""
 _NOTHING = Dialect("none", "nothing about sharding", lambda _data, _path: None, ())
 
 
@@ -87,24 +98,19 @@ def migrate(
     document = Document(text, name)
     data = _resolve(document)
     spoken = _choose(data, dialect, name)
-    sites = spoken.find(data)
-    work = _Work(document, data, spoken, dict(decisions or {}), (world_size, gpus_per_node), folder)
-    entries: list[Entry] = []
-    new = text
-    # From the last to the first, so that the lines of the others stay where they are.
-    for number, site in enumerate(sorted(sites, key=document.first_line, reverse=True)):
-        found = work.site(site)
-        output = Document(new, name) if number else document
-        new = output.replace(site, found)
-        check_result(new)
-        entries = found + entries
+    sites, in_file = spoken.find(data), spoken.ranks(data)
+    ranks = (world_size or in_file[0], gpus_per_node or in_file[1])
+    work = _Work(document, data, spoken, dict(decisions or {}), ranks, folder)
+    results = [(site, work.site(site)) for site in sites]
+    new = document.replace(results) if results else document
+    entries = [entry for _, found in results for entry in found]
     replaced = {entry.path for entry in entries}
-    if twice := sorted(".".join(path) for path in work.duplicates if path not in replaced):
+    if twice := sorted(".".join(path) for path in document.duplicates if path not in replaced):
         raise ConfigError(
             f"'{name}' says {', '.join(map(repr, twice[:5]))} more than once. Which one counts "
             "depends on the reader. Remove all but one."
         )
-    outside = work.outside(sites)
+    outside = list(work.outside(document.data, (), sites))
     entries += outside
     left = [entry for entry in outside if entry.is_open]
     if spoken is _NOTHING and not left and (sign := foreign_sign(data)):
@@ -115,45 +121,34 @@ def migrate(
             f"that are known: {', '.join(DIALECTS)}."
         )
     if left and (sites or document.text == text):  # JSON that stays JSON has no comments
-        new = Document(new, name).noted(left)
-        check_result(new)
+        new = new.noted(left)
     if unused := [key for key in work.decisions if key not in work.used]:
         hint = nearest(unused[0], [entry.key for entry in entries])
         raise ConfigError(
             f"--set names '{unused[0]}', which is no sharding key of the input. It would have no "
             f"effect.{hint} Write a key of the report, or fsdp2.NAME for a setting of the new file."
         )
-    new = _BYTE_ORDER_MARK + new if mark else new
-    return Report(spoken.name, spoken.title, tuple(entries), new, _remarks(sites))
+    written = (_BYTE_ORDER_MARK if mark else "") + (text if new is document else new.text)
+    return Report(spoken.name, spoken.title, tuple(entries), written, _remarks(sites))
 
 
+@dataclass(slots=True)
 class _Work:
     """Walks one document."""
 
-    def __init__(
-        self,
-        document: Document,
-        resolved: dict[str, Any],
-        dialect: Dialect,
-        decisions: dict[str, Any],
-        ranks: tuple[int | None, int | None],
-        folder: File | None,
-    ) -> None:
-        self.data = document.data
-        self.resolved = resolved
-        self.dialect = dialect
-        self.decisions = decisions
-        self.folder = folder
-        self.used: set[str] = set()
-        in_file = dialect.ranks(resolved)
-        self.ranks = (ranks[0] or in_file[0], ranks[1] or in_file[1])
-        self.duplicates = document.duplicates()
+    document: Document
+    resolved: dict[str, Any]
+    dialect: Dialect
+    decisions: dict[str, Any]
+    ranks: Ranks
+    folder: File | None
+    used: set[str] = field(default_factory=set[str])
+    """decisions that fit a key"""
 
     def site(self, site: Site) -> list[Entry]:
         """Returns the results for the keys of one site, and what is added."""
         context = Context({}, self.resolved, site, *self.ranks)
-        values = context.parent
-        head = site.wrapper[0]
+        values, head = context.parent, site.wrapper[0]
         if head in values and head not in site.keys:
             raise ConfigError(
                 f"The configuration has both '{next(iter(site.keys))}' and '{head}'. The new "
@@ -164,16 +159,17 @@ class _Work:
             if key in values:
                 self._walk(context, first, (*site.parent, key), values[key])
         self._add_around(context)
-        if self.dialect.finish is not None:
-            self.dialect.finish(context)
+        self.dialect.finish(context)
         entries = [*context.entries.values(), *context.added]
         for given, value in self.decisions.items():
             start, _, setting = given.partition(".")
             if start == "fsdp2" and setting:
                 self.used.add(given)
                 path = (*site.parent, *site.wrapper, setting)
-                entries.append(Entry(path, None, Status.ADDED, GIVEN, {setting: value}))
-        merge_entries(entries, [n for n in values if n not in site.keys], self.ranks[0])
+                entries.append(Entry(path, None, ADDED, _GIVEN, {setting: value}))
+        _check_each(entries, [name for name in values if name not in site.keys])
+        _join(entries)
+        _check_together(entries, self.ranks[0])
         return entries
 
     def _add_around(self, context: Context) -> None:
@@ -185,123 +181,211 @@ class _Work:
             row = next((row for row in rows if row.key == key and row.matches(value)), None)
             if row is None or value is None or key in context.entries:
                 continue
-            settings, beside = row.becomes(value), row.beside(value)
+            settings = settings_for(row.settings, value)
+            beside = settings_for(row.trainer, value)
             if new := {**settings, **beside}.keys() - known:
                 block = context.site.wrapper if settings else ()
                 path = (*context.site.parent, *block, ", ".join(sorted(new)))
-                said = Entry(
-                    path, None, Status.ADDED, f"`{place}` says it", settings, beside=beside
-                )
+                reason = f"`{place}` says it"
+                said = Entry(path, None, ADDED, reason, settings, beside=beside)
                 context.added.append(said)
             known |= new
 
-    def outside(self, sites: list[Site]) -> list[Entry]:
-        """Entries of all keys that are in no site."""
+    def outside(
+        self, data: Mapping[str, Any], path: Path, sites: Sequence[Site]
+    ) -> Iterator[Entry]:
+        """Yields entries of all keys that are in no site."""
         replaced = {(*site.parent, key) for site in sites for key in site.keys}
-        rows = self.dialect.outside
         parents = {(), *(site.parent for site in sites)}
-        entries: list[Entry] = []
-
-        def whole(path: Path) -> bool:
-            return path in replaced or any(_is_at(row, ".".join(path)) for row in rows)
-
-        for path, value in _leaves(self.data, (), whole):
-            if path in replaced:
+        for key, value in data.items():
+            entry = Entry((*path, key), value, KEPT, _OUTSIDE)
+            name = entry.key
+            if entry.path in replaced:
                 continue
-            entry = Entry(path, value, Status.KEPT, _OUTSIDE)
-            row = next((r for r in rows if _is_at(r, entry.key) and r.matches(value)), None)
+            # `*.` stands for any place.
+            rows = [
+                row
+                for row in self.dialect.outside
+                if name == row.key or (row.key[:2] == "*." and f".{name}".endswith(row.key[1:]))
+            ]
+            if isinstance(value, Mapping) and value and not rows:
+                yield from self.outside(value, entry.path, sites)
+                continue
+            row = next((row for row in rows if row.matches(value)), None)
             if row is not None:
-                entry = Entry(path, value, row.status, row.reason, {}, row.options, row)
-            elif reason := sharding_in(self.data, path, value, parents):
+                entry.follow(row, value)
+            elif reason := sharding_in(self.document.data, entry.path, value, parents):
                 entry.decide(reason, "remove it", "move its settings to where the run reads them")
             self._check_twice(entry)
-            entries.append(entry)
-        return entries
+            yield entry
 
     def _walk(self, context: Context, key: str, path: Path, value: Any) -> None:
-        rows = [row for row in self.dialect.rows if row.key == key]
-        inner = any(row.key.startswith(f"{key}.") or not key for row in self.dialect.rows)
-        if inner and not rows:
-            value = self._block(context, key, path, value)
-            if key in context.entries and context.entries[key].is_open:
+        """Works out a key of a site, or those of the mapping in it or in the file it names."""
+        name, dialect = ".".join(path), self.dialect
+        rows = [row for row in dialect.rows if row.key == key]
+        is_block = not rows and any(r.key.startswith(f"{key}.") or not key for r in dialect.rows)
+        given = next((g for g in self.decisions if name == g or name.endswith(f".{g}")), None)
+        if given is not None:
+            self.used.add(given)
+            value = self.decisions[given]
+        entry = Entry(path, value, DECISION, "")
+        if is_block and key in dialect.files and isinstance(value, str):
+            value, place = read_settings(value, self.folder)
+            context.entries[key] = entry
+            entry.become(CONVERTED, f"its settings were read from '{place}'")
+            if value is None:
+                entry.decide(
+                    f"the file {place}", "put its content here as a mapping", f"{name}=null"
+                )
                 return
-        if not rows and inner and isinstance(value, Mapping) and value:
-            for name, item in value.items():
-                part = name.removeprefix(self.dialect.prefix)
-                self._walk(context, f"{key}.{part}" if key else part, (*path, name), item)
+        if is_block and isinstance(value, Mapping) and value:
+            for inner, item in value.items():
+                part = inner.removeprefix(dialect.prefix)
+                self._walk(context, f"{key}.{part}" if key else part, (*path, inner), item)
             return
-        entry = self._entry(path, value, rows)
-        if not rows and inner and not value:
-            entry.become(Status.CONVERTED, "holds no settings: the defaults")
-        elif not rows and entry.is_open:
-            entry.decide(*(_no_block(entry) if inner else _unknown(key, self.dialect.rows)))
         context.entries[key] = entry
+        if not is_block:
+            self._follow(entry, key, rows, is_given=given is not None)
+        elif value:
+            entry.decide(*_no_block(entry))
+        else:
+            entry.become(CONVERTED, "holds no settings: the defaults")
 
-    def _block(self, context: Context, key: str, path: Path, value: Any) -> Any:
-        """A value that should be a mapping, after `--set` and with the file that it names."""
-        name = ".".join(path)
-        if name in self.decisions:
-            self.used.add(name)
-            value = self.decisions[name]
-        if key not in self.dialect.files or not isinstance(value, str):
-            return value
-        settings, place = read_settings(value, self.folder)
-        entry = Entry(path, value, Status.CONVERTED, f"its settings were read from '{place}'")
-        context.entries[key] = entry
-        if settings is None:
-            entry.decide(f"the file {place}", "put its content here as a mapping", f"{name}=null")
-            return value
-        return settings
-
-    def _entry(self, path: Path, value: Any, rows: Sequence[Row]) -> Entry:
-        entry = Entry(path, value, Status.DECISION, "")
-        decided = self._decision(entry.key)
-        if decided is not None:
-            entry.value = value = self.decisions[decided]
-        if decided is not None and value is None:
-            entry.become(Status.NOT_NEEDED, "taken out by --set")
-            return entry
-        row = next((row for row in rows if row.matches(value)), None)
-        if row is None:
+    def _follow(self, entry: Entry, key: str, rows: Sequence[Row], *, is_given: bool) -> None:
+        """Takes the first row that speaks of the value, which the file or `--set` gives."""
+        row = next((row for row in rows if row.matches(entry.value)), None)
+        if is_given and entry.value is None:
+            entry.become(NOT_NEEDED, "taken out by --set")
+        elif not rows:
+            entry.decide(*_unknown(key, self.dialect.rows))
+        elif row is None:
             known = [str(choice) for row in rows for choice in row.choices]
             entry.decide(
-                f"{value!r} is not a value this key is known to take",
+                f"{entry.value!r} is not a value this key is known to take",
                 *(f"{entry.key}={choice}" for choice in known),
                 f"{entry.key}=null",
             )
-            return entry
-        entry.row = row
-        entry.become(row.status, row.reason, **row.becomes(value))
-        entry.options = tuple(self._addressed(option, entry, row) for option in row.options)
-        entry.beside = row.beside(value)
-        if decided is not None:
-            # What --set says is not in the input's text.
-            entry.becomes = entry.settings
         else:
-            self._check_twice(entry)
-        return entry
-
-    def _addressed(self, option: str, entry: Entry, row: Row) -> str:
-        """An option about the entry itself, with the key as the file has it."""
-        name, equals, value = option.partition("=")
-        block, _, last = name.rpartition(".")
-        own = f"{block}.{last.removeprefix(self.dialect.prefix)}".lstrip(".")
-        if equals and f".{row.key}".endswith(f".{own}"):
-            return f"{entry.key}={value}"
-        return option
+            entry.follow(row, entry.value)
+            if is_given:
+                # What --set says is not in the input's text.
+                entry.becomes = entry.settings
+            else:
+                self._check_twice(entry)
 
     def _check_twice(self, entry: Entry) -> None:
-        values = self.duplicates.get(entry.path)
-        if values:
+        if values := self.document.duplicates.get(entry.path):
             options = [f"{entry.key}={value}" for value in values]
             entry.decide("written more than once; which one counts depends on the reader", *options)
 
-    def _decision(self, key: str) -> str | None:
-        for given in self.decisions:
-            if key == given or key.endswith(f".{given}"):
-                self.used.add(given)
-                return given
-        return None
+
+def _no_block(entry: Entry) -> tuple[str, ...]:
+    reason = (
+        f"takes a mapping of settings, and {ascii_repr(entry.value)} says nothing that is known"
+    )
+    options = ("write its settings as a block, one key per line", f"{entry.key}=null")
+    word = str(entry.value).upper()
+    if word in FSDP1_STRATEGIES:
+        return (reason, f"{entry.key}={{sharding_strategy: {word}}}", *options)
+    return (reason, *options)
+
+
+def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:
+    name = key.rpartition(".")[2]
+    known = sorted({row.key.rpartition(".")[2] for row in rows})
+    if name in known:
+        reason = "is a key of this dialect, but not in this place; it would have no effect"
+        return (reason, f"{name}=null", "move it to where it is read")
+    reason = f"is not a key of this dialect; it would have no effect.{nearest(name, known)}"
+    return (reason, f"{name}=null", "correct its name")
+
+
+# --- Entries of one site together: what they say twice, what contradicts, what FSDP2 refuses. ---
+
+
+def _check_each(entries: Sequence[Entry], present: Collection[str]) -> None:
+    """Makes decisions of values that FSDP2 does not take; `--set` and the file's own keys win."""
+    for entry in entries:
+        for name in [name for name in entry.beside if name in present]:
+            del entry.beside[name]
+            entry.reason += f"; the file has its own `{name}`, which stays"
+        try:
+            # Checked alone, `load_monolith_rank0_only` would miss its state_dict_type.
+            parse_config({"state_dict_type": "full", **_plain(entry)})
+        except ConfigError as error:
+            entry.decide(str(error), f"{entry.key}=<another value>")
+    given = {name for entry in entries if entry.reason == _GIVEN for name in entry.becomes}
+    for entry in (entry for entry in entries if entry.reason != _GIVEN):
+        for name in [name for name in entry.becomes if name in given]:
+            del entry.becomes[name]
+            entry.reason += f"; --set gives `{name}`"
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    """Returns an entry's settings without those only the run can resolve."""
+    settings = entry.settings.items()
+    return {k: v for k, v in settings if not (isinstance(v, str) and "${" in v)}
+
+
+def _join(entries: Sequence[Entry]) -> None:
+    """Leaves every setting in the entry that says it first; a contradiction is a decision."""
+    spoken: dict[tuple[str, ...], list[tuple[Entry, Any]]] = {}
+    for entry in entries:
+        for place, value in (*_parts(entry.settings, ()), *_parts(entry.beside, ("",))):
+            spoken.setdefault(place, []).append((entry, value))
+    for place, said in spoken.items():
+        first = said[0][1]
+        if all(type(value) is type(first) and value == first for _, value in said):
+            continue
+        name = ".".join(part for part in place if part)
+        told = " and ".join(f"`{entry.key}: {ascii_repr(entry.value)}`" for entry, _ in said)
+        own = [entry for entry, _ in said if entry.status is not ADDED]
+        for entry in (entry for entry in own if not entry.is_open):
+            options = [f"{entry.key}=null" for entry in own]
+            entry.decide(f"{told} say different things about `{name}`", *options)
+    holders: dict[str, Entry] = {}
+    for entry in entries:
+        for setting in list(entry.becomes):
+            first = holders.setdefault(setting, entry)
+            if first is not entry:
+                before, value = first.becomes[setting], entry.becomes.pop(setting)
+                if isinstance(before, dict) and isinstance(value, dict):
+                    first.becomes[setting] = {**before, **value}
+
+
+def _parts(
+    settings: dict[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields each setting, and each part of a mapping, with its place."""
+    for name, value in settings.items():
+        if isinstance(value, dict) and value and len(path) < 2:
+            yield from _parts(value, (*path, name))
+            # A mapping in one place and a word in another contradict each other as a whole.
+            value = dict
+        yield (*path, name), value
+
+
+def _check_together(entries: Sequence[Entry], world_size: int | None) -> None:
+    """Makes decisions of the keys whose settings cannot hold together, the degrees first."""
+    degrees = [e for e in entries if any("degree" in setting for setting in e.becomes)]
+    for blamed in (degrees, entries):
+        problem = _problem(entries, world_size)
+        for entry in (entry for entry in blamed if problem and entry.becomes):
+            entry.decide(problem, f"{entry.key}=<another value>")
+
+
+def _problem(entries: Sequence[Entry], world_size: int | None) -> str:
+    """Returns the error of all settings together, or ""."""
+    try:
+        config = parse_config({k: v for entry in entries for k, v in _plain(entry).items()})
+        if world_size is not None:
+            MeshShape.resolve(config, world_size)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+# --- The whole file: its dialect, its interpolations, and where its settings stand. ---
 
 
 def _choose(data: Mapping[str, Any], name: str | None, file: str) -> Dialect:
@@ -331,14 +415,15 @@ def _check_half_migrated(data: Mapping[str, Any], file: str, path: Path = ()) ->
     """
     block = data.get("parallelism_config")
     if isinstance(block, Mapping) and "fsdp2" in block:
-        others = [["parallelism_config", "fsdp"]] if block.get("fsdp") is not None else []
-        others += [[key] for key in SHARDING_KEYS if data.get(key)]
+        others = ["parallelism_config.fsdp"] if block.get("fsdp") is not None else []
+        others += [key for key in SHARDING_KEYS if data.get(key)]
         if others:
-            place = ".".join([*path, "parallelism_config", "fsdp2"])
+            names = ("parallelism_config.fsdp2", others[0])
+            ours, theirs = (".".join([*path, name]) for name in names)
             raise ConfigError(
-                f"'{file}' has both '{'.'.join([*path, *others[0]])}' and '{place}': it is half "
-                "migrated. A run follows one of them and would ignore or refuse the other. Move "
-                f"what you need to '{place}' and remove '{'.'.join([*path, *others[0]])}'."
+                f"'{file}' has both '{theirs}' and '{ours}': it is half migrated. A run follows "
+                "one of them and would ignore or refuse the other. Move what you need to "
+                f"'{ours}' and remove '{theirs}'."
             )
     for key, value in data.items():
         if isinstance(value, Mapping) and key != "parallelism_config":
@@ -346,7 +431,7 @@ def _check_half_migrated(data: Mapping[str, Any], file: str, path: Path = ()) ->
 
 
 def _resolve(document: Document) -> dict[str, Any]:
-    """The data with interpolations replaced as far as they can be here."""
+    """Returns the data with interpolations replaced as far as they can be here."""
     if "${" not in document.text:
         return document.data
     from omegaconf import OmegaConf
@@ -366,12 +451,12 @@ def _resolve(document: Document) -> dict[str, Any]:
         if not isinstance(value, str) or "${" not in value:
             return value
         inside = inner is not None and path[0] == _JOB
+        start, place = (inner, path[1:]) if inside else (tree, path)
         try:
-            start: Any = inner if inside else tree
-            place = path[1:] if inside else path
-            found = OmegaConf.select(start, ".".join(place), default=value)
-            whole = OmegaConf.is_config(found)
-            return OmegaConf.to_container(found, resolve=True) if whole else found
+            found: Any = OmegaConf.select(start, ".".join(place), default=value)
+            return (
+                OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+            )
         except (OmegaConfBaseException, RecursionError):
             return value
 
@@ -379,61 +464,19 @@ def _resolve(document: Document) -> dict[str, Any]:
 
 
 def _without_long_lists(value: Any) -> Any:
-    """The same without data that no setting points at: omegaconf takes 0.2 ms for each item."""
+    """Leaves out data that no setting points at: omegaconf takes 0.2 ms for each item."""
     if isinstance(value, Mapping):
         return {key: _without_long_lists(item) for key, item in value.items()}
     return [] if isinstance(value, list) and len(value) > _LONG_LIST else value
 
 
 def _remarks(sites: Sequence[Site]) -> tuple[str, ...]:
-    """Where the new settings have to go if they are not where LLM Foundry reads them."""
-    nested = [
-        ".".join((*site.parent, *site.wrapper))
-        for site in sites
-        if site.parent and site.parent[0] != _JOB
-    ]
+    """Says where the new settings have to go if they are not where LLM Foundry reads them."""
     wanted = ".".join(Site((), {}).wrapper)
+    own = (site for site in sites if site.parent[:1] != (_JOB,))
     return tuple(
         f"The new settings stand at '{place}'. LLM Foundry and `composer-fsdp2 train` read "
         f"'{wanted}' at the top of a run: move them there."
-        for place in nested
+        for place in (".".join((*site.parent, *site.wrapper)) for site in own)
         if place != wanted
     )
-
-
-def _leaves(
-    data: Mapping[str, Any], path: Path, whole: Callable[[Path], bool]
-) -> Iterator[tuple[Path, Any]]:
-    """Values that are no mappings, and those `whole` holds for, whatever they are."""
-    for key, value in data.items():
-        here = (*path, key)
-        if isinstance(value, Mapping) and value and not whole(here):
-            yield from _leaves(value, here, whole)
-        else:
-            yield here, value
-
-
-def _is_at(row: Row, key: str) -> bool:
-    """Whether a row speaks of a path; `*.` stands for any place."""
-    return key == row.key or (row.key[:2] == "*." and f".{key}".endswith(row.key[1:]))
-
-
-def _no_block(entry: Entry) -> tuple[str, ...]:
-    reason = (
-        f"takes a mapping of settings, and {ascii_repr(entry.value)} says nothing that is known"
-    )
-    options = ["write its settings as a block, one key per line", f"{entry.key}=null"]
-    word = entry.value if isinstance(entry.value, str) else ""
-    if word.upper() in FSDP1_STRATEGIES:
-        options.insert(0, f"{entry.key}={{sharding_strategy: {word.upper()}}}")
-    return (reason, *options)
-
-
-def _unknown(key: str, rows: Sequence[Row]) -> tuple[str, ...]:
-    name = key.rpartition(".")[2]
-    known = sorted({row.key.rpartition(".")[2] for row in rows})
-    if name in known:
-        reason = "is a key of this dialect, but not in this place; it would have no effect"
-        return (reason, f"{name}=null", "move it to where it is read")
-    reason = f"is not a key of this dialect; it would have no effect.{nearest(name, known)}"
-    return (reason, f"{name}=null", "correct its name")

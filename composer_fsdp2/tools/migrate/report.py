@@ -8,7 +8,28 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["ANY", "SAME", "Context", "Dialect", "Entry", "Report", "Row", "Site", "Status"]
+__all__ = [
+    "ADDED",
+    "CHANGES",
+    "CONVERTED",
+    "DECISION",
+    "KEPT",
+    "NOT_NEEDED",
+    "RENAMED",
+    "SAME",
+    "UNSUPPORTED",
+    "Context",
+    "Dialect",
+    "Entry",
+    "Path",
+    "Ranks",
+    "Report",
+    "Row",
+    "Site",
+    "Status",
+    "settings_for",
+    "value_at",
+]
 
 Path = tuple[str, ...]
 Ranks = tuple[int | None, int | None]
@@ -28,13 +49,13 @@ class Status(str, Enum):
     """was not in the input; written out because its default is another one in FSDP2"""
 
 
+KEPT, RENAMED, CONVERTED, NOT_NEEDED, CHANGES, DECISION, UNSUPPORTED, ADDED = Status
+
+
 class _Marker(Enum):
-    ANY = "any value"
     SAME = "the value of the input"
 
 
-ANY = _Marker.ANY
-"""a row's `when`: all values"""
 SAME = _Marker.SAME
 """a setting's value: as the input writes it, interpolation included"""
 
@@ -49,39 +70,29 @@ class Row:
     """dotted path from the site, as `Site.keys` names its first part"""
     status: Status
     reason: str
-    when: Any = ANY
-    """`ANY`, a tuple of values (strings compare in capitals), or a test"""
+    when: Any = None
+    """a tuple of values (strings compare in capitals), a test, or `None` for all values"""
     settings: Mapping[str, Any] | Convert = field(default_factory=dict)
     """FSDP2 settings; `SAME` stands for the value"""
     options: tuple[str, ...] = ()
-    """what a user may decide, as `--set` takes it or in words"""
+    """what a user may decide: `=VALUE` for `--set` of this key, `KEY=VALUE` of another, or words"""
     trainer: Mapping[str, Any] | Convert = field(default_factory=dict)
     """settings of LLM Foundry's own, written beside the block"""
 
     def matches(self, value: Any) -> bool:
         """Whether the row speaks of this value."""
-        if self.when is ANY:
-            return True
         if callable(self.when):
             return bool(self.when(value))
-        return any(_same(value, choice) for choice in self.when)
+        return self.when is None or any(_same(value, choice) for choice in self.when)
 
     @property
     def choices(self) -> tuple[Any, ...]:
         """The values it names one by one."""
         return self.when if isinstance(self.when, tuple) else ()
 
-    def becomes(self, value: Any) -> dict[str, Any]:
-        """The FSDP2 settings for a value."""
-        return _for_value(self.settings, value)
 
-    def beside(self, value: Any) -> dict[str, Any]:
-        """The trainer's settings for a value."""
-        return _for_value(self.trainer, value)
-
-
-def _for_value(settings: Mapping[str, Any] | Convert, value: Any) -> dict[str, Any]:
-    # A copy: rows share their mappings, and entries are changed afterwards.
+def settings_for(settings: Mapping[str, Any] | Convert, value: Any) -> dict[str, Any]:
+    """Returns what a row says of a value; a copy, because entries are changed afterwards."""
     return deepcopy(dict(settings(value) if callable(settings) else settings))
 
 
@@ -120,6 +131,13 @@ class Entry:
         """Whether something is left to the user, so that nothing is written for it."""
         return self.status in (Status.DECISION, Status.UNSUPPORTED)
 
+    def follow(self, row: Row, value: Any) -> None:
+        """Takes over what a row of the table says of a value."""
+        self.row, self.status, self.reason = row, row.status, row.reason
+        self.becomes = settings_for(row.settings, value)
+        self.beside = settings_for(row.trainer, value)
+        self.options = tuple(f"{self.key}{o}" if o[0] == "=" else o for o in row.options)
+
     def decide(self, reason: str, *options: str) -> None:
         """Makes it the user's decision; nothing is written for it."""
         self.status, self.reason, self.options = Status.DECISION, reason, options
@@ -130,6 +148,13 @@ class Entry:
         """Replaces what the table said, where other keys have a say in it."""
         self.status, self.reason, self.becomes = status, reason, settings
         self.options = ()
+
+
+def value_at(data: Any, path: Path) -> Any:
+    """Returns the value at a path of mappings, or `None`."""
+    for name in path:
+        data = data.get(name) if isinstance(data, Mapping) else None
+    return data
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,21 +189,14 @@ class Context:
     @property
     def parent(self) -> Mapping[str, Any]:
         """Returns the mapping that the site is in."""
-        data: Any = self.data
-        for name in self.site.parent:
-            data = data[name]
-        return data
+        return value_at(self.data, self.site.parent)
 
     def around(self, key: str) -> tuple[str, Any]:
         """Returns a key with dots, and its value, from the innermost mapping around the site."""
-        parent, places = self.site.parent, key.split(".")
-        for length in range(len(parent), -1, -1):
-            path = (*parent[:length], *places)
-            data: Any = self.data
-            for name in path:
-                data = data.get(name) if isinstance(data, Mapping) else None
-            if data is not None:
-                return ".".join(path), data
+        for length in range(len(self.site.parent), -1, -1):
+            path = (*self.site.parent[:length], *key.split("."))
+            if (value := value_at(self.data, path)) is not None:
+                return ".".join(path), value
         return key, None
 
     def add(self, reason: str, **settings: Any) -> None:
@@ -200,7 +218,7 @@ class Dialect:
     """keys that stay where they are and still have something to say; dotted from the top"""
     around: tuple[Row, ...] = ()
     """keys of the mappings around a site, which stay; what they become is added to the site"""
-    finish: Callable[[Context], None] | None = None
+    finish: Callable[[Context], None] = lambda _: None
     """settings that follow from several keys"""
     nested: bool = True
     """sites are looked for at any depth, and not at the top alone"""
@@ -213,11 +231,10 @@ class Dialect:
 
     def find(self, data: Mapping[str, Any], path: Path = ()) -> list[Site]:
         """Returns the sites, none of which is inside of another one."""
-        site = self.site(data, path)
-        if site is not None or not self.nested:
-            return [] if site is None else [site]
+        if (site := self.site(data, path)) is not None:
+            return [site]
         inner = [(key, value) for key, value in data.items() if isinstance(value, Mapping)]
-        return [site for key, value in inner for site in self.find(value, (*path, key))]
+        return [s for key, value in inner if self.nested for s in self.find(value, (*path, key))]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from composer_fsdp2.tools.migrate.report import SAME, Context, Entry, Row, Status
+from composer_fsdp2.tools.migrate.report import (
+    ADDED,
+    CHANGES,
+    CONVERTED,
+    DECISION,
+    NOT_NEEDED,
+    RENAMED,
+    SAME,
+    UNSUPPORTED,
+    Context,
+    Entry,
+    Row,
+)
 
 __all__ = [
     "FP8",
@@ -55,9 +67,6 @@ SHARDING_KEYS = (
 OFF = (False, None, "false")
 ON = (True, "true")
 
-_C, _R = Status.CONVERTED, Status.RENAMED
-_NOT, _CH = Status.NOT_NEEDED, Status.CHANGES
-_DEC, _UN = Status.DECISION, Status.UNSUPPORTED
 _AC = "activation_checkpointing"
 OFFLOADED = {_AC: True, "activation_cpu_offload": True}
 STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
@@ -68,12 +77,12 @@ STATE_ON_CPU = {"optimizer_state": {"device": "cpu"}}
 
 def is_size(value: Any) -> bool:
     """A number above 1."""
-    return is_count(value) and value > 1
+    return type(value) is int and value > 1
 
 
 def is_count(value: Any) -> bool:
     """A number above 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return type(value) is int and value > 0
 
 
 def is_number(value: Any) -> bool:
@@ -96,19 +105,18 @@ def is_names(value: Any) -> bool:
 
 def _is_norm(value: Any) -> bool:
     """A number above 0."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    return type(value) in (int, float) and value > 0
 
 
 def asks_for_nothing(value: Any) -> bool:
     """A block without a size above 1."""
     if not isinstance(value, Mapping):
         return value in (None, False, 0, 1)
-    sizes = (
-        item
+    return all(
+        asks_for_nothing(item)
         for key, item in value.items()
         if isinstance(item, Mapping) or re.search("size|stages", str(key))
     )
-    return all(map(asks_for_nothing, sizes))
 
 
 def wrap_classes(value: Any) -> dict[str, Any]:
@@ -135,7 +143,7 @@ def moved_rows(around: tuple[Row, ...]) -> tuple[Row, ...]:
     written = "written beside the sharding of this model: {}; remove it here"
     left = ("write another value", "remove it")
     return tuple(
-        Row(f"*.{row.key}", _C, written.format(row.reason), row.when)
+        Row(f"*.{row.key}", CONVERTED, written.format(row.reason), row.when)
         if row.settings or row.trainer
         else replace(row, key=f"*.{row.key}", options=left if row.options else ())
         for row in around
@@ -168,17 +176,17 @@ _SEQUENCE = "each sequence is divided between ranks next to each other, which re
 def degree_rows(key: str, nothing: Any) -> tuple[Row, ...]:
     """Returns the rows of a degree of tensor parallelism; `nothing` is what asks for none."""
     return (
-        Row(key, _NOT, "no tensor parallelism is asked for", nothing),
-        Row(key, _C, f"`{_TENSOR}`: {_DIVIDES}", is_size, {_TENSOR: SAME}),
+        Row(key, NOT_NEEDED, "no tensor parallelism is asked for", nothing),
+        Row(key, CONVERTED, f"`{_TENSOR}`: {_DIVIDES}", is_size, {_TENSOR: SAME}),
     )
 
 
 def _tensor_size(value: Any) -> Any:
     """Returns the degree in DeepSpeed's block, or the value itself."""
-    if not isinstance(value, Mapping):
-        return value
-    names = ("autotp_size", "tp_size", "tp", "tensor_parallel")
-    return _tensor_size(next((value[name] for name in names if name in value), 1))
+    while isinstance(value, Mapping):
+        names = ("autotp_size", "tp_size", "tp", "tensor_parallel")
+        value = next((value[name] for name in names if name in value), 1)
+    return value
 
 
 def _has_tensor_size(value: Any) -> bool:
@@ -189,15 +197,15 @@ def _has_tensor_size(value: Any) -> bool:
 def block_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of a degree of tensor parallelism, or DeepSpeed's block with one in it."""
     return (
-        Row(key, _NOT, "no tensor parallelism is asked for", asks_for_nothing),
+        Row(key, NOT_NEEDED, "no tensor parallelism is asked for", asks_for_nothing),
         Row(
             key,
-            _C,
+            CONVERTED,
             f"`{_TENSOR}`: {_DIVIDES}",
             _has_tensor_size,
             lambda value: {_TENSOR: _tensor_size(value)},
         ),
-        Row(key, _DEC, "its size is no number", options=(f"{key}=2", f"{key}=null")),
+        Row(key, DECISION, "its size is no number", options=("=2", "=null")),
     )
 
 
@@ -208,8 +216,7 @@ def _composers_degree(value: Any) -> Any:
 def _is_composers(value: Any) -> bool:
     """A mapping with a degree, and perhaps a `layer_plan`."""
     known = {"strategy", "degree", "tensor_parallel_degree", "layer_plan"}
-    is_known = isinstance(value, Mapping) and known.issuperset(value)
-    return is_known and is_size(_composers_degree(value))
+    return isinstance(value, Mapping) and known >= {*value} and is_size(_composers_degree(value))
 
 
 def _is_strategy(value: Any) -> bool:
@@ -230,19 +237,19 @@ def _without_strategy(value: Mapping[str, Any]) -> dict[str, Any]:
 def composer_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of Composer's `tp`, and LLM Foundry's `tp_config`."""
     return (
-        Row(key, _NOT, "no tensor parallelism is asked for", _is_composers_nothing),
+        Row(key, NOT_NEEDED, "no tensor parallelism is asked for", _is_composers_nothing),
         Row(
             key,
-            _CH,
+            CHANGES,
             f"`{_TENSOR}` without the strategy: {_DIVIDES}, where a strategy of LLM Foundry gave "
             "them different ones and weights outside of its layers drifted apart",
             _is_strategy,
             _without_strategy,
         ),
-        Row(key, _C, f"`{_TENSOR}`: {_DIVIDES}", _is_composers, _without_strategy),
+        Row(key, CONVERTED, f"`{_TENSOR}`: {_DIVIDES}", _is_composers, _without_strategy),
         Row(
             key,
-            _DEC,
+            DECISION,
             "it names no degree that is known, or more than a degree and a layer_plan",
             options=(f"fsdp2.{_TENSOR}=2", "remove it"),
         ),
@@ -257,38 +264,39 @@ def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> t
         nothing: values that ask for none.
         method: the exchange that the dialect means; `auto` where FSDP2 has another one.
     """
-    name = key.rpartition(".")[2]
     return (
-        Row(key, _NOT, "no sequence is divided", nothing),
+        Row(key, NOT_NEEDED, "no sequence is divided", nothing),
         Row(
             key,
-            _C,
+            CONVERTED,
             f"`sequence_parallel`: {_SEQUENCE}",
             is_size,
             lambda value: {"sequence_parallel": {"degree": value, "method": method}},
         ),
-        Row(key, _DEC, "its value is no number", options=(f"{name}=2", f"{name}=1")),
+        Row(key, DECISION, "its value is no number", options=("=2", "=1")),
     )
 
 
 def parallel_rows(key: str, kind: str) -> tuple[Row, ...]:
     """Returns the rows of a kind of parallelism that FSDP2 runs do not have."""
     return (
-        Row(key, _NOT, f"no {kind} is asked for", asks_for_nothing),
-        Row(key, _UN, f"{kind} does not go with FSDP2 yet", options=(f"{key}=null",)),
+        Row(key, NOT_NEEDED, f"no {kind} is asked for", asks_for_nothing),
+        Row(key, UNSUPPORTED, f"{kind} does not go with FSDP2 yet", options=("=null",)),
     )
 
 
 def stages(key: str) -> tuple[Row, ...]:
     """Returns the rows of DeepSpeed's stage."""
     two = {"reshard_after_forward": False}
-    less = "gradients are sharded too, as in ZeRO-2: less memory, the same result"
     kept = "ZeRO-2: gradients and optimizer are sharded, parameters kept until after backward"
+    less = "gradients are sharded too, as in ZeRO-2: less memory, the same result"
     return (
-        Row(key, _C, "ZeRO-3", (3, "3"), {"reshard_after_forward": "auto"}),
-        Row(key, _C, kept, (2, "2"), two),
-        Row(key, _CH, less, (1, "1"), two),
-        Row(key, _C, "a whole copy on every rank", (0, "0"), {SHARD: 1, REPLICATE: -1, **two}),
+        Row(key, CONVERTED, "ZeRO-3", (3, "3"), {"reshard_after_forward": "auto"}),
+        Row(key, CONVERTED, kept, (2, "2"), two),
+        Row(key, CHANGES, less, (1, "1"), two),
+        Row(
+            key, CONVERTED, "a whole copy on every rank", (0, "0"), {SHARD: 1, REPLICATE: -1, **two}
+        ),
     )
 
 
@@ -305,7 +313,7 @@ def precision_row(key: str, dtype: str, value: Any) -> Row:
     """Returns the row of a precision, which the trainer has to know too."""
     return Row(
         key,
-        _C,
+        CONVERTED,
         "parameters and gradient reduction in this dtype, as Accelerate has it; buffers keep their "
         "own dtype, which FSDP1 cast",
         (value,),
@@ -317,42 +325,44 @@ def precision_row(key: str, dtype: str, value: Any) -> Row:
 def gather_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of a key that sends weights in fp8."""
     return (
-        Row(key, _NOT, "off is the default", OFF),
-        Row(key, _C, "`fp8.all_gather`", ON, {"fp8": {"all_gather": True}}),
+        Row(key, NOT_NEEDED, "off is the default", OFF),
+        Row(key, CONVERTED, "`fp8.all_gather`", ON, {"fp8": {"all_gather": True}}),
     )
 
 
 def backend_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of a key that names a library for fp8."""
-    other = "torchao multiplies in fp8 here; another library scales otherwise"
     return (
-        Row(key, _NOT, "torchao, as here", ("AO", "torchao")),
-        Row(key, _CH, other, ("TE", "MSAMP", "MS-AMP", "AUTO", None)),
+        Row(key, NOT_NEEDED, "torchao, as here", ("AO", "torchao")),
+        Row(
+            key,
+            CHANGES,
+            "torchao multiplies in fp8 here; another library scales otherwise",
+            ("TE", "MSAMP", "MS-AMP", "AUTO", None),
+        ),
     )
 
 
 def join_fp8(context: Context) -> None:
     """Writes details of fp8 to the entry of its switch; without a switch they say nothing."""
-    entries = context.entries.values()
-    switch = next((entry for entry in entries if entry.becomes.get("fp8") is True), None)
-    details = dict[str, Any]()
-    for entry in entries:
-        if isinstance(entry.becomes.get("fp8"), Mapping):
-            details |= entry.becomes.pop("fp8")
-            if switch is None:
-                entry.become(_NOT, "fp8 is off")
-    if switch is not None and details:
-        switch.becomes["fp8"] = details
+    entries = [entry for entry in context.entries.values() if "fp8" in entry.becomes]
+    switch = next((entry for entry in entries if entry.becomes["fp8"] is True), None)
+    for entry in (entry for entry in entries if entry.becomes["fp8"] is not True):
+        details = entry.becomes.pop("fp8")
+        if switch is None:
+            entry.become(NOT_NEEDED, "fp8 is off")
+        else:
+            before = switch.becomes["fp8"]
+            switch.becomes["fp8"] = details if before is True else {**before, **details}
 
 
 def add_precision(context: Context, keys: tuple[str, ...], trainer: str) -> None:
     """Writes out a precision that the file leaves to its trainer, whose default is another one."""
-    said = [context.entries[key] for key in keys if key in context.entries]
-    if any(entry.is_open or entry.beside for entry in said) or "precision" in context.parent:
-        return
-    reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
-    path = (*context.site.parent, "precision")
-    context.added.append(Entry(path, None, Status.ADDED, reason, {}, beside={"precision": "fp32"}))
+    said = (context.entries[key] for key in keys if key in context.entries)
+    if "precision" not in context.parent and not any(e.is_open or e.beside for e in said):
+        reason = f"without a precision {trainer} computes in fp32, and LLM Foundry in amp_bf16"
+        path = (*context.site.parent, "precision")
+        context.added.append(Entry(path, None, ADDED, reason, {}, beside={"precision": "fp32"}))
 
 
 def add_dtypes(context: Context, trainer: str, **defaults: str) -> None:
@@ -369,10 +379,10 @@ def add_dtypes(context: Context, trainer: str, **defaults: str) -> None:
 def clipping_rows(key: str) -> tuple[Row, ...]:
     """Returns the rows of the largest norm of gradients."""
     return (
-        Row(key, _NOT, "0 clips nothing", (0, 0.0, None)),
+        Row(key, NOT_NEEDED, "0 clips nothing", (0, 0.0, None)),
         Row(
             key,
-            _R,
+            RENAMED,
             "`algorithms.gradient_clipping` of LLM Foundry, for the norm over all ranks",
             _is_norm,
             trainer=lambda norm: {
@@ -393,7 +403,7 @@ def checkpointing_rows(key: str, on: bool = True) -> tuple[Row, ...]:
     """
     reason = f"`{_AC}`" if on else f"`{_AC}`, the other way round"
     return (
-        Row(key, _R, reason, (on,), {_AC: True}),
-        Row(key, _R, reason, (not on,), {_AC: False}),
-        Row(key, _NOT, "null leaves it to the trainer", (None,)),
+        Row(key, RENAMED, reason, (on,), {_AC: True}),
+        Row(key, RENAMED, reason, (not on,), {_AC: False}),
+        Row(key, NOT_NEEDED, "null leaves it to the trainer", (None,)),
     )

@@ -24,8 +24,7 @@ from composer_fsdp2.shard.torch_private.members import (
     MemberState,
     PrivateMember,
 )
-from composer_fsdp2.tools.doctor import Machine, Run, examine, mesh_of
-from composer_fsdp2.tools.doctor_text import describe_run
+from composer_fsdp2.tools.doctor import Machine, Run, describe_run, examine, mesh_of
 from composer_fsdp2.trainer import patches
 from composer_fsdp2.trainer.patches import PATCHES, PatchState
 

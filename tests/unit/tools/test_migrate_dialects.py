@@ -11,14 +11,14 @@ from omegaconf import OmegaConf
 
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.tools.migrate.accelerate import ACCELERATE
+from composer_fsdp2.tools.migrate.arguments import TRAINING_ARGUMENTS
 from composer_fsdp2.tools.migrate.deepspeed import DEEPSPEED
-from composer_fsdp2.tools.migrate.dialects.arguments import TRAINING_ARGUMENTS
-from composer_fsdp2.tools.migrate.dialects.roll import ROLL
 from composer_fsdp2.tools.migrate.document import Document, dump
 from composer_fsdp2.tools.migrate.engine import DIALECTS, migrate
-from composer_fsdp2.tools.migrate.leftover import foreign_sign
 from composer_fsdp2.tools.migrate.report import Dialect, Report, Status
+from composer_fsdp2.tools.migrate.rl_trainers import ROLL
 from composer_fsdp2.tools.migrate.shared_rows import SHARDING_KEYS
+from composer_fsdp2.tools.migrate.signs import foreign_sign
 from tests.support.migrating import (
     check_stable,
     entry_of,

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.cli.main import app
 from composer_fsdp2.tools.migrate.python_code import table
-from composer_fsdp2.tools.migrate.python_code.row import Found
 from composer_fsdp2.tools.migrate.python_code.source import Source
+from composer_fsdp2.tools.migrate.python_code.table import Found
 from composer_fsdp2.tools.migrate.python_code.uses import find_uses
 from tests.support.limits import scaled
 

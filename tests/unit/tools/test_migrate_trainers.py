@@ -15,7 +15,7 @@ from composer_fsdp2.cli.main import app
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.accelerate import BLOCK, UNSHARDED
-from composer_fsdp2.tools.migrate.dialects.deepspeed_trainers import ACCELERATE_DEEPSPEED
+from composer_fsdp2.tools.migrate.deepspeed_trainers import ACCELERATE_DEEPSPEED
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Status
 from tests.support.migrating import check_stable, entry_of, settings_of

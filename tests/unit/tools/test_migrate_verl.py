@@ -8,10 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from composer_fsdp2.config.schema import parse_config
-from composer_fsdp2.tools.migrate.dialects.verl import VERL
 from composer_fsdp2.tools.migrate.document import dump
 from composer_fsdp2.tools.migrate.engine import migrate
 from composer_fsdp2.tools.migrate.report import Report, Status
+from composer_fsdp2.tools.migrate.rl_trainers import VERL
 from tests.support.migrating import check_stable, entry_of, rows_without_a_case, settings_of
 
 K, R, C, NOT, CH = (

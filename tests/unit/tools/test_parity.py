@@ -16,22 +16,20 @@ from typer.testing import CliRunner
 from composer_fsdp2.cli import launch, main
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.engine import migrate
-from composer_fsdp2.tools.parity.compare import (
-    TOLERANCES,
-    Comparison,
-    Step,
-    read_steps,
-    relative_difference,
-    tolerance_for,
-)
-from composer_fsdp2.tools.parity.jobs import (
+from composer_fsdp2.tools.parity import (
     SHORT,
+    TOLERANCES,
     WRITERS,
+    Comparison,
     Job,
+    Step,
     check_same,
     differences,
     overrides_for,
     plan_jobs,
+    read_steps,
+    relative_difference,
+    tolerance_for,
 )
 from composer_fsdp2.tools.pictures import comparison_picture, write_figure
 

@@ -21,7 +21,7 @@ from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.tools.parity.compare import Comparison, Step
+from composer_fsdp2.tools.parity import Comparison, Step
 from composer_fsdp2.tools.pictures import (
     MOST_ROWS,
     check_destination,

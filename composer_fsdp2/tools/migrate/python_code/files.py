@@ -1,18 +1,22 @@
-"""Finds the Python files and notebooks below a folder, and the uses of FSDP1 in each."""
+"""Looks through the Python files and notebooks below a folder, and describes the uses in each."""
 
 from __future__ import annotations
 
 import os
 import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.python_code.row import Kind
 from composer_fsdp2.tools.migrate.python_code.source import NOTEBOOK, Source, Unreadable
+from composer_fsdp2.tools.migrate.python_code.table import Kind
 from composer_fsdp2.tools.migrate.python_code.uses import Use, find_uses
 
-__all__ = ["CodeFile", "migrate_code"]
+__all__ = ["CodeFile", "code_as_dict", "describe_code", "migrate_code"]
 
 _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
 _ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
@@ -56,10 +60,9 @@ def migrate_code(path: Path) -> list[CodeFile]:
             f"path of Python code, absolute or from {Path.cwd()}."
         )
     files: list[CodeFile] = []
-    problems: list[CodeFile] = []
 
     def note(error: OSError) -> None:
-        problems.append(CodeFile(Path(error.filename), problem=error.strerror or str(error)))
+        files.append(CodeFile(Path(error.filename), problem=error.strerror or str(error)))
 
     # Links to folders are not followed, so there are no loops and nothing outside is read.
     for folder, subfolders, names in os.walk(path, onerror=note):
@@ -67,12 +70,12 @@ def migrate_code(path: Path) -> list[CodeFile]:
         found = (Path(folder, name) for name in sorted(names) if name.endswith((".py", NOTEBOOK)))
         # A pipe would wait for ever; a link that leads nowhere is reported when it is read.
         files += [_examine(file) for file in found if file.is_file() or not file.exists()]
-    if not files and not problems:
+    if not files:
         raise ConfigError(
             f"'{path}' has no Python file. There is nothing to look through. Give a file, or a "
             "folder with files *.py or *.ipynb that is not hidden and no virtual environment."
         )
-    return files + problems
+    return files
 
 
 def _examine(path: Path) -> CodeFile:
@@ -90,6 +93,99 @@ def _examine(path: Path) -> CodeFile:
 
 
 def _is_wanted(folder: Path) -> bool:
-    if folder.name.startswith(".") or folder.name in _SKIPPED:
-        return False
-    return not any((folder / name).exists() for name in _ENVIRONMENT)
+    is_hidden = folder.name.startswith(".") or folder.name in _SKIPPED
+    return not is_hidden and not any((folder / name).exists() for name in _ENVIRONMENT)
+
+
+# --- The report, as text and as data. ---
+
+_WIDTH = 100
+_PERHAPS = "perhaps"
+
+
+def describe_code(files: Sequence[CodeFile]) -> str:
+    """Returns the report, grouped by file and in it by row of the table."""
+    blocks = ["\n".join(_describe_file(file)) for file in files if file.uses or file.problem]
+    counts = _counts(files)
+    unread = counts.pop("not read")
+    shown = [f"{count} {name}" for name, count in counts.items() if count]
+    read = len(files) - unread
+    text = f"{read} file{'' if read == 1 else 's'} read: {', '.join(shown) or 'no use of FSDP1'}."
+    return "\n\n".join([*blocks, text + (f" {unread} could not be read." if unread else "")])
+
+
+def code_as_dict(files: Sequence[CodeFile]) -> dict[str, Any]:
+    """Returns the report as one document for JSON."""
+    counts = _counts(files)
+    return {
+        "files": [
+            {
+                "path": str(file.path),
+                "problem": file.problem,
+                "uses": [_use_as_dict(use) for use in file.uses],
+            }
+            for file in files
+            if file.uses or file.problem
+        ],
+        "files_read": len(files) - counts["not read"],
+        "counts": counts,
+    }
+
+
+def _use_as_dict(use: Use) -> dict[str, Any]:
+    return {
+        **({} if use.cell is None else {"cell": use.cell}),
+        "line": use.line,
+        "column": use.column,
+        "found": use.row.title,
+        "kind": use.row.kind.value,
+        "certain": use.certain,
+        "use": use.row.use,
+        "reason": use.row.reason,
+        "code": use.code,
+        "replacement": use.replacement,
+    }
+
+
+def _counts(files: Sequence[CodeFile]) -> dict[str, int]:
+    """Counts each use once: a use that is not certain, whatever it needs, as 'perhaps'."""
+    found = Counter(
+        use.row.kind.value if use.certain else _PERHAPS for file in files for use in file.uses
+    )
+    counts = {name: found[name] for name in (*(kind.value for kind in Kind), _PERHAPS)}
+    return {**counts, "not read": sum(file.problem is not None for file in files)}
+
+
+def _describe_file(file: CodeFile) -> Iterator[str]:
+    yield _printable(str(file.path))
+    if file.problem is not None:
+        yield from _wrapped("  not read: ", file.problem, 6)
+    groups: dict[tuple[str, bool], list[Use]] = {}
+    for use in file.uses:
+        groups.setdefault((use.row.title, use.certain), []).append(use)
+    for (title, certain), uses in groups.items():
+        row = uses[0].row
+        yield f"  {'' if certain else f'{_PERHAPS} '}{row.kind.value}: {title}"
+        for use in uses:
+            cell = "" if use.cell is None else f":cell {use.cell}"
+            line = f"      {file.path}{cell}:{use.line}:{use.column}  {use.code}"
+            yield _printable(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
+            if use.replacement is not None:
+                yield from _wrapped("        write: ", use.replacement, 15)
+        yield from _wrapped("      use: ", row.use, 11)
+        yield from _wrapped("      why: ", row.reason, 11)
+
+
+def _wrapped(start: str, text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        _printable(start + text),
+        _WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _printable(text: str) -> str:
+    """Keeps control characters of a file or its name from the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)

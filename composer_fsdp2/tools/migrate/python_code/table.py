@@ -2,11 +2,80 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
-from composer_fsdp2.tools.migrate.python_code.row import CodeRow, Found, Kind, named
+__all__ = ["CODE_ROWS", "NUMBER", "SAVED", "VALUES", "CodeRow", "Found", "Kind"]
 
-__all__ = ["CODE_ROWS", "NUMBER", "SAVED", "VALUES"]
+
+class Kind(str, Enum):
+    """Says how much work a use is."""
+
+    REPLACE = "replace"
+    """one word changes; the report shows the new line of each use"""
+    BY_HAND = "by hand"
+    NOTHING = "nothing to do"
+    """goes on working under FSDP2; listed so that nobody has to wonder"""
+
+
+class Found(str, Enum):
+    """Says how a row's names are recognised."""
+
+    NAME = "name"
+    """imported from one of `homes`, under any name in the file"""
+    CHECK = "type check"
+    """such a name as the class of `isinstance` or `issubclass`"""
+    MEMBER = "method"
+    """of an object that is known to be one of `homes`, or of the class itself"""
+    ATTRIBUTE = "attribute"
+    """of any object, with `owners` of one whose last name is among them"""
+    ARGUMENT = "argument"
+    """of a call of one of `homes`"""
+    KEY = "key"
+    """of a mapping that is an argument named `owners` of a call of one of `homes`"""
+    TEXT = "text"
+    """inside a string"""
+    VARIABLE = "environment variable"
+    READ = "read"
+    """a number, or the values, read out of `parameters()`, `state_dict()` or `.grad`"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodeRow:
+    """Describes one line of the table."""
+
+    title: str
+    found: Found
+    names: tuple[str, ...]
+    kind: Kind = Kind.BY_HAND
+    use: str
+    """code to write instead"""
+    reason: str
+    homes: tuple[str, ...] = ()
+    """modules for `NAME`, else qualified names of the owners of the names"""
+    owners: tuple[str, ...] = ()
+    harmless: tuple[Any, ...] = ()
+    """literal values of an argument or key that need nothing"""
+    position: int | None = None
+    """of an argument that may be given without its name"""
+    distinctive: bool = False
+    """nothing else is called so: worth a 'perhaps' where its origin is not known"""
+    strangers: tuple[str, ...] = ()
+    """last names of objects that have a method of the same name themselves"""
+    replacement: str = ""
+    """full name of a function that is called the same way"""
+    keywords: Mapping[str, str] = field(default_factory=dict)
+    """arguments that the other function calls something else, old and new"""
+
+    def qualified(self) -> Iterator[str]:
+        """Returns all full names of the row; the bare names where it has no homes."""
+        if not self.homes:
+            return iter(self.names)
+        return (f"{home}.{name}" for home, name in itertools.product(self.homes, self.names))
+
 
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _GET_MODEL = f"{_STATE_DICT}.get_model_state_dict(model, options=StateDictOptions(...))"
@@ -25,6 +94,10 @@ _FSDP_HOMES = (
     "torch.distributed.fsdp.api",
 )
 _FSDP = tuple(f"{home}.FullyShardedDataParallel" for home in _FSDP_HOMES)
+
+
+def _named(*names: str, **fields: Any) -> CodeRow:
+    return CodeRow(title=names[0], found=Found.NAME, names=names, **fields)
 
 
 def _member(*names: str, **fields: Any) -> CodeRow:
@@ -47,7 +120,7 @@ _CLASSES = (
         "would be False",
         distinctive=True,
     ),
-    named(
+    _named(
         "FullyShardedDataParallel",
         homes=_FSDP_HOMES,
         use="where it wraps: composer_fsdp2.prepare_fully_shard(model, optimizer, {...})",
@@ -65,14 +138,14 @@ _CLASSES = (
         reason="on shards its result depends on the number of ranks; ours brings each matrix to "
         "one rank, and Composer takes one optimizer",
     ),
-    named(
+    _named(
         "ShardedGradScaler",
         homes=("torch.distributed.fsdp.sharded_grad_scaler",),
         use="torch.amp.GradScaler(...)",
         reason="for DTensors it finds infinities on all ranks by itself",
         distinctive=True,
     ),
-    named(
+    _named(
         "FlatParameter",
         "FlatParamHandle",
         homes=("torch.distributed.fsdp", "torch.distributed.fsdp._flat_param"),
@@ -80,32 +153,32 @@ _CLASSES = (
         reason="there are no flat parameters: each parameter is a DTensor of its own",
         distinctive=True,
     ),
-    named(
+    _named(
         "ShardingStrategy",
         homes=_FSDP_HOMES,
         use="reshard_after_forward, data_parallel_shard_degree, data_parallel_replicate_degree",
         reason="FULL_SHARD is auto, SHARD_GRAD_OP false; HYBRID_SHARD is the two degrees, "
         "NO_SHARD shard degree 1",
     ),
-    named(
+    _named(
         "MixedPrecision",
         homes=_FSDP_HOMES,
         use="mixed_precision={'param_dtype': ..., 'reduce_dtype': ..., 'buffer_dtype': ...}",
         reason="without keep_low_precision_grads: gradients have the dtype of the shards",
     ),
-    named(
+    _named(
         "BackwardPrefetch",
         homes=_FSDP_HOMES,
         use="take it out",
         reason="FSDP2 prefetches the next unit of backward by itself",
     ),
-    named(
+    _named(
         "CPUOffload",
         homes=_FSDP_HOMES,
         use="cpu_offload=True",
         reason="or cpu_offload={'pin_memory': False}",
     ),
-    named(
+    _named(
         "StateDictType",
         "StateDictConfig",
         "FullStateDictConfig",
@@ -121,20 +194,20 @@ _CLASSES = (
         use=f"{_STATE_DICT}.StateDictOptions(full_state_dict=..., cpu_offload=...)",
         reason="full or sharded is an option of get_model_state_dict; local exists no more",
     ),
-    named(
+    _named(
         "ModuleWrapPolicy",
         "transformer_auto_wrap_policy",
         homes=("torch.distributed.fsdp.wrap",),
         use="wrap_policy={'classes': ['<name of the block class>']}",
         reason="blocks are chosen by the name of their class",
     ),
-    named(
+    _named(
         "size_based_auto_wrap_policy",
         homes=("torch.distributed.fsdp.wrap",),
         use="wrap_policy={'min_num_params': ...}",
         reason="blocks are chosen by their number of parameters",
     ),
-    named(
+    _named(
         "CustomPolicy",
         "lambda_auto_wrap_policy",
         "always_wrap_policy",
@@ -358,7 +431,7 @@ _FUNCTIONS = (
         replacement="composer_fsdp2.prepare_fully_shard",
         keywords={"fsdp_config": "fsdp2_config"},
     ),
-    named(
+    _named(
         "prepare_fully_shard",
         "apply_fully_shard",
         homes=("composer.distributed.fsdp2",),
@@ -366,25 +439,25 @@ _FUNCTIONS = (
         reason="Composer's function takes other arguments, moves no optimizer, refuses tied "
         "weights and leaves the root unsharded",
     ),
-    named(
+    _named(
         "is_model_fsdp",
         homes=("composer.utils", "composer.utils.misc"),
         use=f"any({_IS_FSDP2} for module in model.modules())",
         reason="knows FSDP1 only, and answers False for a model sharded by FSDP2",
     ),
-    named(
+    _named(
         "fsdp_state_dict_type_context",
         homes=("composer.core.state",),
         use=f"{_GET_MODEL}, with full_state_dict=True or False",
         reason="sets FSDP1's kind of state dict, which FSDP2 modules do not have",
     ),
-    named(
+    _named(
         "get_fsdp_full_optim_state_dict",
         homes=("composer.core.state",),
         use=f"{_GET_OPTIMIZER}, with full_state_dict=True",
         reason="calls a method of FSDP1 modules",
     ),
-    named(
+    _named(
         "get_fsdp_sharded_optim_state_dict",
         homes=("composer.core.state",),
         use=f"{_SET_OPTIMIZER}, with full_state_dict=True",
@@ -514,7 +587,7 @@ _CONFIGURATION = (
         "converts them",
         harmless=(None, False, ""),
     ),
-    named(
+    _named(
         "FullyShardedDataParallelPlugin",
         homes=("accelerate", "accelerate.utils", "accelerate.utils.dataclasses"),
         use=f"Composer's Trainer with {_BLOCK}",

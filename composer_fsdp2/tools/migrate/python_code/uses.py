@@ -1,4 +1,10 @@
-"""Finds uses of FSDP1 and reads of shards in Python code; imports and executes nothing of it."""
+"""Finds uses of FSDP1 and reads of shards in Python code; imports and executes nothing of it.
+
+[Note: one file, one scope] Names are collected for the whole file. A name that is imported and
+bound to something else as well, in whatever function, is not certain. The values that names hold
+are followed through one assignment and no further; reads of shards that are missed raise
+`ShardReadError` in the run.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +12,16 @@ import ast
 import re
 from dataclasses import dataclass
 
-from composer_fsdp2.tools.migrate.python_code.names import (
-    CONFIG_CALLEES,
-    CONFIG_NAMES,
-    Names,
-    dotted,
-    last_name,
-)
-from composer_fsdp2.tools.migrate.python_code.row import CodeRow, Found, Kind
 from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
-from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS, NUMBER, SAVED, VALUES
+from composer_fsdp2.tools.migrate.python_code.table import (
+    CODE_ROWS,
+    NUMBER,
+    SAVED,
+    VALUES,
+    CodeRow,
+    Found,
+    Kind,
+)
 
 __all__ = ["Use", "find_uses"]
 
@@ -55,18 +61,10 @@ def find_uses(source: Source) -> list[Use]:
 # --- The table, by kind of place. ---
 
 
-def _index(*kinds: Found) -> dict[str, CodeRow]:
-    found: dict[str, CodeRow] = {}
-    for row in CODE_ROWS:
-        for name in row.qualified() if row.found in kinds else ():
-            found.setdefault(name, row)
-    return found
-
-
-def _by_name(*kinds: Found) -> dict[str, CodeRow]:
-    """Returns the rows of names that nothing else is called."""
-    rows = [row for row in CODE_ROWS if row.found in kinds and row.distinctive]
-    return {name: row for row in rows for name in row.names}
+def _index(*kinds: Found, bare: bool = False, distinctive: bool = False) -> dict[str, CodeRow]:
+    """Returns rows by their full names, or by the bare ones; of a name the first row."""
+    rows = [r for r in CODE_ROWS if r.found in kinds and (r.distinctive or not distinctive)]
+    return {n: row for row in reversed(rows) for n in (row.names if bare else row.qualified())}
 
 
 _NAMED = _index(Found.NAME, Found.MEMBER)
@@ -75,11 +73,186 @@ _ARGUMENTS = _index(Found.ARGUMENT)
 _TEXTS = _index(Found.TEXT)
 _VARIABLES = _index(Found.VARIABLE)
 _ATTRIBUTES = _index(Found.ATTRIBUTE)
-_KEYS = {name: row for row in CODE_ROWS if row.found is Found.KEY for name in row.names}
-_MEMBERS = {name: row for row in CODE_ROWS if row.found is Found.MEMBER for name in row.names}
+_KEYS = _index(Found.KEY, bare=True)
+_MEMBERS = _index(Found.MEMBER, bare=True)
+_LOOSE_NAMES = _index(Found.NAME, bare=True, distinctive=True)
+_LOOSE_ARGUMENTS = _index(Found.ARGUMENT, bare=True, distinctive=True)
+"""names that nothing else is called"""
+_CLASSES = frozenset(home for row in _MEMBERS.values() for home in row.homes)
 _CALLEES = frozenset(name.rpartition(".")[0] for name in _ARGUMENTS)
 _POSITIONAL = [(row, row.position) for row in CODE_ROWS if row.position is not None]
-_LOOSE_NAMES, _LOOSE_ARGUMENTS = _by_name(Found.NAME), _by_name(Found.ARGUMENT)
+_CONFIG_CALLEES = frozenset(home for row in _KEYS.values() for home in row.homes)
+"""functions that take a configuration whose keys are looked at"""
+_CONFIG_NAMES = frozenset(name for row in _KEYS.values() for name in row.owners)
+"""arguments that hold such a configuration"""
+
+_COLLECTIONS = ("parameters", "named_parameters", "state_dict", "get_model_state_dict")
+_TENSORS = {"grad", "weight", "bias"}
+_OTHER_STATE = re.compile("sched|scaler|sampler|loader|timestamp|metric", re.IGNORECASE)
+_WHOLE_OR_LOCAL = {
+    *("full_tensor", "to_local", "numel", "nelement", "size", "shape", "dim", "ndim", "dtype"),
+    *("device", "stride", "layout", "names", "keys", "element_size", "data_ptr", "requires_grad"),
+    *("type", "get_device", "placements", "device_mesh", "itemsize", "nbytes", "backward"),
+}
+"""attributes of a shard that can be read"""
+_READERS = {
+    **dict.fromkeys(("float", "int", "bool", "complex"), NUMBER),
+    **dict.fromkeys(("np.asarray", "np.array", "numpy.asarray", "numpy.array"), VALUES),
+    **dict.fromkeys(("torch.save", "pickle.dump", "pickle.dumps"), SAVED),
+}
+"""functions that read their first argument"""
+_READING_METHODS = {"item": NUMBER, "tolist": VALUES, "numpy": VALUES}
+
+
+# --- The origin of names. ---
+
+
+def _dotted(node: ast.AST) -> str:
+    """Returns `a.b.c` as text, or an empty text for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
+def _last_name(node: ast.AST) -> str:
+    """Returns the name after the last dot, or an empty text."""
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def _is_collection(node: ast.AST) -> bool:
+    """Returns whether an expression calls for all parameters or a state dict of them."""
+    return (
+        isinstance(node, ast.Call)
+        and _last_name(node.func) in _COLLECTIONS
+        and not _OTHER_STATE.search(ast.unparse(node.func))
+    )
+
+
+class _Names:
+    """Holds the origins of a file's names; see [Note: one file, one scope]."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.imported: dict[str, list[str]] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self.bound: set[str] = set()
+        """names that something else than an import or alias is bound to"""
+        self.wildcards: list[str] = []
+        self.modules: dict[str, bool] = {}
+        """expressions that hold FSDP1 modules; False where `isinstance` asks whether they do"""
+        self.configs: set[str] = set()
+        """expressions that a Trainer takes its configuration from"""
+        self.shards: set[str] = set()
+        """names of parameters, gradients and state dicts"""
+        self.checks: set[ast.AST] = set()
+        """parts of the classes of `isinstance`"""
+        self.tests: set[ast.AST] = set()
+        """parts of conditions"""
+        self._meanings: dict[str, dict[str, bool]] = {}
+        nodes = list(ast.walk(tree))
+        self._read_bindings(nodes)
+        for node in nodes:
+            self._read_objects(node)
+            self._read_shards(node)
+        self.configs.discard("")
+        self.modules.pop("", None)
+
+    def meanings(self, node: ast.AST) -> dict[str, bool]:
+        """Returns the full names that an expression may stand for, and whether that is certain."""
+        text = _dotted(node)
+        if text not in self._meanings:
+            self._meanings[text] = self._full_names(text, ())
+        return self._meanings[text]
+
+    def _full_names(self, name: str, seen: tuple[str, ...]) -> dict[str, bool]:
+        """Follows a name through assignments to imports; `seen` are names that were followed."""
+        head, dot, rest = name.partition(".")
+        certain = head not in self.bound
+        found = {f"{full}{dot}{rest}": certain for full in self.imported.get(head, ())}
+        for other in () if head in seen else self.aliases.get(head, ()):
+            inner = self._full_names(f"{other}{dot}{rest}", (*seen, head))
+            found |= {full: certain and is_certain for full, is_certain in inner.items()}
+        if head not in self.imported and head not in self.aliases and certain:
+            found |= {f"{module}.{name}": False for module in self.wildcards}
+        return found
+
+    def holds_shards(self, node: ast.AST) -> bool:
+        """Returns whether an expression is made of parameters, gradients or a state dict."""
+        parts = list(ast.walk(node))
+        names = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        if names & _WHOLE_OR_LOCAL:
+            return False
+        held = any(isinstance(part, ast.Name) and part.id in self.shards for part in parts)
+        return held or bool(names & _TENSORS) or any(map(_is_collection, parts))
+
+    def _read_bindings(self, nodes: list[ast.AST]) -> None:
+        """Reads imports, aliases and all other bindings."""
+        passed_over: set[ast.AST] = set()
+        for node in nodes:
+            match node:
+                case ast.Import():
+                    for alias in node.names:
+                        first = alias.name.partition(".")[0]
+                        full = alias.name if alias.asname else first
+                        self.imported.setdefault(alias.asname or first, []).append(full)
+                case ast.ImportFrom():
+                    module = "." * node.level + (node.module or "")
+                    self.wildcards += [module for alias in node.names if alias.name == "*"]
+                    for alias in node.names:
+                        full = f"{module}.{alias.name}"
+                        self.imported.setdefault(alias.asname or alias.name, []).append(full)
+                case ast.Assign(targets=[ast.Name() as target], value=ast.Name() | ast.Attribute()):
+                    self.aliases.setdefault(target.id, []).append(_dotted(node.value))
+                    passed_over.add(target)
+                case ast.Assign(targets=[ast.Name() as target], value=ast.Constant(value=None)):
+                    passed_over.add(target)  # `FSDP = None` where an import failed
+                case ast.Name(ctx=ast.Store()) if node not in passed_over:
+                    self.bound.add(node.id)
+                case ast.arg(arg=name) | ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                    self.bound.add(name)
+                case _:
+                    pass
+
+    def _read_objects(self, node: ast.AST) -> None:
+        """Reads which expressions hold FSDP1 modules and configurations of a Trainer."""
+        match node:
+            case ast.Assign(value=ast.Call(func=called)) if self._is_class(called):
+                self.modules |= dict.fromkeys(map(_dotted, node.targets), True)
+            case ast.AnnAssign() if self._is_class(node.annotation):
+                self.modules[_dotted(node.target)] = True
+            case ast.arg() if node.annotation and self._is_class(node.annotation):
+                self.modules[node.arg] = True
+            case ast.Call(
+                func=ast.Name(id="isinstance" | "issubclass" as check), args=[asked, classes]
+            ):
+                self.checks.update(ast.walk(classes))
+                if check == "isinstance" and self._is_class(classes):
+                    self.modules.setdefault(_dotted(asked), False)
+            case ast.Call() if _CONFIG_CALLEES & self.meanings(node.func).keys():
+                given = [k.value for k in node.keywords if k.arg in _CONFIG_NAMES]
+                self.configs.update(map(_dotted, given))
+            case _:
+                pass
+
+    def _read_shards(self, node: ast.AST) -> None:
+        """Reads which names hold parameters; a call may return anything for those it is given."""
+        match node:
+            case ast.For() | ast.comprehension() if self.holds_shards(node.iter):
+                names = [n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)]
+                self.shards.update(names[-1:])  # of a name and its parameter the second
+            case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
+                value = node.value
+                own = value.func if isinstance(value, ast.Call) else value
+                if _is_collection(value) or self.holds_shards(own):
+                    self.shards.add(_dotted(target))
+            case ast.If() | ast.While() | ast.Assert() | ast.IfExp():
+                self.tests.update(ast.walk(node.test))
+            case _:
+                pass
+
+    def _is_class(self, node: ast.AST) -> bool:
+        return bool(_CLASSES & self.meanings(node).keys())
 
 
 class _Finder(ast.NodeVisitor):
@@ -87,17 +260,18 @@ class _Finder(ast.NodeVisitor):
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        self.names = Names(source.tree)
+        self.names = _Names(source.tree)
         self.uses: dict[tuple[int, int, str], Use] = {}
         self.calls: dict[ast.AST, ast.Call] = {}
         """the call of each function that is called"""
-        self.checks: set[ast.AST] = set()
-        """parts of the classes of `isinstance`"""
         self.format: ast.JoinedStr | None = None
         self.is_whole = False
         """inside of `with summon_full_params`"""
 
-    def _report(self, row: CodeRow, node: ast.AST, certain: bool = True) -> None:
+    def _report(self, row: CodeRow | None, node: ast.AST, certain: bool = True) -> bool:
+        """Adds a use, and returns whether there is a row for it."""
+        if row is None:
+            return False
         # Places inside f-strings are right only from Python 3.12 on.
         place = self.format or node
         line, utf8 = place.lineno, place.col_offset  # pyright: ignore[reportAttributeAccessIssue]
@@ -105,12 +279,13 @@ class _Finder(ast.NodeVisitor):
             line = place.end_lineno or line
             utf8 = (place.end_col_offset or 0) - len(place.attr.encode())
         column = self.source.column(line, utf8) + 1
-        code = self.source.lines[line - 1].strip()
         can_replace = certain and row.kind is Kind.REPLACE and self.format is None
         replacement = self._new_line(row, node) if can_replace else None
         cell, inside = self.source.place(line)
+        code = self.source.lines[line - 1].strip()
         use = Use(row, inside, column, certain, code, replacement, cell)
         self.uses.setdefault((line, column, row.title), use)
+        return True
 
     def _new_line(self, row: CodeRow, node: ast.AST) -> str | None:
         """Returns the line, of a call all its lines, with the other function and arguments."""
@@ -133,29 +308,23 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            if alias.name in _NAMED:
-                self._report(_NAMED[alias.name], alias)
+            self._report(_NAMED.get(alias.name), alias)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         module = "." * node.level + (node.module or "")
         for alias in node.names:
             row = _NAMED.get(f"{module}.{alias.name}") or _NAMED.get(module)
-            if row is not None:
-                self._report(row, alias)
-            elif alias.name in _LOOSE_NAMES:
-                self._report(_LOOSE_NAMES[alias.name], alias, certain=False)
-
-    def visit_Name(self, node: ast.Name) -> None:
-        self._find_name(node)
+            if not self._report(row, alias):
+                self._report(_LOOSE_NAMES.get(alias.name), alias, certain=False)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if self._find_name(node):
             return
-        row, owner = _MEMBERS.get(node.attr), last_name(node.value)
+        row, owner = _MEMBERS.get(node.attr), _last_name(node.value)
         if row is not None:
             # A method of an import is the import's own.
             strange = owner in row.strangers or self.names.meanings(node.value)
-            text = dotted(node.value)
+            text = _dotted(node.value)
             if text in self.names.modules:
                 self._report(row, node, self.names.modules[text])
             elif row.distinctive and not (row.strangers and strange):
@@ -170,12 +339,13 @@ class _Finder(ast.NodeVisitor):
         if not isinstance(node.ctx, ast.Load):
             return False
         for name, certain in self.names.meanings(node).items():
-            known = (node in self.checks and _CHECKED.get(name)) or _NAMED.get(name)
+            known = (node in self.names.checks and _CHECKED.get(name)) or _NAMED.get(name)
             row = known or _LOOSE_NAMES.get(name.rpartition(".")[2])
-            if row is not None:
-                self._report(row, node, certain and known is not None)
+            if self._report(row, node, certain and known is not None):
                 return True
         return False
+
+    visit_Name = _find_name
 
     # --- Calls. ---
 
@@ -185,14 +355,16 @@ class _Finder(ast.NodeVisitor):
             callee, given = given[0], given[1:]
         names = self.names.meanings(callee)
         self.calls[node.func] = node
-        for keyword in node.keywords:
-            self._check_argument(keyword.arg or "", keyword, keyword.value, names)
-        for row, position in _POSITIONAL:
-            is_given = len(given) > position and names.keys() & set(row.homes)
-            if is_given and not isinstance(given[position], ast.Starred):
-                self._check_argument(row.names[0], given[position], given[position], names)
-        if dotted(node.func) in ("isinstance", "issubclass") and len(node.args) == 2:
-            self.checks.update(ast.walk(node.args[1]))
+        arguments = [(keyword.arg or "", keyword, keyword.value) for keyword in node.keywords]
+        arguments += [
+            (row.names[0], given[position], given[position])
+            for row, position in _POSITIONAL
+            if len(given) > position
+            and names.keys() & set(row.homes)
+            and not isinstance(given[position], ast.Starred)
+        ]
+        for name, place, value in arguments:
+            self._check_argument(name, place, value, names)
         if isinstance(node.func, ast.Attribute) and given and node.func.attr in ("get", "pop"):
             self._check_item(node.func.value, given[0])
         self._check_read(node)
@@ -201,16 +373,13 @@ class _Finder(ast.NodeVisitor):
     def _check_argument(
         self, name: str, place: ast.AST, value: ast.expr, callees: dict[str, bool]
     ) -> None:
-        if name in CONFIG_NAMES:
-            known = bool(CONFIG_CALLEES & callees.keys()) and all(callees.values())
+        if name in _CONFIG_NAMES:
+            known = bool(_CONFIG_CALLEES & callees.keys()) and all(callees.values())
             self._check_mapping(value, known)
-        if name in _VARIABLES:
-            self._report(_VARIABLES[name], place)
+        self._report(_VARIABLES.get(name), place)
         for callee, certain in callees.items():
-            row = _ARGUMENTS.get(f"{callee}.{name}")
-            if row is not None:
-                if not _is_harmless(row, value):
-                    self._report(row, place, certain)
+            if row := _ARGUMENTS.get(f"{callee}.{name}"):
+                self._report_value(row, place, value, certain)
                 return
         if name in _LOOSE_ARGUMENTS and not _CALLEES & callees.keys():
             self._report(_LOOSE_ARGUMENTS[name], place, certain=False)
@@ -224,7 +393,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Dict(self, node: ast.Dict) -> None:
         for key, value in zip(node.keys, node.values, strict=True):
-            if isinstance(key, ast.Constant) and key.value in CONFIG_NAMES:
+            if isinstance(key, ast.Constant) and key.value in _CONFIG_NAMES:
                 self._check_mapping(value, certain=False)
         self.generic_visit(node)
 
@@ -236,8 +405,8 @@ class _Finder(ast.NodeVisitor):
         self._check_configuration(owner, ast.Dict([key], [ast.Name("_", ast.Load())]))
 
     def _check_configuration(self, target: ast.AST, value: ast.expr) -> None:
-        certain = dotted(target) in self.names.configs
-        if certain or last_name(target) in CONFIG_NAMES:
+        certain = _dotted(target) in self.names.configs
+        if certain or _last_name(target) in _CONFIG_NAMES:
             self._check_mapping(value, certain)
 
     def _check_mapping(self, node: ast.expr, certain: bool) -> None:
@@ -245,12 +414,18 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node, ast.Dict):
             keys = zip(node.keys, node.values, strict=True)
             pairs = [(key.value, key, item) for key, item in keys if isinstance(key, ast.Constant)]
-        elif isinstance(node, ast.Call) and last_name(node.func) == "dict":
+        elif isinstance(node, ast.Call) and _last_name(node.func) == "dict":
             pairs = [(keyword.arg, keyword, keyword.value) for keyword in node.keywords]
         for name, place, value in pairs:
-            row = _KEYS.get(str(name))
-            if row is not None and not _is_harmless(row, value):
-                self._report(row, place, certain)
+            self._report_value(_KEYS.get(str(name)), place, value, certain)
+
+    def _report_value(
+        self, row: CodeRow | None, place: ast.AST, value: ast.expr, certain: bool
+    ) -> None:
+        """Adds an argument or a key, unless its value needs nothing."""
+        harmless = row.harmless if row else ()
+        if not (isinstance(value, ast.Constant) and any(value.value is v for v in harmless)):
+            self._report(row, place, certain)
 
     # --- Strings. ---
 
@@ -273,15 +448,14 @@ class _Finder(ast.NodeVisitor):
         for variable, row in _VARIABLES.items():
             if node.value == variable or f"{variable}=" in node.value:
                 self._report(row, node)
-        if node.value in _NAMED:
-            self._report(_NAMED[node.value], node)
+        self._report(_NAMED.get(node.value), node)
 
     # --- Reads of shards, see [Note: numbers of shards]. ---
 
     def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
         before = self.is_whole
         called = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
-        self.is_whole |= any(last_name(call.func) == "summon_full_params" for call in called)
+        self.is_whole |= any(_last_name(call.func) == "summon_full_params" for call in called)
         self.generic_visit(node)
         self.is_whole = before
 
@@ -294,25 +468,15 @@ class _Finder(ast.NodeVisitor):
 
     def _check_read(self, node: ast.Call) -> None:
         """Whether the model is sharded cannot be seen, so every read is a 'perhaps'."""
-        name, callee = last_name(node.func), dotted(node.func)
-        first = node.args[0] if node.args else None
-        if isinstance(node.func, ast.Attribute) and name in ("item", "tolist", "numpy"):
-            self._report_read(NUMBER if name == "item" else VALUES, node, node.func.value)
+        name, callee = _last_name(node.func), _dotted(node.func)
+        if isinstance(node.func, ast.Attribute) and name in _READING_METHODS:
+            self._report_read(_READING_METHODS[name], node, node.func.value)
         elif name in ("any", "all") and node in self.names.tests:
             self._report_read(NUMBER, node, node)
-        elif first is None:
-            return
-        elif callee in ("float", "int", "bool", "complex") or callee.startswith("math."):
-            self._report_read(NUMBER, node, first)
-        elif callee in ("np.asarray", "np.array", "numpy.asarray", "numpy.array"):
-            self._report_read(VALUES, node, first)
-        elif callee in ("torch.save", "pickle.dump", "pickle.dumps"):
-            self._report_read(SAVED, node, first)
+        elif node.args:
+            row = NUMBER if callee.startswith("math.") else _READERS.get(callee)
+            self._report_read(row, node, node.args[0])
 
-    def _report_read(self, row: CodeRow, node: ast.expr, value: ast.expr) -> None:
-        if not self.is_whole and self.names.holds_shards(value):
+    def _report_read(self, row: CodeRow | None, node: ast.expr, value: ast.expr) -> None:
+        if row is not None and not self.is_whole and self.names.holds_shards(value):
             self._report(row, node, certain=False)
-
-
-def _is_harmless(row: CodeRow, value: ast.expr) -> bool:
-    return isinstance(value, ast.Constant) and any(value.value is v for v in row.harmless)

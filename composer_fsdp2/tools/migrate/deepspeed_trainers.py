@@ -13,6 +13,12 @@ from composer_fsdp2.tools.migrate.accelerate import (
     distributed_type,
     ignore_degrees,
     is_launchers,
+    launchers_site,
+)
+from composer_fsdp2.tools.migrate.arguments import (
+    CHECKPOINTING_ROWS,
+    PARALLEL_ROWS,
+    PRECISION_ROWS,
 )
 from composer_fsdp2.tools.migrate.deepspeed import (
     ALL_MOVES,
@@ -23,12 +29,17 @@ from composer_fsdp2.tools.migrate.deepspeed import (
     finish_deepspeed,
     join_offloads,
 )
-from composer_fsdp2.tools.migrate.dialects.arguments import (
-    CHECKPOINTING_ROWS,
-    PARALLEL_ROWS,
-    PRECISION_ROWS,
+from composer_fsdp2.tools.migrate.report import (
+    CHANGES,
+    CONVERTED,
+    NOT_NEEDED,
+    UNSUPPORTED,
+    Context,
+    Dialect,
+    Path,
+    Row,
+    Site,
 )
-from composer_fsdp2.tools.migrate.report import Context, Dialect, Path, Row, Site, Status
 from composer_fsdp2.tools.migrate.shared_rows import (
     STATE_ON_CPU,
     add_precision,
@@ -42,8 +53,6 @@ from composer_fsdp2.tools.migrate.shared_rows import (
 
 __all__ = ["ACCELERATE_DEEPSPEED", "ARGUMENTS_DEEPSPEED"]
 
-_C, _NOT, _CH = Status.CONVERTED, Status.NOT_NEEDED, Status.CHANGES
-_UN = Status.UNSUPPORTED
 _CONFIG = "deepspeed_config"
 _FILE = "config.deepspeed_config_file"
 _ARGUMENT = "deepspeed"
@@ -68,7 +77,9 @@ _JSON = (
     *DEEPSPEED.rows,
     *(
         Row(
-            key, _CH, f"not about sharding: write `{key}` as LLM Foundry has it, where it is wanted"
+            key,
+            CHANGES,
+            f"not about sharding: write `{key}` as LLM Foundry has it, where it is wanted",
         )
         for key in _TRAINING_KEYS
     ),
@@ -82,10 +93,10 @@ _JSON = (
 def _offload(part: str, reason: str, settings: Mapping[str, Any]) -> tuple[Row, ...]:
     key = f"offload_{part}_device"
     return (
-        Row(key, _NOT, "none is what FSDP2 does", ("none", None, False)),
-        Row(key, _CH, reason, ("cpu",), settings),
-        Row(key, _UN, "there is CPU memory, no NVMe", ("nvme",), options=(f"{key}=none",)),
-        Row(f"offload_{part}_nvme_path", _NOT, "only for NVMe"),
+        Row(key, NOT_NEEDED, "none is what FSDP2 does", ("none", None, False)),
+        Row(key, CHANGES, reason, ("cpu",), settings),
+        Row(key, UNSUPPORTED, "there is CPU memory, no NVMe", ("nvme",), options=("=none",)),
+        Row(f"offload_{part}_nvme_path", NOT_NEEDED, "only for NVMe"),
     )
 
 
@@ -96,46 +107,54 @@ _PLUGIN = (
     *(row for row in DEEPSPEED.rows if row.key == "gradient_clipping"),
     Row(
         "gradient_accumulation_steps",
-        _NOT,
+        NOT_NEEDED,
         "`global_train_batch_size` and `device_train_microbatch_size` say it",
     ),
-    Row("zero3_init_flag", _NOT, "`init_device: mixed` or `meta` builds no whole model on a rank"),
+    Row(
+        "zero3_init_flag",
+        NOT_NEEDED,
+        "`init_device: mixed` or `meta` builds no whole model on a rank",
+    ),
     Row(
         "zero3_save_16bit_model",
-        _C,
+        CONVERTED,
         "one file with whole weights",
         (True, "true"),
         {"state_dict_type": "full"},
     ),
     Row(
         "zero3_save_16bit_model",
-        _C,
+        CONVERTED,
         "a folder of shards",
         (False, "false", None),
         {"state_dict_type": "sharded"},
     ),
     *(
-        Row(key, _NOT, "experts are gathered with the unit they are in")
+        Row(key, NOT_NEEDED, "experts are gathered with the unit they are in")
         for key in ("deepspeed_moe_layer_cls_names", "transformer_moe_cls_names")
     ),
-    Row("enable_msamp", _NOT, "off is what is done here", (False, None)),
+    Row("enable_msamp", NOT_NEEDED, "off is what is done here", (False, None)),
     Row(
         "enable_msamp",
-        _UN,
+        UNSUPPORTED,
         "MS-AMP keeps weights and state in fp8; here linear layers multiply in it",
-        options=("enable_msamp=false", "fsdp2.fp8=true"),
+        options=("=false", "fsdp2.fp8=true"),
     ),
-    Row("msamp_opt_level", _NOT, "only for MS-AMP"),
-    Row("seq_parallel_communication_data_type", _NOT, "exchanged in the dtype of activations"),
+    Row("msamp_opt_level", NOT_NEEDED, "only for MS-AMP"),
+    Row(
+        "seq_parallel_communication_data_type", NOT_NEEDED, "exchanged in the dtype of activations"
+    ),
     *(
-        Row(f"deepspeed_{key}", _NOT, "the launcher says how the ranks start")
+        Row(f"deepspeed_{key}", NOT_NEEDED, "the launcher says how the ranks start")
         for key in ("hostfile", "multinode_launcher", "exclusion_filter", "inclusion_filter")
     ),
 )
-_UNREAD = "`distributed_type: DEEPSPEED` does not read it"
 _ALL = "ZeRO shards over all ranks, those of a sequence among them"
 _DEGREES = (
-    *(Row(f"parallelism_config_{name}_size", _NOT, _ALL) for name in ("dp_shard", "dp_replicate")),
+    *(
+        Row(f"parallelism_config_{name}_size", NOT_NEEDED, _ALL)
+        for name in ("dp_shard", "dp_replicate")
+    ),
     *(
         row
         for name in ("cp", "sp")
@@ -148,16 +167,16 @@ _DEGREES = (
     ),
 )
 """Accelerate's degrees as DeepSpeed reads them"""
-_LAUNCHER = tuple(row for row in TOP_ROWS if row.key != _CONFIG)
+_LAUNCHER = (
+    *(row for row in TOP_ROWS if row.key != _CONFIG),
+    Row(BLOCK, NOT_NEEDED, "`distributed_type: DEEPSPEED` does not read it"),
+)
 
 
 def _accelerate_site(data: Mapping[str, Any], _: Path) -> Site | None:
     kind, block = distributed_type(data), data.get(_CONFIG)
-    if kind != "DEEPSPEED" and (kind or not block or not is_launchers(data)):
-        return None
-    keys = {key: key for key in data if key in {*first_keys(_LAUNCHER), BLOCK}}
-    keys |= {"parallelism_config": "degrees"} if "parallelism_config" in data else {}
-    return Site((), {**keys, _CONFIG: "config"} if _CONFIG in data else keys)
+    is_zero = kind == "DEEPSPEED" or (not kind and block and is_launchers(data))
+    return launchers_site(data, _LAUNCHER, _CONFIG) if is_zero else None
 
 
 def _finish_accelerate(context: Context) -> None:
@@ -186,7 +205,6 @@ ACCELERATE_DEEPSPEED = Dialect(
     _accelerate_site,
     (
         *_LAUNCHER,
-        Row(BLOCK, _NOT, _UNREAD),
         *under("degrees", _DEGREES),
         *under("config", _PLUGIN),
         *under(_FILE, _JSON),
@@ -206,30 +224,28 @@ _AROUND = (
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
     *PARALLEL_ROWS,
-    Row("max_grad_norm", _NOT, _CLIPS),
+    Row("max_grad_norm", NOT_NEEDED, _CLIPS),
 )
 
 
 def _arguments_site(data: Mapping[str, Any], path: Path) -> Site | None:
-    """A mapping that names DeepSpeed's settings or holds them, or ROLL's way to ask for them."""
-    block, named = data.get(_STRATEGY), str(data.get("strategy_name", ""))
+    """Returns the site of DeepSpeed's settings or their file, or of ROLL's way to ask for them."""
+    block = data.get(_STRATEGY)
     zero = isinstance(block, Mapping) and "zero_optimization" in block
-    if block and (zero or named.startswith("deepspeed")):
+    if block and (zero or str(data.get("strategy_name", "")).startswith("deepspeed")):
         return Site(path, {_STRATEGY: _ARGUMENT})
-    given = [n for n in (_CONFIG, _ARGUMENT) if isinstance(data.get(n), str | Mapping | list)]
-    name = next((name for name in given if data[name]), None)
+    given = [key for key in (_CONFIG, _ARGUMENT, "fsdp", BLOCK) if data.get(key)]
+    blocks = (key for key in given if key in (_CONFIG, _ARGUMENT))
+    name = next((key for key in blocks if isinstance(data[key], str | Mapping | list)), None)
     if name is None:
         return None
-    other = next(
-        (n for n in (_CONFIG, _ARGUMENT, "fsdp", BLOCK) if n != name and data.get(n)), None
-    )
-    if other is not None:
-        both = [".".join((*path, key)) for key in (name, other)]
+    if others := [".".join((*path, key)) for key in given if key != name]:
         raise ConfigError(
-            f"The configuration has both '{both[0]}' and '{both[1]}'. A run is sharded by one of "
-            "them, and it is not clear by which. Remove the other one."
+            f"The configuration has both '{'.'.join((*path, name))}' and '{others[0]}'. A run is "
+            "sharded by one of them, and it is not clear by which. Remove the other one."
         )
-    return Site(path, {**{key: key for key in data if key in first_keys(_AROUND)}, name: _ARGUMENT})
+    keys = {key: key for key in data if key in first_keys(_AROUND)}
+    return Site(path, {**keys, name: _ARGUMENT})
 
 
 def _finish_arguments(context: Context) -> None:
@@ -240,12 +256,11 @@ def _finish_arguments(context: Context) -> None:
         fill_in(context, prefix, f"{name}.enabled", given if isinstance(given, bool) else None)
     fill_in(context, prefix, "gradient_clipping", context.parent.get("max_grad_norm"))
     file = context.entries.get(_ARGUMENT)
-    if file is not None and file.is_open:
-        return
-    finish_deepspeed(context, prefix)
-    join_fp8(context)
-    keys = ("bf16", "fp16", "fp8", *(f"{prefix}{key}" for key in PRECISION_SWITCHES))
-    add_precision(context, keys, "the Trainer of transformers")
+    if not (file and file.is_open):
+        finish_deepspeed(context, prefix)
+        join_fp8(context)
+        keys = ("bf16", "fp16", "fp8", *(f"{prefix}{key}" for key in PRECISION_SWITCHES))
+        add_precision(context, keys, "the Trainer of transformers")
 
 
 ARGUMENTS_DEEPSPEED = Dialect(

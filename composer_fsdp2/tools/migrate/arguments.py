@@ -7,12 +7,18 @@ from typing import Any
 
 from composer_fsdp2.tools.migrate.accelerate import (
     BLOCK,
+    FLAT,
     FSDP_ROWS,
     finish_fsdp,
-    fsdp_block,
+    has_fsdp_block,
     per_node,
 )
 from composer_fsdp2.tools.migrate.report import (
+    CHANGES,
+    CONVERTED,
+    DECISION,
+    NOT_NEEDED,
+    RENAMED,
     SAME,
     Context,
     Dialect,
@@ -20,7 +26,6 @@ from composer_fsdp2.tools.migrate.report import (
     Path,
     Row,
     Site,
-    Status,
 )
 from composer_fsdp2.tools.migrate.shared_rows import (
     FP8,
@@ -49,8 +54,6 @@ from composer_fsdp2.tools.migrate.shared_rows import (
 
 __all__ = ["CHECKPOINTING_ROWS", "PARALLEL_ROWS", "PRECISION_ROWS", "TRAINING_ARGUMENTS"]
 
-_R, _C = Status.RENAMED, Status.CONVERTED
-_NOT, _CH, _DEC = Status.NOT_NEEDED, Status.CHANGES, Status.DECISION
 
 _WORDS: dict[str, dict[str, Any]] = {
     "full_shard": {"reshard_after_forward": "auto"},
@@ -68,19 +71,18 @@ def _words(value: Any) -> list[str]:
     return [str(word).lower() for word in words] if isinstance(words, list) else []
 
 
+def _strategies(value: Any) -> list[str]:
+    return [word for word in _words(value) if "shard" in word]
+
+
 def _is_known(value: Any) -> bool:
     """Words that all mean something."""
-    words = _words(value)
-    return bool(words) and all(word in _WORDS for word in words)
+    return bool(_words(value)) and _WORDS.keys() >= {*_words(value)}
 
 
 def _is_unwrapped(value: Any) -> bool:
     """Words without `auto_wrap`."""
     return _is_known(value) and "auto_wrap" not in _words(value)
-
-
-def _strategies(value: Any) -> list[str]:
-    return [word for word in _words(value) if "shard" in word]
 
 
 def _is_contradicting(value: Any) -> bool:
@@ -101,30 +103,30 @@ CHECKPOINTING_ROWS = (
     *checkpointing_rows("disable_gradient_checkpointing", on=False),
     Row(
         "gradient_checkpointing",
-        _C,
+        CONVERTED,
         "`activation_checkpointing` with what is kept in CPU memory",
         ("offload", "unsloth"),
         OFFLOADED,
     ),
     Row(
         "gradient_checkpointing",
-        _CH,
+        CHANGES,
         "`activation_checkpointing` with what is kept in CPU memory, where axolotl writes it to a "
         "disk",
         ("offload_disk",),
         OFFLOADED,
     ),
-    Row("activation_offloading", _NOT, "off is the default", OFF),
+    Row("activation_offloading", NOT_NEEDED, "off is the default", OFF),
     Row(
         "activation_offloading",
-        _CH,
+        CHANGES,
         "what checkpointed blocks save is kept in CPU memory; blocks are checkpointed for that",
         (True, "legacy", "hidden_states", "disk"),
         OFFLOADED,
     ),
     Row(
         "gradient_checkpointing_kwargs",
-        _NOT,
+        NOT_NEEDED,
         "checkpointing is torch's non-reentrant one",
     ),
 )
@@ -132,21 +134,21 @@ CHECKPOINTING_ROWS = (
 
 
 def _auto(key: str) -> Row:
-    options = (f"{key}=true", f"{key}=false")
-    return Row(key, _DEC, "it depends on the GPU that trains", ("auto",), options=options)
+    reason = "it depends on the GPU that trains"
+    return Row(key, DECISION, reason, ("auto",), options=("=true", "=false"))
 
 
 PRECISION_ROWS = (
     precision_row("bf16", "bf16", True),
-    Row("bf16", _NOT, "off", OFF),
+    Row("bf16", NOT_NEEDED, "off", OFF),
     _auto("bf16"),
     precision_row("fp16", "fp16", True),
-    Row("fp16", _NOT, "off", OFF),
+    Row("fp16", NOT_NEEDED, "off", OFF),
     _auto("fp16"),
-    Row("fp8", _NOT, "off", OFF),
+    Row("fp8", NOT_NEEDED, "off", OFF),
     Row(
         "fp8",
-        _C,
+        CONVERTED,
         "linear layers of blocks multiply in fp8, by torchao; all else is in bf16",
         (True,),
         FP8,
@@ -156,7 +158,7 @@ PRECISION_ROWS = (
     *gather_rows("fp8_enable_fsdp_float8_all_gather"),
     Row(
         "fp8_config.recipe",
-        _C,
+        CONVERTED,
         "`fp8.recipe`",
         ("tensorwise", "rowwise", "rowwise_with_gw_hp"),
         lambda value: {"fp8": {"recipe": value}},
@@ -179,47 +181,46 @@ PARALLEL_ROWS = (
 """of axolotl, whatever shards"""
 
 _ARGUMENTS = (
-    Row("fsdp", _NOT, "no strategy is named", (None, "", False, [])),
+    Row("fsdp", NOT_NEEDED, "no strategy is named", (None, "", False, [])),
     Row(
         "fsdp",
-        _DEC,
+        DECISION,
         "it names several strategies, and a run has one",
         _is_contradicting,
-        options=("fsdp=full_shard auto_wrap", "fsdp=shard_grad_op auto_wrap"),
+        options=("=full_shard auto_wrap", "=shard_grad_op auto_wrap"),
     ),
-    Row("fsdp", _CH, _ONE_UNIT, _is_unwrapped, _from_words),
-    Row("fsdp", _C, "each word is one setting", _is_known, _from_words),
-    Row("fsdp", _CH, f"true is full_shard; {_ONE_UNIT}", (True,), _WORDS["full_shard"]),
+    Row("fsdp", CHANGES, _ONE_UNIT, _is_unwrapped, _from_words),
+    Row("fsdp", CONVERTED, "each word is one setting", _is_known, _from_words),
+    Row("fsdp", CHANGES, f"true is full_shard; {_ONE_UNIT}", (True,), _WORDS["full_shard"]),
     Row(
         "fsdp_transformer_layer_cls_to_wrap",
-        _R,
+        RENAMED,
         "`wrap_policy.classes` names the classes of units",
         is_names,
         wrap_classes,
     ),
-    Row("fsdp_transformer_layer_cls_to_wrap", _NOT, "names no class", is_nothing),
-    Row("fsdp_min_num_params", _NOT, "0 sets no size", is_nothing),
-    Row("fsdp_min_num_params", _R, "`wrap_policy.min_num_params`", is_number, min_num_params),
-    Row("fsdp_version", _NOT, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2", None)),
+    Row("fsdp_transformer_layer_cls_to_wrap", NOT_NEEDED, "names no class", is_nothing),
+    Row("fsdp_min_num_params", NOT_NEEDED, "0 sets no size", is_nothing),
+    Row("fsdp_min_num_params", RENAMED, "`wrap_policy.min_num_params`", is_number, min_num_params),
+    Row("fsdp_version", NOT_NEEDED, "`parallelism_config.fsdp2` says it", (1, 2, "1", "2", None)),
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
     *PARALLEL_ROWS,
-    Row("dp_replicate_size", _NOT, "one copy is the default", (1, None)),
-    Row("dp_replicate_size", _R, f"`{REPLICATE}`", is_size, {REPLICATE: SAME}),
-    Row("dp_shard_size", _NOT, "what the other sizes leave, as here", (1, None)),
-    Row("dp_shard_size", _R, f"`{SHARD}`", is_size, {SHARD: SAME}),
+    Row("dp_replicate_size", NOT_NEEDED, "one copy is the default", (1, None)),
+    Row("dp_replicate_size", RENAMED, f"`{REPLICATE}`", is_size, {REPLICATE: SAME}),
+    Row("dp_shard_size", NOT_NEEDED, "what the other sizes leave, as here", (1, None)),
+    Row("dp_shard_size", RENAMED, f"`{SHARD}`", is_size, {SHARD: SAME}),
     *clipping_rows("max_grad_norm"),
 )
 
 
 def _site(data: Mapping[str, Any], path: Path) -> Site | None:
-    """A mapping that holds `fsdp` or a block of it, and not only the precision."""
+    """Returns the site of `fsdp` or a block of it; the precision alone makes none."""
     words = data.get("fsdp")
     is_said = words is True or (bool(words) and isinstance(words, str | list))
-    if not is_said and fsdp_block(data) is None:
+    if not is_said and not has_fsdp_block(data):
         return None
-    flat = {f"fsdp_{row.key}": f"config.{row.key}" for row in FSDP_ROWS}
-    keys = {key: flat[key] for key in data if key in flat}
+    keys = {key: FLAT[key] for key in data if key in FLAT}
     keys |= {key: key for key in data if key in first_keys(_ARGUMENTS)}
     return Site(path, keys | ({BLOCK: "config"} if data.get(BLOCK) is not None else {}))
 
@@ -228,24 +229,23 @@ def _finish(context: Context) -> None:
     entries = context.entries
     version2 = finish_fsdp(context, "config.version", "fsdp_version")
     shards, copies = entries.get("dp_shard_size"), entries.get("dp_replicate_size")
-    if shards is not None and SHARD in shards.becomes and not (copies and copies.becomes):
+    if shards and SHARD in shards.becomes and not (copies and copies.becomes):
         # axolotl makes copies of ranks beyond the shards where no size says how many.
         ranks = shards.settings[SHARD] * (context.value("tensor_parallel_size") or 1)
         if context.world_size is not None and context.world_size > ranks:
             shards.becomes[REPLICATE] = -1
     words, switch = entries.get("fsdp"), entries.get("config.offload_params")
-    if words is not None:
-        if version2:
-            _ignore_strategy(context, words)
-        elif any(word.startswith("hybrid") for word in _words(words.value)):
-            per_node(context, words, "full_shard")
-        if switch is not None and switch.value in (False, "false"):
-            for entry in (words, switch) if "cpu_offload" in words.becomes else ():
-                entry.decide(
-                    f"`{words.key}` asks for offload and `{switch.key}` switches it off",
-                    f"{switch.key}=true",
-                    f"write {words.key} without the word offload",
-                )
+    if words and version2:
+        _ignore_strategy(context, words)
+    elif words and any(word.startswith("hybrid") for word in _words(words.value)):
+        per_node(context, words, "full_shard")
+    if words and switch and switch.value in (False, "false") and "cpu_offload" in words.becomes:
+        for entry in (words, switch):
+            entry.decide(
+                f"`{words.key}` asks for offload and `{switch.key}` switches it off",
+                f"{switch.key}=true",
+                f"write {words.key} without the word offload",
+            )
     keys = ("bf16", "fp16", "fp8", "config.mixed_precision_policy")
     add_precision(context, keys, "the Trainer of transformers")
 

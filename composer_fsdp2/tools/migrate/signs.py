@@ -1,14 +1,19 @@
-"""Keys that are about sharding and stand where no table of the dialect speaks of them."""
+"""Signs of other trainers: keys about sharding that no table has, and files that are no run."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from pathlib import Path as File
+from typing import TYPE_CHECKING, Any
 
+from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.report import Path
 
-__all__ = ["foreign_sign", "sharding_in"]
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["check_is_run", "foreign_sign", "sharding_in"]
 
 _BLOCKS = frozenset(
     {
@@ -62,7 +67,8 @@ def sharding_in(data: Mapping[str, Any], path: Path, value: Any, sites: Collecti
     """
     if _is_empty(value) or _is_ours(data, path):
         return ""
-    block = next((name for name in path if name in _BLOCKS), None) or _block_within(value)
+    within = (key for key, item in _inside(value) if not _is_empty(item))
+    block = next((name for name in (*path, *within) if name in _BLOCKS), None)
     if block is not None:
         return f"`{block}` shards a run, and nothing was written for it where it stands"
     if path[:-1] in sites and _SIZES.fullmatch(path[-1]) and value not in _ALONE:
@@ -97,22 +103,14 @@ def _is_ours(data: Any, path: Path) -> bool:
     """Whether it is inside of what the other dialects become."""
     for name in path:
         data = data[name]
-        if name == "fsdp2" or (
-            name == "fsdp_config" and isinstance(data, Mapping) and str(data.get("version")) == "2"
-        ):
+        versioned = name == "fsdp_config" and isinstance(data, Mapping)
+        if name == "fsdp2" or (versioned and str(data.get("version")) == "2"):
             return True
     return False
 
 
-def _block_within(value: Any) -> str | None:
-    """The first key of a list's mappings that is a block with settings."""
-    return next(
-        (key for key, item in _inside(value) if key in _BLOCKS and not _is_empty(item)), None
-    )
-
-
 def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    """All keys at any depth, without recursion: files may be nested deeply."""
+    """Yields all keys at any depth, without recursion: files may be nested deeply."""
     left = [value]
     while left:
         item = left.pop()
@@ -121,3 +119,103 @@ def _inside(value: Any) -> Iterator[tuple[str, Any]]:
             left += item.values()
         elif isinstance(item, list):
             left += item
+
+
+# --- A file of another trainer where a training run of LLM Foundry belongs. ---
+
+_OF_A_RUN = {
+    "device_train_microbatch_size",
+    "global_train_batch_size",
+    "max_duration",
+    "models",
+    "train_loader",
+}
+"""Any of these is LLM Foundry's."""
+
+# What a file is -> keys that no run of LLM Foundry has at its top.
+_SIGNS: Mapping[str, frozenset[str]] = {
+    "a configuration of DeepSpeed": frozenset(
+        {
+            "gradient_clipping",
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "zero_optimization",
+        }
+    ),
+    "a configuration of ROLL": frozenset(
+        {
+            "actor_infer",
+            "actor_train",
+            "pretrain",
+            "reference",
+            "reward_pretrain",
+            "rollout_batch_size",
+        }
+    ),
+    "a configuration of verl": frozenset(
+        {
+            "actor_rollout_ref",
+            "algorithm",
+            "critic",
+            "custom_reward_function",
+            "data",
+            "engine",
+            "optim",
+            "reward_model",
+            "trainer",
+            "ulysses_sequence_parallel_size",
+        }
+    ),
+    "a configuration of axolotl": frozenset(
+        {"adapter", "base_model", "datasets", "micro_batch_size", "sequence_len", "val_set_size"}
+    ),
+    "a configuration of Accelerate": frozenset(
+        {
+            "compute_environment",
+            "deepspeed_config",
+            "distributed_type",
+            "machine_rank",
+            "main_process_port",
+            "num_machines",
+            "num_processes",
+        }
+    ),
+    "a file of Hugging Face's TrainingArguments": frozenset(
+        {
+            "deepspeed",
+            "fsdp",
+            "gradient_accumulation_steps",
+            "learning_rate",
+            "model_name_or_path",
+            "num_train_epochs",
+            "output_dir",
+            "per_device_train_batch_size",
+        }
+    ),
+}
+
+
+def check_is_run(path: File, cfg: DictConfig) -> None:
+    """Refuses a file that another trainer reads, and says which command is for it.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    from omegaconf import OmegaConf
+
+    data: Any = OmegaConf.to_container(cfg, resolve=False)
+    if not isinstance(data, dict) or _OF_A_RUN & data.keys():
+        return
+    inside = data.get("parameters")
+    if isinstance(inside, dict) and _OF_A_RUN & inside.keys():
+        raise ConfigError(
+            f"'{path}' is a job of mcli: the run is under its key 'parameters', where LLM Foundry "
+            "does not look for it. Put what is under 'parameters' into a file of its own."
+        )
+    kind = max(_SIGNS, key=lambda kind: len(_SIGNS[kind] & data.keys()))
+    if _SIGNS[kind] & data.keys():
+        raise ConfigError(
+            f"'{path}' is {kind}, not a training run of LLM Foundry: it has no train_loader and "
+            f"no max_duration. Run `composer-fsdp2 migrate {path}`, which converts what it says "
+            "about sharding, and put that into a run, such as yamls/quickstart.yaml."
+        )

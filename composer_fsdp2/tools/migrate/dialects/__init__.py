@@ -1,1 +1,0 @@
-"""Holds the dialects, also those made of the tables of others."""

@@ -1,1 +1,0 @@
-"""Compares two runs of one job step by step. Pure: starts nothing and trains nothing."""
