@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 
-__all__ = ["data_axes", "divided_by", "root_of", "tensor_axis"]
+__all__ = ["data_axes", "group_dividing", "root_of", "tensor_axis"]
 
 _ROOT = "_fsdp2_root_mesh"
 """attribute of the mesh of the other axes, for `root_of`"""
@@ -27,25 +26,17 @@ def data_axes(root: DeviceMesh) -> DeviceMesh:
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the mesh with all axes of a run. Collective: no.
-
-    Torch 2.7 cuts an axis out of that one alone.
-    """
+    """Returns the mesh with all axes of a run, the only one that torch 2.7 cuts axes out of."""
     return getattr(mesh, _ROOT, mesh)
 
 
-def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Returns the ranks that divide each layer, `None` where none do. Collective: no."""
-    root = root_of(mesh)
-    names: list[str] = list(root.mesh_dim_names or ())
-    return None if root is mesh else root[names[-1]]
+def tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the ranks that divide each layer, of a mesh that `data_axes` has returned."""
+    return root_of(mesh)[TENSOR_AXIS]
 
 
-def divided_by(module: nn.Module) -> dist.ProcessGroup | None:
-    """Returns the ranks that divide layers in it, `None` where none do. Collective: no."""
-    for param in module.parameters():
-        if isinstance(param, DTensor):
-            mesh = param.device_mesh
-            if TENSOR_AXIS in (mesh.mesh_dim_names or ()):
-                return mesh.get_group(TENSOR_AXIS)
+def group_dividing(param: object) -> dist.ProcessGroup | None:
+    """Returns the ranks that divide a parameter's layer, `None` where none do. Collective: no."""
+    if isinstance(param, DTensor) and TENSOR_AXIS in (param.device_mesh.mesh_dim_names or ()):
+        return param.device_mesh.get_group(TENSOR_AXIS)
     return None

@@ -25,7 +25,6 @@ from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.joint_exit import joint_exit_of
 from composer_fsdp2.guards.out_of_memory import OOMGuard
 from composer_fsdp2.guards.watchdog import add_rank_report
-from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.shard.torch_private.units import device_of, param_groups
@@ -182,9 +181,9 @@ class _Attempts:
         if run is not None:
             run.abort()
         self._snapshot.restore()
-        if (group := batch_group_of(self._state.model)) is not None:
-            group.begin()  # some ranks may have come to the end of its check
         if run is not None:
+            if run.batch_group is not None:
+                run.batch_group.begin()  # some ranks may have come to the end of its check
             run.accumulation.again()
         self.begin()
 

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_fsdp2.parallel.axis import divided_by
-from composer_fsdp2.parallel.tensor_group import draw_together
+from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import holds_shards
@@ -37,9 +36,7 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """
     if not holds_shards(model):
         return original(model, *args, **kwargs)
-    group = divided_by(model)
-    if group is not None:
-        draw_together(model, group, (args, kwargs))
+    draw_together(model, (args, kwargs))
     try:
         if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
             return original(model, *args, **kwargs)

@@ -43,9 +43,10 @@ from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
+from composer_fsdp2.parallel.division import BatchGroup, RankGroup
 from composer_fsdp2.parallel.row_order import show_usual_state
-from composer_fsdp2.parallel.sequence.plan import SequenceParallel
-from composer_fsdp2.parallel.tensor import TensorParallel
+from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
+from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -61,6 +62,7 @@ from composer_fsdp2.shard.optimizer import (
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.one_batch import OneBatch
 from composer_fsdp2.step.prefetch import Prefetch
 from composer_fsdp2.step.requires_grad import RequiresGrad
 from composer_fsdp2.step.run import Run, StepListener, run_of
@@ -68,9 +70,7 @@ from composer_fsdp2.step.stale_gathers import StaleGathers
 from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
 from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
 from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
-from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
-from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
+from composer_fsdp2.trainer.groups import count_flops_once, root_mesh_of
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
@@ -90,6 +90,7 @@ TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
 STEP: tuple[type[StepListener], ...] = (
     # The numbers depend on these.
     SecondBackward,  # first: gradients that wait are neither filled in nor reduced
+    OneBatch,
     RequiresGrad,
     StaleGathers,
     UnannouncedMicrobatches,
@@ -172,8 +173,8 @@ def prepare_fully_shard(
         _check_arguments(te_rng_seed)
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
-        check_items(settings, (), "auto" if auto_microbatching else None)
-        check_own_loss(model, settings)
+        for step in TRANSFORMATIONS:
+            step.check_items(settings, (), "auto" if auto_microbatching else None)
         plan = make_plan(
             model,
             optimizers,
@@ -257,9 +258,8 @@ def apply_to_model(
     # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
-    for planned in plan.transformations:
-        planned.step.apply_on(tree, planned.plan, mesh)
-    count_flops_once(model)
+    changed = [planned.step.apply_on(tree, planned.plan, mesh) for planned in plan.transformations]
+    groups: list[RankGroup] = [group for group in changed if group is not None]
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
     offload = plan.settings.cpu_offload
@@ -276,7 +276,8 @@ def apply_to_model(
         offload=(CPUOffload() if offload is True else offload) or None,
         tree=tree,
     )
-    connect_model(model)
+    for group in groups:
+        group.connect(model)
     if (fp8 := plan.plan_of(Float8Linear)) is not None:
         gather_in_float8(model, units.values(), fp8)
     _cast_buffers(tree, plan)
@@ -285,7 +286,8 @@ def apply_to_model(
     if detached is not None:
         reattach_optimizer(detached)
         show_usual_state(detached.optimizer)
-    start_run(tree, plan, units)
+    run = start_run(tree, plan, units, BatchGroup(tuple(groups)) if groups else None)
+    count_flops_once(model, run.batch_group)
     _connect_optimizer(model, plan)
     return units
 
@@ -298,7 +300,6 @@ def _connect_optimizer(model: nn.Module, plan: PreparePlan) -> None:
         torch.device(plan.device_type),
         plan.settings.optimizer_state,
     )
-    refuse_later_optimizers(model, plan.settings, plan.optimizer)
     refuse_added_parameters(model, plan.optimizer)
 
 
@@ -321,7 +322,12 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
     return [name for name in names if name not in around and name.startswith(beside)]
 
 
-def start_run(tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule]) -> Run:
+def start_run(
+    tree: ModuleTree,
+    plan: PreparePlan,
+    units: dict[str, FSDPModule],
+    batch_group: BatchGroup | None = None,
+) -> Run:
     """Begins to call the listeners of `STEP`. Collective: yes."""
     device = torch.device(plan.device_type)
     agreement_of(device)  # made here, where all ranks are
@@ -334,6 +340,7 @@ def start_run(tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule])
         settings=plan.settings,
         device=device,
         optimizer=plan.optimizer,
+        batch_group=batch_group,
         units=units,
         conditional=_with_unused(plan.units, plan.conditional),
     )

@@ -29,6 +29,7 @@ from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
+from composer_fsdp2.optim.elementwise import is_known
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
 from composer_fsdp2.optim.state.step import check_optimizer_state
@@ -45,7 +46,6 @@ from composer_fsdp2.shard.communication import check_communication
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed
 from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
-from composer_fsdp2.trainer.parallelism.refused import check_known, check_scale
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 
 __all__ = ["PreparePlan", "make_plan"]
@@ -156,16 +156,17 @@ def make_plan(
     _check_offload(settings, device_type)
     check_communication(settings.communication, device_type)
     check_order_check(settings.order_check)
-    optimizer = _single_optimizer(optimizers, settings)
+    optimizer = _single_optimizer(optimizers)
     tree = _read_model(model)
     shape = MeshShape.resolve(settings, dist.get_world_size())
-    compute = check_scale(settings, _compute_dtype(precision, device_type, place))
+    compute = _compute_dtype(precision, device_type, place)
     conditional = _conditional(tree, settings)
     units = _plan_units(tree, settings, shape, compute, conditional)
     blocks = units.blocks()
     if conditional and (settings.activation_checkpointing or settings.compile):
         # A block of a tower is one, whatever unit its parameters are in.
         blocks = _plan_units(tree, settings, shape, compute, []).blocks()
+    is_odd = not (optimizer is None or isinstance(optimizer, Muon) or is_known(optimizer))
     facts = ModelFacts(
         tree=tree,
         settings=settings,
@@ -173,6 +174,8 @@ def make_plan(
         blocks=blocks,
         shard_ranks=shape.shard,
         device_type=device_type,
+        compute=compute,
+        odd_optimizer=type(optimizer).__name__ if is_odd else "",
         is_checkpointed=activation_choice(tree, frozenset(blocks)),
     )
     planned, facts = plan_transformations(transformations, facts)
@@ -282,16 +285,14 @@ def _plan_units(
     )
 
 
-def _single_optimizer(optimizers: Any, settings: FSDP2Config) -> torch.optim.Optimizer | None:
+def _single_optimizer(optimizers: Any) -> torch.optim.Optimizer | None:
     given = ensure_tuple(optimizers)
     if len(given) > 1:
         raise ConfigError(
             f"{len(given)} optimizers were given. The Trainer steps one. Give one optimizer with "
             "several parameter groups."
         )
-    optimizer = given[0] if given else None
-    check_known(settings, optimizer)
-    return optimizer
+    return given[0] if given else None
 
 
 def _compute_dtype(

@@ -21,8 +21,9 @@ from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
-from torch import nn
+from torch import distributed, nn
 
+from composer_fsdp2.checkpoint.describe import MESH
 from composer_fsdp2.checkpoint.staging import Publications, staged
 from composer_fsdp2.checkpoint.write import (
     Savers,
@@ -34,9 +35,9 @@ from composer_fsdp2.checkpoint.write import (
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
-from composer_fsdp2.trainer.parallelism.saved_mesh import first_copy, note_mesh
 from composer_fsdp2.trainer.save_pretrained import own_class
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
 _ATTRIBUTE = "_fsdp2_background"
 _OWN = "_fsdp2_publications"
 """attribute of a State"""
+_FIRST_COPY = "_fsdp2_first_copy"
+"""attribute of a mesh: the process group of the ranks that hold the first copy of a model"""
 _LEAVE_SECONDS = 60.0
 
 
@@ -155,7 +158,9 @@ def _snapshot(
     else:
         values = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
     _name_own_class(values["state"], state.model)
-    note_mesh(values["state"], state.model)
+    run = run_of(state.model)
+    if run is not None and run.shape.tensor > 1:
+        values["state"]["metadata"][MESH] = run.shape.describe()  # for people: no load reads it
     sharded = state.fsdp_sharded_state_dict_enabled
     if "algorithms" in values["state"]:
         keep, given = dist.get_global_rank() == 0, values["state"]["algorithms"]
@@ -214,7 +219,10 @@ def note_start(state: State) -> Publications:
 
 
 def _savers(state: State) -> Savers:
-    """Everyone, on the default group; with HSDP the first replica writes."""
+    """Everyone, on the default group; with HSDP the first replica writes.
+
+    Collective: yes, the first time, with HSDP and tensor parallelism.
+    """
     mesh = state.device_mesh
     first_on_node = dist.get_local_rank() == 0
     replicate = ParallelismType.DATA_PARALLEL_REPLICATE.value
@@ -223,7 +231,10 @@ def _savers(state: State) -> Savers:
         return Savers(None, None, writes=True, first_on_node=first_on_node)
     writes = mesh.get_local_rank(names.index(replicate)) == 0
     if TENSOR_AXIS in names:
-        group = first_copy(mesh)
+        # Ranks of the first copy; copies are the outermost axis.
+        if not hasattr(mesh, _FIRST_COPY):
+            setattr(mesh, _FIRST_COPY, distributed.new_group(mesh.mesh[0].flatten().tolist()))
+        group = getattr(mesh, _FIRST_COPY)
     else:
         group = mesh.get_group(names.index(ParallelismType.DATA_PARALLEL_SHARD.value))
     group = group if writes else None

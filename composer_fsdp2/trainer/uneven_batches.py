@@ -28,7 +28,6 @@ from composer.utils import dist
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import OrderCheck
-from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.step.agreement import Agreement, agreement_of
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.snapshot import Snapshot
@@ -255,10 +254,11 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
             that compute one batch together read different ones.
     """
     state: State = trainer.state
-    run, group = run_of(state.model), batch_group_of(state.model)
+    run = run_of(state.model)
     if run is None:
         yield from original(trainer, mode)
         return
+    group = run.batch_group
     assert state.dataloader is not None
     length = None if state.dataloader_len is None else int(state.dataloader_len)
     batches, training = itertools.islice(state.dataloader, length), mode == TrainerMode.TRAIN

@@ -46,9 +46,8 @@ def _row(
     why: str,
     lines: str,
     source: str = "",
-    module: str = _OURS,
 ) -> PatchPoint:
-    call: Callable[..., Any] = imported(module, replacement)
+    call: Callable[..., Any] = imported(_OURS, replacement)
     return PatchPoint(
         target=f"{_PACKAGE}.{target}",
         replacement=call,
@@ -109,7 +108,6 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
         "ccdfecc4a7728427",
         "forgets in which order tensor parallelism holds fused projections",
         "ema/ema.py#L401",
-        module="composer_fsdp2.trainer.parallelism.averages",
     ),
     _row(
         _EMA,

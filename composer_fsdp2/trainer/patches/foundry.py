@@ -111,14 +111,14 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         "command_utils/train.py#L211",
         source=f"{_TRAIN}:train",
     ),
-    _row(
-        GROUPS,
-        "utils.config_utils:dist",
-        imported("composer_fsdp2.trainer.parallelism.group_views", "CountsGroups"),
-        "849b7f116139d881",
-        "is asked for the number of ranks, to divide the batch that ranks of a group read together",
-        "utils/config_utils.py#L1",
-        source="utils.config_utils",
+    PatchPoint(
+        target=f"{_PACKAGE}.utils.config_utils:update_config_with_batch_size_info",
+        replacement=imported("composer_fsdp2.trainer.groups", "show_batch"),
+        feature=GROUPS,
+        why="logs a batch that is multiplied, so that each group of ranks gets its share",
+        upstream=f"{_UPSTREAM}/utils/config_utils.py#L461",
+        takes=frozenset({"cfg"}),
+        versions=_VERSIONS,
     ),
     PatchPoint(
         target=f"{_PACKAGE}.command_utils.eval:make_dataclass_and_log_config",

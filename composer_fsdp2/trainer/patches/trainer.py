@@ -23,7 +23,7 @@ _VERSIONS = "mosaicml 0.32.1"
 _UPSTREAM = "https://github.com/mosaicml/composer/blob/v0.32.1/composer"
 _TRAINER = "composer.trainer.trainer"
 _MICROBATCHING = "composer_fsdp2.trainer.auto_microbatching"
-_GROUPS = "composer_fsdp2.trainer.parallelism.tensor_groups"
+_GROUPS = "composer_fsdp2.trainer.groups"
 _UNEQUAL = "composer_fsdp2.trainer.uneven_batches"
 
 _AUTO = Feature(
@@ -56,7 +56,7 @@ def _parse_parallelism_config(original: Any, trainer: Any, parallelism_config: A
         resolve_settings,
     )
     from composer_fsdp2.trainer.extensions import check_extensions, given_of
-    from composer_fsdp2.trainer.parallelism.refused import check_items
+    from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 
     if not concerns_fsdp2(parallelism_config):
         return original(trainer, parallelism_config)
@@ -64,7 +64,9 @@ def _parse_parallelism_config(original: Any, trainer: Any, parallelism_config: A
     if parsed is not None and parsed.fsdp2 is not None:
         check_extensions(trainer)
         given = given_of(trainer)
-        check_items(resolve_settings(parsed.fsdp2), given.items, given.microbatch_size)
+        settings = resolve_settings(parsed.fsdp2)
+        for step in TRANSFORMATIONS:
+            step.check_items(settings, given.items, given.microbatch_size)
         check_features(
             Asked(
                 items=given.items,
@@ -89,7 +91,6 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
     from composer_fsdp2.trainer.autoresume import note_autoresume
     from composer_fsdp2.trainer.config import concerns_fsdp2
     from composer_fsdp2.trainer.extensions import note_extensions
-    from composer_fsdp2.trainer.parallelism.tensor_groups import deal_to_groups
 
     try:
         given = inspect.signature(original).bind(trainer, *args, **kwargs)
@@ -99,7 +100,6 @@ def _init(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
         original(trainer, *args, **kwargs)
         return
     note_extensions(trainer, given.arguments)
-    deal_to_groups(given.arguments)
     with strip_auto_microbatch_size(original, trainer, args, kwargs) as given:
         note_autoresume(original, *given.args, **given.kwargs)
 
@@ -134,12 +134,13 @@ def _train_loop(original: Any, trainer: Any) -> None:
     from composer_fsdp2.guards.explain import explained_reading
     from composer_fsdp2.step.run import run_of
     from composer_fsdp2.trainer.auto_microbatching import leaving_together
-    from composer_fsdp2.trainer.parallelism.tensor_groups import begin_fit
     from composer_fsdp2.trainer.uneven_batches import train_loop
 
-    begin_fit(trainer.state)
     model = trainer.state.model
-    reading = explained_reading(model) if run_of(model) else contextlib.nullcontext()
+    run = run_of(model)
+    if run is not None and run.batch_group is not None:
+        run.batch_group.begin()
+    reading = explained_reading(model) if run else contextlib.nullcontext()
     with reading, leaving_together(trainer):
         train_loop(original, trainer)
 
@@ -189,30 +190,19 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _eval_loop(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from composer_fsdp2.trainer import auto_microbatching, uneven_batches
-    from composer_fsdp2.trainer.parallelism.tensor_groups import check_evaluation
+    from composer_fsdp2.trainer.groups import counting_groups, refuse_auto
 
     evaluator = inspect.signature(original).bind(trainer, *args, **kwargs).arguments["evaluator"]
-    check_evaluation(trainer.state.model, evaluator)
+    refuse_auto(trainer.state.model, evaluator)
     auto = functools.partial(auto_microbatching.evaluate, original)
     even = functools.partial(uneven_batches.evaluate, auto)
-    with auto_microbatching.leaving_together(trainer, evaluator):
+    groups = counting_groups(trainer.state.model)
+    with groups, auto_microbatching.leaving_together(trainer, evaluator):
         return _evaluate(even, trainer, *args, **kwargs)
 
 
 def _predict(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.parallelism.tensor_groups import deal_later
-
-    given = inspect.signature(original).bind(trainer, *args, **kwargs)
-    deal_later(trainer.state.model, given.arguments["dataloader"])
     return _evaluate(original, trainer, *args, **kwargs)
-
-
-def _fit(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    from composer_fsdp2.trainer.parallelism.tensor_groups import deal_later
-
-    given = inspect.signature(original).bind(trainer, *args, **kwargs)
-    deal_later(trainer.state.model, given.arguments.get("train_dataloader"))
-    return original(trainer, *args, **kwargs)
 
 
 def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
@@ -309,17 +299,17 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         versions=_VERSIONS,
     ),
     PatchPoint(
-        target=f"{_TRAINER}:Trainer.fit",
-        replacement=_fit,
+        target="composer.core.state:State.set_dataloader",
+        replacement=imported(_GROUPS, "set_dataloader"),
         feature=_TENSOR,
         why="takes data that a sampler dealt to single ranks for that of groups",
-        upstream=f"{_UPSTREAM}/trainer/trainer.py#L1933",
-        takes=frozenset({"train_dataloader"}),
+        upstream=f"{_UPSTREAM}/core/state.py#L1614",
+        takes=frozenset({"dataloader"}),
         versions=_VERSIONS,
     ),
     PatchPoint(
         target=f"{_TRAINER}:dist",
-        replacement=imported("composer_fsdp2.trainer.parallelism.group_views", "DealsToGroups"),
+        replacement=imported(_GROUPS, "CountsGroups"),
         feature=_TENSOR,
         why="takes samples that a sampler repeated off single ranks of a tensor group",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L1",
