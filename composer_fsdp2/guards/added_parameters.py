@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.axis import group_dividing
+from composer_fsdp2.parallel.row_order import group_dividing
 
 __all__ = ["refuse_added_parameters"]
 

@@ -19,14 +19,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
+
 __all__ = [
     "RowOrder",
     "cut_in_order",
+    "group_dividing",
     "order_of",
     "part_of",
     "set_order",
@@ -144,6 +148,13 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+def group_dividing(param: object) -> dist.ProcessGroup | None:
+    """Returns the ranks that divide a parameter's layer, `None` where none do. Collective: no."""
+    if isinstance(param, DTensor) and TENSOR_AXIS in (param.device_mesh.mesh_dim_names or ()):
+        return param.device_mesh.get_group(TENSOR_AXIS)
+    return None
 
 
 def shape_in_model(param: torch.Tensor) -> torch.Size:

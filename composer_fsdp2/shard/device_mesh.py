@@ -7,7 +7,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 
 __all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
@@ -32,7 +31,8 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
         return init_device_mesh(device_type, shape.degrees, mesh_dim_names=shape.axis_names)
     names = (*shape.axis_names, TENSOR_AXIS)
     root = init_device_mesh(device_type, (*shape.degrees, shape.tensor), mesh_dim_names=names)
-    return data_axes(root)
+    # Part of the mesh that has the tensor axis too, on which torch insists.
+    return root[shape.axis_names]
 
 
 def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:

@@ -40,24 +40,15 @@ __all__ = [
     "counting_groups",
     "create_mesh",
     "refuse_auto",
-    "root_mesh_of",
     "set_dataloader",
     "show_batch",
 ]
-
-_ROOT = "_fsdp2_root_mesh"
-"""attribute of a config, for `root_mesh_of`"""
 
 
 def batch_group_of(model: nn.Module) -> BatchGroup | None:
     """Returns the ranks that compute one batch together, `None` where each has its own."""
     run = run_of(model)
     return None if run is None else run.batch_group
-
-
-def root_mesh_of(config: Any) -> DeviceMesh | None:
-    """Returns the mesh of a run with tensor parallelism, `None` for another run."""
-    return getattr(config, _ROOT, None)
 
 
 def create_mesh(
@@ -74,9 +65,7 @@ def create_mesh(
         names.insert(0, ParallelismType.DATA_PARALLEL_REPLICATE.value)
     device_type = "cuda" if device.name == "gpu" else device.name
     sizes = (*shape.degrees, shape.tensor)
-    root = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
-    setattr(fsdp_config, _ROOT, root)
-    return root
+    return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
 
 
 # --- Data ---

@@ -42,7 +42,6 @@ from composer_fsdp2.guards.second_backward import SecondBackward
 from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
-from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.parallel.division import BatchGroup, RankGroup
 from composer_fsdp2.parallel.row_order import show_usual_state
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
@@ -70,7 +69,7 @@ from composer_fsdp2.step.stale_gathers import StaleGathers
 from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
 from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
 from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.groups import count_flops_once, root_mesh_of
+from composer_fsdp2.trainer.groups import count_flops_once
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
@@ -232,6 +231,7 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
         "eval_reshard_after_forward": settings.eval_reshard_after_forward is not None,
         "fp8": settings.fp8,
         "gradient_sync": settings.gradient_sync != "every",
+        "tensor_parallel": settings.tensor_parallel,
         "unused_parameters": settings.unused_parameters is not False,
     }
     return [name for name, is_asked in asked.items() if is_asked]
@@ -239,8 +239,6 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
 
 def _given_mesh(config: Any) -> DeviceMesh | None:
     """The mesh Composer's State built, or the user put into Composer's config."""
-    if (root := root_mesh_of(config)) is not None:
-        return data_axes(root)
     return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
 
 

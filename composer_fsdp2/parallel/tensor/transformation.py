@@ -20,16 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.axis import group_dividing, tensor_axis
 from composer_fsdp2.parallel.division import DRAWN, DRAWS, Division, GroupSizes, RankGroup
+from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.parallel.tensor.divide import divide_layers
 from composer_fsdp2.parallel.tensor.known import unknown_adapter
 from composer_fsdp2.parallel.tensor.layers import LayerPlan, plan_layers
 from composer_fsdp2.plan.conditional_modules import conditional_modules
-from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
+from composer_fsdp2.shard.torch_private.meshes import root_mesh
 
 __all__ = ["TensorParallel", "draw_together"]
 
@@ -109,7 +110,7 @@ class TensorParallel(Division[LayerPlan]):
                 ", ".join(plan.whole),
                 plan.degree,
             )
-        axis = tensor_axis(mesh)
+        axis = root_mesh(mesh)[TENSOR_AXIS]
         divide_layers(tree, plan, axis)
         return _TensorGroup(axis.get_group())
 
