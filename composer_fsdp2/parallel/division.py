@@ -3,8 +3,10 @@
 [Note: dividing] Tensor and sequence parallelism live in a folder each. Other rooms know of them:
 
 - the entry in `TRANSFORMATIONS`: a `Division`, which refuses, plans and changes the model;
+- the `Divided` that its `apply_on` returns: it is told when the model is sharded, when the
+  optimizer has the shards, and when a forward begins;
 - `run_of(model).batch_group`: the ranks that read one batch, by which the Trainer deals data and
-  counts samples. A division says so by the `RankGroup` that its `apply_on` returns;
+  counts samples. They are a `RankGroup`, the kind of `Divided` that says so;
 - `row_order.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
   checkpoints for one parameter at a time.
 
@@ -34,7 +36,7 @@ from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 
-__all__ = ["DRAWN", "DRAWS", "BatchGroup", "Division", "GroupSizes", "RankGroup"]
+__all__ = ["DRAWN", "DRAWS", "BatchGroup", "Divided", "Division", "GroupSizes", "RankGroup"]
 
 Plan = TypeVar("Plan")
 
@@ -89,11 +91,11 @@ class Division(Transformation[Plan]):
         raise NotImplementedError
 
     @abstractmethod
-    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> RankGroup | None:
+    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> Divided:
         """Changes the model before it is sharded. Collective: yes, over the default group.
 
         Returns:
-            The ranks that read one batch from now on; `None` where each goes on to read its own.
+            A `RankGroup` where ranks read one batch from now on.
         """
 
     def sizes(
@@ -112,7 +114,20 @@ class Division(Transformation[Plan]):
         return None
 
 
-class RankGroup:
+class Divided:
+    """A division of a model that is applied. Methods that it does not define do nothing."""
+
+    def connect(self, model: nn.Module) -> None:
+        """Changes the model once it is sharded. Collective: no."""
+
+    def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Changes the optimizer once it has the shards. Collective: no."""
+
+    def before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Is called when a forward of the whole model begins. Collective: as the division says."""
+
+
+class RankGroup(Divided):
     """Ranks that compute one batch together, because a division has made them.
 
     Args:
@@ -130,12 +145,6 @@ class RankGroup:
     def size(self) -> int:
         """Ranks of the group."""
         return self.group.size()
-
-    def connect(self, model: nn.Module) -> None:
-        """Changes the model once it is sharded. Collective: no."""
-
-    def before_forward(self, model: nn.Module, inputs: Any) -> None:
-        """Is called when a forward of the whole model begins. Collective: as the group says."""
 
     def begin(self) -> None:
         """Has the next batch compared: data and random states may be others. Collective: no."""

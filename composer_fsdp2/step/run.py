@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import FSDP2Config
-from composer_fsdp2.parallel.division import BatchGroup
+from composer_fsdp2.parallel.division import BatchGroup, Divided
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -129,6 +129,7 @@ class Run:
     """by name, children before parents"""
     conditional: Sequence[str] = ()
     """names of units with experts or a tower, in which ranks often use different parameters"""
+    divisions: Sequence[Divided] = ()
     batch_group: BatchGroup | None = None
     """the ranks that read one batch; `None` where each reads its own"""
     inputs: tuple[Any, ...] = ()

@@ -42,8 +42,7 @@ from composer_fsdp2.guards.second_backward import SecondBackward
 from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
-from composer_fsdp2.parallel.division import BatchGroup, RankGroup
-from composer_fsdp2.parallel.row_order import show_usual_state
+from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
@@ -61,7 +60,7 @@ from composer_fsdp2.shard.optimizer import (
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.step.agreement import agreement_of
-from composer_fsdp2.step.one_batch import OneBatch
+from composer_fsdp2.step.divisions import Divisions
 from composer_fsdp2.step.prefetch import Prefetch
 from composer_fsdp2.step.requires_grad import RequiresGrad
 from composer_fsdp2.step.run import Run, StepListener, run_of
@@ -89,7 +88,7 @@ TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
 STEP: tuple[type[StepListener], ...] = (
     # The numbers depend on these.
     SecondBackward,  # first: gradients that wait are neither filled in nor reduced
-    OneBatch,
+    Divisions,
     RequiresGrad,
     StaleGathers,
     UnannouncedMicrobatches,
@@ -257,7 +256,7 @@ def apply_to_model(
     tree, plan.tree = plan.tree, ModuleTree()
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
     changed = [planned.step.apply_on(tree, planned.plan, mesh) for planned in plan.transformations]
-    groups: list[RankGroup] = [group for group in changed if group is not None]
+    divisions: list[Divided] = [found for found in changed if found is not None]
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
     offload = plan.settings.cpu_offload
@@ -274,8 +273,8 @@ def apply_to_model(
         offload=(CPUOffload() if offload is True else offload) or None,
         tree=tree,
     )
-    for group in groups:
-        group.connect(model)
+    for division in divisions:
+        division.connect(model)
     if (fp8 := plan.plan_of(Float8Linear)) is not None:
         gather_in_float8(model, units.values(), fp8)
     _cast_buffers(tree, plan)
@@ -283,8 +282,9 @@ def apply_to_model(
     apply_communication(tops, units.values(), plan.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
-        show_usual_state(detached.optimizer)
-    run = start_run(tree, plan, units, BatchGroup(tuple(groups)) if groups else None)
+        for division in divisions:
+            division.connect_optimizer(detached.optimizer)
+    run = start_run(tree, plan, units, divisions)
     count_flops_once(model, run.batch_group)
     _connect_optimizer(model, plan)
     return units
@@ -324,12 +324,13 @@ def start_run(
     tree: ModuleTree,
     plan: PreparePlan,
     units: dict[str, FSDPModule],
-    batch_group: BatchGroup | None = None,
+    divisions: Sequence[Divided],
 ) -> Run:
     """Begins to call the listeners of `STEP`. Collective: yes."""
     device = torch.device(plan.device_type)
     agreement_of(device)  # made here, where all ranks are
     force_backward_through(units[name] for name in _beside_towers(tree.root, plan))
+    same_batch = tuple(found for found in divisions if isinstance(found, RankGroup))
     run = Run(
         model=tree.root,
         tree=tree,
@@ -338,7 +339,8 @@ def start_run(
         settings=plan.settings,
         device=device,
         optimizer=plan.optimizer,
-        batch_group=batch_group,
+        divisions=divisions,
+        batch_group=BatchGroup(same_batch) if same_batch else None,
         units=units,
         conditional=_with_unused(plan.units, plan.conditional),
     )

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import importlib.util
+import inspect
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -96,15 +97,8 @@ class _Own(Kind):
 # --- Models that call the attention interface of transformers ---
 
 
-def _plain_forward(module: nn.Module) -> Any:
-    forward: Any = type(module).forward
-    while hasattr(forward, "__wrapped__"):
-        forward = forward.__wrapped__
-    return forward
-
-
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    code = getattr(_plain_forward(module), "__code__", None)
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
 
@@ -155,7 +149,7 @@ class _HuggingFace(Kind):
 
     def connect(self, module: Any, attend: Attend) -> None:
         implementation = getattr(module.config, _IMPLEMENTATION)
-        namespace = vars(sys.modules[_plain_forward(module).__module__])
+        namespace = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
         known = namespace["ALL_ATTENTION_FUNCTIONS"]
         known.register(_NAME, _call_attend)
         capped = implementation != "sdpa" and getattr(module.config, "attn_logit_softcapping", None)

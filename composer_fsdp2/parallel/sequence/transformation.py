@@ -20,7 +20,7 @@ from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.config.sequence import SequenceSpec
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.division import DRAWN, DRAWS, Division, RankGroup
+from composer_fsdp2.parallel.division import DRAWN, DRAWS, Divided, Division
 from composer_fsdp2.parallel.sequence.composer_models import own_loss
 from composer_fsdp2.parallel.sequence.group import SequenceGroup
 from composer_fsdp2.parallel.sequence.kinds import MPT, Kind, calls_loss_function, kind_of
@@ -103,7 +103,7 @@ class SequenceParallel(Division[SequencePlan]):
             documents=spec.documents,
         )
 
-    def apply_on(self, tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) -> RankGroup:
+    def apply_on(self, tree: ModuleTree, plan: SequencePlan, mesh: DeviceMesh) -> Divided:
         """Connects the attention of the model. Collective: yes, over the default group."""
         modules = dict(tree.modules())
         groups = dist.get_world_size() // plan.degree // plan.tensor_degree

@@ -20,8 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.division import DRAWN, DRAWS, Division, GroupSizes, RankGroup
-from composer_fsdp2.parallel.row_order import group_dividing
+from composer_fsdp2.parallel.division import (
+    DRAWN,
+    DRAWS,
+    Divided,
+    Division,
+    GroupSizes,
+    RankGroup,
+)
+from composer_fsdp2.parallel.row_order import group_dividing, show_usual_state
 from composer_fsdp2.parallel.tensor.divide import divide_layers
 from composer_fsdp2.parallel.tensor.known import unknown_adapter
 from composer_fsdp2.parallel.tensor.layers import LayerPlan, plan_layers
@@ -101,7 +108,7 @@ class TensorParallel(Division[LayerPlan]):
             )
         return plan_layers(facts.tree, spec, facts.shard_ranks)
 
-    def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> RankGroup:
+    def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> Divided:
         """Divides the layers of the plan. Collective: yes, over the default group."""
         if plan.whole and dist.get_rank() == 0:
             log.warning(
@@ -179,6 +186,10 @@ class _TensorGroup(RankGroup):
     """Compares the batches of a group and shares random states; see [Note: one stream]."""
 
     why = "in one group of tensor parallelism", "add up parts of different samples"
+
+    def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has its state dicts show the order of the model."""
+        show_usual_state(optimizer)
 
     def before_forward(self, model: nn.Module, inputs: Any) -> None:
         """Collective: yes, over the default group, in the first forward after `begin`."""
