@@ -162,13 +162,14 @@ class RankGroup(Divided):
             PlanError: the same on every rank, if batches in any group differ.
         """
         if is_fake():
-            return False
+            return False  # its collectives bring nothing from other ranks
+        # All ranks count the same batches, so they come to the collective in the same one.
         seen = self._seen[training]
         if seen == 0 or (training and seen % _EVERY == 0):
             self.check(inputs)
         self._seen[training] += 1
         if training:
-            self._seen[False] = 0
+            self._seen[False] = 0  # the next evaluation may read other data
         return seen == 0
 
     def check(self, inputs: Any) -> None:
@@ -179,6 +180,7 @@ class RankGroup(Divided):
         Raises:
             PlanError: the same on every rank, if batches in any group differ.
         """
+        # Facts with a tilde are told to all ranks, and need not be equal on them.
         facts = {"~group": dist.get_global_rank(self.group, 0), "~batch": _digest(inputs)}
         known: dict[int, str] = {}
         for rank, fact in enumerate(raise_on_all_ranks(facts)):
@@ -216,7 +218,8 @@ class BatchGroup:
         Collective: no. Add up the terms of all ranks of the run; their sum fits in 64 bits.
         """
         index, place = divmod(dist.get_rank(), self.size)
-        # The group's number is part of the digest: differences of two groups do not cancel.
+        # The group's number is part of the digest: differences of two groups do not cancel. Ten
+        # digits are 40 bits, which leaves 23 for the number of ranks in a sum.
         digest = int(hashlib.sha256(f"{index} {_digest(batch)}".encode()).hexdigest()[:10], 16)
         return -digest if place else (self.size - 1) * digest
 
@@ -236,7 +239,7 @@ def _digest(inputs: Any) -> str:
         if isinstance(leaf, torch.Tensor):
             data = leaf.detach().cpu().contiguous()
             found.update(f"{tuple(data.shape)} {data.dtype}".encode())
-            if data.numel():
+            if data.numel():  # of none, torch shows no bytes; as bytes, because NumPy has no bf16
                 found.update(data.flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, int | float | str | bool):
             found.update(repr(leaf).encode())

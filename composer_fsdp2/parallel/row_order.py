@@ -118,6 +118,7 @@ def without_order(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_strided(placement: Placement) -> bool:
     """Whether an axis divides what the axes to its right have divided before."""
+    # The class is private: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/placement_types.py#L375
     return hasattr(placement, "split_factor")
 
 
@@ -132,6 +133,8 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     FSDP2 divides what a rank of a tensor group holds, which its placement says.
     """
     part = whole.detach()
+    # A rank past the end has an empty part, as `torch.chunk` and FSDP2 have it:
+    # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_common.py#L121
     for axis in cut_in_order(placements):
         dim: int | None = getattr(placements[axis], "dim", None)
         if dim is None:
@@ -140,7 +143,10 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         step = -(-part.shape[dim] // count)
         start = min(rank * step, part.shape[dim])
         part = part.narrow(dim, start, min(step, part.shape[dim] - start))
+    # The shape is given because torch would take all parts to be as large as this one. Its check
+    # would be a collective, and ranks have cut the same tensor.
     return DTensor.from_local(
+        # A copy: a view would keep the whole tensor.
         part.clone(memory_format=torch.contiguous_format),
         mesh,
         placements,
@@ -205,6 +211,8 @@ def show_usual_order(module: nn.Module) -> None:
     found = {name: order_of(param) for name, param in module._parameters.items()}
     orders = {name: order for name, order in found.items() if order is not None}
     if orders:
+        # The orders are kept for the hooks: a gathered parameter is another object in the place of
+        # the one that has the attribute.
         module.register_state_dict_post_hook(functools.partial(_change, to_model_order, orders))
         module.register_load_state_dict_pre_hook(functools.partial(_change, to_ranks_order, orders))
 
@@ -248,6 +256,7 @@ def _with_state(
     for number, param in zip(numbers, params, strict=True):
         if (order := order_of(param)) is None or number not in changed:
             continue
+        # Other tensors of a state are no rows: a step, or a moment that is factored.
         before = param.shape if to_model else order.shape_in_model(param.shape)
         changed[number] = {
             key: change(value, order, param)

@@ -76,6 +76,7 @@ def attend(
         return _ulysses(shared, call, query, key, value)
     if not frees:
         return _gather_kv(shared, call, query, key, value)
+    # Without reentrance, which would need inputs with gradients.
     out: Any = checkpoint(_gather_kv, shared, call, query, key, value, use_reentrant=False)
     return out
 
@@ -155,6 +156,7 @@ def _gather_kv(
     for begin, end in shared.parts.spans_of(shared.rank):
         own = query.narrow(2, at, end - begin)
         at += end - begin
+        # Keys after the last query of a span are masked for all of its queries.
         last = key.shape[2] if shared.sees_later else end
         keys, values = key[:, :, :last], value[:, :, :last]
         found.append(_attend_span(shared, call, (begin, end), own, keys, values))
@@ -172,12 +174,13 @@ def _attend_span(
     """Attends with the queries of a span and all keys that they see; see [Note: masks]."""
     (begin, end), last = span, key.shape[2]
     window = call.window if shared.rules.window is None else shared.rules.window
+    # The model's own function computes all queries at once, as in one process.
     if call.needs_mask:
         mask = mask_of(shared, call, window, span, (0, last), query)
         return call.compute(query, key, value, mask)
     has_order_alone = (shared.documents, shared.is_real, shared.mask) == (None, None, None)
     if has_order_alone and (window is None or window >= end):
-        if begin == 0:
+        if begin == 0:  # a query for each key: torch's `is_causal` is that order
             return call.compute(query, key, value, None)
         # Kernels of GPUs know this order; others need a mask.
         if query.device.type == "cuda":
@@ -287,7 +290,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    sent = sent.contiguous()
+    sent = sent.contiguous()  # one buffer, whose parts lie one after the other
     got = torch.empty_like(sent)
     dist.all_to_all_single(got, sent, group=group)
     return got
@@ -367,7 +370,7 @@ class _WholeLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.ranks = group.size()
-        total = term.detach().clone()
+        total = term.detach().clone()  # added up in place
         dist.all_reduce(total, group=group)
         return total
 

@@ -64,7 +64,7 @@ def _eval_forward(
     logits = original(*args, **kwargs)
     labels = model.labels
     if isinstance(logits, torch.Tensor) and isinstance(labels, torch.Tensor) and labels.ndim == 2:
-        own = own_labels(labels)
+        own = own_labels(labels)  # `HuggingFaceModel` has shifted them
         if logits.shape[:2] == own.shape != labels.shape:
             model.labels = own
     return logits
@@ -82,6 +82,7 @@ def _loss_of_mpt(
         return original(outputs, batch)  # of an evaluation, which has them whole
 
     def mean(own: torch.Tensor) -> torch.Tensor:
+        # The labels are shifted already, of whole sequences.
         shifts, model.shift_labels = model.shift_labels, False
         try:
             found = original(outputs, {**batch, "labels": own})

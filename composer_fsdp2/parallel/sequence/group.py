@@ -100,6 +100,7 @@ class SequenceGroup(RankGroup):
         self.method, self._frees = method, frees
         self._learned, self._rules = learned, rules
         self.rank = dist.get_rank(group)
+        # Batches may come by position, and are divided by name.
         self._names = list(inspect.signature(type(entry).forward).parameters)[1:]
         self._caches = "use_cache" in inspect.signature(type(model).forward).parameters
         self._current: SharedSequence | None = None
@@ -162,6 +163,7 @@ class SequenceGroup(RankGroup):
         given = dict(zip(self._names, args, strict=False)) | kwargs
         self._current = self._labels = None
         self._is_inside = True
+        # Keys of earlier words are whole on each rank, and a word alone cannot be divided.
         generates = not module.training and given.get("use_cache")
         if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
@@ -189,15 +191,17 @@ class SequenceGroup(RankGroup):
         positions = given.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=inputs.device)[None]
+        # Always given: a model would count from the first of each rank's positions.
         cut["position_ids"] = self._own(positions, parts, 0)
         self._current = self._shared(given, cut.pop("attention_mask", None), parts)
         self._labels = given.get("labels")
         if self._labels is not None:
+            # Shifted while the next token is at hand: a rank's last label is another rank's token.
             del cut["labels"]
             if self._loss is not None:
                 cut["labels"] = self.own_labels(_shifted(self._labels))
         if self._caches:
-            cut["use_cache"] = False
+            cut["use_cache"] = False  # it would hold keys of this rank's positions alone
         return cut
 
     def _refuse_inputs(self, given: Mapping[str, Any], length: int) -> None:
@@ -257,6 +261,7 @@ class SequenceGroup(RankGroup):
             return _padded(own, parts, -1)
         if positions is None:
             return None
+        # Documents of a packed row count their positions from zero again.
         begins = positions[:, 1:] != positions[:, :-1] + 1
         if not bool(begins.any()):
             return None
@@ -340,6 +345,7 @@ class SequenceGroup(RankGroup):
             found[f"input of '{path}'"] = first.detach()
             return first[:, :1], *args[1:]
 
+        # For two forwards of the first batch; an error must not leave them.
         with contextlib.ExitStack() as hooks:
             for path, module in self._attention.items():
                 handle = module.register_forward_hook(functools.partial(keep, path))
@@ -358,6 +364,8 @@ class SequenceGroup(RankGroup):
         """Replaces the model's `loss_function`, whose labels are shifted already."""
         if self._current is None or self._labels is None:
             return self._loss(logits, labels, *args, **kwargs)
+        # With it transformers sums and divides by it, so that the ranks' terms add up:
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/loss/loss_utils.py#L34
         if kwargs.get("num_items_in_batch") is None:
             kwargs["num_items_in_batch"] = (_shifted(self._labels) != _IGNORED).sum()
         term = self._loss(logits, None, *args, **{**kwargs, "shift_labels": labels})

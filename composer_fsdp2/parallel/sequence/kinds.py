@@ -98,6 +98,7 @@ class _Own(Kind):
 
 
 def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    # A class may be decorated; names in a function's code are those of globals and attributes.
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return () if code is None else code.co_names
 
@@ -130,9 +131,13 @@ class _HuggingFace(Kind):
     ) -> MaskRules:
         implementation = getattr(modules[attention].config, _IMPLEMENTATION)
         if implementation == "flash_attention_2":
+            # Takes padding out of the batch, and rows apart by `position_ids` where there is none:
+            # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_flash_attention_utils.py#L377
             return MaskRules(unseeing="zero", takes_masks=False, documents="without padding")
         for name, module in modules.items():
             make: Any = getattr(type(module), _MAKES_MASKS, None)
+            # It depends on the device, the implementation and the model's own window:
+            # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llama/modeling_llama.py#L601
             if make is not None and attention.startswith(f"{name}." if name else ""):
                 return _tried_rules(functools.partial(make, module), module, device)
         is_eager = implementation == "eager"
@@ -151,11 +156,15 @@ class _HuggingFace(Kind):
         implementation = getattr(module.config, _IMPLEMENTATION)
         namespace = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
         known = namespace["ALL_ATTENTION_FUNCTIONS"]
+        # For all models of the process: each attention has an `Attend` of its own. Public, see
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L5819
         known.register(_NAME, _call_attend)
         capped = implementation != "sdpa" and getattr(module.config, "attn_logit_softcapping", None)
         is_fused = implementation != "eager" and not capped
         usual = known[implementation] if is_fused else namespace["eager_attention_forward"]
         setattr(module, ATTEND, functools.partial(_attend_as_transformers, attend, usual, is_fused))
+        # Each forward of an attention looks its function up by its configuration:
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llama/modeling_llama.py#L265
         # The model's own configuration stays: its masks and its checkpoints depend on it.
         module.config = copy.copy(module.config)
         setattr(module.config, _IMPLEMENTATION, _NAME)
@@ -221,6 +230,7 @@ def _eager(
     value: torch.Tensor,
     mask: Any,
 ) -> torch.Tensor:
+    # Ulysses has repeated key heads that its ranks could not share.
     groups = query.shape[1] // key.shape[1]
     if getattr(module, "num_key_value_groups", groups) != groups:
         module = _WithGroups(module, groups)
@@ -294,8 +304,9 @@ def _attend_as_mpt(
     value: torch.Tensor,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any, Any]:
+    # Arguments of https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/models/layers/attention.py#L673
     dropout = kwargs["dropout_p"] if kwargs["training"] else 0.0
-    size = kwargs["sliding_window_size"]
+    size = kwargs["sliding_window_size"]  # keys before the query's own
     call = AttentionCall(
         compute=functools.partial(fused_attention, dropout=dropout, scale=kwargs["softmax_scale"]),
         window=None if size == -1 else size + 1,

@@ -84,6 +84,7 @@ class SequenceParts:
         """
         if not self.is_balanced:
             return gathered
+        # Backward of this is a cut: nothing is sent.
         held = [part for rank in range(self.degree) for part in self.parts_of(rank)]
         pieces = gathered.split(self.padded // self.count, dim)
         return torch.cat([pieces[held.index(part)] for part in range(self.count)], dim)
@@ -152,6 +153,8 @@ def order_of_block(
     """Returns the mask of a block of queries: keys up to its own, the last in the last column."""
     wanted = ("order", window, like.dtype)
     width = max(BLOCK, end if window is None else min(end, BLOCK + window - 1))
+    # One mask for all blocks: each takes its last columns. Masks of all blocks would be half of
+    # (positions x positions) together.
     known = shared.masks.get(wanted)
     if known is None or known.shape[-1] < width:
         q = torch.arange(width - BLOCK, width, device=like.device).unsqueeze(1)
@@ -188,6 +191,8 @@ def mask_of(
 
 def _added(seen: torch.Tensor, like: torch.Tensor, unseen: float | None = None) -> torch.Tensor:
     """A mask as what is added to scores: kernels would make that of each mask, for each layer."""
+    # As transformers does it: a row with nothing but the least number is an average of all keys,
+    # where a row of -inf gives zero in torch's kernels and NaN in a softmax.
     added = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
     return added.masked_fill_(~seen, torch.finfo(like.dtype).min if unseen is None else unseen)
 

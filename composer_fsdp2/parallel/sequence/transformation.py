@@ -109,6 +109,7 @@ class SequenceParallel(Division[SequencePlan]):
         groups = dist.get_world_size() // plan.degree // plan.tensor_degree
         # Ranks of a tensor group have the same positions, and are next to each other.
         sizes = (groups, plan.degree, plan.tensor_degree)
+        # A mesh of its own, because FSDP2 shards over all of these ranks and knows no such axis.
         axes = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("data", "sp", "tp"))
         attention, model = {name: modules[name] for name in plan.attention}, modules[plan.model]
         kinds = [kind_of(module) for module in attention.values()]
@@ -134,6 +135,7 @@ class SequenceParallel(Division[SequencePlan]):
         for kind, module in zip(kinds, attention.values(), strict=True):
             assert kind is not None
             kind.connect(module, attend)
+        # A block that runs again in backward is not called through the model.
         recall_in_recomputation(tree.root, group.recalling)
         return group
 
@@ -204,6 +206,7 @@ def _unknown_attention(
     for name, kind in attention.items():
         if (why := kind.why_not(name, modules[name])) is not None:
             yield why
+    # Found by its projections: it would attend to one rank's part without a word.
     known = {type(modules[name]) for name in attention}
     for name, module in modules.items():
         if type(module) not in known and _PROJECTIONS & set(module._modules):
@@ -227,6 +230,7 @@ def _unknown_model(model: nn.Module, *, has_own_loss: bool) -> Iterator[str]:
     if has_own_loss:
         if not calls_loss_function(model):
             yield f"{model_name} computes its loss by itself"
+        # Transformers gives causal models this loss, and others one that takes no shifted labels.
         code = getattr(attribute_of(model, "loss_function"), "__code__", None)
         if code is None or "shift_labels" not in code.co_varnames:
             yield f"the loss of {model_name} is not that of a causal language model"
@@ -250,6 +254,7 @@ def _method(
         params = modules[name]._parameters.items()
         of_heads = [key for key, param in params if param is not None and heads in param.shape]
         if not of_heads and heads % spec.degree == 0:
+            # Ulysses sends queries, keys, values and the output; each rank has a key head at least.
             sent = 2 * heads + 2 * max(kv_heads, spec.degree)
             methods.add("ulysses" if sent <= 2 * kv_heads * spec.degree else "gather_kv")
             continue

@@ -100,9 +100,11 @@ def _layout(
     if cut.kind == "norm" or (cut.kind == "rows" and attribute == "bias"):
         return Replicate(), None
     output, inside = (1, 0) if is_conv1d(module) else (0, 1)
+    # The weight of a linear layer is (output, input), but for Conv1D.
     dim = output if cut.kind == "columns" else inside
     if cut.kind == "embedding" or attribute == "bias":
         dim = 0
+    # Parts that follow each other in the model do so on the ranks.
     if len(cut.blocks) < 2 and not padding:
         return Shard(dim), None
     size = module.get_parameter(attribute).shape[dim]
@@ -127,9 +129,11 @@ def _divided(
     where = torch.device("meta") if keep_on_meta else param.device if pretends else device
     whole = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)
     if not pretends and not keep_on_meta:
+        # Each rank cuts its part out of rank 0's whole weight, one weight at a time.
         broadcast_from_rank0(whole, device)
     whole = whole if order is None else order.to_ranks(whole)
     new = nn.Parameter(part_of(whole, mesh, [placement]), requires_grad=param.requires_grad)
+    # Users mark parameters (`_no_weight_decay`) and hang hooks on them before they are divided.
     vars(new).update(vars(param))
     copy_hooks(param, new)
     if order is not None:
@@ -149,6 +153,8 @@ def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
 
 def _average(group: dist.ProcessGroup, param: torch.Tensor) -> None:
     """Averages a gradient over a group, after FSDP2 has reduced it. Collective: yes."""
+    # FSDP2 sets gradients by itself and calls such hooks then, in the same order on all ranks:
+    # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L499
     if param.grad is None:
         return
     grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
@@ -170,6 +176,7 @@ class _WholeInput:
     def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._forget()
+        # The tensor would be in memory until the next forward. After an error too.
         parent.register_forward_hook(self._forget, always_call=True)
 
     def of(self, local: torch.Tensor) -> DTensor:
@@ -195,6 +202,7 @@ def _install(
         first, *others = args
         if not isinstance(first, torch.Tensor) or isinstance(first, DTensor):
             return args
+        # A graph would take the state of `inputs` for a constant, or break at it.
         if by_columns and inputs is not None and not torch.compiler.is_compiling():
             return (inputs.of(first), *others)
         if padding and by_rows:
@@ -207,6 +215,7 @@ def _install(
         if not isinstance(output, DTensor):
             return output
         placement = Replicate() if whole else Shard(0 if norm else output.ndim - 1)
+        # Adds up or exchanges, in forward and the other way round in backward.
         if output.placements != (placement,):
             output = output.redistribute(placements=[placement])
         return output.to_local()
@@ -224,6 +233,8 @@ def _cut_off_padding(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
     """Has a layer return what it would without rows of padding, to whoever calls its forward."""
     usual = module.forward
     if is_conv1d(module):
+        # Its forward shapes the output by this number:
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/pytorch_utils.py#L117
         module.nf = module.nf + padding * mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
 
     def forward(*args: Any) -> Any:

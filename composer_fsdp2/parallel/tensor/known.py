@@ -74,6 +74,7 @@ def is_conv1d(module: nn.Module) -> bool:
 def is_linear(module: nn.Module) -> bool:
     """Whether a module multiplies with one matrix in a usual forward; adapters may add to it."""
     module = _layer_of(module)
+    # A class with a forward of its own may do more than multiply, as quantised layers do.
     usual = type(module).forward is nn.Linear.forward and isinstance(module, nn.Linear)
     return usual or is_conv1d(module)
 
@@ -147,10 +148,14 @@ class KnownBlock:
 
 _MPT = ("Wqkv", "out_proj", "n_heads", "kv_n_heads", ("d_model", "n_heads", "kv_n_heads"))
 _FUSED: Mapping[str, tuple[str, str, str, str, tuple[str, ...]]] = {
+    # Splits by `split_size`, the width of the model:
+    # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/gpt2/modeling_gpt2.py#L293
     "GPT2Attention": ("c_attn", "c_proj", "num_heads", "num_heads", ("num_heads", "split_size")),
     "GroupedQueryAttention": _MPT,
     "MultiheadAttention": _MPT,
     "MultiQueryAttention": _MPT,
+    # Splits by the numbers of its configuration:
+    # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/phi3/modeling_phi3.py#L188
     "Phi3Attention": (
         *("qkv_proj", "o_proj", "config.num_attention_heads", "num_key_value_heads"),
         ("config.num_attention_heads", "num_key_value_heads"),
@@ -203,6 +208,7 @@ def _fused_attention(name: str, module: nn.Module) -> KnownBlock:
         layer = module._modules[key]
         if layer is None or not is_linear(layer):
             raise PlanError(_unusual(name, f"its {key} is a {type(layer).__name__}"))
+    # What follows is in attentions of these names, and computes with more than its own heads.
     if attribute_of(module, "is_cross_attention") is True:
         raise PlanError(_unusual(name, "it attends to another sequence"))
     if attribute_of(module, "reuse_kv_layer_idx") is not None:
@@ -243,6 +249,8 @@ def _separate_attention(name: str, module: nn.Module, names: Sequence[str]) -> K
     if key != value:
         raise PlanError(_unusual(name, "its keys and values have different sizes"))
     heads, kv_heads = query // size, key // size
+    # Which of these a class has, and shapes by, differs from model to model. One of another size
+    # is not a number of these heads.
     counted = dict.fromkeys(_COUNTS, (heads, kv_heads)) | dict.fromkeys(_WIDTHS, (query,))
     return KnownBlock(
         cuts=dict.fromkeys(projections, _COLUMNS) | {output: _ROWS},

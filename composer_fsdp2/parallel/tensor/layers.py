@@ -167,6 +167,7 @@ def _check_weights(search: _Search) -> None:
 def _find_cuts(search: _Search) -> None:
     """Looks in the order of [Note: which plan], the weakest first."""
     for name, style in _styles_of_model(search).items():
+        # Norms and the like have styles too, which a rank computes whole.
         if (cut := _STYLES[style]) is not None and is_linear(search.modules[name]):
             search.cuts[name] = cut
     linear = [name for name, module in search.modules.items() if is_linear(module)]
@@ -233,6 +234,7 @@ def _plan_of(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
     prefix = attribute_of(module, "base_model_prefix")
     if not isinstance(prefix, str):
         return
+    # `vars`, because models inherit the attribute, and get one of their own in `post_init`.
     own: Any = vars(type(module)).get("_tp_plan") or {}
     yield from ((_below(name, key), style) for key, style in own.items())
     base: Any = getattr(attribute_of(module, "config"), "base_model_tp_plan", None) or {}
@@ -252,6 +254,7 @@ def _below(name: str, child: str) -> str:
 
 def _leave_heads_whole(search: _Search) -> None:
     """Divides a vocabulary only where its size allows it, and with it the embedding tied to it."""
+    # A head that shares its weight with the embedding is divided only together with it.
     ties = tied_groups(search.tree.root)
     tied = {name: group for group in ties for name in group}
     for name in [n for n, cut in search.cuts.items() if cut.gathers and n not in search.asked]:
@@ -270,10 +273,12 @@ def _leave_heads_whole(search: _Search) -> None:
             search.whole.append(name)
     kinds: dict[str, str] = {}
     for name, cut in search.cuts.items():
+        # Adapters make way later, so the layer still has its name from outside.
         layer = _below(name, "base_layer") if is_adapted(search.modules[name]) else name
         kinds[_below(layer, "weight")] = cut.kind
     for group in ties:
         found = {kinds.get(name, "") for name in group}
+        # A head by columns and an embedding by words have the same rows on each rank.
         if len(found) > 1 and found != {"columns", "embedding"}:
             raise PlanError(
                 f"{', '.join(repr(name) for name in group)} are one weight, and tensor parallelism "
@@ -283,6 +288,7 @@ def _leave_heads_whole(search: _Search) -> None:
 
 
 def _is_plain_embedding(module: nn.Module) -> bool:
+    # The lookup of a rank's own words knows none of these: see `_look_up_own_rows`.
     if type(module) is not nn.Embedding or module.scale_grad_by_freq or module.sparse:
         return False
     return module.padding_idx is None and module.max_norm is None

@@ -117,6 +117,7 @@ class TensorParallel(Division[LayerPlan]):
                 ", ".join(plan.whole),
                 plan.degree,
             )
+        # Cut out of the same mesh as FSDP2's axes: torch refuses to shard a DTensor otherwise.
         axis = root_mesh(mesh)[TENSOR_AXIS]
         divide_layers(tree, plan, axis)
         return _TensorGroup(axis.get_group())
@@ -137,7 +138,7 @@ class TensorParallel(Division[LayerPlan]):
         for number, ref in {same[id(ref.param)]: ref for ref in reversed(tree.params)}.items():
             size = ref.param.numel()
             part = -(-size // plan.degree) if number in cut else size
-            share = -(-part // shape.shard)
+            share = -(-part // shape.shard)  # the first rank's, which has the most
             elements, divided = elements + size, divided + size * (number in cut)
             held, held_bytes = held + share, held_bytes + share * ref.param.element_size()
             if (unit := owners.get(ref.name)) is not None:
@@ -199,6 +200,7 @@ class _TensorGroup(RankGroup):
     def share_random_state(self, device: torch.device) -> None:
         """Has all ranks of the group go on with the state of its first one. Collective: yes."""
         first = dist.get_global_rank(self.group, 0)
+        # NCCL sends nothing from CPU memory.
         state = torch.get_rng_state().to(device)
         dist.broadcast(state, src=first, group=self.group)
         torch.set_rng_state(state.cpu())
@@ -219,6 +221,7 @@ def draw_together(model: nn.Module, prompts: Any) -> None:
     """
     groups = (group_dividing(param) for param in model.parameters())
     group = next((group for group in groups if group is not None), None)
+    # No run is asked: `generate` belongs to the model inside of a ComposerModel.
     if group is not None and not is_fake():
         ranks = _TensorGroup(group)
         ranks.check(prompts)
