@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     )
     from composer_fsdp2.optim.clipping import clip_grad_norm_
     from composer_fsdp2.optim.muon import Muon
-    from composer_fsdp2.parallel.sequence.own import sequence_attention
+    from composer_fsdp2.parallel.sequence.attention import sequence_attention
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping
     from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
@@ -58,7 +58,7 @@ _HOMES = {
     "plan_activation": "blocks.activation",
     "plan_wrapping": "plan.planner",
     "prepare_fully_shard": "trainer.prepare",
-    "sequence_attention": "parallel.sequence.own",
+    "sequence_attention": "parallel.sequence.attention",
     "summon_full_params": "shard.summon",
     "tied_groups": "plan.module_tree",
     "uninstall": "trainer.patches",

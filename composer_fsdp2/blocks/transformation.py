@@ -10,10 +10,11 @@ class, its setting, and its place in that tuple.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -40,6 +41,10 @@ class ModelFacts:
     shard_ranks: int
     """ranks that share one copy of the parameters"""
     device_type: str
+    compute: torch.dtype = torch.float32
+    """of forwards"""
+    odd_optimizer: str = ""
+    """class of an optimizer that is not known to compute each element by itself"""
     is_checkpointed: Callable[[str, nn.Module], bool] | None = None
     """whether the model itself asks for activation checkpointing of a module; `None` is unknown"""
 
@@ -49,6 +54,22 @@ class Transformation(ABC, Generic[Plan]):
 
     exchanges_modules: ClassVar[bool] = False
     """whether `apply` puts other modules into the model, so that its tree has to be read again"""
+
+    def check_items(
+        self, settings: FSDP2Config, items: Iterable[Any], microbatch_size: Any
+    ) -> None:
+        """Refuses arguments of a Trainer that do not go with this transformation.
+
+        Collective: no.
+
+        Args:
+            settings: of the run, which may not ask for this transformation.
+            items: callbacks, algorithms and optimizers.
+            microbatch_size: of training, as it is written.
+
+        Raises:
+            ConfigError: naming the first of them.
+        """
 
     @abstractmethod
     def plan(self, facts: ModelFacts) -> Plan | None:
@@ -72,10 +93,10 @@ class Transformation(ABC, Generic[Plan]):
     def apply(self, tree: ModuleTree, plan: Plan) -> None:
         """Changes the model in place. Collective: no."""
 
-    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> None:
+    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> Any:
         """Changes the model in place, where that needs the ranks among which it is divided.
 
-        Collective: no, but for tensor parallelism.
+        Collective: no, but for a `Division` of `parallel.division`, which returns its ranks.
 
         Args:
             tree: of the model.

@@ -38,8 +38,7 @@ from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.foundry.cluster import LAUNCHED, OFFLINE, Cluster, environment
 from composer_fsdp2.foundry.findings import Finding, Findings
 from composer_fsdp2.foundry.names import unknown_keys, unknown_parts
-from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
-from composer_fsdp2.parallel.tensor import TensorParallel
+from composer_fsdp2.parallel.division import Division, GroupSizes
 from composer_fsdp2.plan.unit_size import frozen_elements
 from composer_fsdp2.shard.apply import collector_paused
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
@@ -498,7 +497,8 @@ def _plan(
             mesh=None,
             transformations=TRANSFORMATIONS,
         )
-        if (divided := plan.plan_of(TensorParallel)) is not None:
-            found.sizes = group_sizes(plan.tree, divided, plan.units, plan.shape)
+        for planned in plan.transformations:
+            if isinstance(planned.step, Division) and found.sizes is None:
+                found.sizes = planned.step.sizes(plan.tree, planned.plan, plan.units, plan.shape)
         found.units = plan.units
         found.frozen = frozen_elements(model, plan.units)

@@ -87,7 +87,11 @@ def _with_groups(parsed: dict[str, Any]) -> dict[str, Any]:
 
     check_groups_in_runs()
     check_groups(parsed, fsdp2_settings(parsed))
-    return same_data(parsed, degree)
+    parsed = same_data(parsed, degree)
+    if isinstance(batch := parsed.get("global_train_batch_size"), int):
+        # LLM Foundry divides it by the number of ranks. `trainer.groups: show_batch` follows.
+        parsed["global_train_batch_size"] = batch * degree
+    return parsed
 
 
 def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.row_order import group_dividing
 
 __all__ = ["refuse_added_parameters"]
 
@@ -20,7 +21,8 @@ __all__ = ["refuse_added_parameters"]
 def refuse_added_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Checks the parameters of an optimizer before its first step with them. Collective: no.
 
-    The step raises `PlanError` for a trainable parameter that is not sharded.
+    The step raises `PlanError` for a trainable parameter that is not sharded, and for an optimizer
+    that was built later where tensor parallelism divides a layer.
 
     Args:
         model: the sharded model.
@@ -44,6 +46,13 @@ def refuse_added_parameters(model: nn.Module, optimizer: torch.optim.Optimizer |
             return
         names = {id(param): f"'{name}'" for name, param in sharded.named_parameters()}
         is_given = given is not None and stepped is given()
+        own = (param for param in _params_of(stepped) if id(param) in names)
+        if not is_given and any(group_dividing(param) is not None for param in own):
+            raise PlanError(
+                f"{type(stepped).__name__} was built after the model was prepared with tensor "
+                "parallelism. Its checkpoints would hold fused weights in another order. Give it "
+                "to prepare_fully_shard, or to the Trainer."
+            )
         for param in _plain(_params_of(stepped)):
             name = names.get(id(param), f"A parameter of shape {tuple(param.shape)}" * is_given)
             if param.requires_grad and id(param) not in whole and name:

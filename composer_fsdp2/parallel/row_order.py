@@ -13,21 +13,27 @@ What is computed with them is cut off, so their gradients are zero, and no state
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
+
 __all__ = [
     "RowOrder",
     "cut_in_order",
+    "group_dividing",
     "order_of",
     "part_of",
+    "set_order",
     "shape_in_model",
     "show_usual_order",
     "show_usual_state",
@@ -91,17 +97,10 @@ class RowOrder:
         """The shape that everybody else is shown."""
         return torch.Size((*shape[: self.dim], sum(self.blocks), *shape[self.dim + 1 :]))
 
-    def place_in_model(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """Placements of what everybody else is shown: torch knows no uneven strided ones."""
-        if not self.padding:
-            return tuple(placements)
-        return tuple(
-            Shard(getattr(place, "dim", 0)) if _is_strided(place) else place for place in placements
-        )
 
-    def note(self, param: nn.Parameter) -> None:
-        """Remembers it on a parameter; sharding carries attributes over."""
-        setattr(param, _ORDER, self)
+def set_order(param: nn.Parameter, order: RowOrder) -> None:
+    """Remembers the order on a parameter; sharding carries attributes over."""
+    setattr(param, _ORDER, order)
 
 
 def order_of(param: object) -> RowOrder | None:
@@ -117,12 +116,9 @@ def without_order(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if name == _ORDER else value for name, value in attributes.items()}
 
 
-def _is_in_model_order(param: torch.Tensor | None) -> bool:
-    return getattr(param, _ORDER, "") is None
-
-
 def _is_strided(placement: Placement) -> bool:
     """Whether an axis divides what the axes to its right have divided before."""
+    # The class is private: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/placement_types.py#L375
     return hasattr(placement, "split_factor")
 
 
@@ -137,6 +133,8 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
     FSDP2 divides what a rank of a tensor group holds, which its placement says.
     """
     part = whole.detach()
+    # A rank past the end has an empty part, as `torch.chunk` and FSDP2 have it:
+    # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_common.py#L121
     for axis in cut_in_order(placements):
         dim: int | None = getattr(placements[axis], "dim", None)
         if dim is None:
@@ -145,7 +143,10 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         step = -(-part.shape[dim] // count)
         start = min(rank * step, part.shape[dim])
         part = part.narrow(dim, start, min(step, part.shape[dim] - start))
+    # The shape is given because torch would take all parts to be as large as this one. Its check
+    # would be a collective, and ranks have cut the same tensor.
     return DTensor.from_local(
+        # A copy: a view would keep the whole tensor.
         part.clone(memory_format=torch.contiguous_format),
         mesh,
         placements,
@@ -153,6 +154,13 @@ def part_of(whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+def group_dividing(param: object) -> dist.ProcessGroup | None:
+    """Returns the ranks that divide a parameter's layer, `None` where none do. Collective: no."""
+    if isinstance(param, DTensor) and TENSOR_AXIS in (param.device_mesh.mesh_dim_names or ()):
+        return param.device_mesh.get_group(TENSOR_AXIS)
+    return None
 
 
 def shape_in_model(param: torch.Tensor) -> torch.Size:
@@ -169,17 +177,23 @@ def whole_to_part(whole: torch.Tensor, like: DTensor) -> DTensor:
 
 
 @torch.no_grad()
-def to_model_order(value: Any, order: RowOrder) -> Any:
-    """Returns a tensor as the model has it. Collective: yes, for a DTensor."""
+def to_model_order(value: Any, order: RowOrder | None, _like: Any = None) -> Any:
+    """Returns a tensor as the model has it. Collective: yes, for a DTensor with an order."""
+    if order is None:
+        return value
     if not isinstance(value, DTensor):
         return order.to_model(value)
-    placements = order.place_in_model(value.placements)
-    return part_of(order.to_model(value.full_tensor()), value.device_mesh, placements)
+    places: Sequence[Placement] = value.placements
+    if order.padding:  # torch knows no uneven strided placements
+        places = [Shard(getattr(p, "dim", 0)) if _is_strided(p) else p for p in places]
+    return part_of(order.to_model(value.full_tensor()), value.device_mesh, places)
 
 
 @torch.no_grad()
-def to_ranks_order(value: Any, order: RowOrder, like: torch.Tensor | None) -> Any:
-    """Returns a tensor of the model as the ranks have it. Collective: yes, for a DTensor."""
+def to_ranks_order(value: Any, order: RowOrder | None, like: torch.Tensor | None) -> Any:
+    """Returns a tensor of the model as the ranks have it. Collective: yes, as `to_model_order`."""
+    if order is None:
+        return value
     if not isinstance(value, DTensor):
         return order.to_ranks(value)
     if order.padding and like is not None and value.shape == like.shape:
@@ -189,34 +203,34 @@ def to_ranks_order(value: Any, order: RowOrder, like: torch.Tensor | None) -> An
     return part_of(whole, same.device_mesh, same.placements).to(value.device)
 
 
-def show_usual_order(module: nn.Module, orders: Mapping[str, RowOrder]) -> None:
+def show_usual_order(module: nn.Module) -> None:
     """Has state dicts of a module show the order of the model; see [Note: order of rows].
 
-    Collective: no, but each state dict is from then on, over the ranks of the parameter.
-
-    Args:
-        module: holds fused parameters.
-        orders: by attribute.
+    Collective: no, but each state dict is from then on, over the ranks of a fused parameter.
     """
+    found = {name: order_of(param) for name, param in module._parameters.items()}
+    orders = {name: order for name, order in found.items() if order is not None}
+    if orders:
+        # The orders are kept for the hooks: a gathered parameter is another object in the place of
+        # the one that has the attribute.
+        module.register_state_dict_post_hook(functools.partial(_change, to_model_order, orders))
+        module.register_load_state_dict_pre_hook(functools.partial(_change, to_ranks_order, orders))
 
-    def after_saving(held: nn.Module, state: dict[str, Any], prefix: str, *_args: Any) -> None:
-        for name, order in orders.items():
-            if _is_in_model_order(held._parameters[name]):
-                continue
-            if isinstance(value := state.get(prefix + name), torch.Tensor):
-                state[prefix + name] = to_model_order(value, order)
 
-    def before_loading(
-        held: nn.Module, state: dict[str, Any], prefix: str, *_args: Any, **_kwargs: Any
-    ) -> None:
-        for name, order in orders.items():
-            if _is_in_model_order(held._parameters[name]):
-                continue
-            if isinstance(value := state.get(prefix + name), torch.Tensor):
-                state[prefix + name] = to_ranks_order(value, order, held._parameters[name])
-
-    module.register_state_dict_post_hook(after_saving)
-    module.register_load_state_dict_pre_hook(before_loading)
+def _change(
+    change: Callable[..., Any],
+    orders: Mapping[str, RowOrder],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *_args: Any,
+    **_kwargs: Any,
+) -> None:
+    for name, order in orders.items():
+        own, value = module._parameters[name], state.get(prefix + name)
+        # A tensor in the place of a summoned parameter is in the model's order.
+        if getattr(own, _ORDER, "") is not None and isinstance(value, torch.Tensor):
+            state[prefix + name] = change(value, order, own)
 
 
 def show_usual_state(optimizer: torch.optim.Optimizer) -> None:
@@ -224,37 +238,30 @@ def show_usual_state(optimizer: torch.optim.Optimizer) -> None:
 
     Collective: no, but each state dict is from then on, over the ranks of the parameters.
     """
-    if not any(order_of(p) for group in optimizer.param_groups for p in group["params"]):
-        return
-
-    def after_saving(held: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return _with_state(held, state, to_model=True)
-
-    def before_loading(held: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return _with_state(held, state, to_model=False)
-
-    optimizer.register_state_dict_post_hook(after_saving)
-    optimizer.register_load_state_dict_pre_hook(before_loading)
+    if any(order_of(p) for group in optimizer.param_groups for p in group["params"]):
+        to_model = functools.partial(_with_state, to_model=True)
+        optimizer.register_state_dict_post_hook(to_model)
+        to_ranks = functools.partial(_with_state, to_model=False)
+        optimizer.register_load_state_dict_pre_hook(to_ranks)
 
 
 def _with_state(
     optimizer: torch.optim.Optimizer, state: dict[str, Any], *, to_model: bool
 ) -> dict[str, Any]:
     """A state dict whose entries for fused parameters are in the other order."""
+    change = to_model_order if to_model else to_ranks_order
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     changed = dict(state["state"])
     for number, param in zip(numbers, params, strict=True):
-        order = order_of(param)
-        if order is None or number not in changed:
+        if (order := order_of(param)) is None or number not in changed:
             continue
+        # Other tensors of a state are no rows: a step, or a moment that is factored.
         before = param.shape if to_model else order.shape_in_model(param.shape)
         changed[number] = {
-            key: value
-            if not isinstance(value, torch.Tensor) or value.shape != before
-            else to_model_order(value, order)
-            if to_model
-            else to_ranks_order(value, order, param)
+            key: change(value, order, param)
+            if isinstance(value, torch.Tensor) and value.shape == before
+            else value
             for key, value in changed[number].items()
         }
     return {**state, "state": changed}

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp2.parallel.axis import root_of
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.device_mesh import note_copies
+from composer_fsdp2.shard.torch_private.meshes import root_mesh
 
 __all__ = [
     "AverageOverReplicas",
@@ -51,7 +51,8 @@ def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
     divide = _Division(shard_group.size()) if sums else None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
         return GradientReduction(mesh, lambda: divide)
-    shard_mesh = root_of(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
+    # Torch 2.7 cuts axes out of a whole mesh alone.
+    shard_mesh = root_mesh(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
     note_copies(shard_mesh, mesh)
     return GradientReduction(shard_mesh, lambda: AverageOverReplicas(replicate_group, divide))
 

@@ -7,8 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.parallel.axis import data_axes
-from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 
 __all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
 
@@ -30,7 +29,10 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
         )
     sizes = tuple(shape.axes.values())
     root = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(shape.axes))
-    return root if shape.tensor == 1 else data_axes(root)
+    if shape.tensor == 1:
+        return root
+    # Part of the mesh that has the tensor axis too, on which torch insists.
+    return root[tuple(name for name in shape.axes if name != TENSOR_AXIS)]
 
 
 def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.row_order import order_of, part_of
+from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
 from composer_fsdp2.shard.optimizer_kinds import check_optimizer_kind
@@ -222,9 +222,7 @@ def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return full.to(like.device)
     if len([place for place in like.placements if not place.is_replicate()]) > 1:
         # Divided by tensor parallelism first, some in another order of rows.
-        order = order_of(like)
-        whole = full if order is None else order.to_ranks(full)
-        return part_of(whole, like.device_mesh, like.placements).to(like.device)
+        return whole_to_part(full, like).to(like.device)
     # Every rank has the whole tensor, so nothing is sent: `src_data_rank=None`.
     part = distribute_tensor(
         full.detach().contiguous(), like.device_mesh, like.placements, src_data_rank=None

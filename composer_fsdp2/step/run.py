@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.parallel.division import BatchGroup, Divided
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -128,6 +129,11 @@ class Run:
     """by name, children before parents"""
     conditional: Sequence[str] = ()
     """names of units with experts or a tower, in which ranks often use different parameters"""
+    divisions: Sequence[Divided] = ()
+    batch_group: BatchGroup | None = None
+    """the ranks that read one batch; `None` where each reads its own"""
+    inputs: tuple[Any, ...] = ()
+    """arguments of the model's forward that runs: positional ones, then those by name"""
     listeners: tuple[StepListener, ...] = ()
     depth: int = 0
     """how many forwards of the model are running, one inside the other"""
@@ -167,7 +173,7 @@ class Run:
                 attach(group, _Unit(self, name, group))
         # Before torch's own, which may gather, and after it, when the unit is freed again.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
-        self.model.register_forward_pre_hook(self._begin_forward, prepend=True)
+        self.model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
         self.model.register_forward_hook(self._end_forward)
         self.model.register_forward_hook(self._leave_forward, always_call=True)
         if self.optimizer is not None:
@@ -215,15 +221,16 @@ class Run:
         """Returns whether no listener that defines a method answers with False."""
         return all(call(*args) for call in self._calls.get(event, ()))
 
-    def _begin_forward(self, *_: object) -> None:
+    def _begin_forward(self, _: nn.Module, *inputs: Any) -> None:
         self.depth += 1
+        self.inputs = inputs
         self.tell("begin_forward")
 
     def _end_forward(self, *_: object) -> None:
         self.tell("end_forward")
 
     def _leave_forward(self, *_: object) -> None:
-        self.depth -= 1
+        self.depth, self.inputs = self.depth - 1, ()
 
     def _hear_step(self, event: str, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.tell(event, optimizer)

@@ -381,11 +381,11 @@ class Comparison:
             number = self.old[index].number
             is_edge = not _EDGE <= index < count - _EDGE
             if is_edge or index % every == 0 or number in worst:
-                columns = (
-                    f"   {old:#12.6g}{new:#12.6g}{share:10.1e}{'*' if share > self.tolerance else ' '}"
-                    for old, new, share in step
-                )
-                lines.append(f"{number:5}{''.join(columns)}".rstrip())
+                line = f"{number:5}"
+                for old, new, share in step:
+                    mark = "*" if share > self.tolerance else " "
+                    line += f"   {old:#12.6g}{new:#12.6g}{share:10.1e}{mark}"
+                lines.append(line.rstrip())
         if len(lines) - 2 < count:
             lines.append(f"{len(lines) - 2} of {count} steps are shown.")
         return lines

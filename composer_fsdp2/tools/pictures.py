@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.plan.block_positions import outer_names
+from composer_fsdp2.plan.patterns import outer_names
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.tools.parity import QUANTITIES, Comparison
 

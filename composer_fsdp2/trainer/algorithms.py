@@ -22,12 +22,11 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.clipping import clip_grad_norm_, clip_grad_value_
 from composer_fsdp2.optim.norms import clip_by_unit_norm_, gradient_norm, local_part
-from composer_fsdp2.parallel.row_order import RowOrder
+from composer_fsdp2.parallel.row_order import RowOrder, order_of, to_model_order, to_ranks_order
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves, tree_map_only
 from composer_fsdp2.trainer.load_steps import plain_name
-from composer_fsdp2.trainer.parallelism.averages import as_in_model, as_on_ranks, orders_of
 
 __all__ = [
     "ascent_norm",
@@ -39,11 +38,14 @@ __all__ = [
     "move_averages",
     "save_ema",
     "spread_averages",
+    "start_averages",
     "weights_of",
     "whole_averages",
 ]
 
 _Tensors = dict[str, torch.Tensor]
+_ORDERS = "_fsdp2_orders"
+"""attribute of `EMAParameters`: by name, the orders of rows that are not the model's"""
 
 
 def clip_gradients(
@@ -117,6 +119,19 @@ def weights_of(original: Callable[..., Any], model: nn.Module) -> Any:
     return contextlib.nullcontext()
 
 
+def start_averages(
+    original: Callable[..., None], averages: EMAParameters, model: nn.Module | None
+) -> None:
+    """Replaces `EMAParameters.__init__`: notes in which order ranks hold the rows of averages.
+
+    Collective: no.
+    """
+    original(averages, model)
+    named = () if model is None else model.named_parameters()
+    orders = {name: order for name, param in named if (order := order_of(param)) is not None}
+    setattr(averages, _ORDERS, orders)
+
+
 def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
     """Replaces `EMA.state_dict`: names and order are those of the model without wrappers.
 
@@ -126,10 +141,12 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
     average = values.get("ema_model")
     if average is None or not _sharded(average["named_parameters_dict"].values()):
         return values
-    orders = orders_of(ema.ema_model)
+    orders = getattr(ema.ema_model, _ORDERS, {})
     for part, tensors in average.items():
-        named = {name: as_in_model(tensor, orders.get(name)) for name, tensor in tensors.items()}
-        average[part] = {plain_name(name): tensor for name, tensor in named.items()}
+        average[part] = {
+            plain_name(name): to_model_order(tensor, orders.get(name))
+            for name, tensor in tensors.items()
+        }
     return values
 
 
@@ -149,7 +166,7 @@ def load_ema(
         return
     values = dict(ema.ensure_compatible_state_dict(state))
     average = values.pop("ema_model")
-    _fill(own.named_parameters_dict, average["named_parameters_dict"], orders_of(own))
+    _fill(own.named_parameters_dict, average["named_parameters_dict"], getattr(own, _ORDERS, {}))
     _fill(own.named_buffers_dict, average["named_buffers_dict"])
     original(ema, values, strict)
 
@@ -241,13 +258,16 @@ def _sharded(tensors: Iterable[Any]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
+_NO_ORDERS: Mapping[str, RowOrder] = {}
+
+
 @torch.no_grad()
 def _fill(
-    own: _Tensors, given: Mapping[str, torch.Tensor], orders: Mapping[str, RowOrder] | None = None
+    own: _Tensors, given: Mapping[str, torch.Tensor], orders: Mapping[str, RowOrder] = _NO_ORDERS
 ) -> None:
     named = dict(_named(given))
     for name, tensor in own.items():
-        value, order = named.get(plain_name(name)), (orders or {}).get(name)
+        value, order = named.get(plain_name(name)), orders.get(name)
         shape = tensor.shape if order is None else order.shape_in_model(tensor.shape)
         if value is None or value.shape != shape:
             raise CheckpointError(
@@ -255,7 +275,7 @@ def _fill(
                 f"{tuple(shape)}. The average would go on from another model's. Leave the "
                 "algorithms out with load_ignore_keys: [state/algorithms]."
             )
-        value = as_on_ranks(value, order, tensor)
+        value = to_ranks_order(value, order, tensor)
         tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))
 
 

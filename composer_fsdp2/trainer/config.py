@@ -12,14 +12,16 @@ from typing import Any, TypeVar, get_type_hints
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
 from composer_fsdp2.config.group_size import with_sequence_parallel
 from composer_fsdp2.config.messages import ascii_repr, nearest
+from composer_fsdp2.config.parallel import check_strategy
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.trainer.parallelism.tensor_config import with_tensor_parallel
 
 __all__ = [
     "TrainerFSDP2Config",
@@ -294,7 +296,7 @@ def _fsdp2(fsdp2: Any, tp: Any) -> TrainerFSDP2Config:
     else:
         converted = resolve_settings(fsdp2)
     if tp:
-        converted = with_tensor_parallel(converted, tp)
+        converted = _with_tensor_parallel(converted, tp)
     for key in ("load_planner", "save_planner"):
         if isinstance(getattr(converted, key), Mapping):
             raise ConfigError(
@@ -325,3 +327,38 @@ def _without_foundry_keys(config: Mapping[str, Any]) -> dict[str, Any]:
         kept = {k: v for k, v in precision.items() if k != "keep_low_precision_grads"}
         values["mixed_precision"] = kept
     return values
+
+
+# --- `parallelism_config.tp`, which is the setting `tensor_parallel` under FSDP2 ---
+
+
+def _with_tensor_parallel(settings: FSDP2Config, tp: Any) -> FSDP2Config:
+    if settings.tensor_parallel is not None:
+        raise ConfigError(
+            "Both 'tp' and 'fsdp2.tensor_parallel' of parallelism_config are set. They are the "
+            "same setting, and one of them would have no effect. Take one of them out."
+        )
+    if isinstance(tp, TPConfig):
+        if tp.device_mesh is not None:
+            raise ConfigError(
+                "TPConfig has a device_mesh. FSDP2 and tensor parallelism need axes of one mesh, "
+                "which is built from the degrees. Leave device_mesh out."
+            )
+        tp = {"degree": tp.tensor_parallel_degree, "layer_plan": tp.layer_plan}
+    check_strategy(tp)
+    plan = tp.get("layer_plan") if isinstance(tp, Mapping) else None
+    if isinstance(plan, Mapping):
+        tp = {**tp, "layer_plan": {name: _word_of(style) for name, style in plan.items()}}
+    parsed = parse_config({"tensor_parallel": tp}).tensor_parallel
+    return dataclasses.replace(settings, tensor_parallel=parsed)
+
+
+def _word_of(style: Any) -> Any:
+    """Writes a style of torch as a word where it means the same; others stay, and are refused."""
+    usual = {
+        "colwise": ColwiseParallel(),
+        "colwise_rep": ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel(),
+    }
+    same = (w for w, s in usual.items() if type(style) is type(s) and vars(style) == vars(s))
+    return next(same, style)

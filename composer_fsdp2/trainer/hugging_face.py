@@ -26,13 +26,12 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.staging import reason_at, write_failure
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.parallel.axis import divided_by
-from composer_fsdp2.parallel.tensor_group import draw_together
+from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
 from composer_fsdp2.shard.torch_private.tensors import default_store
-from composer_fsdp2.trainer.step import override_attribute
+from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = ["generate", "own_class", "save_pretrained", "summon_shards"]
 
@@ -174,9 +173,7 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     """
     if not holds_shards(model):
         return original(model, *args, **kwargs)
-    group = divided_by(model)
-    if group is not None:
-        draw_together(model, group, (args, kwargs))
+    draw_together(model, (args, kwargs))
     try:
         if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:
             return original(model, *args, **kwargs)

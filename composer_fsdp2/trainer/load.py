@@ -20,6 +20,8 @@ from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist, reproducibility
 from composer.utils.misc import partial_format
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages
 from composer_fsdp2.checkpoint.load import Fit, check_fit, check_groups, load_sharded
@@ -37,6 +39,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.rates import set_rates_by_schedules
+from composer_fsdp2.parallel.row_order import order_of, whole_to_part
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer.load_steps import (
@@ -52,9 +55,8 @@ from composer_fsdp2.trainer.load_steps import (
     run_on_all_ranks,
     warn_on_rank_0,
 )
-from composer_fsdp2.trainer.parallelism.whole_weights import divided_weights
+from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.safe_reading import vet_algorithms
-from composer_fsdp2.trainer.step import override_attribute
 
 __all__ = ["load_checkpoint"]
 
@@ -225,7 +227,7 @@ class _Load:
         path = next((fact["~averages"] for fact in facts if fact["~averages"]), None)
         mixed = not self.weights_only and mixes_averages(self.state, values)
         if values.get("model"):
-            values["model"] = divided_weights(self.state.model, values["model"])
+            values["model"] = _divided(self.state.model, values["model"])
         # The model may leave its base out, which torch would miss when told to be strict, as it
         # would every name that `ignore` has taken out. All other names are compared by now.
         model: Any = getattr(self.state.model, "module", self.state.model)
@@ -461,3 +463,19 @@ def _unalias(optimizers: Mapping[str, Any], *, every: bool) -> None:
                     if every or place in seen or value.ndim == 0:
                         state[key] = value.clone()
                     seen.add(place)
+
+
+def _divided(model: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns weights of a file with this rank's part of those that torch could not divide.
+
+    Torch divides a whole tensor by the placements of the parameter, which has rows of padding that
+    the tensor has not; see [Note: padding] in `parallel.row_order`.
+    """
+    divided = dict(weights)
+    for name, param in model.named_parameters(remove_duplicate=False):
+        order, whole = order_of(param), weights.get(plain_name(name))
+        if order is None or not order.padding or not isinstance(param, DTensor):
+            continue
+        if isinstance(whole, torch.Tensor) and not isinstance(whole, DTensor):
+            divided[plain_name(name)] = whole_to_part(whole.detach(), param).to(param.device)
+    return divided

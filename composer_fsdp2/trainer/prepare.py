@@ -43,10 +43,9 @@ from composer_fsdp2.guards.unused_head import UnusedHead
 from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
-from composer_fsdp2.parallel.axis import data_axes
-from composer_fsdp2.parallel.row_order import show_usual_state
-from composer_fsdp2.parallel.sequence.plan import SequenceParallel
-from composer_fsdp2.parallel.tensor import TensorParallel
+from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
+from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
+from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import raise_on_all_ranks
@@ -62,6 +61,7 @@ from composer_fsdp2.shard.optimizer import (
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.divisions import Divisions
 from composer_fsdp2.step.prefetch import Prefetch
 from composer_fsdp2.step.requires_grad import RequiresGrad
 from composer_fsdp2.step.run import Run, StepListener
@@ -69,9 +69,7 @@ from composer_fsdp2.step.stale_gathers import StaleGathers
 from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
 from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
 from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
-from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
-from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
+from composer_fsdp2.trainer.groups import count_flops_once
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
@@ -91,6 +89,7 @@ TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
 STEP: tuple[type[StepListener], ...] = (
     # The numbers depend on these.
     SecondBackward,  # first: gradients that wait are neither filled in nor reduced
+    Divisions,
     RequiresGrad,
     StaleGathers,
     UnannouncedMicrobatches,
@@ -176,8 +175,8 @@ def prepare_fully_shard(
             warnings.warn(text, stacklevel=2)
         settings = resolve_settings(fsdp2_config)
         check_private_members(_features(settings, auto_microbatching))
-        check_items(settings, (), "auto" if auto_microbatching else None)
-        check_own_loss(model, settings)
+        for step in TRANSFORMATIONS:
+            step.check_items(settings, (), "auto" if auto_microbatching else None)
         plan = PreparePlan(
             model,
             optimizers,
@@ -226,6 +225,7 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
         "eval_reshard_after_forward": settings.eval_reshard_after_forward is not None,
         "fp8": settings.fp8,
         "gradient_sync": settings.gradient_sync != "every",
+        "tensor_parallel": settings.tensor_parallel,
         "unused_parameters": settings.unused_parameters is not False,
     }
     return [name for name, is_asked in asked.items() if is_asked]
@@ -233,8 +233,6 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
 
 def _given_mesh(config: Any) -> DeviceMesh | None:
     """Returns the mesh Composer's State built, or the user put into Composer's config."""
-    if (root := root_mesh_of(config)) is not None:
-        return data_axes(root)
     return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
 
 
@@ -252,9 +250,8 @@ def apply_to_model(
     # A plan with a tree would keep full parameters in memory until all units are sharded.
     tree, plan.tree = plan.tree, ModuleTree()
     mesh = plan.mesh or build_mesh(plan.shape, plan.device_type)
-    for planned in plan.transformations:
-        planned.step.apply_on(tree, planned.plan, mesh)
-    count_flops_once(model)
+    changed = [planned.step.apply_on(tree, planned.plan, mesh) for planned in plan.transformations]
+    divisions: list[Divided] = [found for found in changed if found is not None]
     if any(planned.step.exchanges_modules for planned in plan.transformations):
         tree = ModuleTree.read(model)
     offload = plan.settings.cpu_offload
@@ -271,7 +268,8 @@ def apply_to_model(
         offload=(CPUOffload() if offload is True else offload) or None,
         tree=tree,
     )
-    connect_model(model)
+    for division in divisions:
+        division.connect(model)
     if (converted := plan.plan_of(Float8Linear)) is not None:
         gather_in_float8(model, units.values(), converted)
     _cast_buffers(tree, plan)
@@ -279,11 +277,12 @@ def apply_to_model(
     apply_communication(tops, units.values(), plan.settings.communication)
     if detached is not None:
         reattach_optimizer(detached)
-        show_usual_state(detached.optimizer)
-    run = start_run(tree, plan, units)
+        for division in divisions:
+            division.connect_optimizer(detached.optimizer)
+    run = start_run(tree, plan, units, divisions)
+    count_flops_once(model, run.batch_group)
     kept = plan.settings.optimizer_state
     apply_local_step(plan.optimizer, plan.settings.local_step, run.device, kept)
-    refuse_later_optimizers(model, plan.settings, plan.optimizer)
     refuse_added_parameters(model, plan.optimizer)
     return run
 
@@ -307,11 +306,17 @@ def _beside_towers(model: nn.Module, plan: PreparePlan) -> list[str]:
     return [name for name in names if name not in around and name.startswith(beside)]
 
 
-def start_run(tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule]) -> Run:
+def start_run(
+    tree: ModuleTree,
+    plan: PreparePlan,
+    units: dict[str, FSDPModule],
+    divisions: Sequence[Divided],
+) -> Run:
     """Begins to call the listeners of `STEP`. Collective: yes."""
     device = torch.empty(0, device=plan.device_type).device  # with its index
     agreement_of(device)  # made here, where all ranks are
     force_backward_through(units[name] for name in _beside_towers(tree.root, plan))
+    same_batch = tuple(found for found in divisions if isinstance(found, RankGroup))
     run = Run(
         model=tree.root,
         tree=tree,
@@ -320,6 +325,8 @@ def start_run(tree: ModuleTree, plan: PreparePlan, units: dict[str, FSDPModule])
         settings=plan.settings,
         device=device,
         optimizer=plan.optimizer,
+        divisions=divisions,
+        batch_group=BatchGroup(same_batch) if same_batch else None,
         units=units,
         conditional=_with_unused(plan.units, plan.conditional),
     )

@@ -26,6 +26,7 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
+from composer_fsdp2.optim.elementwise import is_known
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.state.step import check_optimizer_state
 from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
@@ -41,7 +42,6 @@ from composer_fsdp2.shard.communication import check_communication
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, shared_seed
 from composer_fsdp2.shard.optimizer import check_optimizer, describe_optimizer
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
-from composer_fsdp2.trainer.parallelism.refused import check_known, check_scale
 from composer_fsdp2.trainer.rules import activation_choice, trainer_rules
 
 __all__ = ["PreparePlan"]
@@ -91,13 +91,12 @@ class PreparePlan:
             )
         optimizer: torch.optim.Optimizer | None = given[0] if given else None
         self.optimizer = optimizer
-        check_known(settings, optimizer)
         self.tree = tree = ModuleTree.read(model)
         refuse_unreadable(tree)
         refuse_gradients(tree)
         check_hooks(tree)
         self.shape = shape = MeshShape.resolve(settings, dist.get_world_size())
-        self.compute = check_scale(settings, _compute_dtype(precision, self.device_type, place))
+        self.compute = _compute_dtype(precision, self.device_type, place)
         optional = settings.unused_parameters
         named = optional if isinstance(optional, tuple) else ()
         self.conditional = [] if optional is False else conditional_modules(tree, named)
@@ -106,6 +105,7 @@ class PreparePlan:
         if self.conditional and (settings.activation_checkpointing or settings.compile):
             # A block of a tower is one, whatever unit its parameters are in.
             blocks = self._plan_units([]).blocks()
+        is_odd = not (optimizer is None or isinstance(optimizer, Muon) or is_known(optimizer))
         facts = ModelFacts(
             tree=tree,
             settings=settings,
@@ -113,6 +113,8 @@ class PreparePlan:
             blocks=blocks,
             shard_ranks=shape.shard,
             device_type=self.device_type,
+            compute=self.compute,
+            odd_optimizer=type(optimizer).__name__ if is_odd else "",
             is_checkpointed=activation_choice(tree, frozenset(blocks)),
         )
         self.transformations, facts = plan_transformations(transformations, facts)

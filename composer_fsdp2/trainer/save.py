@@ -24,6 +24,7 @@ from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
 from torch import nn
 
+from composer_fsdp2.checkpoint.describe import MESH
 from composer_fsdp2.checkpoint.staging import Publications, staged
 from composer_fsdp2.checkpoint.write import (
     Savers,
@@ -35,10 +36,10 @@ from composer_fsdp2.checkpoint.write import (
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.hugging_face import own_class
 from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
-from composer_fsdp2.trainer.parallelism.saved_mesh import first_copy, note_mesh
 
 __all__ = [
     "check_saved_adapters",
@@ -55,6 +56,8 @@ _BACKGROUND = "_fsdp2_background"
 """attribute of a CheckpointSaver: its saves while training goes on"""
 _OWN = "_fsdp2_publications"
 """attribute of a State: checkpoints that the run has written"""
+_FIRST_COPY = "_fsdp2_first_copy"
+"""attribute of a mesh: the process group of the ranks that hold the first copy of a model"""
 _LEAVE_SECONDS = 60.0
 
 
@@ -148,7 +151,9 @@ class _Snapshot:
         if "class" in described.get("config", {}) and isinstance(inner, nn.Module):
             kind = own_class(inner)  # as it was before FSDP2 made another class of it
             described["config"]["class"] = f"{kind.__module__}.{kind.__qualname__}"
-        note_mesh(saved, state.model)
+        run = run_of(state.model)
+        if run is not None and run.shape.tensor > 1:
+            saved["metadata"][MESH] = run.shape.describe()  # for people: no load reads it
         self.sharded = state.fsdp_sharded_state_dict_enabled
         if "algorithms" in saved:
             kept = saved["algorithms"]
@@ -214,14 +219,24 @@ def note_start(state: State) -> Publications:
 
 
 def _savers(state: State) -> Savers:
-    """Returns who saves: all ranks, on the default group; with HSDP the first replica writes."""
+    """Returns who saves: all ranks, on the default group; with HSDP the first replica writes.
+
+    Collective: yes, the first time, with HSDP and tensor parallelism.
+    """
     mesh, writes, group = state.device_mesh, True, None
     replicate = ParallelismType.DATA_PARALLEL_REPLICATE.value
     shard = ParallelismType.DATA_PARALLEL_SHARD.value
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is not None and replicate in names:
         writes = mesh.get_local_rank(replicate) == 0
-        group = first_copy(mesh) if TENSOR_AXIS in names else mesh.get_group(shard)
+        if TENSOR_AXIS not in names:
+            group = mesh.get_group(shard)
+        else:
+            # Ranks of the first copy; copies are the outermost axis.
+            if not hasattr(mesh, _FIRST_COPY):
+                copy = torch.distributed.new_group(mesh.mesh[0].flatten().tolist())
+                setattr(mesh, _FIRST_COPY, copy)
+            group = getattr(mesh, _FIRST_COPY)
     first_on_node = dist.get_local_rank() == 0
     return Savers(None, group if writes else None, writes=writes, first_on_node=first_on_node)
 

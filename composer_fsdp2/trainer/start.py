@@ -24,10 +24,9 @@ from composer_fsdp2.trainer.autoresume import settle_autoresume
 from composer_fsdp2.trainer.config import asks_for_fsdp2, concerns_fsdp2
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
 from composer_fsdp2.trainer.load_steps import set_node_rank
-from composer_fsdp2.trainer.parallelism.refused import check_items
-from composer_fsdp2.trainer.parallelism.tensor_groups import deal_to_groups
+from composer_fsdp2.trainer.override_attribute import override_attribute
+from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.save import check_saved_adapters, note_start
-from composer_fsdp2.trainer.step import override_attribute
 
 __all__ = [
     "ARGUMENTS",
@@ -60,7 +59,6 @@ def init(original: Callable[..., None], trainer: Trainer, *args: Any, **kwargs: 
         return
     given.apply_defaults()
     asked = given.arguments
-    deal_to_groups(asked)
     set_node_rank()
     warn_of_shared_store()
     with override_attribute(trainer, ARGUMENTS, dict(asked)):
@@ -106,7 +104,8 @@ def check_arguments(arguments: Mapping[str, Any], settings: FSDP2Config) -> None
     """
     items = items_of(arguments)
     check_extensions(items)
-    check_items(settings, items, arguments.get("device_train_microbatch_size"))
+    for step in TRANSFORMATIONS:
+        step.check_items(settings, items, arguments.get("device_train_microbatch_size"))
     whole = "the model is compiled already" if is_compiled(arguments.get("model")) else None
     if arguments.get("compile_config") is not None:
         whole = "compile_config is set"

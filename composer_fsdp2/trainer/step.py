@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import inspect
 import itertools
 import math
 import warnings
@@ -42,25 +41,19 @@ from composer_fsdp2.guards.joint_exit import joint_exit_of
 from composer_fsdp2.guards.order_check import OrderCheck
 from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
 from composer_fsdp2.guards.watchdog import add_rank_report
-from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.step.abort import reset
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.step.unused_parameters import UnusedParameters
+from composer_fsdp2.trainer.groups import counting_groups, refuse_auto
 from composer_fsdp2.trainer.load_steps import check_trains_own_weights
-from composer_fsdp2.trainer.parallelism.tensor_groups import (
-    begin_fit,
-    check_evaluation,
-    deal_later,
-)
+from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [
     "eval_loop",
-    "fit",
     "iterate",
-    "override_attribute",
     "predict",
     "train_batch",
     "train_loop",
@@ -75,19 +68,6 @@ _THRASHES = 2
 _UNKNOWN = 2**62
 """stands for the length of a dataloader that has none"""
 _END = object()
-
-
-@contextmanager
-def override_attribute(owner: Any, name: str, value: Any) -> Generator[None]:
-    """Gives one object an attribute of its own for the duration of a block."""
-    before = dict(vars(owner))
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
-        if name in before:
-            setattr(owner, name, before[name])
 
 
 # --- Equal work. ---
@@ -373,7 +353,8 @@ class _Attempt:
             )
         self._run.abort()
         self._snapshot.restore()
-        begin_fit(self._trainer.state)  # some ranks may have compared the batch of their group
+        if self._run.batch_group is not None:
+            self._run.batch_group.begin()  # some ranks may have compared the batch of their group
         self._run.accumulation.again()
 
 
@@ -402,13 +383,6 @@ def _lower_size_that_thrashes(trainer: Any) -> None:
 # --- Training. ---
 
 
-def fit(original: Callable[..., None], trainer: Any, *args: Any, **kwargs: Any) -> None:
-    """Replaces `Trainer.fit`. Collective: yes."""
-    given = inspect.signature(original).bind(trainer, *args, **kwargs)
-    deal_later(trainer.state.model, given.arguments.get("train_dataloader"))
-    original(trainer, *args, **kwargs)
-
-
 def train_loop(original: Callable[..., None], trainer: Any) -> None:
     """Replaces `Trainer._train_loop`. Collective: yes.
 
@@ -421,7 +395,8 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
     if run is None:
         original(trainer)
         return
-    begin_fit(state)
+    if run.batch_group is not None:
+        run.batch_group.begin()
     with explained_reading(state.model), _leaving_together(run, state.auto_microbatching):
         check_trains_own_weights(run)
         _agree_on_length(state, run)
@@ -469,10 +444,11 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
             that compute one batch together read different ones.
     """
     state: State = trainer.state
-    run, group = run_of(state.model), batch_group_of(state.model)
+    run = run_of(state.model)
     if run is None:
         yield from original(trainer, mode)
         return
+    group = run.batch_group
     assert state.dataloader is not None
     length = None if state.dataloader_len is None else int(state.dataloader_len)
     batches, training = itertools.islice(state.dataloader, length), mode == TrainerMode.TRAIN
@@ -593,8 +569,6 @@ def predict(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: An
     run = run_of(model)
     if run is None:
         return original(trainer, *args, **kwargs)
-    given = inspect.signature(original).bind(trainer, *args, **kwargs)
-    deal_later(model, given.arguments["dataloader"])
     with explained(model), run.evaluating():
         return original(trainer, *args, **kwargs)
 
@@ -617,8 +591,9 @@ def eval_loop(
     if run is None:
         original(trainer, evaluator, metrics, subset_num_batches)
         return
-    check_evaluation(state.model, evaluator)
+    refuse_auto(state.model, evaluator)
     with (
+        counting_groups(state.model),
         _leaving_together(run, state.auto_microbatching or auto),
         explained(state.model),
         run.evaluating(),

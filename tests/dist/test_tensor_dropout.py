@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torch import nn
 
 from composer_fsdp2 import prepare_fully_shard
-from composer_fsdp2.parallel.random_numbers import draws
+from composer_fsdp2.parallel.tensor.divide import draws
 from tests.dist.test_tensor_parallel import LENGTH, VOCAB, global_batches, gpt2, loss_of
 from tests.support.parity import full
 

@@ -18,13 +18,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import install, prepare_fully_shard
 from composer_fsdp2.blocks.fp8 import Float8Linear, Float8Plan
+from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.state.form import Place, Stored, read, write
 from composer_fsdp2.optim.state.kept import SMALL
+from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree
-from composer_fsdp2.trainer.parallelism.refused import check_scale
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 from tests.dist.test_tensor_parallel import (
     DEGREE,
     SIZE,
@@ -312,8 +314,18 @@ def test_items_are_refused_by_name(item: Any, match: str):
 
 
 def test_scaled_gradients_are_refused():
+    tree, settings = ModuleTree.read(llama()), parse_config({"tensor_parallel": 2})
+    facts = ModelFacts(
+        tree=tree,
+        settings=settings,
+        units=WrapPlan(()),
+        blocks=(),
+        shard_ranks=1,
+        device_type="cuda",
+        compute=torch.float16,
+    )
     with pytest.raises(ConfigError, match="some of them would step"):
-        check_scale(parse_config({"tensor_parallel": 2}), torch.float16)
+        TensorParallel().plan(facts)
 
 
 # --- Models ---

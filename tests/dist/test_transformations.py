@@ -8,15 +8,21 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import ConfigError, PlanError, apply_plan, plan_wrapping, prepare_fully_shard
+from composer_fsdp2.blocks.transformation import ModelFacts
+from composer_fsdp2.parallel.division import Divided, Division
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.rules import by_class, root_rule
+from composer_fsdp2.step.run import run_of
 from composer_fsdp2.trainer import prepare
-from tests.support.models import TinyLM
+from tests.support.models import TinyLM, batches
 from tests.support.parity import check_parity
 from tests.support.toy_setting import OUTPUT_FACTOR, declaring
 from tests.support.toy_transformation import Toy, multiply_output
@@ -123,3 +129,51 @@ def test_a_tree_that_is_handed_in_keeps_no_full_parameter(tie: str):
     plan = plan_wrapping(tree, [by_class("Block"), root_rule])
     apply_plan(model, plan, init_device_mesh("cpu", (2,)), tree=tree)
     assert tree.params == []
+
+
+class Twice(Divided):
+    """Doubles the output of each block, and notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def connect(self, model: nn.Module) -> None:
+        self.calls.append(f"sharded {isinstance(model, FSDPModule)}")
+
+    def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        shards = all(isinstance(p, DTensor) for p in optimizer.param_groups[0]["params"])
+        self.calls.append(f"shards {shards}")
+
+    def before_forward(self, model: nn.Module, inputs: Any) -> None:
+        self.calls.append(f"forward {len(inputs[0])} {[*inputs[1]]}")
+
+
+class Divides(Division[str]):
+    """A division that needs nothing but its class and its place in the tuple."""
+
+    def __init__(self) -> None:
+        self.applied = Twice()
+
+    def plan(self, facts: ModelFacts) -> Any:
+        return "toy"
+
+    def apply_on(self, tree: ModuleTree, plan: Any, mesh: DeviceMesh) -> Divided:
+        for number in range(3):
+            multiply_output(tree.root.get_submodule(f"blocks.{number}"), 2)
+        assert mesh.size() == 2
+        return self.applied
+
+
+@pytest.mark.world_size(2)
+def test_a_division_from_elsewhere():
+    model, division = TinyLM(), Divides()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "TRANSFORMATIONS", (division, *prepare.TRANSFORMATIONS))
+        prepare_fully_shard(model, optimizer, {})
+    ids, _ = batches(1, 4)[0]
+    model(ids)
+    assert division.applied.calls == ["sharded True", "shards True", "forward 1 []"]
+    run = run_of(model)
+    assert run is not None
+    assert run.batch_group is None  # each rank goes on to read a batch of its own

@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 
 from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, transform
-from composer_fsdp2.parallel.group_sizes import GroupSizes, group_sizes
-from composer_fsdp2.parallel.layers import LayerPlan
-from composer_fsdp2.parallel.tensor import TensorParallel
+from composer_fsdp2.parallel.division import GroupSizes
+from composer_fsdp2.parallel.tensor.layers import LayerPlan
+from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.trainer.patches import uninstall
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
@@ -50,7 +50,7 @@ def planned(path: Path) -> tuple[PreparePlan, LayerPlan, GroupSizes]:
             transformations=TRANSFORMATIONS,
         )
     layers = plan.plan_of(TensorParallel)
-    return plan, layers, group_sizes(plan.tree, layers, plan.units, plan.shape)
+    return plan, layers, TensorParallel().sizes(plan.tree, layers, plan.units, plan.shape)
 
 
 @pytest.mark.table("qwen3-32b")

@@ -1,27 +1,50 @@
-"""Attention over a sequence that several ranks hold: the exchange, and blocks of queries."""
+"""Attention over a sequence that several ranks hold: exchanges, and blocks of queries.
+
+[Note: exchanges] Ulysses turns "all heads of a part of the sequence" into "some heads of the whole
+sequence", and back: every rank sends each other rank one part, in one all-to-all. Gathered keys and
+values leave queries where they are: an all-gather in forward, a reduce-scatter in backward.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.nn.attention.bias import CausalBias, causal_lower_right
 from torch.utils.checkpoint import checkpoint
 
-from composer_fsdp2.parallel.sequence.exchange import (
-    gather_sequence,
-    heads_to_sequence,
-    sequence_to_heads,
-)
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.sequence.masks import (
     BLOCK,
     AttentionCall,
     SharedSequence,
+    in_order,
     mask_of,
     order_of_block,
 )
+from composer_fsdp2.ranks import all_gather_tensor
 
-__all__ = ["attend", "fused_attention"]
+__all__ = [
+    "ATTEND",
+    "HEADS",
+    "Attend",
+    "attend",
+    "fused_attention",
+    "gather_sequence",
+    "sequence_attention",
+    "whole_loss",
+]
+
+Attend = Callable[[nn.Module, AttentionCall, Any, Any, Any], torch.Tensor | None]
+"""computes a call over the whole sequence; `None` where the sequence is not divided"""
+ATTEND = "_fsdp2_attend"
+"""attribute of an attention module: its `Attend`"""
+HEADS = "fsdp2_attention_heads"
+"""attribute of a user's attention module: its heads of queries, and of keys and values"""
 
 
 def attend(
@@ -53,6 +76,7 @@ def attend(
         return _ulysses(shared, call, query, key, value)
     if not frees:
         return _gather_kv(shared, call, query, key, value)
+    # Without reentrance, which would need inputs with gradients.
     out: Any = checkpoint(_gather_kv, shared, call, query, key, value, use_reentrant=False)
     return out
 
@@ -94,7 +118,7 @@ def _ulysses(
     key: torch.Tensor,
     value: torch.Tensor,
 ) -> torch.Tensor:
-    ranks, heads = shared.division.degree, query.shape[1]
+    ranks, heads = shared.parts.degree, query.shape[1]
     key, value = (_enough_heads(kv, heads, ranks) for kv in (key, value))
     kv_heads = key.shape[1] // ranks
     # One exchange: each rank's heads of all three lie next to each other.
@@ -104,7 +128,7 @@ def _ulysses(
     sizes = [heads // ranks, kv_heads, kv_heads][: len(alike)]
     query, key, *rest = got.split(sizes, 1)
     value = rest[0] if rest else sequence_to_heads(value, shared.group)
-    out = _attend_span(shared, call, (0, shared.division.padded), query, key, value)
+    out = _attend_span(shared, call, (0, shared.parts.padded), query, key, value)
     return heads_to_sequence(out.transpose(1, 2), shared.group).transpose(1, 2)
 
 
@@ -126,12 +150,13 @@ def _gather_kv(
     sizes = key.shape[-1], value.shape[-1]
     by = 1 if sizes[0] == sizes[1] else 3  # one gather for both
     both = gather_sequence(torch.cat([key, value], by), shared.group)
-    both = shared.division.put_together(both, 2)
+    both = shared.parts.put_together(both, 2)
     key, value = both.split(key.shape[1] if by == 1 else sizes, by)
     found, at = [], 0
-    for begin, end in shared.division.spans_of(shared.rank):
+    for begin, end in shared.parts.spans_of(shared.rank):
         own = query.narrow(2, at, end - begin)
         at += end - begin
+        # Keys after the last query of a span are masked for all of its queries.
         last = key.shape[2] if shared.sees_later else end
         keys, values = key[:, :, :last], value[:, :, :last]
         found.append(_attend_span(shared, call, (begin, end), own, keys, values))
@@ -149,12 +174,13 @@ def _attend_span(
     """Attends with the queries of a span and all keys that they see; see [Note: masks]."""
     (begin, end), last = span, key.shape[2]
     window = call.window if shared.rules.window is None else shared.rules.window
+    # The model's own function computes all queries at once, as in one process.
     if call.needs_mask:
         mask = mask_of(shared, call, window, span, (0, last), query)
         return call.compute(query, key, value, mask)
     has_order_alone = (shared.documents, shared.is_real, shared.mask) == (None, None, None)
     if has_order_alone and (window is None or window >= end):
-        if begin == 0:
+        if begin == 0:  # a query for each key: torch's `is_causal` is that order
             return call.compute(query, key, value, None)
         # Kernels of GPUs know this order; others need a mask.
         if query.device.type == "cuda":
@@ -171,3 +197,193 @@ def _attend_span(
         own = query[:, :, at - begin : stop - begin]
         found.append(call.compute(own, key[:, :, first:to], value[:, :, first:to], mask))
     return torch.cat(found, 1)
+
+
+# --- For users ---
+
+
+def sequence_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    mask: torch.Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attends to this and earlier tokens, also where ranks have parts of each sequence.
+
+    For an attention module of your own, in place of `scaled_dot_product_attention`. The module's
+    class or object has `fsdp2_attention_heads = (heads of queries, heads of keys and values)`, by
+    which `sequence_parallel` finds it; without that setting this is torch's attention.
+
+    Collective: yes, over the group that shares the sequence, where there is one; every rank of it
+    calls this equally often.
+
+    Args:
+        module: the attention module that calls this.
+        query: (batch, heads, positions, size), of this rank's positions.
+        key: (batch, heads of keys and values, positions, size); they divide those of queries.
+        value: as `key`.
+        mask: (batch or 1, 1, positions of queries, positions of keys), added or true where seen;
+            `None` is causal order. Where the sequence is divided it is not read: order, window,
+            documents (`position_ids`) and padding (`attention_mask`) come from what the model was
+            given.
+        window: keys that a query sees, itself among them; `None` is all.
+        scale: of scores; 1 / sqrt(size) by default.
+        dropout: probability; 0 in evaluation is the caller's.
+
+    Returns:
+        (batch, heads, positions, size).
+
+    Raises:
+        PlanError: when the sequence is divided and the heads are not those that the module names.
+
+    Example:
+        >>> import torch
+        >>> from composer_fsdp2 import sequence_attention
+        >>> module = torch.nn.Module()
+        >>> module.fsdp2_attention_heads = (4, 2)
+        >>> query, key, value = (torch.ones(1, heads, 6, 8) for heads in (4, 2, 2))
+        >>> sequence_attention(module, query, key, value).shape
+        torch.Size([1, 4, 6, 8])
+    """
+    compute = functools.partial(fused_attention, dropout=dropout, scale=scale)
+    connected: Attend | None = module.__dict__.get(ATTEND)
+    if connected is not None:
+        heads, kv_heads, named = query.shape[1], key.shape[1], getattr(module, HEADS)
+        # Tensor parallelism leaves a rank a part of them.
+        if named[0] * kv_heads != named[1] * heads or named[0] % heads:
+            raise PlanError(
+                f"sequence_attention of {type(module).__name__} was given {heads} heads of queries "
+                f"and {kv_heads} of keys and values, and its {HEADS} is {named}. Ranks were chosen "
+                f"to share those. Write {HEADS} = ({heads}, {kv_heads})."
+            )
+        call = AttentionCall(compute=compute, window=window)
+        out = connected(module, call, query, key, value)
+        if out is not None:
+            return out.transpose(1, 2)
+    if mask is None and (window is not None or query.shape[2] != key.shape[2]):
+        # Queries are the last ones of the sequence.
+        k = torch.arange(key.shape[2], device=query.device)
+        q = k[key.shape[2] - query.shape[2] :].unsqueeze(1)
+        mask = in_order(q, k, window)[None, None]
+    return compute(query, key, value, mask).transpose(1, 2)
+
+
+# --- Exchanges, forward and backward, on any backend ---
+
+
+class _AllToAll(torch.autograd.Function):
+    """Sends the i-th part of the first dimension to rank i. Its gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_to_all(sent, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_to_all(grads[0], ctx.group), None
+
+
+def _all_to_all(sent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    sent = sent.contiguous()  # one buffer, whose parts lie one after the other
+    got = torch.empty_like(sent)
+    dist.all_to_all_single(got, sent, group=group)
+    return got
+
+
+def sequence_to_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gives a rank its heads of the whole sequence. Collective: yes, over the group.
+
+    Args:
+        tensor: (batch, heads, local positions, size); the group's size divides the heads.
+        group: of the ranks that divide the sequence.
+
+    Returns:
+        (batch, heads / ranks, ranks x local positions, size), in the order of the ranks.
+    """
+    ranks = group.size()
+    batch, heads, local, size = tensor.shape
+    sent = tensor.view(batch, ranks, heads // ranks, local, size).transpose(0, 1)
+    got: Any = _AllToAll.apply(sent, group)
+    return got.permute(1, 2, 0, 3, 4).reshape(batch, heads // ranks, ranks * local, size)
+
+
+def heads_to_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Undoes `sequence_to_heads`. Collective: yes, over the group.
+
+    Args:
+        tensor: (batch, local heads, positions, size).
+        group: of the ranks that divide the sequence.
+
+    Returns:
+        (batch, ranks x local heads, positions / ranks, size).
+    """
+    ranks = group.size()
+    batch, heads, length, size = tensor.shape
+    sent = tensor.view(batch, heads, ranks, length // ranks, size).permute(2, 0, 1, 3, 4)
+    got: Any = _AllToAll.apply(sent, group)
+    return got.transpose(0, 1).reshape(batch, ranks * heads, length // ranks, size)
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' tensors, one after the other in the first dimension; gradients are added up."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        own = own.contiguous()
+        got = own.new_empty((group.size() * own.shape[0], *own.shape[1:]))
+        all_gather_tensor(got, own, group)
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # As an all-to-all: gloo of older torch has no reduce-scatter of one tensor, and the sum is
+        # in the order of the ranks everywhere.
+        grad = grads[0]
+        parts = _all_to_all(grad, ctx.group).view(ctx.group.size(), -1, *grad.shape[1:])
+        return parts.sum(0), None
+
+
+def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gives every rank the whole sequence. Collective: yes, over the group.
+
+    Args:
+        tensor: (batch, heads, local positions, size).
+        group: of the ranks that divide the sequence.
+
+    Returns:
+        (batch, heads, ranks x local positions, size), in the order of the ranks.
+    """
+    got: Any = _Gather.apply(tensor.movedim(2, 0), group)
+    return got.movedim(0, 2)
+
+
+class _WholeLoss(torch.autograd.Function):
+    """The sum over the group. FSDP2 averages gradients over all ranks, and these add up."""
+
+    @staticmethod
+    def forward(ctx: Any, term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.ranks = group.size()
+        total = term.detach().clone()  # added up in place
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.ranks, None
+
+
+def whole_loss(term: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the sum of the ranks' terms of a loss, with a gradient for the own term alone.
+
+    Collective: yes, over the group. The gradient is multiplied by the number of ranks in the group,
+    because FSDP2 divides by all ranks while a sequence counts once.
+    """
+    total: Any = _WholeLoss.apply(term, group)
+    return total

@@ -8,9 +8,9 @@ loss is the sum over the group's real tokens, divided by their number: that of o
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
@@ -20,22 +20,21 @@ from torch import nn
 
 from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.same_batch import BatchCheck
-from composer_fsdp2.parallel.sequence.attention import attend
-from composer_fsdp2.parallel.sequence.exchange import gather_sequence, whole_loss
-from composer_fsdp2.parallel.sequence.hugging_face import calls_loss_function
-from composer_fsdp2.parallel.sequence.masks import AttentionCall, MaskRules, SharedSequence
-from composer_fsdp2.parallel.sequence.positions import Division
+from composer_fsdp2.parallel.division import RankGroup
+from composer_fsdp2.parallel.sequence.attention import attend, gather_sequence, whole_loss
+from composer_fsdp2.parallel.sequence.composer_models import connect_composer_model
+from composer_fsdp2.parallel.sequence.kinds import calls_loss_function
+from composer_fsdp2.parallel.sequence.masks import (
+    AttentionCall,
+    MaskRules,
+    SequenceParts,
+    SharedSequence,
+)
 from composer_fsdp2.ranks import raise_on_all_ranks
 
-__all__ = ["SequenceGroup", "sequence_group_of"]
+__all__ = ["SequenceGroup"]
 
 log = logging.getLogger(__name__)
-
-_GROUP = "_fsdp2_sequence_group"
-"""attribute of a model, for `sequence_group_of`"""
-_GROUPS = weakref.WeakSet["SequenceGroup"]()
-"""all there are: a model is asked in every batch, and most runs have none"""
 
 _IGNORED = -100
 """label of a token that has no part in the loss, as transformers has it"""
@@ -46,12 +45,10 @@ _CUT: Mapping[str, float] = {
     "token_type_ids": 0,
     "sequence_id": -1,
 }
-"""what a model is given for each position, and what padding is"""
+"""inputs of a model that have a value for each position -> the value of padding"""
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 """of an attention in parallel, by its norm; of narrower dtypes 0.1"""
-
-_WHY = "in one group of sequence parallelism", "see tokens of different samples"
 
 _DOCUMENTS = {
     True: "Rows hold several documents (position_ids begin again). Each token sees its own alone.",
@@ -63,14 +60,14 @@ _DOCUMENTS = {
 _REBUILT = ("attention_mask", "position_ids", "labels")
 
 
-class SequenceGroup:
-    """Divides what a model is given, and what its attention sees.
+class SequenceGroup(RankGroup):
+    """Divides the inputs of a model, and what its attention sees.
 
     See [Note: one batch, many ranks]. Collective: yes, over the group, in each forward and
     backward.
     """
 
-    why = _WHY
+    why = "in one group of sequence parallelism", "see tokens of different samples"
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ class SequenceGroup:
         heads: Mapping[str, nn.Module],
         rules: MaskRules,
     ) -> None:
-        """Connects a model of transformers' kind. Collective: no.
+        """Prepares to divide the inputs of a model of transformers' kind. Collective: no.
 
         Args:
             model: takes batches by names, and computes the loss.
@@ -96,12 +93,14 @@ class SequenceGroup:
             entry: the module that is called with batches: the model, or the wrapper of adapters
                 that hands them on past the model's hooks.
             learned: the embedding of positions, and how many there are.
-            heads: what makes logits, by name.
+            heads: modules that make logits, by name.
             rules: of the model's masks.
         """
-        self.group, self.method, self._frees = group, method, frees
+        super().__init__(group)
+        self.method, self._frees = method, frees
         self._learned, self._rules = learned, rules
         self.rank = dist.get_rank(group)
+        # Batches may come by position, and are divided by name.
         self._names = list(inspect.signature(type(entry).forward).parameters)[1:]
         self._caches = "use_cache" in inspect.signature(type(model).forward).parameters
         self._current: SharedSequence | None = None
@@ -111,29 +110,18 @@ class SequenceGroup:
             self._loss = model.loss_function
             model.loss_function = torch.compiler.disable(self._loss_of)  # type: ignore[assignment]
         self._entry, self._attention, self._heads = entry, attention, heads
-        self._is_idle = self._is_inside = self._is_compared = self._has_told = False
-        self._check = BatchCheck(group, _WHY)
-        setattr(model, _GROUP, self)
-        _GROUPS.add(self)
+        self._is_idle = self._is_inside = self._is_tried = self._has_told = False
 
-    def watch(self) -> None:
-        """Divides what the model is given from here on. Collective: no.
+    def connect(self, model: nn.Module) -> None:
+        """Divides the inputs of the model from here on. Collective: no.
 
-        To be called when the model is sharded: the first batch runs through it before FSDP2 begins
-        with that batch.
+        The first batch runs through the model before FSDP2 begins with that batch: the model is
+        sharded, and these hooks come before those of FSDP2.
         """
         enter, leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
         self._entry.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
         self._entry.register_forward_hook(leave, always_call=True)
-
-    def begin(self) -> None:
-        """Has the next batch checked: data may be others. Collective: no."""
-        self._check.begin()
-
-    @property
-    def size(self) -> int:
-        """Ranks that share each sequence."""
-        return self.group.size()
+        connect_composer_model(model, self.own_labels, self.loss_of_mean)
 
     def attend(
         self, module: nn.Module, call: AttentionCall, query: Any, key: Any, value: Any
@@ -145,13 +133,18 @@ class SequenceGroup:
         """
         if self._current is None:
             if module.training and not self._is_inside:
-                raise PlanError(_called_otherwise(self._entry))
+                raise PlanError(
+                    f"An attention of {type(self._entry).__name__} was computed in training "
+                    "without a call of it, so no rank knows which part of the sequence it has. "
+                    "Ranks would compute whole sequences each, without a word. Call the model "
+                    "itself, `model(**batch)`, not `model.forward` or a module inside of it."
+                )
             return None
         frees = self._frees and torch.is_grad_enabled()
         return attend(self._current, self.method, call, query, key, value, frees=frees)
 
     def recalling(self) -> contextlib.AbstractContextManager[None]:
-        """Returns what gives a block that runs again in backward the sequence of now."""
+        """Returns a context that gives a block that runs again in backward the sequence of now."""
         return self._with(self._current)
 
     @contextlib.contextmanager
@@ -170,98 +163,48 @@ class SequenceGroup:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         self._current = self._labels = None
         self._is_inside = True
+        # Keys of earlier words are whole on each rank, and a word alone cannot be divided.
         generates = not module.training and given.get("use_cache")
         if self._is_idle or generates or given.get("past_key_values") is not None:
             return None
-        if not self._is_compared and self._check.compare(given, module.training):
-            self._refuse_everywhere(given)
+        if not self._is_tried and self.compare(given, module.training):
+            error = None
+            try:  # a batch that one group refuses is refused on every rank
+                self._divided(given)
+            except PlanError as refused:
+                error = refused
+            raise_on_all_ranks({}, error)
             if module.training:
-                self._compare(given)
+                self._try_attention(given)
         return (), self._divided(given)
 
-    def _refuse_everywhere(self, given: dict[str, Any]) -> None:
-        """Raises on every rank what this batch is refused for in one group."""
-        error = None
-        try:
-            self._divided(given)
-        except PlanError as refused:
-            error = refused
-        raise_on_all_ranks({}, error)
-
     def _divided(self, given: dict[str, Any]) -> dict[str, Any]:
-        """The part of this rank; notes what its attention must know."""
+        """The part of this rank; notes the sequence that its attention must know."""
         inputs = given[_inputs_of(given)]
         length = inputs.shape[1]
-        self._refuse_unknown(given, length)
-        self._refuse_long(given.get("position_ids"), length)
-        division = self._division_of(length)
+        self._refuse_inputs(given, length)
+        parts = self._parts_of(length)
         cut = dict(given)
         for name, filler in _CUT.items():
             if isinstance(given.get(name), torch.Tensor):
-                cut[name] = self._own(given[name], division, filler)
+                cut[name] = self._own(given[name], parts, filler)
         positions = given.get("position_ids")
         if positions is None:
             positions = torch.arange(length, device=inputs.device)[None]
-        cut["position_ids"] = self._own(positions, division, 0)
-        self._current = self._shared(given, cut.pop("attention_mask", None), division)
-        if given.get("labels") is not None:
-            cut["labels"] = self.own_labels(shifted(given["labels"]))
-            self._labels = given["labels"]
-            if self._loss is None:
-                del cut["labels"]
+        # Always given: a model would count from the first of each rank's positions.
+        cut["position_ids"] = self._own(positions, parts, 0)
+        self._current = self._shared(given, cut.pop("attention_mask", None), parts)
+        self._labels = given.get("labels")
+        if self._labels is not None:
+            # Shifted while the next token is at hand: a rank's last label is another rank's token.
+            del cut["labels"]
+            if self._loss is not None:
+                cut["labels"] = self.own_labels(_shifted(self._labels))
         if self._caches:
-            cut["use_cache"] = False
+            cut["use_cache"] = False  # it would hold keys of this rank's positions alone
         return cut
 
-    def _shared(self, given: Mapping[str, Any], mask: Any, division: Division) -> SharedSequence:
-        rules, is_real, own = self._rules, None, None
-        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
-            own = _padded_mask(mask, division, rules)
-        elif _has_padding(mask):
-            is_real = _padded(mask != 0, division, False)
-        begins_later = is_real is not None and not bool(is_real[:, 0].all())
-        if begins_later and rules.unseeing == "unknown":
-            raise PlanError(
-                "Sequences are padded on the left, and it is not known what this model makes of a "
-                "query that sees no key. The first label of a sequence depends on it. Pad on the "
-                "right, or write attn_implementation: sdpa."
-            )
-        return SharedSequence(
-            division=division,
-            rank=self.rank,
-            group=self.group,
-            rules=rules,
-            documents=self._documents(given, mask is not None, is_real is not None, division),
-            is_real=is_real,
-            mask=own,
-            sees_later=own is not None or (begins_later and rules.sees_later),
-        )
-
-    def _documents(
-        self, given: Mapping[str, Any], has_mask: bool, has_padding: bool, division: Division
-    ) -> torch.Tensor | None:
-        """Numbers of the documents in each row that tokens do not see: as `documents` is set."""
-        own = given.get("sequence_id")
-        if isinstance(own, torch.Tensor) and self._rules.takes_sequence_id:
-            return _padded(own, division, -1)
-        found = _runs_of(given.get("position_ids"))
-        if found is None:
-            return None
-        apart = {"always": True, "without mask": not has_mask, "without padding": not has_padding}
-        keeps = apart.get(self._rules.documents, False)
-        if not self._has_told and dist.get_rank() == 0:
-            self._has_told = True
-            log.log(logging.INFO if keeps else logging.WARNING, _DOCUMENTS[keeps])
-        return _padded(found, division, -1) if keeps else None
-
-    def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of labels that are shifted. Collective: no."""
-        return self._own(labels, self._division_of(labels.shape[1]), _IGNORED)
-
-    def _own(self, whole: torch.Tensor, division: Division, filler: float) -> torch.Tensor:
-        return division.cut(_padded(whole, division, filler), self.rank).contiguous()
-
-    def _refuse_unknown(self, given: Mapping[str, Any], length: int) -> None:
+    def _refuse_inputs(self, given: Mapping[str, Any], length: int) -> None:
         for name, value in given.items():
             if name in (*_CUT, *_REBUILT) or not isinstance(value, torch.Tensor):
                 continue
@@ -271,13 +214,12 @@ class SequenceGroup:
                     f"{length} tokens are divided between {self.size} ranks. It is not known how "
                     "it is divided. Leave it out, or take sequence_parallel out."
                 )
-
-    def _refuse_long(self, positions: torch.Tensor | None, length: int) -> None:
-        """Before one rank finds no embedding of its last position, and others wait for it."""
         if self._learned is None:
             return
         name, known = self._learned
+        positions = given.get("position_ids")
         last = length - 1 if positions is None else int(positions.max())
+        # Refused before one rank finds no embedding of its last position, and others wait for it.
         if last >= known:
             raise PlanError(
                 f"The model was given position {last}, and '{name}' has {known}, from 0 on. The "
@@ -285,14 +227,71 @@ class SequenceGroup:
                 "tokens, or take a model with rotary embeddings."
             )
 
+    def _shared(self, given: Mapping[str, Any], mask: Any, parts: SequenceParts) -> SharedSequence:
+        rules, is_real, own = self._rules, None, None
+        if isinstance(mask, torch.Tensor) and mask.ndim == 4:
+            own = _padded_mask(mask, parts, rules)
+        elif isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask != 0).all()):
+            is_real = _padded(mask != 0, parts, False)
+        begins_later = is_real is not None and not bool(is_real[:, 0].all())
+        if begins_later and rules.unseeing == "unknown":
+            raise PlanError(
+                "Sequences are padded on the left, and it is not known what this model makes of a "
+                "query that sees no key. The first label of a sequence depends on it. Pad on the "
+                "right, or write attn_implementation: sdpa."
+            )
+        sees_later = begins_later and rules.unseeing in ("average", "all")
+        return SharedSequence(
+            parts=parts,
+            rank=self.rank,
+            group=self.group,
+            rules=rules,
+            documents=self._documents(given, mask is not None, is_real is not None, parts),
+            is_real=is_real,
+            mask=own,
+            sees_later=own is not None or sees_later,
+        )
+
+    def _documents(
+        self, given: Mapping[str, Any], has_mask: bool, has_padding: bool, parts: SequenceParts
+    ) -> torch.Tensor | None:
+        """Numbers of the documents in each row that tokens do not see: as `documents` is set."""
+        own, positions = given.get("sequence_id"), given.get("position_ids")
+        if isinstance(own, torch.Tensor) and self._rules.takes_sequence_id:
+            return _padded(own, parts, -1)
+        if positions is None:
+            return None
+        # Documents of a packed row count their positions from zero again.
+        begins = positions[:, 1:] != positions[:, :-1] + 1
+        if not bool(begins.any()):
+            return None
+        apart = {"always": True, "without mask": not has_mask, "without padding": not has_padding}
+        keeps = apart.get(self._rules.documents, False)
+        if not self._has_told and dist.get_rank() == 0:
+            self._has_told = True
+            log.log(logging.INFO if keeps else logging.WARNING, _DOCUMENTS[keeps])
+        documents = nn.functional.pad(begins.long().cumsum(1), (1, 0))
+        return _padded(documents, parts, -1) if keeps else None
+
+    def own_labels(self, labels: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of labels that are shifted. Collective: no."""
+        return self._own(labels, self._parts_of(labels.shape[1]), _IGNORED)
+
+    def _own(self, whole: torch.Tensor, parts: SequenceParts, filler: float) -> torch.Tensor:
+        return parts.cut(_padded(whole, parts, filler), self.rank).contiguous()
+
+    def _parts_of(self, length: int) -> SequenceParts:
+        balanced = self.method == "gather_kv"
+        return SequenceParts(length=length, degree=self.size, is_balanced=balanced)
+
     # --- The first batch ---
 
     @torch.no_grad()
-    def _compare(self, given: Mapping[str, Any]) -> None:
+    def _try_attention(self, given: Mapping[str, Any]) -> None:
         """Compares each attention with that of one process, on the first tokens of one sequence.
 
-        And what the head is given, which depends on all other layers. No logits are made: they may
-        be larger than all that a step with `chunked_loss` holds.
+        And the inputs of heads, which depend on all other layers. No logits are made: they may be
+        larger than all that a step with `chunked_loss` holds.
 
         Collective: yes, over the default group. As many tokens as a rank computes in a step.
 
@@ -300,71 +299,64 @@ class SequenceGroup:
             PlanError: the same on every rank, if any of them differs.
         """
         name = _inputs_of(given)
-        division = self._division_of(given[name].shape[1])
-        inputs = given[name][:1, : max(division.local, self.size)]
+        local = self._parts_of(given[name].shape[1]).local
+        inputs = given[name][:1, : max(local, self.size)]
         modes = [(module, module.training) for module in self._entry.modules()]
         self._entry.eval()
         try:
             # Neither what fp8 rounds in parts nor a graph for two short forwards.
             with without_float8(self._entry), torch.compiler.set_stance("force_eager"):
-                self._is_idle = self._is_compared = True
+                self._is_idle = self._is_tried = True
                 whole = self._outputs({name: inputs})
                 self._is_idle = False
                 divided = self._outputs({name: inputs})
         finally:
-            self._is_idle = self._is_compared = False
+            self._is_idle = self._is_tried = False
             for module, mode in modes:
                 module.training = mode
-        division = self._division_of(inputs.shape[1])
-        error = None
-        for what, expected in whole.items():
-            expected = self._own(expected, division, 0)
-            got = divided[what]
-            real = division.positions_of(self.rank, got.device) < division.length
-            off = (got - expected)[:, real].norm() / expected[:, real].norm().clamp(min=1e-30)
+        parts, error = self._parts_of(inputs.shape[1]), None
+        real = self._own(torch.ones_like(inputs[..., 0] if inputs.ndim > 2 else inputs), parts, 0)
+        for place, expected in whole.items():
+            expected = self._own(expected, parts, 0)[:, real[0] > 0]
+            got = divided[place][:, real[0] > 0]
+            off = float((got - expected).norm() / expected.norm().clamp(min=1e-30))
             if not off <= _TOLERANCE.get(got.dtype, 0.1):
-                error = error or PlanError(_sees_otherwise(what, float(off), inputs.shape[1]))
+                error = error or PlanError(
+                    f"The {place} of the first {inputs.shape[1]} tokens, divided between ranks, is "
+                    f"{100 * off:.2g} % off what it is in one process. The model sees tokens in a "
+                    "way that is not known here, and the run would train another one. Leave "
+                    "sequence_parallel out for this model."
+                )
         raise_on_all_ranks({}, error)
 
     def _outputs(self, inputs: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """The output of each attention in a forward, and what the heads are given."""
+        """The output of each attention in a forward, and the input of each head."""
         found: dict[str, torch.Tensor] = {}
 
-        def keep(what: str, output: Any) -> None:
-            found[what] = (output if isinstance(output, torch.Tensor) else output[0]).detach()
+        def keep(path: str, _module: Any, _args: Any, output: Any) -> None:
+            output = output if isinstance(output, torch.Tensor) else output[0]
+            found[f"attention '{path}'"] = output.detach()
 
-        def cut(what: str, given: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        def cut(path: str, _module: Any, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+            first = args[0] if args else None
             # An embedding that is the head as well is given tokens.
-            if (
-                not given
-                or not isinstance(given[0], torch.Tensor)
-                or not given[0].is_floating_point()
-            ):
+            if not isinstance(first, torch.Tensor) or not first.is_floating_point():
                 return None
-            keep(what, given)
-            return given[0][:, :1], *given[1:]
+            found[f"input of '{path}'"] = first.detach()
+            return first[:, :1], *args[1:]
 
-        handles = [
-            module.register_forward_hook(
-                lambda _m, _a, output, path=path: keep(f"attention '{path}'", output)
-            )
-            for path, module in self._attention.items()
-        ]
-        handles += [
-            module.register_forward_pre_hook(
-                lambda _m, given, path=path: cut(f"input of '{path}'", given), prepend=True
-            )
-            for path, module in self._heads.items()
-        ]
-        try:
+        # For two forwards of the first batch; an error must not leave them.
+        with contextlib.ExitStack() as hooks:
+            for path, module in self._attention.items():
+                handle = module.register_forward_hook(functools.partial(keep, path))
+                hooks.callback(handle.remove)
+            for path, module in self._heads.items():
+                handle = module.register_forward_pre_hook(
+                    functools.partial(cut, path), prepend=True
+                )
+                hooks.callback(handle.remove)
             self._entry(**inputs, **({"use_cache": False} if self._caches else {}))
-        finally:
-            for handle in handles:
-                handle.remove()
         return found
-
-    def _division_of(self, length: int) -> Division:
-        return Division(length=length, degree=self.size, is_balanced=self.method == "gather_kv")
 
     # --- Out of the model ---
 
@@ -372,8 +364,10 @@ class SequenceGroup:
         """Replaces the model's `loss_function`, whose labels are shifted already."""
         if self._current is None or self._labels is None:
             return self._loss(logits, labels, *args, **kwargs)
+        # With it transformers sums and divides by it, so that the ranks' terms add up:
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/loss/loss_utils.py#L34
         if kwargs.get("num_items_in_batch") is None:
-            kwargs["num_items_in_batch"] = (shifted(self._labels) != _IGNORED).sum()
+            kwargs["num_items_in_batch"] = (_shifted(self._labels) != _IGNORED).sum()
         term = self._loss(logits, None, *args, **{**kwargs, "shift_labels": labels})
         return whole_loss(term, self.group)
 
@@ -388,7 +382,7 @@ class SequenceGroup:
             mean: of this rank's shifted labels; zero where none counts.
             labels: of whole sequences, not shifted.
         """
-        whole = shifted(labels)
+        whole = _shifted(labels)
         own = self.own_labels(whole)
         count, own_count = (whole != _IGNORED).sum(), (own != _IGNORED).sum()
         return whole_loss(mean(own) * (own_count / count.clamp(min=1)), self.group)
@@ -398,92 +392,61 @@ class SequenceGroup:
         shared, labels, logits = self._current, self._labels, getattr(output, "logits", None)
         # A model inside of adapters generates without a call of the wrapper.
         self._is_inside, self._current, self._labels = False, None, None
-        if shared is None or self._is_compared or not isinstance(logits, torch.Tensor):
+        if shared is None or self._is_tried or not isinstance(logits, torch.Tensor):
             return
         if self._loss is None and labels is not None:
-            own = logits.flatten(0, 1)
-            output["loss"] = self.loss_of_mean(
-                lambda labels: _mean_of_counted(own, labels.flatten()), labels
-            )
+
+            def mean(own: torch.Tensor) -> torch.Tensor:
+                total = nn.functional.cross_entropy(
+                    logits.flatten(0, 1), own.flatten(), reduction="sum"
+                )
+                return total / (own != _IGNORED).sum().clamp(min=1)
+
+            output["loss"] = self.loss_of_mean(mean, labels)
         if not module.training:
             whole = gather_sequence(logits.unsqueeze(1), self.group).squeeze(1)
-            whole = shared.division.put_together(whole, 1)
+            whole = shared.parts.put_together(whole, 1)
             # As a model's own: metrics view them in other shapes.
-            output["logits"] = whole[:, : shared.division.length].contiguous()
+            output["logits"] = whole[:, : shared.parts.length].contiguous()
 
 
 def _inputs_of(given: Mapping[str, Any]) -> str:
-    """The name of what there is to divide."""
-    found = [n for n in ("input_ids", "inputs_embeds") if isinstance(given.get(n), torch.Tensor)]
-    if not found:
-        raise PlanError(
-            "The model was called without input_ids and inputs_embeds. Sequence parallelism would "
-            "have nothing to divide. Give it one of them by name."
-        )
-    return found[0]
-
-
-def _sees_otherwise(what: str, off: float, length: int) -> str:
-    return (
-        f"The {what} of the first {length} tokens, divided between ranks, is {100 * off:.2g} % off "
-        "what it is in one process. The model sees tokens in a way that is not known here, and the "
-        "run would train another one. Leave sequence_parallel out for this model."
+    """The name of the inputs that are divided."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(given.get(name), torch.Tensor):
+            return name
+    raise PlanError(
+        "The model was called without input_ids and inputs_embeds. Sequence parallelism would "
+        "have nothing to divide. Give it one of them by name."
     )
 
 
-def _called_otherwise(entry: nn.Module) -> str:
-    return (
-        f"An attention of {type(entry).__name__} was computed in training without a call of it, so "
-        "no rank knows which part of the sequence it has. Ranks would compute whole sequences "
-        "each, without a word. Call the model itself, `model(**batch)`, not `model.forward` or a "
-        "module inside of it."
-    )
-
-
-def sequence_group_of(model: nn.Module) -> SequenceGroup | None:
-    """Returns what divides the sequences of a model, `None` where nothing does."""
-    if not _GROUPS or _GROUP in vars(model):
-        return vars(model).get(_GROUP)
-    # `vars`, because torch takes longest to say that a module has no such attribute.
-    found = (vars(module).get(_GROUP) for module in model.modules())
-    return next((group for group in found if group is not None), None)
-
-
-def shifted(labels: torch.Tensor) -> torch.Tensor:
+def _shifted(labels: torch.Tensor) -> torch.Tensor:
     """Returns the label of each position: the next token, and none for the last one."""
     return nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
 
 
-def _mean_of_counted(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    total = nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return total / (labels != _IGNORED).sum().clamp(min=1)
-
-
-# --- Padding and documents ---
-
-
-def _padded(whole: torch.Tensor, division: Division, filler: Any) -> torch.Tensor:
-    missing = division.padded - division.length
+def _padded(whole: torch.Tensor, parts: SequenceParts, filler: Any) -> torch.Tensor:
+    missing = parts.padded - parts.length
     if not missing:
         return whole
     rest = whole.new_full((whole.shape[0], missing, *whole.shape[2:]), filler)
     return torch.cat([whole, rest], 1)
 
 
-def _padded_mask(mask: torch.Tensor, division: Division, rules: MaskRules) -> torch.Tensor:
+def _padded_mask(mask: torch.Tensor, parts: SequenceParts, rules: MaskRules) -> torch.Tensor:
+    length = parts.length
     if not rules.takes_masks or (rules.adds_masks and mask.dtype == torch.bool):
         raise PlanError(
             f"The attention mask has the shape {tuple(mask.shape)} and the dtype {mask.dtype}, and "
             "it is not known what this model makes of it. Ranks would see other tokens than one "
-            f"process. Give a mask of (batch, {division.length}), or write "
-            "attn_implementation: sdpa."
+            f"process. Give a mask of (batch, {length}), or write attn_implementation: sdpa."
         )
-    missing = division.padded - division.length
-    if mask.shape[1] != 1 or mask.shape[2:] != (division.length, division.length):
+    if mask.shape[1] != 1 or mask.shape[2:] != (length, length):
         raise PlanError(
             f"The attention mask has the shape {tuple(mask.shape)}. Sequence parallelism cuts "
-            f"masks of (batch, 1, {division.length}, {division.length}). Give one of that shape, "
-            f"or of (batch, {division.length})."
+            f"masks of (batch, 1, {length}, {length}). Give one of that shape, or of (batch, "
+            f"{length})."
         )
     is_bool = mask.dtype == torch.bool
     if not is_bool and not mask.is_floating_point():
@@ -491,22 +454,8 @@ def _padded_mask(mask: torch.Tensor, division: Division, rules: MaskRules) -> to
             f"The attention mask of four dimensions has the dtype {mask.dtype}. What is added to "
             "scores has a floating point dtype, and what is seen is bool. Give one of these."
         )
-    unseen = False if is_bool else torch.finfo(mask.dtype).min
+    missing, unseen = parts.padded - length, False if is_bool else torch.finfo(mask.dtype).min
     mask = nn.functional.pad(mask, (0, missing, 0, missing), value=unseen)
     if missing:  # a padded query sees the first: a row without any key might be NaN
-        mask[:, :, division.length :, 0] = True if is_bool else 0
+        mask[:, :, length:, 0] = True if is_bool else 0
     return mask
-
-
-def _has_padding(mask: Any) -> bool:
-    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask != 0).all())
-
-
-def _runs_of(positions: torch.Tensor | None) -> torch.Tensor | None:
-    """Numbers of the runs of positions in each row, `None` where each row is one run."""
-    if positions is None:
-        return None
-    begins = positions[:, 1:] != positions[:, :-1] + 1
-    if not bool(begins.any()):
-        return None
-    return nn.functional.pad(begins.long().cumsum(1), (1, 0))

@@ -1,4 +1,4 @@
-"""Masks of a sequence that several ranks hold: which keys each query sees.
+"""Which positions of a sequence each rank has, and which keys each query sees.
 
 [Note: masks] A model builds its mask for the positions it sees, which are those of one rank. So the
 mask is built here, from what is known about the whole sequence: order, sliding window, documents
@@ -18,12 +18,76 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.parallel.sequence.positions import Division
-
 BLOCK = 512
 """queries that are computed together where a mask is needed"""
 
-__all__ = ["BLOCK", "AttentionCall", "MaskRules", "SharedSequence", "mask_of", "order_of_block"]
+__all__ = [
+    "BLOCK",
+    "AttentionCall",
+    "MaskRules",
+    "SequenceParts",
+    "SharedSequence",
+    "in_order",
+    "mask_of",
+    "order_of_block",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceParts:
+    """A sequence, padded so that each rank has as many positions as the others.
+
+    In order, rank `r` of `n` has the `r`-th part. Balanced, it has parts `r` and `2n - 1 - r` of
+    `2n`, so that every rank has as many pairs of a query and an earlier key.
+    """
+
+    length: int
+    """positions, without padding"""
+    degree: int
+    is_balanced: bool
+
+    @property
+    def count(self) -> int:
+        """Parts of equal length."""
+        return self.degree * (2 if self.is_balanced else 1)
+
+    @property
+    def padded(self) -> int:
+        """Positions with padding."""
+        return self.count * -(-self.length // self.count)
+
+    @property
+    def local(self) -> int:
+        """Positions of one rank."""
+        return self.padded // self.degree
+
+    def parts_of(self, rank: int) -> tuple[int, ...]:
+        """Returns the numbers of a rank's parts, in the order in which it holds them."""
+        return (rank, self.count - 1 - rank) if self.is_balanced else (rank,)
+
+    def spans_of(self, rank: int) -> list[tuple[int, int]]:
+        """Returns begin and end of each of a rank's parts."""
+        size = self.padded // self.count
+        return [(part * size, (part + 1) * size) for part in self.parts_of(rank)]
+
+    def cut(self, whole: torch.Tensor, rank: int, dim: int = 1) -> torch.Tensor:
+        """Returns a rank's positions of a tensor that holds all of them, padding included."""
+        spans = [whole.narrow(dim, a, b - a) for a, b in self.spans_of(rank)]
+        return spans[0] if len(spans) == 1 else torch.cat(spans, dim)
+
+    def put_together(self, gathered: torch.Tensor, dim: int) -> torch.Tensor:
+        """Returns a tensor in the order of positions that has all ranks' parts one after the other.
+
+        Args:
+            gathered: in `dim` the parts of each rank, in the order of the ranks.
+            dim: of the positions.
+        """
+        if not self.is_balanced:
+            return gathered
+        # Backward of this is a cut: nothing is sent.
+        held = [part for rank in range(self.degree) for part in self.parts_of(rank)]
+        pieces = gathered.split(self.padded // self.count, dim)
+        return torch.cat([pieces[held.index(part)] for part in range(self.count)], dim)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +103,8 @@ class MaskRules:
     narrows_masks: bool = False
     """whether an attention's window narrows a mask that the user gives"""
     unseeing: Literal["zero", "average", "all", "itself", "unknown"] = "itself"
-    """what a query sees that may see no key: nothing, every key with the same weight, every key,
-    or itself"""
+    """keys of a query that may see none: nothing, every key with the same weight, every key, or
+    itself"""
 
     documents: Literal["never", "without mask", "without padding", "always"] = "never"
     """when positions that begin again keep the documents of a row apart: where the model is given
@@ -48,17 +112,12 @@ class MaskRules:
     takes_sequence_id: bool = True
     """whether documents that the batch numbers by itself are kept apart"""
 
-    @property
-    def sees_later(self) -> bool:
-        """Whether a query without any key sees those after it."""
-        return self.unseeing in ("average", "all")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedSequence:
     """A batch of sequences that a group computes together, as attention has to know it."""
 
-    division: Division
+    parts: SequenceParts
     rank: int
     """in the group"""
     group: dist.ProcessGroup
@@ -91,17 +150,16 @@ class AttentionCall:
 def order_of_block(
     shared: SharedSequence, window: int | None, end: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """Returns the mask of a block of queries: keys up to its own, the last in the last column.
-
-    Collective: no.
-    """
+    """Returns the mask of a block of queries: keys up to its own, the last in the last column."""
     wanted = ("order", window, like.dtype)
     width = max(BLOCK, end if window is None else min(end, BLOCK + window - 1))
+    # One mask for all blocks: each takes its last columns. Masks of all blocks would be half of
+    # (positions x positions) together.
     known = shared.masks.get(wanted)
     if known is None or known.shape[-1] < width:
         q = torch.arange(width - BLOCK, width, device=like.device).unsqueeze(1)
         k = torch.arange(width, device=like.device).unsqueeze(0)
-        known = _added(_in_order(q, k, window)[None, None], like)
+        known = _added(in_order(q, k, window)[None, None], like)
         shared.masks[wanted] = known
     return known
 
@@ -114,17 +172,16 @@ def mask_of(
     keys: tuple[int, int],
     like: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns what is added to scores of queries and keys, each from a position to another.
+    """Returns a mask that is added to scores of queries and keys, each from a position to another.
 
-    Layers share their masks. Collective: no.
+    Layers share their masks.
 
     Returns:
         (batch or 1, 1, queries, keys).
     """
     wanted = (queries, keys, window, like.dtype, call.needs_mask)
     if wanted not in shared.masks:
-        make = _own_mask if shared.mask is None else _given_mask
-        mask = make(shared, window, queries, keys, like)
+        mask = _new_mask(shared, window, queries, keys, like)
         if call.needs_mask:
             # Torch's kernels give zero where nothing is seen; a softmax by itself gives NaN.
             mask.masked_fill_((mask == -torch.inf).all(-1, keepdim=True), 0)
@@ -134,32 +191,34 @@ def mask_of(
 
 def _added(seen: torch.Tensor, like: torch.Tensor, unseen: float | None = None) -> torch.Tensor:
     """A mask as what is added to scores: kernels would make that of each mask, for each layer."""
+    # As transformers does it: a row with nothing but the least number is an average of all keys,
+    # where a row of -inf gives zero in torch's kernels and NaN in a softmax.
     added = torch.zeros(seen.shape, dtype=like.dtype, device=like.device)
     return added.masked_fill_(~seen, torch.finfo(like.dtype).min if unseen is None else unseen)
 
 
-def _in_order(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+def in_order(q: torch.Tensor, k: torch.Tensor, window: int | None) -> torch.Tensor:
+    """Returns whether queries see keys by their order and a window alone."""
     return (k <= q) if window is None else (k <= q) & (k > q - window)
 
 
-def _positions(
-    queries: tuple[int, int], keys: tuple[int, int], device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.arange(*queries, device=device).unsqueeze(1),
-        torch.arange(*keys, device=device).unsqueeze(0),
-    )
-
-
-def _own_mask(
+def _new_mask(
     shared: SharedSequence,
     window: int | None,
     queries: tuple[int, int],
     keys: tuple[int, int],
     like: torch.Tensor,
 ) -> torch.Tensor:
-    q, k = _positions(queries, keys, like.device)
-    seen = _in_order(q, k, window)[None, None]
+    q = torch.arange(*queries, device=like.device).unsqueeze(1)
+    k = torch.arange(*keys, device=like.device).unsqueeze(0)
+    if shared.mask is not None:
+        cut = shared.mask[:, :, slice(*queries), slice(*keys)]
+        # Torch's kernels take true and false so: a query without any key gives zero.
+        added = _added(cut, like, -torch.inf) if cut.dtype == torch.bool else cut.to(like.dtype)
+        if window is not None and shared.rules.narrows_masks:
+            added = added.masked_fill(k <= q - window, torch.finfo(like.dtype).min)
+        return added.masked_fill(k >= shared.parts.length, -torch.inf)
+    seen = in_order(q, k, window)[None, None]
     if shared.documents is not None:
         own, others = (shared.documents[:, slice(*span)] for span in (queries, keys))
         seen = seen & (own.unsqueeze(2) == others.unsqueeze(1)).unsqueeze(1)
@@ -173,26 +232,5 @@ def _own_mask(
     if unseeing != "average":
         value = 0.0 if unseeing == "all" else -torch.inf
         added.masked_fill_(~seen.any(-1, keepdim=True), value)
-    return added.masked_fill_(_is_filling(shared, k), -torch.inf)
-
-
-def _given_mask(
-    shared: SharedSequence,
-    window: int | None,
-    queries: tuple[int, int],
-    keys: tuple[int, int],
-    like: torch.Tensor,
-) -> torch.Tensor:
-    given: Any = shared.mask
-    q, k = _positions(queries, keys, like.device)
-    cut = given[:, :, slice(*queries), slice(*keys)]
-    # Torch's kernels take true and false so: a query without any key gives zero.
-    added = _added(cut, like, -torch.inf) if cut.dtype == torch.bool else cut.to(like.dtype)
-    if window is not None and shared.rules.narrows_masks:
-        added = added.masked_fill(k <= q - window, torch.finfo(like.dtype).min)
-    return added.masked_fill(_is_filling(shared, k), -torch.inf)
-
-
-def _is_filling(shared: SharedSequence, k: torch.Tensor) -> torch.Tensor:
-    """Whether keys pad sequences to equal parts. No query sees them in one process."""
-    return k >= shared.division.length
+    # No query sees keys that pad sequences to equal parts in one process.
+    return added.masked_fill_(k >= shared.parts.length, -torch.inf)

@@ -163,6 +163,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
     ),
     *_rows("summon_full_params", "wrapped", {_MODULE: "_apply _load_state_dict_post_hooks"}),
     *_rows("fp8", "read", {_PARAM: "_sharded_local_tensor"}),
+    *_rows("tensor_parallel", "read", {"torch.distributed.device_mesh": "_mesh_resources"}),
     *_rows("fp8", "reset", {_PARAM: "_init_extensions"}),
     *_rows(
         "chunked_loss",

@@ -78,7 +78,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
     ),
     _row(
         target=f"{_ALGORITHMS}.ema.ema:EMAParameters.__init__",
-        replacement="trainer.parallelism.averages:start_averages",
+        replacement="trainer.algorithms:start_averages",
         feature=_EMA,
         why="forgets in which order tensor parallelism holds fused projections",
         upstream=f"{_UPSTREAM}/algorithms/ema/ema.py#L401",

@@ -65,13 +65,12 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         source=f"{_PACKAGE}.{_TRAIN}:train",
     ),
     _row(
-        target=f"{_PACKAGE}.utils.config_utils:dist",
-        replacement="trainer.parallelism.group_views:CountsGroups",
+        target=f"{_PACKAGE}.utils.config_utils:update_config_with_batch_size_info",
+        replacement="trainer.groups:show_batch",
         feature=GROUPS,
-        why="is asked for the number of ranks, to divide the batch that a group reads together",
-        upstream=f"{_UPSTREAM}/utils/config_utils.py#L1",
-        fingerprints={"849b7f116139d881"},
-        source=f"{_PACKAGE}.utils.config_utils",
+        why="logs a batch that is multiplied, so that each group of ranks gets its share",
+        upstream=f"{_UPSTREAM}/utils/config_utils.py#L461",
+        takes={"cfg"},
     ),
     _row(
         target=f"{_PACKAGE}.command_utils.eval:make_dataclass_and_log_config",

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 from composer_fsdp2 import PlanError
 from composer_fsdp2.config.schema import parse_config
-from composer_fsdp2.parallel.layers import LayerPlan, plan_layers
+from composer_fsdp2.parallel.tensor.layers import LayerPlan, plan_layers
 from composer_fsdp2.plan.module_tree import ModuleTree
 from tests.dist.test_tensor_parallel import llama
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from composer_fsdp2 import PlanError
-from composer_fsdp2.parallel.known import known_block
+from composer_fsdp2.parallel.tensor.known import known_block
 
 
 class MultiheadAttention(nn.Module):

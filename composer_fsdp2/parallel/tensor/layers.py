@@ -8,7 +8,7 @@ known as well: it sees one rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,16 +16,18 @@ from torch import nn
 
 from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.adapters import adapter_cuts, home_of
-from composer_fsdp2.parallel.cuts import (
+from composer_fsdp2.parallel.tensor.known import (
     Cut,
+    KnownBlock,
+    adapter_cuts,
     has_weight,
+    home_of,
     is_adapted,
     is_conv1d,
     is_linear,
+    known_block,
     rows_and_columns,
 )
-from composer_fsdp2.parallel.known import KnownBlock, known_block
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, tied_groups
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
 from composer_fsdp2.text import child_name
@@ -40,7 +42,6 @@ _STYLES: Mapping[str, Cut | None] = {
 }
 _RENAMED = {"colwise_gather_output": "colwise_rep"}
 """styles of newer transformers"""
-_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +59,22 @@ class LayerPlan:
     """layers that would be divided, if their sizes allowed it"""
 
     def __str__(self) -> str:
-        layers = ", ".join(f"{name} ({self._how(name)})" for name in self.cuts)
+        added = {name: f", {rows} rows of padding" for name, rows in self.padding.items()}
+        layers = ", ".join(
+            f"{name} ({cut}{added.get(name, '')})" for name, cut in self.cuts.items()
+        )
         whole = f"; whole: {', '.join(self.whole)}" if self.whole else ""
         return f"tensor parallelism of {self.degree} ranks: {layers}{whole}"
-
-    def _how(self, name: str) -> str:
-        added = self.padding.get(name, 0)
-        return f"{self.cuts[name]}{f', {added} rows of padding' if added else ''}"
 
 
 @dataclass(slots=True, eq=False)
 class _Search:
     tree: ModuleTree
     spec: TensorSpec
-    shard: int
-    modules: dict[str, nn.Module] = field(default_factory=dict[str, nn.Module])
+    modules: dict[str, nn.Module]
+    asked: dict[str, str]
     known: dict[str, KnownBlock] = field(default_factory=dict[str, KnownBlock])
     cuts: dict[str, Cut] = field(default_factory=dict[str, Cut])
-    asked: dict[str, str] = field(default_factory=dict[str, str])
     whole: list[str] = field(default_factory=list[str])
     beside: set[str] = field(default_factory=set[str])
     """parts of adapters that are whole on each rank"""
@@ -95,20 +94,32 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
         PlanError: for a model in which nothing is known, sizes that do not divide, and layers
             whose neighbours are not known.
     """
-    search = _Search(tree, spec, shard, dict(tree.modules()))
-    search.asked = _asked(tree, spec)
+    search = _Search(tree, spec, dict(tree.modules()), _asked(tree, spec))
     _check_weights(search)
     _find_cuts(search)
     _leave_heads_whole(search)
     if not search.cuts:
-        raise PlanError(_nothing_known(search))
-    _check_blocks(search)
-    counts = {
-        name: block.counts
+        kinds = sorted({type(module).__name__ for module in search.modules.values()})
+        raise PlanError(
+            f"tensor_parallel has degree {spec.degree}, and nothing in the model is known to be "
+            "divisible. Every rank of a group would compute the same. Write the layers in "
+            "tensor_parallel.layer_plan ({'*.up': colwise, '*.down': rowwise}), or leave it out. "
+            f"Classes in this model: {', '.join(kinds)}."
+        )
+    # Blocks of which the user keeps every layer whole are no blocks any more.
+    search.known = {
+        name: block
         for name, block in search.known.items()
-        if block.counts and _is_cut(search, name, block)
+        if any(child_name(name, child) in search.cuts for child in block.cuts)
     }
-    _divide_adapters(search)
+    _check_blocks(search)
+    # Layers with adapters make way for the layers in them; see [Note: adapters].
+    for name in [name for name in search.cuts if is_adapted(search.modules[name])]:
+        for child, cut in adapter_cuts(search.modules[name], search.cuts.pop(name)):
+            if cut is None:
+                search.beside.add(child_name(name, child))
+            else:
+                search.cuts[child_name(name, child)] = cut
     _check_between(search)
     _check_sizes(search)
     return LayerPlan(
@@ -119,7 +130,7 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
             for name, cut in search.cuts.items()
             if (padding := -_shared_rows(search.modules[name], cut) // spec.degree % shard)
         },
-        counts=counts,
+        counts={name: block.counts for name, block in search.known.items() if block.counts},
         whole=tuple(search.whole),
     )
 
@@ -155,43 +166,28 @@ def _check_weights(search: _Search) -> None:
 
 
 def _find_cuts(search: _Search) -> None:
+    """Looks in the order of [Note: which plan], the weakest first."""
     for name, style in _styles_of_model(search).items():
+        # Norms and the like have styles too, which a rank computes whole.
         if (cut := _STYLES[style]) is not None and is_linear(search.modules[name]):
             search.cuts[name] = cut
+    linear = [name for name, module in search.modules.items() if is_linear(module)]
     for name, module in search.modules.items():
-        if not _is_whole(search, name) and (block := known_block(name, module)) is not None:
+        start = f"{name}."
+        inside = [n for n in linear if n.startswith(start)] if search.asked else []
+        kept_whole = inside and all(search.asked.get(layer) == "whole" for layer in inside)
+        if not kept_whole and (block := known_block(name, module)) is not None:
             search.known[name] = block
             search.cuts.update({child_name(name, child): cut for child, cut in block.cuts.items()})
             _add_norms(search, name, module, block)
-        elif name.rpartition(".")[2] == _HEAD and is_linear(module):
+        elif name.rpartition(".")[2] == "lm_head" and name in linear:
             search.cuts.setdefault(name, Cut(kind="columns", gathers=True))
     for name, style in search.asked.items():
-        _follow_user(search.cuts, name, _STYLES[style])
-
-
-def _follow_user(cuts: dict[str, Cut], name: str, cut: Cut | None) -> None:
-    known = cuts.get(name)
-    if cut is None:
-        cuts.pop(name, None)
-    elif known is None or (known.kind, known.gathers) != (cut.kind, cut.gathers):
-        cuts[name] = cut
-
-
-def _divide_adapters(search: _Search) -> None:
-    """Layers with adapters make way for what is in them; see [Note: adapters]."""
-    for name in [name for name in search.cuts if is_adapted(search.modules[name])]:
-        for child, cut in adapter_cuts(search.modules[name], search.cuts.pop(name)):
-            if cut is None:
-                search.beside.add(child_name(name, child))
-            else:
-                search.cuts[child_name(name, child)] = cut
-
-
-def _is_whole(search: _Search, name: str) -> bool:
-    """Whether the user keeps all layers of a module whole."""
-    below = [style for layer, style in search.asked.items() if layer.startswith(f"{name}.")]
-    linear = [n for n, m in search.modules.items() if n.startswith(f"{name}.") and is_linear(m)]
-    return bool(below) and len(below) == len(linear) and set(below) == {"whole"}
+        cut, known = _STYLES[style], search.cuts.get(name)
+        if cut is None:
+            search.cuts.pop(name, None)
+        elif known is None or (known.kind, known.gathers) != (cut.kind, cut.gathers):
+            search.cuts[name] = cut  # without the blocks that a known cut has
 
 
 def _add_norms(search: _Search, name: str, module: nn.Module, block: KnownBlock) -> None:
@@ -205,9 +201,7 @@ def _add_norms(search: _Search, name: str, module: nn.Module, block: KnownBlock)
 
 
 def _styles_of_model(search: _Search) -> dict[str, str]:
-    """Styles of Hugging Face's plans, by full names.
-
-    Collective: no.
+    """Returns styles of Hugging Face's plans by full names.
 
     Raises:
         PlanError: for a style that is not known here.
@@ -217,49 +211,39 @@ def _styles_of_model(search: _Search) -> dict[str, str]:
         for pattern, written in _plan_of(name, module):
             style, matches = _RENAMED.get(written, written), matcher(pattern)
             named = [n for n in search.modules if matches(n)]
-            if named and style not in _STYLES and not _all_known(search, named):
+            if style in _STYLES:
+                found.update(dict.fromkeys(named, style))
+                continue
+            parents = {n.rpartition(".")[0] for n in named}
+            if not all(known_block(parent, search.modules[parent]) for parent in parents):
                 raise PlanError(
                     f"The tensor plan of {type(module).__name__} gives '{pattern}' the style "
                     f"'{written}', which keeps plain tensors with a division of its own. Their "
                     "checkpoints and gradients would be those of one rank. Leave tensor "
                     "parallelism out for this model."
                 )
-            if style in _STYLES:
-                found.update(dict.fromkeys(named, style))
     return found
 
 
-def _all_known(search: _Search, names: Sequence[str]) -> bool:
-    parents = {name.rpartition(".")[0] for name in names}
-    return all(known_block(name, search.modules[name]) is not None for name in parents)
-
-
 def _plan_of(name: str, module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Patterns with full names: the class's own are of the model, the configuration's of its base.
+    """Yields patterns with full names.
+
+    The class's own plan is of the model, the configuration's of the base model in it.
 
     Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L1917
     """
     prefix = attribute_of(module, "base_model_prefix")
     if not isinstance(prefix, str):
         return
-    own: Any = vars(type(module)).get("_tp_plan")
-    yield from ((child_name(name, key), style) for key, style in (own or {}).items())
-    base: Any = getattr(attribute_of(module, "config"), "base_model_tp_plan", None)
-    if not base or module._modules.get(prefix) is None:
-        if any(key in module._modules for key in {k.partition(".")[0] for k in base or {}}):
-            yield from ((child_name(name, key), style) for key, style in base.items())
+    # `vars`, because models inherit the attribute, and get one of their own in `post_init`.
+    own: Any = vars(type(module)).get("_tp_plan") or {}
+    yield from ((child_name(name, key), style) for key, style in own.items())
+    base: Any = getattr(attribute_of(module, "config"), "base_model_tp_plan", None) or {}
+    if module._modules.get(prefix) is not None:
+        name = child_name(name, prefix)
+    elif not any(key.partition(".")[0] in module._modules for key in base):
         return
-    yield from ((child_name(name, f"{prefix}.{key}"), style) for key, style in base.items())
-
-
-def _nothing_known(search: _Search) -> str:
-    kinds = sorted({type(module).__name__ for module in search.modules.values()})
-    return (
-        f"tensor_parallel has degree {search.spec.degree}, and nothing in the model is known to be "
-        "divisible. Every rank of a group would compute the same. Write the layers in "
-        "tensor_parallel.layer_plan ({'*.up': colwise, '*.down': rowwise}), or leave it out. "
-        f"Classes in this model: {', '.join(kinds)}."
-    )
+    yield from ((child_name(name, key), style) for key, style in base.items())
 
 
 # --- What the sizes allow ---
@@ -267,8 +251,9 @@ def _nothing_known(search: _Search) -> str:
 
 def _leave_heads_whole(search: _Search) -> None:
     """Divides a vocabulary only where its size allows it, and with it the embedding tied to it."""
-    degree = search.spec.degree
-    tied = {name: group for group in tied_groups(search.tree.root) for name in group}
+    # A head that shares its weight with the embedding is divided only together with it.
+    ties = tied_groups(search.tree.root)
+    tied = {name: group for group in ties for name in group}
     for name in [n for n, cut in search.cuts.items() if cut.gathers and n not in search.asked]:
         module = search.modules[name]
         partners = [n.rpartition(".")[0] for n in tied.get(f"{name}.weight", ())]
@@ -276,21 +261,22 @@ def _leave_heads_whole(search: _Search) -> None:
         fits = (
             not is_conv1d(module)
             and not is_adapted(module)
-            and rows_and_columns(module)[1] % degree == 0
+            and rows_and_columns(module)[1] % search.spec.degree == 0
         )
         if fits and all(_is_plain_embedding(search.modules[other]) for other in others):
             search.cuts.update(dict.fromkeys(others, Cut(kind="embedding")))
         else:
             del search.cuts[name]
             search.whole.append(name)
-    weights = {
-        child_name(_weight_of(search, name), "weight"): cut for name, cut in search.cuts.items()
-    }
-    for group in tied_groups(search.tree.root):
-        kinds = {weights[name].kind for name in group if name in weights}
-        if kinds and (len(kinds) > 1 or not weights.keys() >= {*group}):
-            if kinds == {"columns", "embedding"} and weights.keys() >= {*group}:
-                continue
+    kinds: dict[str, str] = {}
+    for name, cut in search.cuts.items():
+        # Adapters make way later, so the layer still has its name from outside.
+        layer = child_name(name, "base_layer") if is_adapted(search.modules[name]) else name
+        kinds[child_name(layer, "weight")] = cut.kind
+    for group in ties:
+        found = {kinds.get(name, "") for name in group}
+        # A head by columns and an embedding by words have the same rows on each rank.
+        if len(found) > 1 and found != {"columns", "embedding"}:
             raise PlanError(
                 f"{', '.join(repr(name) for name in group)} are one weight, and tensor parallelism "
                 "would divide it differently in each place. That would untie them. Keep their "
@@ -298,37 +284,28 @@ def _leave_heads_whole(search: _Search) -> None:
             )
 
 
-def _weight_of(search: _Search, name: str) -> str:
-    return child_name(name, "base_layer") if is_adapted(search.modules[name]) else name
-
-
 def _is_plain_embedding(module: nn.Module) -> bool:
+    # The lookup of a rank's own words knows none of these: see `_look_up_own_rows`.
     if type(module) is not nn.Embedding or module.scale_grad_by_freq or module.sparse:
         return False
     return module.padding_idx is None and module.max_norm is None
-
-
-def _is_cut(search: _Search, name: str, block: KnownBlock) -> bool:
-    return any(child_name(name, child) in search.cuts for child in block.cuts)
 
 
 def _check_blocks(search: _Search) -> None:
     """Blocks are divided as a whole, and into whole heads."""
     degree = search.spec.degree
     for name, block in search.known.items():
-        if not _is_cut(search, name, block):
-            continue
         missing = [child for child in block.cuts if child_name(name, child) not in search.cuts]
         if missing:
             raise PlanError(
                 f"tensor_parallel.layer_plan keeps {', '.join(missing)} of '{name}' whole and "
                 "divides the rest. The parts would not fit together. Divide all of them, or none."
             )
-        for what, count in block.heads.items():
+        for kind, count in block.heads.items():
             if count % degree:
                 divisors = [n for n in range(1, count + 1) if count % n == 0]
                 raise PlanError(
-                    f"'{name}' has {count} {what}, which {degree} ranks cannot share: "
+                    f"'{name}' has {count} {kind}, which {degree} ranks cannot share: "
                     f"tensor_parallel.degree must divide them. Use one of "
                     f"{', '.join(map(str, divisors))}, or keep it whole with "
                     f"tensor_parallel.layer_plan: {{'{name}.*': whole}}."
@@ -342,6 +319,9 @@ def _check_between(search: _Search) -> None:
         if cut.kind in ("columns", "rows") and not cut.gathers:
             home, is_adapter = home_of(name, search.modules)
             kinds.setdefault(home, set()).update(() if is_adapter else (cut.kind,))
+    covered = search.cuts.keys() | search.beside
+    names = [ref.name for ref in search.tree.params]
+    uncovered = [name for name in names if name.rpartition(".")[0] not in covered]
     for parent, found in kinds.items():
         if found != {"columns", "rows"}:
             raise PlanError(
@@ -350,15 +330,10 @@ def _check_between(search: _Search) -> None:
                 "and rowwise for the one that comes out."
             )
         inside = f"{parent}." if parent else ""
-        unknown = [
-            ref.name
-            for ref in search.tree.params
-            if ref.name.startswith(inside)
-            and ref.name.rpartition(".")[0] not in search.cuts.keys() | search.beside
-        ]
-        if unknown:
+        unknown = next((name for name in uncovered if name.startswith(inside)), None)
+        if unknown is not None:
             raise PlanError(
-                f"'{unknown[0]}' lies in '{parent}' beside layers that are divided between ranks. "
+                f"'{unknown}' lies in '{parent}' beside layers that are divided between ranks. "
                 "It is not known whether it sees the whole input or one rank's part, and its "
                 "gradient might be a part as well. Put the divided layers into a module of their "
                 "own, or keep them whole in tensor_parallel.layer_plan."
@@ -368,14 +343,17 @@ def _check_between(search: _Search) -> None:
 def _check_sizes(search: _Search) -> None:
     degree = search.spec.degree
     for name, cut in search.cuts.items():
-        module = search.modules[name]
-        if cut.kind == "norm":
+        if cut.kind in ("norm", "embedding"):
             continue
-        inside, outside = (0, 0) if cut.kind == "embedding" else rows_and_columns(module)
-        size = inside if cut.kind == "rows" else outside
-        for part in cut.blocks or (size,):
-            if part % degree:
-                raise PlanError(_uneven(name, cut, part, f"the degree {degree}"))
+        inside, outside = rows_and_columns(search.modules[name])
+        for size in cut.blocks or (inside if cut.kind == "rows" else outside,):
+            if size % degree:
+                raise PlanError(
+                    f"'{name}' is divided by {cut.kind}, and its size {size} is not divisible by "
+                    f"the degree {degree}. Ranks would compute parts of different sizes, which do "
+                    "not fit together. Choose another degree, or keep it whole in "
+                    "tensor_parallel.layer_plan."
+                )
 
 
 def _shared_rows(module: nn.Module, cut: Cut) -> int:
@@ -393,11 +371,3 @@ def _shared_rows(module: nn.Module, cut: Cut) -> int:
     if cut.kind == "columns":
         return outside if has_bias or not is_conv1d(module) else 0
     return inside if is_conv1d(module) else 0
-
-
-def _uneven(name: str, cut: Cut, size: int, divisor: str) -> str:
-    return (
-        f"'{name}' is divided by {cut.kind}, and its size {size} is not divisible by {divisor}. "
-        "Ranks would compute parts of different sizes, which do not fit together. Choose "
-        "another degree, or keep it whole in tensor_parallel.layer_plan."
-    )

@@ -1,0 +1,255 @@
+"""The interface between the ways to divide a model between ranks and all other rooms.
+
+[Note: dividing] Tensor and sequence parallelism live in a folder each. Other rooms know of them:
+
+- the entry in `TRANSFORMATIONS`: a `Division`, which refuses, plans and changes the model;
+- the `Divided` that its `apply_on` returns: it is told when the model is sharded, when the
+  optimizer has the shards, and when a forward begins;
+- `run_of(model).batch_group`: the ranks that read one batch, by which the Trainer deals data and
+  counts samples. They are a `RankGroup`, the kind of `Divided` that says so;
+- `row_order.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
+  checkpoints for one parameter at a time.
+
+So another way to divide a model is a folder beside these two, its setting, and one line in
+`TRANSFORMATIONS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2.blocks.transformation import Transformation
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.plan.mesh_shape import MeshShape
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
+from composer_fsdp2.shard.torch_private.tensors import tree_leaves
+
+__all__ = ["DRAWN", "DRAWS", "BatchGroup", "Divided", "Division", "GroupSizes", "RankGroup"]
+
+Plan = TypeVar("Plan")
+
+_EVERY = 50
+"""batches of training from one comparison to the next: reading a batch waits for the device"""
+
+DRAWS = {
+    *("AugMix", "ColOut", "CutMix", "CutOut", "GyroDropout", "MixUp", "ProgressiveResizing"),
+    *("RandAugment", "SelectiveBackprop", "StochasticDepth"),
+}
+"""Composer's algorithms that draw random numbers of their own, also outside of the forward."""
+DRAWN = "It draws on each rank by itself, and the ranks of a group need the same batch."
+"""why the ranks of a group cannot have them"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSizes:
+    """Sizes of one rank's part of a model. A parameter counts once, however many names it has."""
+
+    mesh: str
+    layers: int
+    """that are divided"""
+    divided: int
+    """elements of their parameters, over all ranks"""
+    elements: int
+    """of the model"""
+    held: int
+    """elements of the shards of a rank"""
+    held_bytes: int
+    """in their own dtypes; gradients take as much, and Adam's state twice as much"""
+    gathered: int
+    """elements of the largest unit as a rank gathers it"""
+    largest: str
+    """the unit"""
+
+    def __str__(self) -> str:
+        """Lines for `plan`."""
+        return (
+            f"mesh: {self.mesh}\n"
+            f"tensor parallelism: {self.layers} layers are divided, {self.divided:,} of "
+            f"{self.elements:,} elements\n"
+            f"each rank: holds {self.held:,} elements ({self.held_bytes / 1e9:.1f} GB of weights), "
+            f"gathers at most {self.gathered:,} ({self.largest})"
+        )
+
+
+class Division(Transformation[Plan]):
+    """A transformation that divides a model or its batches between ranks; see [Note: dividing]."""
+
+    def apply(self, tree: ModuleTree, plan: Plan) -> None:
+        """Refused: a division needs the mesh of the run."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def apply_on(self, tree: ModuleTree, plan: Plan, mesh: DeviceMesh) -> Divided:
+        """Changes the model before it is sharded. Collective: yes, over the default group.
+
+        Returns:
+            A `RankGroup` where ranks read one batch from now on.
+        """
+
+    def sizes(
+        self, tree: ModuleTree, plan: Plan, units: WrapPlan, shape: MeshShape
+    ) -> GroupSizes | None:
+        """Returns what a rank of a run holds and gathers, `None` where FSDP2 alone decides it.
+
+        Collective: no.
+
+        Args:
+            tree: the model, before anything is changed.
+            plan: of this division.
+            units: of FSDP2.
+            shape: of the mesh.
+        """
+        return None
+
+
+class Divided:
+    """A division of a model that is applied. Methods that it does not define do nothing."""
+
+    def connect(self, model: nn.Module) -> None:
+        """Changes the model once it is sharded. Collective: no."""
+
+    def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Changes the optimizer once it has the shards. Collective: no."""
+
+    def before_forward(self, model: nn.Module, inputs: Any) -> None:
+        """Is called when a forward of the whole model begins. Collective: as the division says."""
+
+
+class RankGroup(Divided):
+    """Ranks that compute one batch together, because a division has made them.
+
+    Args:
+        group: of this rank.
+    """
+
+    why: ClassVar[tuple[str, str]]
+    """kind of the group, and what its ranks would do with different batches; for errors"""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.begin()
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return self.group.size()
+
+    def begin(self) -> None:
+        """Has the next batch compared: data and random states may be others. Collective: no."""
+        self._seen = {True: 0, False: 0}
+
+    def compare(self, inputs: Any, training: bool) -> bool:
+        """Compares a batch that begins training or an evaluation, and every 50th of training.
+
+        Collective: yes, over the default group, for such a batch.
+
+        Returns:
+            Whether it begins training or an evaluation.
+
+        Raises:
+            PlanError: the same on every rank, if batches in any group differ.
+        """
+        if is_fake():
+            return False  # its collectives bring nothing from other ranks
+        # All ranks count the same batches, so they come to the collective in the same one.
+        seen = self._seen[training]
+        if seen == 0 or (training and seen % _EVERY == 0):
+            self.check(inputs)
+        self._seen[training] += 1
+        if training:
+            self._seen[False] = 0  # the next evaluation may read other data
+        return seen == 0
+
+    def check(self, inputs: Any) -> None:
+        """Compares the inputs, in any nesting, that the ranks of every group are about to compute.
+
+        Collective: yes, over the default group; waits for the device.
+
+        Raises:
+            PlanError: the same on every rank, if batches in any group differ.
+        """
+        # Facts with a tilde are told to all ranks, and need not be equal on them.
+        facts = {"~group": dist.get_global_rank(self.group, 0), "~batch": _digest(inputs)}
+        known: dict[int, str] = {}
+        for rank, fact in enumerate(raise_on_all_ranks(facts)):
+            first, batch = fact["~group"], fact["~batch"]
+            if known.setdefault(first, batch) != batch:
+                kind, wrong = self.why
+                raise PlanError(
+                    f"Ranks {first} and {rank} are {kind} and read different batches. They would "
+                    f"{wrong}. Give all {self.size} ranks of a group the same data: "
+                    "`dist.get_sampler(dataset, num_replicas=dist.get_world_size() // "
+                    f"{self.size}, rank=dist.get_global_rank() // {self.size})`, or `replication: "
+                    f"{self.size}` of a streaming dataset."
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class BatchGroup:
+    """The ranks that read the same batch, next to each other: those of all divisions of a run."""
+
+    parts: tuple[RankGroup, ...]
+
+    @property
+    def size(self) -> int:
+        """Ranks of the group."""
+        return math.prod(part.size for part in self.parts)
+
+    def begin(self) -> None:
+        """Has the next batch compared: data and random states may be others. Collective: no."""
+        for part in self.parts:
+            part.begin()
+
+    def difference_term(self, batch: Any) -> int:
+        """Returns this rank's term of a sum that is zero where all groups read one batch each.
+
+        Collective: no. Add up the terms of all ranks of the run; their sum fits in 64 bits.
+        """
+        index, place = divmod(dist.get_rank(), self.size)
+        # The group's number is part of the digest: differences of two groups do not cancel. Ten
+        # digits are 40 bits, which leaves 23 for the number of ranks in a sum.
+        digest = int(hashlib.sha256(f"{index} {_digest(batch)}".encode()).hexdigest()[:10], 16)
+        return -digest if place else (self.size - 1) * digest
+
+    def raise_different(self, batch: Any) -> None:
+        """Raises the error that names the ranks. Collective: yes, over the default group.
+
+        Raises:
+            PlanError: the same on every rank, if batches in any group differ.
+        """
+        for part in self.parts:
+            part.check(batch)
+
+
+def _digest(inputs: Any) -> str:
+    found = hashlib.sha256()
+    for leaf in _leaves(inputs):
+        if isinstance(leaf, torch.Tensor):
+            data = leaf.detach().cpu().contiguous()
+            found.update(f"{tuple(data.shape)} {data.dtype}".encode())
+            if data.numel():  # of none, torch shows no bytes; as bytes, because NumPy has no bf16
+                found.update(data.flatten().view(torch.uint8).numpy().tobytes())
+        elif isinstance(leaf, int | float | str | bool):
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def _leaves(inputs: Any) -> Iterator[Any]:
+    for leaf in tree_leaves(inputs):
+        # Batches of transformers are mappings that torch does not look into.
+        if isinstance(leaf, Mapping) and leaf:
+            yield from _leaves(dict(leaf))
+        else:
+            yield leaf

@@ -1,0 +1,326 @@
+"""Kinds of attention modules that can see a divided sequence: how each is found and connected."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.parallel.sequence.attention import ATTEND, HEADS, Attend, fused_attention
+from composer_fsdp2.parallel.sequence.masks import AttentionCall, MaskRules
+from composer_fsdp2.plan.module_tree import attribute_of
+
+__all__ = ["MPT", "Kind", "calls_loss_function", "kind_of"]
+
+_FUSED = ("sdpa", "flash_attention_2")
+"""implementations of transformers that torch's own attention takes the place of"""
+_NAME = "fsdp2_sequence"
+"""of the implementation that divides sequences"""
+_IMPLEMENTATION = "_attn_implementation"
+"""attribute of a configuration of transformers"""
+_MAKES_MASKS = "_update_causal_mask"
+"""method of a model that makes its masks, where transformers has no module for them"""
+_FINDS_DOCUMENTS = "find_packed_sequence_indices"
+"""function of newer transformers, which looks for positions that begin again"""
+
+
+class Kind(ABC):
+    """One kind of attention modules."""
+
+    @abstractmethod
+    def knows(self, module: nn.Module) -> bool:
+        """Whether a module is an attention of this kind."""
+
+    @abstractmethod
+    def heads_of(self, module: Any) -> tuple[int, int]:
+        """Returns the heads of queries, and of keys and values."""
+
+    @abstractmethod
+    def why_not(self, name: str, module: Any) -> str | None:
+        """Returns why an attention cannot see a divided sequence, `None` where it can."""
+
+    @abstractmethod
+    def connect(self, module: Any, attend: Attend) -> None:
+        """Has a module compute its attention over the whole sequence. Collective: no."""
+
+    def mask_rules(
+        self, model: nn.Module, modules: Mapping[str, Any], attention: str, device: torch.device
+    ) -> MaskRules:
+        """Returns effects of a model's masks beside the arguments of its attention.
+
+        Args:
+            model: takes batches and has the configuration.
+            modules: all of the run, by name.
+            attention: the name of one that computes attention.
+            device: of batches. On some, models take masks otherwise.
+        """
+        return MaskRules(documents="always")
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """Returns the kind of an attention module, `None` of another module."""
+    return next((kind for kind in _KINDS if kind.knows(module)), None)
+
+
+class _Own(Kind):
+    """A module of the user's, which calls `sequence_attention`."""
+
+    def knows(self, module: nn.Module) -> bool:
+        return attribute_of(module, HEADS) is not None
+
+    def heads_of(self, module: Any) -> tuple[int, int]:
+        return getattr(module, HEADS)
+
+    def why_not(self, name: str, module: Any) -> str | None:
+        match getattr(module, HEADS):
+            case (int(heads), int(kv_heads)) if heads > 0 < kv_heads and heads % kv_heads == 0:
+                return None
+            case other:
+                return (
+                    f"{HEADS} of '{name}' is {other!r} (write a pair: heads of queries, and of "
+                    "keys and values, which divide them)"
+                )
+
+    def connect(self, module: Any, attend: Attend) -> None:
+        setattr(module, ATTEND, attend)
+
+
+# --- Models that call the attention interface of transformers ---
+
+
+def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
+    # A class may be decorated; names in a function's code are those of globals and attributes.
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return () if code is None else code.co_names
+
+
+def calls_loss_function(model: nn.Module) -> bool:
+    """Whether a model computes its loss by its attribute `loss_function`."""
+    return "loss_function" in _names_in_forward(model)
+
+
+class _HuggingFace(Kind):
+    def knows(self, module: nn.Module) -> bool:
+        return "ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module)
+
+    def heads_of(self, module: Any) -> tuple[int, int]:
+        heads = module.config.num_attention_heads
+        return heads, getattr(module.config, "num_key_value_heads", None) or heads
+
+    def why_not(self, name: str, module: Any) -> str | None:
+        implementation = getattr(module.config, _IMPLEMENTATION)
+        if implementation not in (*_FUSED, "eager"):
+            return f"'{name}' computes with {implementation} (write attn_implementation: sdpa)"
+        if attribute_of(module, "is_causal") is False or attribute_of(module, "is_cross_attention"):
+            return f"'{name}' sees later tokens, or another sequence"
+        if (size := getattr(module.config, "attention_chunk_size", None)) is not None:
+            return f"'{name}' sees chunks of {size} tokens alone (attention_chunk_size)"
+        return None
+
+    def mask_rules(
+        self, model: nn.Module, modules: Mapping[str, Any], attention: str, device: torch.device
+    ) -> MaskRules:
+        implementation = getattr(modules[attention].config, _IMPLEMENTATION)
+        if implementation == "flash_attention_2":
+            # Takes padding out of the batch, and rows apart by `position_ids` where there is none:
+            # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_flash_attention_utils.py#L377
+            return MaskRules(unseeing="zero", takes_masks=False, documents="without padding")
+        for name, module in modules.items():
+            make: Any = getattr(type(module), _MAKES_MASKS, None)
+            # It depends on the device, the implementation and the model's own window:
+            # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llama/modeling_llama.py#L601
+            if make is not None and attention.startswith(f"{name}." if name else ""):
+                return _tried_rules(functools.partial(make, module), module, device)
+        is_eager = implementation == "eager"
+        if importlib.util.find_spec("transformers.masking_utils") is not None:
+            masks: Any = importlib.import_module("transformers.masking_utils")
+            return MaskRules(
+                unseeing="average" if is_eager else "zero",
+                adds_masks=is_eager,
+                documents="without mask" if hasattr(masks, _FINDS_DOCUMENTS) else "never",
+            )
+        if is_eager:  # has an order of its own beside the mask
+            return MaskRules(unseeing="unknown", takes_masks=False)
+        return MaskRules(unseeing="average" if device.type == "cpu" else "all", takes_masks=False)
+
+    def connect(self, module: Any, attend: Attend) -> None:
+        implementation = getattr(module.config, _IMPLEMENTATION)
+        namespace = vars(sys.modules[inspect.unwrap(type(module).forward).__module__])
+        known = namespace["ALL_ATTENTION_FUNCTIONS"]
+        # For all models of the process: each attention has an `Attend` of its own. Public, see
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L5819
+        known.register(_NAME, _call_attend)
+        capped = implementation != "sdpa" and getattr(module.config, "attn_logit_softcapping", None)
+        is_fused = implementation != "eager" and not capped
+        usual = known[implementation] if is_fused else namespace["eager_attention_forward"]
+        setattr(module, ATTEND, functools.partial(_attend_as_transformers, attend, usual, is_fused))
+        # Each forward of an attention looks its function up by its configuration:
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/llama/modeling_llama.py#L265
+        # The model's own configuration stays: its masks and its checkpoints depend on it.
+        module.config = copy.copy(module.config)
+        setattr(module.config, _IMPLEMENTATION, _NAME)
+        module.config.use_cache = False
+
+
+def _tried_rules(make: Callable[..., Any], model: Any, device: torch.device) -> MaskRules:
+    """Asks for the masks of the last queries of a sequence whose first token is padding."""
+
+    def seen_by(query: int, length: int) -> torch.Tensor:
+        is_real = torch.ones(1, length, dtype=torch.long, device=device)
+        is_real[:, 0] = 0
+        like = torch.zeros(1, 1, 1, device=device)
+        at = torch.tensor([query], device=device)
+        return make(is_real, like, at, None, False)[0, 0, 0] == 0
+
+    window, size = None, getattr(model.config, "sliding_window", None)
+    if size is not None:
+        length = size + 8
+        count = int(seen_by(length - 1, length).sum())
+        window = count if count < length - 1 else None
+    return MaskRules(
+        window=window,
+        adds_masks=getattr(model.config, _IMPLEMENTATION) == "eager",
+        narrows_masks=window is None,
+        unseeing="all" if bool(seen_by(0, 3).all()) else "average",
+    )
+
+
+def _call_attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(module, ATTEND)(module, *args, **kwargs)
+
+
+def _attend_as_transformers(
+    attend: Attend,
+    usual: Callable[..., Any],
+    is_fused: bool,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any]:
+    dropout, scale = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+    compute = functools.partial(fused_attention, dropout=dropout, scale=scale)
+    if not is_fused:
+        compute = functools.partial(_eager, usual, module, kwargs)
+    window = kwargs.get("sliding_window")
+    call = AttentionCall(compute=compute, window=window, needs_mask=not is_fused)
+    out = attend(module, call, query, key, value)
+    if out is None:
+        return usual(module, query, key, value, attention_mask, **kwargs)
+    return out, None
+
+
+def _eager(
+    usual: Callable[..., Any],
+    module: Any,
+    kwargs: dict[str, Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+) -> torch.Tensor:
+    # Ulysses has repeated key heads that its ranks could not share.
+    groups = query.shape[1] // key.shape[1]
+    if getattr(module, "num_key_value_groups", groups) != groups:
+        module = _WithGroups(module, groups)
+    return usual(module, query, key, value, mask, **kwargs)[0]
+
+
+class _WithGroups:
+    """A module as its function would see one that repeats heads less often."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+# --- LLM Foundry's MPT ---
+
+
+class _MPT(Kind):
+    def knows(self, module: nn.Module) -> bool:
+        return any(
+            kind.__name__ == "GroupedQueryAttention" and kind.__module__.startswith("llmfoundry.")
+            for kind in type(module).__mro__
+        )
+
+    def heads_of(self, module: Any) -> tuple[int, int]:
+        return module.n_heads, module.kv_n_heads
+
+    def why_not(self, name: str, module: Any) -> str | None:
+        if attribute_of(module, "attn_logit_softcapping") is not None:
+            return f"'{name}' has attn_logit_softcapping, which has not been tried"
+        tuning = attribute_of(module, "attn_temperature_tuning")
+        if tuning and tuning["attn_scale"]:
+            return f"'{name}' has attn_temperature_tuning, which counts positions by itself"
+        for other in ("reuse_kv_layer_idx", "reuse_kv_x_layer_idx"):
+            if attribute_of(module, other) is not None:
+                return f"'{name}' has {other}, which has not been tried"
+        return None
+
+    def mask_rules(
+        self, model: nn.Module, modules: Mapping[str, Any], attention: str, device: torch.device
+    ) -> MaskRules:
+        config: Any = attribute_of(model, "config")
+        reads = config.attn_config["attn_uses_sequence_id"]
+        return MaskRules(takes_masks=False, takes_sequence_id=reads)
+
+    def why_not_model(self, model: Any) -> str | None:
+        """Returns why positions of an MPT cannot be divided, `None` where they can."""
+        if attribute_of(model, "alibi"):
+            return (
+                "MPT adds ALiBi to scores of its own positions (write alibi: false and rope: true)"
+            )
+        if attribute_of(model, "rope_impl") == "dail":
+            return (
+                "rope_impl dail counts positions from the first of each rank (write rope_impl: hf)"
+            )
+        return None
+
+    def connect(self, module: Any, attend: Attend) -> None:
+        module.attn_fn = functools.partial(_attend_as_mpt, attend, module, module.attn_fn)
+
+
+def _attend_as_mpt(
+    attend: Attend,
+    module: Any,
+    usual: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, Any, Any]:
+    # Arguments of https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/models/layers/attention.py#L673
+    dropout = kwargs["dropout_p"] if kwargs["training"] else 0.0
+    size = kwargs["sliding_window_size"]  # keys before the query's own
+    call = AttentionCall(
+        compute=functools.partial(fused_attention, dropout=dropout, scale=kwargs["softmax_scale"]),
+        window=None if size == -1 else size + 1,
+    )
+    heads, kv_heads = kwargs["n_heads"], kwargs["kv_n_heads"]
+    by_head = [
+        tensor.unflatten(-1, (count, -1)).transpose(1, 2)
+        for tensor, count in ((query, heads), (key, kv_heads), (value, kv_heads))
+    ]
+    out = attend(module, call, *by_head)
+    if out is None:
+        return usual(query, key, value, **kwargs)
+    return out.flatten(2), None, None
+
+
+MPT = _MPT()
+_KINDS = (_Own(), _HuggingFace(), MPT)

@@ -1,0 +1,1 @@
+"""Divides layers between ranks that compute one batch together: tensor parallelism."""

@@ -1,0 +1,350 @@
+"""Dividing layers between the ranks of a tensor group, in place.
+
+[Note: sums over a group] The ranks of a group read the same batch. A layer divided by columns gets
+the whole input and gives a part of the output, one divided by rows gets that part and gives a term
+of the whole output, which the ranks add up. DTensors do the same to gradients. All other modules
+are computed by every rank of the group alike, from equal inputs: their gradients are equal but for
+rounding of kernels that add up in any order, and are averaged over the group so that weights stay
+the same.
+
+[Note: two streams] Between layers divided by columns and the layer divided by rows that follows
+them, a rank has its own heads or its own part of an MLP, and dropout must draw its own numbers for
+them. Everywhere else the ranks compute the same; see [Note: one stream]. So the generator is given
+a seed of the rank there, made of its state, and goes back to where it was. Activation checkpointing
+restores the state from before a block, and with it the seed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from composer_fsdp2.parallel.row_order import RowOrder, part_of, set_order, show_usual_order
+from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
+from composer_fsdp2.parallel.tensor.layers import LayerPlan
+from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
+from composer_fsdp2.ranks import broadcast_from_rank0, is_fake
+from composer_fsdp2.shard.torch_private.tensors import copy_hooks
+
+__all__ = ["divide_layers", "draws"]
+
+
+def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
+    """Divides the layers of a plan, with rank 0's weights; see [Note: sums over a group].
+
+    Collective: yes, over the default group. Ties stay: a tied parameter is divided once. One that
+    is on meta on rank 0 stays there, as a part; see [Note: initial weights].
+
+    Args:
+        tree: the model. Its references to parameters are those of after.
+        plan: of this model.
+        mesh: the tensor axis of the run's mesh.
+    """
+    modules = dict(tree.modules())
+    same = canonical_param_ids(tree.params)
+    places: dict[int, list[ParamRef]] = {}
+    for ref in tree.params:
+        places.setdefault(same[id(ref.param)], []).append(ref)
+    on_meta = _names_on_meta(tree)
+    done: set[int] = set()
+    inputs: dict[str, _WholeInput] = {}
+    for name, cut in plan.cuts.items():
+        module, padding = modules[name], plan.padding.get(name, 0)
+        for attribute, param in list(module._parameters.items()):
+            if param is None or id(param) in done:
+                continue
+            refs = places[same[id(param)]]
+            placement, order = _layout(cut, attribute, module, plan.degree, padding)
+            stays = refs[0].name in on_meta
+            new = _divided(param, placement, mesh, order, keep_on_meta=stays)
+            for ref in refs:
+                holds = tree.paths[ref.path_index].module
+                holds._parameters[ref.name.rpartition(".")[2]] = ref.param = new
+            done.add(id(new))
+        show_usual_order(module)  # in every place of a tied parameter
+        parent, is_adapter = home_of(name, modules)
+        if cut.kind == "columns" and not is_adapter and parent not in inputs:
+            inputs[parent] = _WholeInput(modules[parent], mesh)
+        _install(module, cut, mesh, padding, None if is_adapter else inputs.get(parent))
+    _draw_apart(modules, plan, mesh)
+    for name, counts in plan.counts.items():
+        _divide_counts(modules[name], counts, plan.degree)
+    average = functools.partial(_average, mesh.get_group())
+    for first, *_ in places.values():
+        if id(first.param) not in done and first.param.requires_grad:
+            first.param.register_post_accumulate_grad_hook(average)
+
+
+def _names_on_meta(tree: ModuleTree) -> list[str]:
+    """Parameters of rank 0 on meta, which get values when they are sharded. Collective: yes."""
+    holder = [[ref.name for ref in tree.params if ref.param.is_meta]]
+    if not is_fake() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _layout(
+    cut: Cut, attribute: str, module: nn.Module, degree: int, padding: int
+) -> tuple[Placement, RowOrder | None]:
+    """How a parameter is divided, and the order of its rows where that is not the model's."""
+    if cut.kind == "norm" or (cut.kind == "rows" and attribute == "bias"):
+        return Replicate(), None
+    output, inside = (1, 0) if is_conv1d(module) else (0, 1)
+    # The weight of a linear layer is (output, input), but for Conv1D.
+    dim = output if cut.kind == "columns" else inside
+    if cut.kind == "embedding" or attribute == "bias":
+        dim = 0
+    # Parts that follow each other in the model do so on the ranks.
+    if len(cut.blocks) < 2 and not padding:
+        return Shard(dim), None
+    size = module.get_parameter(attribute).shape[dim]
+    return Shard(dim), RowOrder(cut.blocks or (size,), degree, dim, padding)
+
+
+@torch.no_grad()
+def _divided(
+    param: nn.Parameter,
+    placement: Placement,
+    mesh: DeviceMesh,
+    order: RowOrder | None,
+    *,
+    keep_on_meta: bool,
+) -> nn.Parameter:
+    """This rank's part of a parameter as rank 0 has it."""
+    device = torch.device(mesh.device_type)
+    if mesh.device_type != "cpu":
+        index = torch.get_device_module(mesh.device_type).current_device()
+        device = torch.device(mesh.device_type, index)
+    pretends = is_fake()
+    where = torch.device("meta") if keep_on_meta else param.device if pretends else device
+    whole = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)
+    if not pretends and not keep_on_meta:
+        # Each rank cuts its part out of rank 0's whole weight, one weight at a time.
+        broadcast_from_rank0(whole, device)
+    whole = whole if order is None else order.to_ranks(whole)
+    new = nn.Parameter(part_of(whole, mesh, [placement]), requires_grad=param.requires_grad)
+    # Users mark parameters (`_no_weight_decay`) and hang hooks on them before they are divided.
+    vars(new).update(vars(param))
+    copy_hooks(param, new)
+    if order is not None:
+        set_order(new, order)
+    return new
+
+
+def _divide_counts(module: Any, counts: Mapping[str, int], degree: int) -> None:
+    """Changes numbers that a forward splits by, in a copy of a configuration that is shared."""
+    for path, count in counts.items():
+        holder, _, name = path.rpartition(".")
+        changed = copy.copy(getattr(module, holder)) if holder else module
+        setattr(changed, name, count // degree)
+        if holder:
+            setattr(module, holder, changed)
+
+
+def _average(group: dist.ProcessGroup, param: torch.Tensor) -> None:
+    """Averages a gradient over a group, after FSDP2 has reduced it. Collective: yes."""
+    # FSDP2 sets gradients by itself and calls such hooks then, in the same order on all ranks:
+    # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L499
+    if param.grad is None:
+        return
+    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+    if grad.numel():
+        dist.all_reduce(grad, group=group)
+        grad.div_(group.size())
+
+
+# --- Inputs and outputs ---
+
+
+class _WholeInput:
+    """The input of one module's layers that are divided by columns, as one tensor for all of them.
+
+    Its gradients of queries, keys and values are added up on each rank before the ranks add up
+    theirs, so that they send one and not three.
+    """
+
+    def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._forget()
+        # The tensor would be in memory until the next forward. After an error too.
+        parent.register_forward_hook(self._forget, always_call=True)
+
+    def of(self, local: torch.Tensor) -> DTensor:
+        """Returns the same for the same tensor, until the module's forward ends."""
+        if self._whole is None or self._local is not local:
+            self._local = local
+            self._whole = DTensor.from_local(local, self._mesh, [Replicate()], run_check=False)
+        return self._whole
+
+    def _forget(self, *_: Any) -> None:
+        self._local: torch.Tensor | None = None
+        self._whole: DTensor | None = None
+
+
+def _install(
+    module: nn.Module, cut: Cut, mesh: DeviceMesh, padding: int, inputs: _WholeInput | None
+) -> None:
+    """Has a layer take and give plain tensors, with DTensors inside."""
+    by_columns, by_rows, norm = (cut.kind == kind for kind in ("columns", "rows", "norm"))
+    whole = cut.gathers or by_rows or cut.kind == "embedding"
+
+    def enter(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, *others = args
+        if not isinstance(first, torch.Tensor) or isinstance(first, DTensor):
+            return args
+        # A graph would take the state of `inputs` for a constant, or break at it.
+        if by_columns and inputs is not None and not torch.compiler.is_compiling():
+            return (inputs.of(first), *others)
+        if padding and by_rows:
+            first = nn.functional.pad(first, (0, padding))
+        # Which dimension does not matter to a norm: it treats all but the last one alike.
+        placement = Replicate() if by_columns else Shard(0 if norm else first.ndim - 1)
+        return (DTensor.from_local(first, mesh, [placement], run_check=False), *others)
+
+    def leave(_: nn.Module, _args: Any, output: Any) -> Any:
+        if not isinstance(output, DTensor):
+            return output
+        placement = Replicate() if whole else Shard(0 if norm else output.ndim - 1)
+        # Adds up or exchanges, in forward and the other way round in backward.
+        if output.placements != (placement,):
+            output = output.redistribute(placements=[placement])
+        return output.to_local()
+
+    if cut.kind == "embedding":
+        _look_up_own_rows(module, mesh, padding)
+    else:
+        module.register_forward_pre_hook(enter)
+    if padding and by_columns:
+        _cut_off_padding(module, mesh, padding)
+    module.register_forward_hook(leave)
+
+
+def _cut_off_padding(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
+    """Has a layer return what it would without rows of padding, to whoever calls its forward."""
+    usual = module.forward
+    if is_conv1d(module):
+        # Its forward shapes the output by this number:
+        # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/pytorch_utils.py#L117
+        module.nf = module.nf + padding * mesh.size()  # pyright: ignore[reportArgumentType, reportOperatorIssue]
+
+    def forward(*args: Any) -> Any:
+        output = usual(*args)
+        if not isinstance(output, DTensor):
+            return output
+        part = output.to_local()[..., :-padding].contiguous()
+        return DTensor.from_local(part, mesh, [Shard(part.ndim - 1)], run_check=False)
+
+    module.forward = forward
+
+
+def _look_up_own_rows(module: nn.Module, mesh: DeviceMesh, padding: int) -> None:
+    """Has an embedding look up the words of this rank, which are zero on the other ranks.
+
+    Torch's own for a DTensor takes what is no word for one of another rank, and remembers the
+    number of words of the first model of a process, whatever another one has.
+
+    Source: `embedding_dense_backward` is cached without it,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/tensor/_ops/_embedding_ops.py#L237
+    """
+    usual = module.forward
+
+    def forward(words: torch.Tensor) -> Any:
+        weight = module._parameters["weight"]
+        if not isinstance(weight, DTensor):
+            return usual(words)
+        own = weight.to_local()
+        rows = len(own) - padding
+        local = words - mesh.get_local_rank() * rows
+        wrong = (words < 0) | (words >= rows * mesh.size())
+        elsewhere = ((local < 0) | (local >= rows)) & ~wrong
+        # No row of any rank, so that all of them raise.
+        local = local.masked_fill(elsewhere, 0).masked_fill(wrong, len(own))
+        found = nn.functional.embedding(local, own)
+        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return DTensor.from_local(found, mesh, [Partial()], run_check=False)
+
+    module.forward = forward
+
+
+# --- Random numbers ---
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether a module has dropout, as a module or as a number."""
+    for part in module.modules():
+        values = {"dropout": part.p} if isinstance(part, nn.Dropout) else vars(part)
+        for name, value in values.items():
+            if "drop" in name and isinstance(value, numbers.Real) and 0 < float(value) <= 1:
+                return True
+    return False
+
+
+def _draw_apart(modules: Mapping[str, nn.Module], plan: LayerPlan, mesh: DeviceMesh) -> None:
+    """Has a rank draw its own numbers between divided layers; see [Note: two streams]."""
+    streams: dict[str, _OwnNumbers] = {}
+    for name, cut in plan.cuts.items():
+        home, _ = home_of(name, modules)
+        if cut.kind not in ("columns", "rows") or cut.gathers or not draws(modules[home]):
+            continue
+        if home not in streams:
+            streams[home] = _OwnNumbers(modules[home], mesh)
+        if cut.kind == "columns":
+            modules[name].register_forward_hook(streams[home].begin)
+        else:
+            modules[name].register_forward_pre_hook(streams[home].end)
+    for home, stream in streams.items():
+        # After an error too, with which a recomputation ends once it has what it needs.
+        modules[home].register_forward_hook(stream.end, always_call=True)
+
+
+class _OwnNumbers:
+    """The device's generator, as one rank uses it inside of an attention or MLP."""
+
+    def __init__(self, parent: nn.Module, mesh: DeviceMesh) -> None:
+        self._parent, self._device_type, self._rank = (
+            parent,
+            mesh.device_type,
+            mesh.get_local_rank(),
+        )
+        self._before: torch.Tensor | None = None
+
+    def begin(self, *_: Any) -> None:
+        """Goes on from a seed that all ranks of the group draw alike, each from its own place."""
+        if self._before is not None or not self._parent.training:
+            return
+        generator = self._generator()
+        if self._device_type == "cpu":
+            seed = int(torch.randint(2**62, (), generator=generator))
+        else:
+            # A number from the device would have to be waited for. An offset is a multiple of 4.
+            offset = generator.get_offset()
+            generator.set_offset(offset + 4)
+            seed = generator.initial_seed() + offset * _ODD
+        self._before = generator.get_state()
+        generator.manual_seed((seed + (self._rank + 1) * _ODD) % 2**63)
+
+    def end(self, *_: Any) -> None:
+        """Goes back to where the generator was."""
+        if self._before is not None:
+            self._generator().set_state(self._before)
+            self._before = None
+
+    def _generator(self) -> torch.Generator:
+        if self._device_type == "cpu":
+            return torch.default_generator
+        module: Any = torch.get_device_module(self._device_type)
+        return module.default_generators[module.current_device()]
+
+
+_ODD = 0x9E3779B97F4A7C15
+"""spreads seeds that lie next to each other"""

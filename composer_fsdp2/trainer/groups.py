@@ -1,0 +1,189 @@
+"""Ranks that read one batch in Composer's Trainer: their mesh, their data, and counts.
+
+[Note: same data] Ranks of a tensor group, or of a sequence group, compute one batch together.
+Composer takes every rank for one with data of its own: its mesh has no place for them,
+`dist.get_sampler` deals samples to all ranks, and samples and tokens are summed over all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from composer.core import Evaluator
+from composer.core.state import State
+from composer.trainer import trainer as composers
+from composer.utils import ParallelismType, dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
+
+from composer_fsdp2.config.group_size import ranks_of_a_batch, written_group_size
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.parallel.division import BatchGroup
+from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
+from composer_fsdp2.plan.module_tree import attribute_of
+from composer_fsdp2.step.run import run_of
+from composer_fsdp2.trainer.config import TrainerFSDP2Config
+from composer_fsdp2.trainer.override_attribute import override_attribute
+
+__all__ = [
+    "CountsGroups",
+    "View",
+    "batch_group_of",
+    "count_flops_once",
+    "counted_once",
+    "counting_groups",
+    "create_mesh",
+    "refuse_auto",
+    "set_dataloader",
+    "show_batch",
+]
+
+
+def batch_group_of(model: nn.Module) -> BatchGroup | None:
+    """Returns the ranks that compute one batch together, `None` where each has its own."""
+    run = run_of(model)
+    return None if run is None else run.batch_group
+
+
+def create_mesh(
+    original: Callable[..., Any], device: Any, fsdp_config: Any, tp_config: Any
+) -> DeviceMesh | None:
+    """Replaces Composer's `_create_device_mesh`. Collective: yes."""
+    if not isinstance(fsdp_config, TrainerFSDP2Config):
+        return original(device, fsdp_config, tp_config)
+    shape = MeshShape.resolve(fsdp_config.settings, dist.get_world_size())
+    if shape.tensor == 1:
+        return original(device, fsdp_config, tp_config)
+    names = [ParallelismType.DATA_PARALLEL_SHARD.value, TENSOR_AXIS]
+    if shape.replicate is not None:
+        names.insert(0, ParallelismType.DATA_PARALLEL_REPLICATE.value)
+    device_type = "cuda" if device.name == "gpu" else device.name
+    sizes = tuple(shape.axes.values())
+    return init_device_mesh(device_type, sizes, mesh_dim_names=tuple(names))
+
+
+# --- Data ---
+
+
+def set_dataloader(
+    original: Callable[..., None], state: State, dataloader: Any = None, *args: Any, **kwargs: Any
+) -> None:
+    """Replaces `State.set_dataloader`: a sampler that deals to single ranks deals to groups.
+
+    Collective: no. Samplers of another kind stay; batches are compared when they are read.
+    """
+    # State's own `__init__` sets none, before it has a configuration.
+    if isinstance(dataloader, DataLoader) and isinstance(state.fsdp_config, TrainerFSDP2Config):
+        sampler, size = dataloader.sampler, ranks_of_a_batch(state.fsdp_config.settings)
+        ranks, rank = dist.get_world_size(), dist.get_global_rank()
+        if (
+            size > 1
+            and isinstance(sampler, DistributedSampler)
+            and (sampler.num_replicas, sampler.rank) == (ranks, rank)
+        ):
+            other = DistributedSampler(
+                sampler.dataset,
+                num_replicas=ranks // size,
+                rank=rank // size,
+                drop_last=sampler.drop_last,
+            )
+            for name in ("num_replicas", "rank", "num_samples", "total_size"):
+                setattr(sampler, name, getattr(other, name))
+    original(state, dataloader, *args, **kwargs)
+
+
+def refuse_auto(model: nn.Module, evaluator: Evaluator) -> None:
+    """Refuses an evaluation that looks for its microbatch size. Collective: no.
+
+    Raises:
+        ConfigError: the same on every rank.
+    """
+    if batch_group_of(model) is not None and evaluator.auto_microbatching:
+        raise ConfigError(
+            f"device_eval_microbatch_size of '{evaluator.label}' is auto, and ranks compute one "
+            "batch together. One that runs out of memory in the middle of it would leave its "
+            "group waiting. Write a number of samples."
+        )
+
+
+def show_batch(original: Callable[..., Any], cfg: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces LLM Foundry's `update_config_with_batch_size_info`, which has divided the batch.
+
+    It divides by the number of ranks, so `foundry.transform` has multiplied the batch by the size
+    of a group. The configuration that is logged has the batch of the run again.
+    """
+    block, batch = cfg.get("fsdp_config"), cfg["global_train_batch_size"]
+    if isinstance(block, dict) and block.get("version") == 2 and isinstance(batch, int):
+        cfg["global_train_batch_size"] = batch // written_group_size(block)
+    return original(cfg, *args, **kwargs)
+
+
+# --- Counts ---
+
+
+def count_flops_once(model: nn.Module, group: BatchGroup | None) -> None:
+    """Has a model count the operations of a batch once for each group. Collective: no.
+
+    SpeedMonitor adds up the count of every rank for its batch, and divides by the ranks.
+    """
+    counted = attribute_of(model, "flops_per_batch")
+    if group is not None and callable(counted):
+        setattr(model, "flops_per_batch", functools.partial(_share, counted, group.size))  # noqa: B010
+
+
+def _share(counted: Callable[..., Any], size: int, batch: Any) -> float:
+    return counted(batch) / size
+
+
+class View(ModuleType):
+    """A module that answers as another one does, but for what a class below it changes."""
+
+    def __init__(self, dist: ModuleType) -> None:
+        super().__init__(dist.__name__, dist.__doc__)
+        self.wrapped = dist
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+
+class CountsGroups(View):
+    """Composer's `dist` for the Trainer, which counts a group as one rank where it is told to."""
+
+    size = 1
+    """ranks that count as one"""
+
+    def get_global_rank(self) -> int:
+        """The number of the group."""
+        return self.wrapped.get_global_rank() // self.size
+
+    def get_world_size(self) -> int:
+        """The number of groups."""
+        return self.wrapped.get_world_size() // self.size
+
+    def all_reduce(self, tensor: torch.Tensor, reduce_operation: str = "SUM") -> None:
+        """Adds up once for each group. Collective: yes."""
+        self.wrapped.all_reduce(tensor, reduce_operation=reduce_operation)
+        if self.size > 1 and reduce_operation == "SUM":
+            tensor.div_(self.size, rounding_mode="floor")
+
+
+def counting_groups(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """Has the Trainer's functions count groups, not ranks, while a block runs. Collective: no."""
+    group = batch_group_of(model)
+    if group is None:
+        return contextlib.nullcontext()
+    return override_attribute(vars(composers)["dist"], "size", group.size)
+
+
+def counted_once(
+    original: Callable[..., tuple[Any, ...]], trainer: Any, *args: Any, **kwargs: Any
+) -> tuple[Any, ...]:
+    """Replaces `Trainer._accumulate_time_across_ranks`. Collective: yes."""
+    with counting_groups(trainer.state.model):
+        return original(trainer, *args, **kwargs)

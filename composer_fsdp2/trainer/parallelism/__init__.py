@@ -1,1 +1,0 @@
-"""Connects tensor and sequence parallelism with Composer's Trainer."""
