@@ -18,7 +18,7 @@ from composer_fsdp2.optim.elementwise import (
     try_small_copy,
 )
 from composer_fsdp2.optim.local import LocalShards, hook_local_step
-from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.optim.state.step import KeptSteps, check_optimizer_state
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.agreement import agreement_of

@@ -41,7 +41,7 @@ from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
 from composer_fsdp2.guards.second_backward import SecondBackward
 from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
-from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.parallel.row_order import show_usual_state
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel

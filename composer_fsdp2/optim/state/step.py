@@ -20,7 +20,7 @@ from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.optim.elementwise import class_step, makes_no_moments
 from composer_fsdp2.optim.local import LocalShards, copy_with, local_value, take_settings
-from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.optim.state.kept import SMALL, KeptState, is_large
 from composer_fsdp2.shard.torch_private.tensors import local_tensor
 

@@ -14,7 +14,7 @@ from composer_fsdp2.config.group_size import ranks_of_a_batch
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.elementwise import is_known
-from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.trainer.parallelism.tensor_groups import degree_of
 
 __all__ = ["check_items", "check_known", "check_scale", "refuse_later_optimizers", "tried"]
