@@ -40,7 +40,8 @@ from composer_fsdp2.guards.order_check import OrderCheck
 from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
 from composer_fsdp2.guards.second_backward import SecondBackward
 from composer_fsdp2.guards.watchdog import Watchdog, is_broken
-from composer_fsdp2.optim.choose import apply_local_step
+from composer_fsdp2.optim.elementwise import apply_local_step
+from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.parallel.row_order import show_usual_state
@@ -95,6 +96,7 @@ STEP: tuple[type[StepListener], ...] = (
     UnannouncedMicrobatches,
     Prefetch,
     UnusedParameters,
+    LionAverages,
     # Guards, without which every number stays.
     OutOfMemory,  # before other agreements: a rank that leaves answers its own alone
     OrderCheck,

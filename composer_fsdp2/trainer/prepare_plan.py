@@ -29,9 +29,9 @@ from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
+from composer_fsdp2.optim.elementwise import check_optimizer_state
 from composer_fsdp2.optim.muon.groups import PlannedGroups
 from composer_fsdp2.optim.muon.optimizer import Muon
-from composer_fsdp2.optim.state.step import check_optimizer_state
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_checks import refuse_gradients, refuse_unreadable

@@ -23,7 +23,7 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,12 +283,12 @@ class Exchange:
                     wholes[matrix] = value.new_empty(matrix.shape)
                 wholes[matrix][part.there] = value
             done = {matrix: orthogonalise(matrix.param, wholes[matrix]) for matrix in wholes}
-            last, returning = (
-                returning,
-                back.start(lambda part, done=done: done[part.matrix][part.there], shards[0], group),
+            starting = back.start(
+                lambda part, done=done: done[part.matrix][part.there], shards[0], group
             )
-            for part, value in last():
+            for part, value in returning():
                 apply(part, value)
+            returning = starting
         for part, value in returning():
             apply(part, value)
 
@@ -325,28 +325,32 @@ def _ways(
     bucket: Sequence[tuple[Matrix, int]], divisions: Sequence[Division], ranks: Ranks
 ) -> tuple[Way, Way]:
     """The way of matrices to their owners, and the way back."""
-    shards, everyone = ranks.shards, range(len(ranks.places))
 
-    def way(transfers: Iterable[tuple[Matrix, int, int, int]], starts: bool) -> Way:
-        places = range(ranks.group_size)
-        found = Way([[] for _ in places], [[] for _ in places], starts)
-        for matrix, source, target, shard in transfers:
-            if ranks.me in (source, target):
-                part = Part.of(matrix, divisions[matrix.param], shard)
-                if source == ranks.me:
-                    found.send[ranks.places[target]].append(part)
-                if target == ranks.me:
-                    found.receive[ranks.places[source]].append(part)
+    def parts(owner: int, shard: int) -> list[Part]:
+        return [Part.of(m, divisions[m.param], shard) for m, own in bucket if own == owner]
+
+    def by_place(of_ranks: Sequence[list[Part]]) -> list[list[Part]]:
+        found: list[list[Part]] = [[] for _ in range(ranks.group_size)]
+        for place, of_rank in zip(ranks.places, of_ranks, strict=True):
+            found[place] = of_rank
         return found
 
+    numbers, shards = range(len(ranks.places)), ranks.shards
+    held = [parts(owner, ranks.me % shards) for owner in numbers]
+    owned = [parts(ranks.me, shard) for shard in range(shards)]
     travels = any(
         Part.of(matrix, divisions[matrix.param], owner % shards).numel < math.prod(matrix.shape)
         for matrix, owner in bucket
     )
-    there = (
-        (matrix, owner - owner % shards + shard, owner, shard)
-        for matrix, owner in bucket
-        for shard in range(shards)
+    near = [number // shards == ranks.me // shards for number in numbers]  # in the same replica
+    there = Way(
+        send=by_place([held[number] if near[number] else [] for number in numbers]),
+        receive=by_place([owned[number % shards] if near[number] else [] for number in numbers]),
+        starts=travels,
     )
-    back = ((matrix, owner, rank, rank % shards) for matrix, owner in bucket for rank in everyone)
-    return way(there, travels), way(back, len(everyone) > 1)
+    back = Way(
+        send=by_place([owned[number % shards] for number in numbers]),
+        receive=by_place(held),
+        starts=len(numbers) > 1,
+    )
+    return there, back

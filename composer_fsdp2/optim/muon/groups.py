@@ -8,6 +8,7 @@ heads, routers and whatever is tied. A parameter of a module that nothing is kno
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -240,14 +241,8 @@ def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
         if not reason and not _multiplies(path, param, entry.module, kind):
             reason = "no layer that is known to multiply"
         around = tree.paths[entry.parent].module if entry.parent >= 0 else None
-        found[key] = overrides.choice(
-            names[key],
-            param,
-            reason,
-            lambda path=path, param=param, module=entry.module, around=around: _layout(
-                path, param, module, around
-            ),
-        )
+        layout = functools.partial(_layout, path, param, entry.module, around)
+        found[key] = overrides.choice(names[key], param, reason, layout)
     return found
 
 
