@@ -106,41 +106,28 @@ class Shards:
         """local tensors, some of them without elements"""
         self.terms: dict[Groups, list[torch.Tensor]] = {}
         """the same, to take norms of; with nothing in it, where other ranks may have a gradient"""
-        self.dtypes: set[torch.dtype] = set()
-        self.device = torch.device("cpu")
         held = list(params)
         with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
             grads = list(map(attrgetter("grad"), held))
             found = [p if grad is None else grad for p, grad in zip(held, grads, strict=True)]
-            self.dtypes.update(map(attrgetter("dtype"), found))
-        last: Any = self  # no layout
-        terms, is_sum = list[torch.Tensor](), False
-        layouts = layouts_of(found)
-        for tensor, grad, layout in zip(found, grads, layouts, strict=True):
-            if layout is not last:
-                if last is self or not _are_alike(layout, last):
-                    self.device = self.device if self.terms else tensor.device
-                    terms = self.terms.setdefault(groups_of(tensor), [])
-                    placed = () if layout is None else layout.placements
-                    is_sum = any(map(Placement.is_partial, placed))
-                last = layout
+            self.dtypes = set(map(attrgetter("dtype"), found))
+            self.device = found[0].device if found else torch.device("cpu")
+        known: dict[Any, tuple[list[torch.Tensor], bool]] = {}
+        for tensor, grad, layout in zip(found, grads, layouts_of(found), strict=True):
+            placed = () if layout is None else layout.placements
+            key = None if layout is None else (id(layout.mesh), placed)
+            if key not in known:
+                is_sum = any(map(Placement.is_partial, placed))
+                known[key] = self.terms.setdefault(groups_of(tensor), []), is_sum
+            terms, is_sum = known[key]
             if grad is not None:
                 local = grad if layout is None else local_tensor(grad)
                 self.grads.append(local)
                 if is_sum:
                     # The ranks hold terms of a sum, whose norms say nothing.
-                    whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+                    whole = [Replicate() if p.is_partial() else p for p in placed]
                     local = local_tensor(grad.redistribute(placements=whole))
                 terms.append(local)
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether tensors with these layouts are divided between the same ranks in the same way."""
-    if one is None or other is None:
-        return one is other
-    # torch hands out layouts of equal meshes again, whose objects differ.
-    same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
-    return same_mesh and one.placements == other.placements
 
 
 @torch.no_grad()
