@@ -29,6 +29,7 @@ from composer_fsdp2.optim.local import LocalStep, class_step
 from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.optim.state.kept import KeptSteps
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.step.agreement import agreement_of
 
 __all__ = ["apply_local_step", "check_optimizer_state", "is_known"]
@@ -63,6 +64,11 @@ _KNOWN = frozenset(
 _CHANGES_NO_STEP = {"__init__", "__repr__", "__setstate__", "__getstate__"}
 _ACROSS = re.compile("adafactor|lamb|lars|muon|shampoo|soap|galore|kfac|lbfgs|came", re.IGNORECASE)
 """optimizers that look across the elements of a parameter, by name"""
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(enum.Enum, torch.dtype, torch.device, torch.Tensor),
+)
+"""what can be copied without harm, in lists and dictionaries too"""
 
 
 def _known_as(optimizer: torch.optim.Optimizer) -> str | None:
@@ -272,7 +278,7 @@ def _small_copy(optimizer: torch.optim.Optimizer, parts: int) -> torch.optim.Opt
     usual = vars(torch.optim.Optimizer([nn.Parameter(torch.empty(0))], {}))
     own = {key: value for key, value in vars(optimizer).items() if key not in usual}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    if not _is_plain_data([own, groups]):
+    if not all(isinstance(value, _PLAIN) for value in tree_leaves([own, groups])):
         raise TypeError("It holds more than plain data.")
     for number, group in enumerate(groups):
         group["params"] = [nn.Parameter(part) for part in _drawn(number, parts)]
@@ -282,16 +288,6 @@ def _small_copy(optimizer: torch.optim.Optimizer, parts: int) -> torch.optim.Opt
     torch.optim.Optimizer.__init__(small, copy.deepcopy(groups), copy.deepcopy(optimizer.defaults))
     vars(small).update(copy.deepcopy(own))
     return small
-
-
-def _is_plain_data(value: Any) -> bool:
-    """Numbers, words, types of torch and collections of them: what can be copied without harm."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain_data, value))  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, dict):
-        return _is_plain_data([*value, *value.values()])  # pyright: ignore
-    simple = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
-    return value is None or isinstance(value, (*simple, torch.Tensor))
 
 
 def _drawn(seed: int, parts: int) -> list[torch.Tensor]:
