@@ -20,7 +20,7 @@ if TYPE_CHECKING:
         PlanError,
     )
     from composer_fsdp2.optim.clipping import clip_grad_norm_
-    from composer_fsdp2.optim.muon import Muon
+    from composer_fsdp2.optim.muon.optimizer import Muon
     from composer_fsdp2.parallel.sequence.attention import sequence_attention
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping
@@ -42,7 +42,7 @@ _HOMES = {
     "ConfigError": "errors",
     "FSDP2Config": "config.schema",
     "FSDP2Monitor": "trainer.monitor",
-    "Muon": "optim.muon",
+    "Muon": "optim.muon.optimizer",
     "PatchError": "errors",
     "PlanError": "errors",
     "ShardUnit": "plan.wrap_plan",

@@ -10,7 +10,7 @@ def register() -> None:
     from llmfoundry import registry
 
     from composer_fsdp2.foundry.transform import transform
-    from composer_fsdp2.optim.muon import Muon
+    from composer_fsdp2.optim.muon.optimizer import Muon
     from composer_fsdp2.trainer import foundry_callbacks, monitor, step_record
 
     registry.config_transforms.register(foundry_callbacks.TRANSFORM, func=transform)

@@ -1,5 +1,7 @@
 """Which optimizers step element by element, so that a shard alone gives the bits of the whole.
 
+The optimizer of a sharded model steps local shards then, and may keep its state in another form.
+
 [Note: small copy] An optimizer that is on no list makes two steps on small tensors, once whole and
 once cut in two, and every bit is compared. That needs no other rank, and asks for nothing but
 numbers and words in the optimizer, which can be copied without harm. Where the bits differ, the
@@ -12,23 +14,25 @@ from __future__ import annotations
 import copy
 import enum
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.optim.local import LocalStep, class_step
+from composer_fsdp2.optim.muon.optimizer import Muon
+from composer_fsdp2.optim.state.kept import KeptSteps
+from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.shard.torch_private.tensors import tree_leaves
+from composer_fsdp2.step.agreement import agreement_of
 
-__all__ = [
-    "check_local_step",
-    "class_step",
-    "dtensor_refusal",
-    "is_known",
-    "makes_no_moments",
-    "try_small_copy",
-]
+__all__ = ["apply_local_step", "check_optimizer_state", "is_known"]
 
 _WITHOUT_STATE = "llmfoundry.optim.no_op:NoOp"
 _AVERAGES = "torch.optim.asgd:ASGD"
@@ -60,6 +64,11 @@ _KNOWN = frozenset(
 _CHANGES_NO_STEP = {"__init__", "__repr__", "__setstate__", "__getstate__"}
 _ACROSS = re.compile("adafactor|lamb|lars|muon|shampoo|soap|galore|kfac|lbfgs|came", re.IGNORECASE)
 """optimizers that look across the elements of a parameter, by name"""
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(enum.Enum, torch.dtype, torch.device, torch.Tensor),
+)
+"""what can be copied without harm, in lists and dictionaries too"""
 
 
 def _known_as(optimizer: torch.optim.Optimizer) -> str | None:
@@ -78,83 +87,160 @@ def is_known(optimizer: torch.optim.Optimizer) -> bool:
     return _known_as(optimizer) is not None
 
 
-def makes_no_moments(optimizer: torch.optim.Optimizer, *, averages: bool) -> bool:
-    """Whether a known optimizer keeps no state for each element, as its groups are set.
+def apply_local_step(
+    optimizer: torch.optim.Optimizer | None,
+    setting: bool | Literal["auto"],
+    device: torch.device,
+    state: OptimizerState | None = None,
+) -> None:
+    """Has the optimizer of a sharded model step local shards, as the setting `local_step` says.
 
-    Averages of weights count with `averages` only.
-    """
-    known = _known_as(optimizer)
-    if known in _MOMENTUM_OR_NONE:
-        return not (optimizer.state or any(group["momentum"] for group in optimizer.param_groups))
-    return known == _WITHOUT_STATE or (known == _AVERAGES and not averages)
-
-
-def check_local_step(optimizer: torch.optim.Optimizer) -> None:
-    """Refuses `local_step: true` for an optimizer that looks across elements.
+    Collective: yes, for an optimizer that is not known. With `state`, it keeps its state in that
+    form. An optimizer that is built later steps DTensors, as torch has it.
 
     Raises:
-        PlanError: with what to set.
+        PlanError: `local_step: true` and an optimizer that looks across elements; one that can
+            step neither DTensors nor local shards, which a trial shows; `state` and one that is
+            not known to step parameters one by one, or has no state.
     """
-    name = type(optimizer).__name__
-    if not is_known(optimizer) and _ACROSS.search(name):
+    state = state or OptimizerState()
+    if optimizer is None:
+        if dist.get_rank() == 0 and (setting is True or state != OptimizerState()):
+            name = "local_step" if state == OptimizerState() else "optimizer_state"
+            warnings.warn(
+                f"'{name}' is set and prepare_fully_shard was given no optimizer. One that is "
+                "built later steps DTensors and keeps its state as torch does, so the setting has "
+                "no effect. Build the optimizer first and give it to prepare_fully_shard, or "
+                f"leave {name} out.",
+                stacklevel=2,
+            )
+        return
+    check_optimizer_state(optimizer, state)
+    if isinstance(optimizer, Muon):
+        return  # it works on local shards itself, with collectives of its own
+    name, known = type(optimizer).__name__, is_known(optimizer)
+    if setting is True and not known and _ACROSS.search(name):
         raise PlanError(
             f"local_step: true cannot be had with the optimizer {name}, which looks across the "
             "elements of a parameter: each rank would step its shard as if it were the whole. "
             "Write local_step: auto, which finds out what the optimizer does, or leave it out."
         )
+    is_tried = setting is not True and not known
+    if is_tried and state != OptimizerState():
+        raise PlanError(
+            f"'optimizer_state' is set and the optimizer {name} is not known to step each element "
+            "by itself. State in another form is stepped one parameter after the other, and a "
+            "step that looks across parameters, or counts over all of them, would be another one. "
+            "Use torch.optim.AdamW or Adam, Composer's DecoupledAdamW, or LLM Foundry's "
+            "DecoupledLionW, or leave optimizer_state out. If it does step element by element, "
+            "write local_step: true."
+        )
+    if (is_tried and not _steps_alike(optimizer, device)) or setting is False:
+        return
+    if state in (OptimizerState(), OptimizerState(dtype="fp32")):
+        LocalStep(optimizer)
+    else:
+        KeptSteps(optimizer, state)
 
 
-def class_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Returns the step of the optimizer's class, without the hooks around it."""
-    step: Any = type(optimizer).step
-    # torch wraps the step of a class once, and marks it as `hooked`.
-    return step.__wrapped__ if hasattr(step, "hooked") else step
+def check_optimizer_state(optimizer: torch.optim.Optimizer, setting: OptimizerState) -> None:
+    """Refuses `optimizer_state` for an optimizer of which nothing could be kept so.
+
+    Collective: no.
+
+    Raises:
+        PlanError: with what to write.
+    """
+    if setting == OptimizerState():
+        return
+    name = type(optimizer).__name__
+    if isinstance(optimizer, Muon):
+        raise PlanError(
+            "'optimizer_state' cannot be had with Muon. Its hidden matrices have one state tensor "
+            "where AdamW has two, and it steps them together, by collectives, so none could be "
+            "stepped alone. Leave optimizer_state out, or use AdamW with it."
+        )
+    known = _known_as(optimizer)
+    if known in _MOMENTUM_OR_NONE:
+        has_none = not (optimizer.state or any(g["momentum"] for g in optimizer.param_groups))
+    else:
+        # Averages of weights, which are no moments, move to the CPU alone.
+        has_none = known == _WITHOUT_STATE or (known == _AVERAGES and setting.device != "cpu")
+    if has_none:
+        raise PlanError(
+            f"'optimizer_state' is set and the optimizer {name} keeps no moments, so the setting "
+            "would have no effect. Leave optimizer_state out, or use an optimizer with state, "
+            "such as torch.optim.AdamW or SGD with momentum."
+        )
+    trained = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+    others = sorted({str(param.dtype) for param in trained} - {"torch.float32"})
+    if setting.dtype == "fp32" and others:
+        raise PlanError(
+            f"optimizer_state has dtype: fp32, and parameters are in {', '.join(others)}. {name} "
+            "makes their state in their own dtype and computes in it, so the setting would have "
+            "no effect. Leave dtype out, or build the model in float32."
+        )
 
 
 # --- See [Note: small copy]. ---
 
 
+def _steps_alike(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Whether shards give the bits of the whole on every rank. Collective: yes.
+
+    Raises:
+        PlanError: the optimizer can step neither shards nor DTensors.
+    """
+    alike = _try_small_copy(optimizer)
+    if not agreement_of(device).any_rank(not alike):
+        return True
+    raise_on_all_ranks({}, None if alike is None else _dtensor_refusal(optimizer))
+    return False
+
+
 @torch.random.fork_rng(devices=[])
-def try_small_copy(optimizer: torch.optim.Optimizer) -> bool | None:
+def _try_small_copy(optimizer: torch.optim.Optimizer) -> bool | None:
     """Whether the halves of small tensors are stepped as the whole; `None` if it cannot be tried.
 
     Collective: no.
     """
     try:
-        whole, halves = (_small_copy(optimizer, parts) for parts in (1, 2))
-        for seed in (100, 200):
-            _give_gradients(whole, seed, 1)
-            class_step(whole)(whole)
+        wholes = _two_steps(optimizer, 1)
     except Exception:  # whatever it is, the optimizer is stepped as torch does
         return None
     try:
-        for seed in (100, 200):
-            _give_gradients(halves, seed, 2)
-            class_step(halves)(halves)
+        halves = _two_steps(optimizer, 2)
     except Exception:
         return False
-    for one, two in zip(whole.param_groups, halves.param_groups, strict=True):
-        pairs = zip(two["params"][::2], two["params"][1::2], strict=True)
-        for param, pair in zip(one["params"], pairs, strict=True):
-            state, states = whole.state.get(param, {}), [halves.state.get(p, {}) for p in pair]
-            if any(list(half) != list(state) for half in states):
-                return False
-            values = [(param, pair), *((state[k], [half[k] for half in states]) for k in state)]
-            if not all(_is_joined(value, parts) for value, parts in values):
-                return False
-    return True
+    return all(
+        list(whole) == list(first) == list(second)
+        and all(_is_joined(whole[key], [first[key], second[key]]) for key in whole)
+        for whole, first, second in zip(wholes, halves[::2], halves[1::2], strict=True)
+    )
 
 
-def dtensor_refusal(optimizer: torch.optim.Optimizer, like: DTensor) -> PlanError | None:
-    """Returns why an optimizer cannot step DTensors; `None` if it can or cannot be copied.
+def _two_steps(optimizer: torch.optim.Optimizer, parts: int) -> list[dict[Any, Any]]:
+    """Returns small tensors, each cut into parts, with the state that a copy has made of each."""
+    small = _small_copy(optimizer, parts)
+    for seed in (100, 200):
+        for number, group in enumerate(small.param_groups):
+            for param, grad in zip(group["params"], _drawn(seed + number, parts), strict=True):
+                param.grad = grad
+        class_step(small)(small)
+    params = [param for group in small.param_groups for param in group["params"]]
+    return [{"the parameter": param, **small.state.get(param, {})} for param in params]
 
-    Collective: yes, over the mesh of `like`, as operations on DTensors are.
+
+def _dtensor_refusal(optimizer: torch.optim.Optimizer) -> PlanError | None:
+    """Returns why an optimizer, which can be copied, cannot step DTensors; `None` if it can.
+
+    Collective: yes, over the mesh of its parameters, as operations on DTensors are.
     """
-    mesh = like.device_mesh
-    try:
-        small = _small_copy(optimizer, 1)
-    except Exception:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    like = next((param for param in params if isinstance(param, DTensor)), None)
+    if like is None:
         return None
+    mesh, small = like.device_mesh, _small_copy(optimizer, 1)
     for group in small.param_groups:
         # Every rank has made the whole tensor itself, so nothing needs to be sent.
         group["params"] = [
@@ -192,7 +278,7 @@ def _small_copy(optimizer: torch.optim.Optimizer, parts: int) -> torch.optim.Opt
     usual = vars(torch.optim.Optimizer([nn.Parameter(torch.empty(0))], {}))
     own = {key: value for key, value in vars(optimizer).items() if key not in usual}
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    if not _is_plain_data([own, groups]):
+    if not all(isinstance(value, _PLAIN) for value in tree_leaves([own, groups])):
         raise TypeError("It holds more than plain data.")
     for number, group in enumerate(groups):
         group["params"] = [nn.Parameter(part) for part in _drawn(number, parts)]
@@ -204,16 +290,6 @@ def _small_copy(optimizer: torch.optim.Optimizer, parts: int) -> torch.optim.Opt
     return small
 
 
-def _is_plain_data(value: Any) -> bool:
-    """Numbers, words, types of torch and collections of them: what can be copied without harm."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return all(map(_is_plain_data, value))  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, dict):
-        return _is_plain_data([*value, *value.values()])  # pyright: ignore
-    simple = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device)
-    return value is None or isinstance(value, (*simple, torch.Tensor))
-
-
 def _drawn(seed: int, parts: int) -> list[torch.Tensor]:
     """Returns a vector, a matrix and three dimensions, each cut into parts.
 
@@ -223,12 +299,6 @@ def _drawn(seed: int, parts: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     whole = [torch.randn(shape, generator=generator) for shape in ((2,), (5, 3), (4, 2, 3))]
     return [part.clone() for tensor in whole for part in tensor.chunk(parts)]
-
-
-def _give_gradients(small: torch.optim.Optimizer, seed: int, parts: int) -> None:
-    for number, group in enumerate(small.param_groups):
-        for param, grad in zip(group["params"], _drawn(seed + number, parts), strict=True):
-            param.grad = grad
 
 
 def _is_joined(value: Any, parts: Sequence[Any]) -> bool:

@@ -12,7 +12,11 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["ADAPTIVE_LIONS", "lion_as_text", "save_lions_as_text"]
+import torch
+
+from composer_fsdp2.step.run import Run, StepListener
+
+__all__ = ["ADAPTIVE_LIONS", "LionAverages", "lion_as_text", "save_lions_as_text"]
 
 ADAPTIVE_LIONS = frozenset({"DecoupledAdaLRLion", "DecoupledClipLion"})
 _AS_TEXT = frozenset({"grad_tracker", "moment_tracker", "outlier_timestamp"})
@@ -24,26 +28,42 @@ def save_lions_as_text(optimizers: Iterable[Any]) -> None:
         if type(optimizer).__name__ in ADAPTIVE_LIONS:
             optimizer.register_state_dict_post_hook(lambda _, saved: lion_as_text(saved))  # pyright: ignore[reportUnknownLambdaType]
             optimizer.register_load_state_dict_pre_hook(_with_objects)
-            optimizer.register_step_pre_hook(_name_average)
 
 
-def _name_average(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+class LionAverages(StepListener):
     """Gives the trackers the method that `clip_lion` calls at an outlier, under its new name.
 
     Source: llm-foundry 0.22, optim/adaptive_lion.py line 399 and optim/outlier_detection.py. A
     tracker that the coming step makes has seen too little for an outlier in it.
     """
-    for state in optimizer.state.values():
-        tracker = state.get("grad_tracker")
-        if tracker is not None and not hasattr(tracker, "get_slow_mva"):
-            tracker.get_slow_mva = tracker.get_delayed_mva
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Whether the optimizer is an adaptive Lion."""
+        return type(run.optimizer).__name__ in ADAPTIVE_LIONS
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Renames the method of trackers that earlier steps, or a checkpoint, have made."""
+        for state in optimizer.state.values():
+            tracker = state.get("grad_tracker")
+            if tracker is not None and not hasattr(tracker, "get_slow_mva"):
+                tracker.get_slow_mva = tracker.get_delayed_mva
 
 
 def lion_as_text(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Its state dict with text, also if it was saved elsewhere."""
+    """Returns a state dict with text, also if it was saved elsewhere."""
+
+    def parts(tracker: Any) -> dict[str, Any]:
+        recent, delayed = tracker.intermediate_data_queue, tracker.delayed_moving_average
+        return {
+            "threshold": tracker.threshold,
+            "delay": recent.maxlen,
+            "recent": list(recent),
+            "delayed": list(delayed),
+        }
 
     def change(value: Any) -> Any:
-        return value if isinstance(value, str) else json.dumps(value, default=_parts)
+        return value if isinstance(value, str) else json.dumps(value, default=parts)
 
     return _changed(state_dict, change)
 
@@ -70,13 +90,3 @@ def _changed(state_dict: dict[str, Any], change: Callable[[Any], Any]) -> dict[s
         for param, state in state_dict["state"].items()
     }
     return {**state_dict, "state": states}
-
-
-def _parts(tracker: Any) -> dict[str, Any]:
-    recent, delayed = tracker.intermediate_data_queue, tracker.delayed_moving_average
-    return {
-        "threshold": tracker.threshold,
-        "delay": recent.maxlen,
-        "recent": list(recent),
-        "delayed": list(delayed),
-    }

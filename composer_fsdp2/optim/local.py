@@ -2,8 +2,8 @@
 
 [Note: local step] Every operation on a DTensor costs some 50 microseconds of CPU, whatever its
 size, and an element-wise optimizer computes the same bits on the plain tensors inside. So before a
-step `before` makes a shallow copy of the optimizer whose `param_groups` and `state` hold this
-rank's shards, torch runs the step of the class on that copy, and `after` brings back what the step
+step a hook makes a shallow copy of the optimizer whose `param_groups` and `state` hold this rank's
+shards, torch runs the step of the class on that copy, and a hook after it brings back what the step
 has set. The optimizer itself keeps its DTensors all the time: other hooks, schedulers and
 checkpoints see nothing else, and a step that raises leaves nothing exchanged.
 """
@@ -11,7 +11,7 @@ checkpoints see nothing else, and a step that raises leaves nothing exchanged.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,109 +27,127 @@ from composer_fsdp2.shard.torch_private.tensors import (
     local_tensor,
 )
 
-__all__ = [
-    "LocalShards",
-    "after",
-    "before",
-    "copy_with",
-    "hook_local_step",
-    "local_gradient",
-    "local_value",
-    "take_settings",
-    "whole_value",
-]
+__all__ = ["LocalStep", "class_step", "local_gradient", "local_value"]
 
 
 class _Shard:
     """A sharded parameter and its plain one, during a step with the gradient and the state."""
 
-    __slots__ = ("address", "grad", "held", "is_trained", "local", "param", "source")
+    __slots__ = ("grad", "held", "local", "param", "source")
 
     def __init__(self, param: DTensor) -> None:
         self.param: Any = param
         self.source = local_tensor(param)
-        self.is_trained = param.requires_grad
         # It shares the shard's memory; a step on it leaves the DTensor's version as it is.
-        self.local = nn.Parameter(self.source, requires_grad=self.is_trained)
-        self.address = self.local.data_ptr()
+        self.local = nn.Parameter(self.source, requires_grad=param.requires_grad)
         self.grad: Any = None
         """as the optimizer has it"""
         self.held: Any = None
         """the optimizer's state of the parameter"""
 
-    def renew(self) -> None:
-        """Takes the tensors of this moment; FSDP2's first forward exchanges the shard's."""
-        param = self.param
-        source = local_tensor(param)
-        if self.source is not source:
-            self.local.grad, self.local.data, self.source = None, source, source
-            self.address = self.local.data_ptr()
-        if self.is_trained is not param.requires_grad:
-            self.is_trained = param.requires_grad
-            self.local.requires_grad_(self.is_trained)
-        self.grad = param.grad
 
+class LocalStep:
+    """Has an optimizer step this rank's shards from now on; see [Note: local step].
 
-class LocalShards:
-    """Plain parameters over the memory of an optimizer's shards, kept from step to step.
-
-    Args:
-        leaves_out: says of a parameter that somebody else steps it.
+    Collective: no.
     """
 
-    def __init__(self, leaves_out: Callable[[Any], bool] | None = None) -> None:
-        self._leaves_out = leaves_out
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # By id: to hash a tensor is a call in Python. Each entry holds the parameter.
         self._known: dict[int, _Shard] = {}
-        self.stepping: list[_Shard] = []
-        """of the step that is being made"""
+        self._stepping: list[_Shard] = []
+        """shards of the step that is being made"""
+        self._copy: torch.optim.Optimizer | None = None
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
 
-    def takes(self, param: Any) -> bool:
-        """Whether a parameter is stepped here."""
-        return self._leaves_out is None or not self._leaves_out(param)
+    def params_of(self, group: Mapping[str, Any]) -> Sequence[Any]:
+        """Returns the parameters of a group that are stepped together."""
+        return group["params"]
 
-    def plain(self, param: Any) -> Any:
-        """Returns the plain parameter of one that is stepped next; not sharded, it is its own."""
-        if not isinstance(param, DTensor):
-            return param
-        shard = self._known.get(id(param))
-        if shard is None:
-            shard = self._known[id(param)] = _Shard(param)
-        self.stepping.append(shard)
-        return shard.local
+    def read(self, param: DTensor, held: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns the state of a parameter for a step of its shard."""
+        return {key: local_value(value, param) for key, value in held.items()}
 
-    def give_gradients(self) -> None:
-        """Puts gradients where the step looks; again after a closure has computed others."""
-        with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
-            for shard in self.stepping:
-                shard.renew()
-        params, grads = [s.param for s in self.stepping], [s.grad for s in self.stepping]
-        found = local_gradients(params, grads, local_gradient)
-        for shard, grad in zip(self.stepping, found, strict=True):
-            shard.local.grad = grad
-        # torch counts no change of a local tensor for the DTensor around it, which others ask.
-        # Before the step, because a step that breaks off has changed some already.
-        increment_version([shard.param for shard in self.stepping if shard.grad is not None])
+    def write(
+        self, optimizer: torch.optim.Optimizer, param: DTensor, held: Any, values: dict[Any, Any]
+    ) -> None:
+        """Gives a parameter the state that a step of its shard has left."""
+        if held is None:
+            held = optimizer.state[param] = {}
+        for name, value in values.items():
+            known = held.get(name)
+            if known is value or (isinstance(known, DTensor) and local_tensor(known) is value):
+                continue
+            is_moment = type(value) is torch.Tensor and value.ndim > 0
+            if is_moment and value.shape == local_tensor(param).shape:
+                value = sharded_like(value, param)
+            held[name] = value
+        if len(held) > len(values):
+            for name in held.keys() - values.keys():
+                del held[name]
 
-    def finish(self) -> None:
-        """Lets go of the gradients, which would outlive `zero_grad`, and of replaced memory.
+    def begin(
+        self,
+        optimizer: torch.optim.Optimizer,
+        params: Sequence[Sequence[Any]],
+        others: Mapping[Any, Any],
+    ) -> torch.optim.Optimizer:
+        """Returns a shallow copy of the optimizer that holds this rank's shards.
+
+        Args:
+            optimizer: holds the sharded parameters.
+            params: those of each group that are stepped.
+            others: state that is not that of sharded parameters.
+        """
+        self._stepping = []
+        groups = [
+            {**group, "params": list(map(self._plain, chosen))}
+            for group, chosen in zip(optimizer.param_groups, params, strict=True)
+        ]
+        self._give_gradients()
+        state: dict[Any, Any] = defaultdict(dict, others)
+        for shard in self._stepping:
+            shard.held = optimizer.state.get(shard.param)
+            if shard.held is not None:
+                state[shard.local] = self.read(shard.param, shard.held)
+        copy = object.__new__(type(optimizer))
+        copy.__dict__ = {**vars(optimizer), "param_groups": groups, "state": state}
+        return copy
+
+    def end(self, optimizer: torch.optim.Optimizer, copy: torch.optim.Optimizer) -> None:
+        """Gives the optimizer what a step has set in the copy that `begin` made.
+
+        Lets go of the gradients, which would outlive `zero_grad`, and of replaced memory.
 
         Raises:
             PlanError: a hook has replaced a gradient after it was read.
         """
-        replaced = False
+        left, replaced = dict(copy.state), False
         with TORCH_FUNCTION_OFF(), torch.no_grad():
-            for shard in self.stepping:
-                replaced = replaced or shard.param.grad is not shard.grad
+            for shard in self._stepping:
+                param, local = shard.param, shard.local
+                values = left.pop(local, None)
+                if values is not None:
+                    self.write(optimizer, param, shard.held, values)
+                elif shard.held is not None:
+                    del optimizer.state[param]
+                replaced = replaced or param.grad is not shard.grad
                 if shard.grad is not None:
-                    if shard.local.grad is None:
-                        shard.param.grad = None  # the step clears gradients itself
-                    shard.local.grad = shard.grad = None
-                if shard.local.data_ptr() != shard.address:
+                    if local.grad is None:
+                        param.grad = None  # the step clears gradients itself
+                    local.grad = shard.grad = None
+                shard.held = None
+                if local.data_ptr() != shard.source.data_ptr():
                     # It assigns to `param.data`; FSDP2 gathers the memory that is in the DTensor.
-                    shard.source.copy_(shard.local)
-                    shard.local.data = shard.source
-        self.stepping = []
+                    shard.source.copy_(local)
+                    local.data = shard.source
+        self._stepping = []
+        optimizer.state.update(left)
+        own = {k: v for k, v in vars(copy).items() if k not in ("param_groups", "state")}
+        vars(optimizer).update(own)
+        for group, other in zip(optimizer.param_groups, copy.param_groups, strict=True):
+            group.update({key: value for key, value in other.items() if key != "params"})
         if replaced:
             raise PlanError(
                 "A hook before the optimizer's step has replaced gradients of sharded parameters "
@@ -139,73 +157,66 @@ class LocalShards:
                 "write local_step: false."
             )
 
+    def _plain(self, param: Any) -> Any:
+        """The plain parameter of one that is stepped next; not sharded, it is its own."""
+        if not isinstance(param, DTensor):
+            return param
+        shard = self._known.get(id(param))
+        if shard is None:
+            shard = self._known[id(param)] = _Shard(param)
+        self._stepping.append(shard)
+        return shard.local
 
-def before(optimizer: torch.optim.Optimizer, shards: LocalShards) -> torch.optim.Optimizer:
-    """Returns a copy of the optimizer that holds this rank's shards. Collective: no."""
-    shards.stepping = []
-    groups = [
-        {**group, "params": [shards.plain(p) for p in group["params"] if shards.takes(p)]}
-        for group in optimizer.param_groups
-    ]
-    shards.give_gradients()
-    # Of parameters that are not sharded, and facts of all parameters under a word.
-    others = {key: held for key, held in optimizer.state.items() if not isinstance(key, DTensor)}
-    state: dict[Any, Any] = defaultdict(dict, others)
-    for shard in shards.stepping:
-        shard.held = optimizer.state.get(shard.param)
-        if shard.held is not None:
-            values = {key: local_value(value, shard.param) for key, value in shard.held.items()}
-            state[shard.local] = values
-    return copy_with(optimizer, groups, state)
+    def _give_gradients(self) -> None:
+        """Puts gradients where the step looks; again after a closure has computed others."""
+        with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
+            for shard in self._stepping:
+                source, local = local_tensor(shard.param), shard.local
+                if shard.source is not source:  # FSDP2's first forward exchanges it
+                    local.grad, local.data, shard.source = None, source, source
+                if local.requires_grad is not shard.param.requires_grad:
+                    local.requires_grad_(shard.param.requires_grad)
+                shard.grad = shard.param.grad
+        params, grads = [s.param for s in self._stepping], [s.grad for s in self._stepping]
+        found = local_gradients(params, grads, local_gradient)
+        for shard, grad in zip(self._stepping, found, strict=True):
+            shard.local.grad = grad
+        # torch counts no change of a local tensor for the DTensor around it, which others ask.
+        # Before the step, because a step that breaks off has changed some already.
+        increment_version([shard.param for shard in self._stepping if shard.grad is not None])
 
+    def _before(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if optimizer is self._copy:
+            return None  # the step of a parent class, which the copy has called
+        # Of parameters that are not sharded, and facts of all parameters under a word.
+        others = {
+            key: held for key, held in optimizer.state.items() if not isinstance(key, DTensor)
+        }
+        params = list(map(self.params_of, optimizer.param_groups))
+        self._copy = self.begin(optimizer, params, others)
 
-def after(
-    optimizer: torch.optim.Optimizer, stepped: torch.optim.Optimizer, shards: LocalShards
-) -> None:
-    """Gives the optimizer what a step has set in the copy that `before` made. Collective: no.
+        def with_gradients(closure: Any) -> Any:
+            def run(*inner: Any, **named: Any) -> Any:
+                found = closure(*inner, **named)
+                self._give_gradients()
+                return found
 
-    Raises:
-        PlanError: a hook has replaced a gradient in between.
-    """
-    left = dict(stepped.state)
-    for shard in shards.stepping:
-        values, held = left.pop(shard.local, None), shard.held
-        shard.held = None
-        if values is None:
-            if held is not None:
-                del optimizer.state[shard.param]
-            continue
-        if held is None:
-            held = optimizer.state[shard.param] = {}
-        for name in held.keys() - values.keys() if len(held) > len(values) else ():
-            del held[name]
-        for name, value in values.items():
-            known = held.get(name)
-            if known is not value and (
-                not isinstance(known, DTensor) or local_tensor(known) is not value
-            ):
-                held[name] = whole_value(value, shard.param)
-    optimizer.state.update(left)
-    take_settings(optimizer, stepped)
-    shards.finish()
+            return run if callable(closure) else closure
 
+        # torch calls the step with what a pre-hook returns, its `self` included.
+        rest = tuple(with_gradients(value) for value in args[1:])
+        return (self._copy, *rest), {key: with_gradients(value) for key, value in kwargs.items()}
 
-def copy_with(
-    optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: dict[Any, Any]
-) -> torch.optim.Optimizer:
-    """Returns a shallow copy of an optimizer that has other groups and other state."""
-    made = object.__new__(type(optimizer))
-    made.__dict__ = {**vars(optimizer), "param_groups": groups, "state": state}
-    return made
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._copy is not None and optimizer is not self._copy:
+            copy, self._copy = self._copy, None
+            self.end(optimizer, copy)
+            self.step_alone(optimizer)
 
-
-def take_settings(optimizer: torch.optim.Optimizer, stepped: torch.optim.Optimizer) -> None:
-    """Takes over attributes and settings of groups from a copy that has made its step."""
-    for name, value in vars(stepped).items():
-        if name not in ("param_groups", "state"):
-            vars(optimizer)[name] = value
-    for group, other in zip(optimizer.param_groups, stepped.param_groups, strict=True):
-        group.update({key: value for key, value in other.items() if key != "params"})
+    def step_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps the parameters that `params_of` leaves out, after all others."""
 
 
 def local_value(value: Any, param: DTensor) -> Any:
@@ -215,13 +226,6 @@ def local_value(value: Any, param: DTensor) -> Any:
     if value.placements != param.placements:
         value = value.redistribute(param.device_mesh, param.placements)
     return local_tensor(value)
-
-
-def whole_value(value: Any, param: DTensor) -> Any:
-    """Returns a value that a step has set in the form in which the optimizer holds it."""
-    if type(value) is not torch.Tensor or value.ndim == 0:
-        return value
-    return sharded_like(value, param) if value.shape == local_tensor(param).shape else value
 
 
 def local_gradient(param: Any) -> torch.Tensor | None:
@@ -235,43 +239,8 @@ def local_gradient(param: Any) -> torch.Tensor | None:
     return local_tensor(grad)
 
 
-def hook_local_step(
-    optimizer: torch.optim.Optimizer,
-    shards: LocalShards,
-    step_others: Callable[[torch.optim.Optimizer], None] = lambda _: None,
-) -> None:
-    """Has an optimizer step this rank's shards from now on. Collective: no.
-
-    Args:
-        optimizer: gets a hook before and one after its step.
-        shards: of its parameters.
-        step_others: called after a step, for the parameters that `shards` leaves out.
-    """
-    copies: list[torch.optim.Optimizer] = []
-
-    def start(
-        stepping: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if stepping in copies:
-            return None  # the step of a parent class, which the copy has called
-        copies[:] = [before(stepping, shards)]
-
-        def with_gradients(closure: Any) -> Any:
-            def run(*inner: Any, **named: Any) -> Any:
-                found = closure(*inner, **named)
-                shards.give_gradients()
-                return found
-
-            return run if callable(closure) else closure
-
-        # torch calls the step with what a pre-hook returns, its `self` included.
-        rest = tuple(with_gradients(value) for value in args[1:])
-        return (copies[0], *rest), {key: with_gradients(value) for key, value in kwargs.items()}
-
-    def end(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        if stepping not in copies:
-            after(stepping, copies.pop(), shards)
-            step_others(stepping)
-
-    optimizer.register_step_pre_hook(start)
-    optimizer.register_step_post_hook(end)
+def class_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    """Returns the step of the optimizer's class, without the hooks around it."""
+    step: Any = type(optimizer).step
+    # torch wraps the step of a class once, and marks it as `hooked`.
+    return step.__wrapped__ if hasattr(step, "hooked") else step

@@ -12,12 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
@@ -47,21 +46,30 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def groups_of(tensor: torch.Tensor) -> Groups:
-    """The process groups between whose ranks a tensor is divided."""
+def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:
+    """The process groups between whose ranks a tensor is divided.
+
+    Args:
+        tensor: sharded or not.
+        rows: between whose ranks a single row of it is divided, which is a whole vector.
+    """
     if not isinstance(tensor, DTensor):
         return ()
-    return _groups(tensor.device_mesh, tensor.placements, _divides)
+    between_rows = rows and tensor.ndim > 1
+    return _groups(
+        tensor,
+        lambda place: (
+            not place.is_replicate()
+            and not place.is_partial()
+            and not (between_rows and getattr(place, "dim", None) == 0)
+        ),
+    )
 
 
-def _divides(placement: Placement) -> bool:
-    return not placement.is_replicate() and not placement.is_partial()
-
-
-def _groups(
-    mesh: DeviceMesh, placements: Sequence[Placement], divides: Callable[[Placement], bool]
-) -> Groups:
-    return tuple(mesh.get_group(axis) for axis, place in enumerate(placements) if divides(place))
+def _groups(tensor: DTensor, chosen: Callable[[Placement], bool]) -> Groups:
+    """The process groups of the mesh axes with such a placement."""
+    places = enumerate(tensor.placements)
+    return tuple(tensor.device_mesh.get_group(axis) for axis, place in places if chosen(place))
 
 
 def _reduced(
@@ -69,17 +77,11 @@ def _reduced(
     groups: Sequence[Groups],
     operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> list[torch.Tensor]:
-    """Values with what is missing from the other ranks, one collective for each process group.
-
-    Values may be overwritten.
-    """
+    """Values with what is missing from the other ranks, one collective for each process group."""
     found = list(values)
     for group in dict.fromkeys(group for several in groups for group in several):
         places = [index for index, several in enumerate(groups) if group in several]
         if dist.get_world_size(group) == 1:
-            continue
-        if len(places) == 1:
-            dist.all_reduce(found[places[0]], op=operation, group=group)
             continue
         device = found[places[0]].device
         flat = torch.cat([found[index].flatten().to(device) for index in places])
@@ -104,46 +106,28 @@ class Shards:
         """local tensors, some of them without elements"""
         self.terms: dict[Groups, list[torch.Tensor]] = {}
         """the same, to take norms of; with nothing in it, where other ranks may have a gradient"""
-        self.dtypes: set[torch.dtype] = set()
-        self.device = torch.device("cpu")
         held = list(params)
         with TORCH_FUNCTION_OFF():  # an attribute of a DTensor takes half the time
             grads = list(map(attrgetter("grad"), held))
             found = [p if grad is None else grad for p, grad in zip(held, grads, strict=True)]
-            self.dtypes.update(map(attrgetter("dtype"), found))
-        last: Any = self  # no layout
-        terms, is_sum = list[torch.Tensor](), False
-        layouts = layouts_of(found)
-        for tensor, grad, layout in zip(found, grads, layouts, strict=True):
-            if layout is not last:
-                if last is self or not _are_alike(layout, last):
-                    self.device = self.device if self.terms else tensor.device
-                    terms = self.terms.setdefault(groups_of(tensor), [])
-                    is_sum = _is_sum(layout)
-                last = layout
+            self.dtypes = set(map(attrgetter("dtype"), found))
+            self.device = found[0].device if found else torch.device("cpu")
+        known: dict[Any, tuple[list[torch.Tensor], bool]] = {}
+        for tensor, grad, layout in zip(found, grads, layouts_of(found), strict=True):
+            placed = () if layout is None else layout.placements
+            key = None if layout is None else (id(layout.mesh), placed)
+            if key not in known:
+                is_sum = any(map(Placement.is_partial, placed))
+                known[key] = self.terms.setdefault(groups_of(tensor), []), is_sum
+            terms, is_sum = known[key]
             if grad is not None:
                 local = grad if layout is None else local_tensor(grad)
                 self.grads.append(local)
-                terms.append(local_tensor(_summed_up(grad)) if is_sum else local)
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether tensors with these layouts are divided between the same ranks in the same way."""
-    if one is None or other is None:
-        return one is other
-    # torch hands out layouts of equal meshes again, whose objects differ.
-    same_mesh = one.mesh is other.mesh or one.mesh == other.mesh
-    return same_mesh and one.placements == other.placements
-
-
-def _is_sum(layout: Any) -> bool:
-    return layout is not None and any(map(Placement.is_partial, layout.placements))
-
-
-def _summed_up(grad: DTensor) -> DTensor:
-    """A gradient of which the ranks hold terms of a sum, whose norms say nothing."""
-    whole = [Replicate() if place.is_partial() else place for place in grad.placements]
-    return grad.redistribute(placements=whole)
+                if is_sum:
+                    # The ranks hold terms of a sum, whose norms say nothing.
+                    whole = [Replicate() if p.is_partial() else p for p in placed]
+                    local = local_tensor(grad.redistribute(placements=whole))
+                terms.append(local)
 
 
 @torch.no_grad()
@@ -197,7 +181,12 @@ def norm_of(
             norm = torch.nn.utils.get_total_norm(held, p, foreach=foreach)
         else:
             # torch would round the norm of each tensor to the tensor's few bits.
-            norms = [_precise_norm(tensor, p, dtype).to(shards.device) for tensor in held]
+            norms = [
+                torch.linalg.vector_norm(
+                    tensor, p, dtype=dtype or (torch.float32 if tensor.itemsize < 4 else None)
+                ).to(shards.device, torch.float64)
+                for tensor in held
+            ]
             norm = torch.linalg.vector_norm(torch.stack(norms), p)
         # In float64, so that powers of large norms stay finite.
         norm = norm.to(shards.device, torch.float64)
@@ -218,11 +207,6 @@ def norm_of(
     return total.to(dtype or (torch.float64 if wide else torch.float32))
 
 
-def _precise_norm(tensor: torch.Tensor, p: float, dtype: torch.dtype | None) -> torch.Tensor:
-    few = torch.float32 if tensor.dtype.itemsize < 4 else None
-    return torch.linalg.vector_norm(tensor, p, dtype=dtype or few).double()
-
-
 # --- Norms of units ---
 
 
@@ -238,11 +222,12 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
     """
     held: list[tuple[torch.Tensor, Groups]] = []
     for param in params:
-        groups = _row_groups(param)
+        groups = groups_of(param, rows=True)
         # The other ranks may have a gradient where this one has none.
         if param.grad is not None or (groups and param.requires_grad):
             held.append((param, groups))
-    squares = [_unit_squares(tensor) for param, _ in held for tensor in (param, _grad_of(param))]
+    pairs = [(p, torch.zeros_like(p) if p.grad is None else p.grad) for p, _ in held]
+    squares = [_unit_squares(tensor) for pair in pairs for tensor in pair]
     totals = _reduced(squares, [groups for _, groups in held for _ in range(2)])
     norms = [total.sqrt() for total in totals]
     for (param, _), weight_norm, grad_norm in zip(held, norms[::2], norms[1::2], strict=True):
@@ -252,28 +237,11 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
             local_part(param.grad).mul_(scale.to(param.grad.dtype))
 
 
-def _grad_of(param: torch.Tensor) -> torch.Tensor:
-    return torch.zeros_like(param) if param.grad is None else param.grad
-
-
 def _unit_squares(tensor: torch.Tensor) -> torch.Tensor:
     local = local_part(tensor.detach())
     squares = local.to(torch.promote_types(local.dtype, torch.float32)).square()
-    if tensor.ndim <= 1:
-        return squares.sum()
-    return squares.sum(dim=tuple(range(1, tensor.ndim)), keepdim=True)
-
-
-def _row_groups(tensor: torch.Tensor) -> Groups:
-    """The process groups between whose ranks a row (or a vector) is divided."""
-    if not isinstance(tensor, DTensor):
-        return ()
-
-    def divides(placement: Placement) -> bool:
-        by_rows = tensor.ndim > 1 and getattr(placement, "dim", None) == 0
-        return _divides(placement) and not by_rows
-
-    return _groups(tensor.device_mesh, tensor.placements, divides)
+    dims = tuple(range(1, tensor.ndim))
+    return squares.sum(dim=dims, keepdim=True) if dims else squares.sum()
 
 
 # --- Numbers to log ---
@@ -295,33 +263,20 @@ def whole_metrics(
     """
     groups = dict(local or {})
     for name, value in metrics.items():
-        if isinstance(value, DTensor) and _is_norm(value):
-            groups[name] = _groups(value.device_mesh, value.placements, Placement.is_partial)
+        places = value.placements if isinstance(value, DTensor) else ()
+        partial: list[Any] = [place for place in places if place.is_partial()]
+        # Of torch's placement for norms: each rank holds that of its part, and squares add up.
+        if partial and all(getattr(place, "norm_type", None) == 2 for place in partial):
+            groups[name] = _groups(value, Placement.is_partial)
     squares = [local_part(metrics[name]).double().square() for name in groups]
     norms = [square.sqrt() for square in _reduced(squares, [*groups.values()])]
     found = dict(zip(groups, norms, strict=True))
-    whole = {name: _whole(found.get(name, value)) for name, value in metrics.items()}
-    single = [name for name, value in whole.items() if _is_number(value)]
+    whole = {**metrics, **found}
+    whole = {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in whole.items()}
+    tensors = {n: v for n, v in whole.items() if isinstance(v, torch.Tensor)}
+    single = [n for n, v in tensors.items() if v.is_floating_point() and v.numel() == 1]
     if single:
         device = whole[single[0]].device
         flat = [whole[name].reshape(()).to(device, torch.float64) for name in single]
         whole.update(zip(single, torch.stack(flat).tolist(), strict=True))
     return {n: v.item() if isinstance(v, torch.Tensor) else v for n, v in whole.items()}
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() == 1
-
-
-def _is_norm(value: DTensor) -> bool:
-    partial = [placement for placement in value.placements if placement.is_partial()]
-    return bool(partial) and all(map(_is_two_norm, partial))
-
-
-def _is_two_norm(placement: Placement) -> bool:
-    # Of torch's placement for norms: each rank holds the norm of its part, and squares add up.
-    return getattr(cast("Any", placement), "norm_type", None) == 2

@@ -37,7 +37,7 @@ from composer_fsdp2.checkpoint.source import (
 from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
-from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.optim.rates import set_rates_by_schedules
 from composer_fsdp2.parallel.row_order import order_of, whole_to_part
 from composer_fsdp2.ranks import raise_on_all_ranks

@@ -41,8 +41,9 @@ from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
 from composer_fsdp2.guards.second_backward import SecondBackward
 from composer_fsdp2.guards.unused_head import UnusedHead
 from composer_fsdp2.guards.watchdog import Watchdog, is_broken
-from composer_fsdp2.optim.choose import apply_local_step
-from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.optim.elementwise import apply_local_step
+from composer_fsdp2.optim.lion_state import LionAverages
+from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
@@ -95,6 +96,7 @@ STEP: tuple[type[StepListener], ...] = (
     UnannouncedMicrobatches,
     Prefetch,
     UnusedParameters,
+    LionAverages,
     # Guards, without which every number stays.
     OutOfMemory,  # before other agreements: a rank that leaves answers its own alone
     OrderCheck,

@@ -26,9 +26,8 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards.order_check import check_order_check
-from composer_fsdp2.optim.elementwise import is_known
-from composer_fsdp2.optim.muon import Muon
-from composer_fsdp2.optim.state.step import check_optimizer_state
+from composer_fsdp2.optim.elementwise import check_optimizer_state, is_known
+from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.mesh_shape import MeshShape

@@ -197,7 +197,7 @@ def theory(param: Any, key: str, policy: dict[str, Any]) -> int:
 
 def bytes_of(state: KeptState) -> int:
     """Bytes of all moments on this rank."""
-    moments = [one for one in state.stored.values() if isinstance(one, Stored)]
+    moments = [one for one in state.data.values() if isinstance(one, Stored)]
     return sum(one.values.nbytes + one.exponents.nbytes for one in moments)
 
 

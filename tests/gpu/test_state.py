@@ -55,7 +55,7 @@ def test_state_is_pinned_and_nothing_of_it_stays_on_the_gpu():
         assert param.device.type == "cuda"
         state = optimizer.state[param]
         assert isinstance(state, KeptState)
-        moments = [one for one in state.stored.values() if isinstance(one, Stored)]
+        moments = [one for one in state.data.values() if isinstance(one, Stored)]
         assert len(moments) == 2
         assert all(one.values.is_pinned() and not one.values.is_cuda for one in moments)
     torch.cuda.synchronize()

@@ -1,22 +1,31 @@
-"""The state of one parameter: read as the optimizer's own, kept as the setting says."""
+"""Keeps the state of parameters as a setting says, and steps these one after the other.
+
+[Note: one by one] The whole state in the optimizer's own form would be what the setting saves. So
+the state of one parameter is read into new memory, the optimizer's class makes its step for this
+parameter alone, and the state is kept again.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any
+import warnings
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.placement import OptimizerState
-from composer_fsdp2.optim.local import local_value
+from composer_fsdp2.optim.local import LocalStep, class_step, local_value
 from composer_fsdp2.optim.state.form import Form, Place, Stored, read, write
 from composer_fsdp2.shard.sharded_tensor import sharded_like
 from composer_fsdp2.shard.torch_private.tensors import local_tensor
 
-__all__ = ["SMALL", "KeptState", "is_large"]
+__all__ = ["SMALL", "KeptState", "KeptSteps"]
 
 SMALL = 4096
 """parameters with less elements, on all ranks together, keep their state in its own form"""
@@ -30,13 +39,13 @@ _WEIGHTS = "ax"
 """averaged weights of ASGD, which are no moments"""
 
 
-def is_large(param: Tensor) -> bool:
+def _is_large(param: Tensor) -> bool:
     """Whether a parameter has enough elements, on all ranks: those of a shard differ on ranks."""
     return param.numel() >= SMALL and param.is_floating_point()
 
 
-# A dict too, for who asks: every method is that of `MutableMapping`.
-class KeptState(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[reportGeneralTypeIssues]
+# A dict too, for who asks: every method is that of `UserDict`.
+class KeptState(UserDict[Any, Any], dict[Any, Any]):  # pyright: ignore
     """A parameter's state. Whoever reads a moment gets it as a DTensor in the optimizer's form.
 
     A moment that was read is a copy: what is to be changed has to be put back.
@@ -44,11 +53,11 @@ class KeptState(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[re
 
     def __init__(self, param: DTensor, setting: OptimizerState) -> None:
         self._param, self._setting, self._place = param, setting, Place.of(param)
-        self.stored: dict[Any, Any] = {}
+        self.data: dict[Any, Any] = {}
         """the values as they are kept: moments as `Stored`, which nobody changes in place"""
 
     def __getitem__(self, key: Any) -> Any:
-        value = self.stored[key]
+        value = self.data[key]
         is_moment = isinstance(value, Stored)
         return sharded_like(self.plain(value), self._param) if is_moment else value
 
@@ -57,28 +66,19 @@ class KeptState(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[re
         shape = local_tensor(param).shape
         if isinstance(value, Tensor) and value.shape == shape and value.is_floating_point():
             form: Form = "own"
-            if is_large(param) and key != _WEIGHTS:
+            if _is_large(param) and key != _WEIGHTS:
                 in_eight, in_bf16 = self._setting.bits == 8, self._setting.dtype == "bf16"
                 form = _FORMS.get(key, "bf16") if in_eight else "bf16" if in_bf16 else "own"
             # It is rounded where it was computed, and then sent.
-            step = self.stored.get("step", 0)
+            step = self.data.get("step", 0)
             value = self._placed(write(form, value, self._place, step, str(key)))
-        self.stored[key] = value
+        self.data[key] = value
 
     def keep(self, state: Mapping[Any, Any]) -> KeptState:
         """Keeps these values, and no others; `step` comes first, as it is part of the chance."""
-        self.stored = {}
+        self.data = {}
         self.update(state)
         return self
-
-    def __delitem__(self, key: Any) -> None:
-        del self.stored[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.stored)
-
-    def __len__(self) -> int:
-        return len(self.stored)
 
     def __deepcopy__(self, memo: Any) -> dict[Any, Any]:
         return {key: copy.deepcopy(value, memo) for key, value in self.items()}
@@ -98,18 +98,18 @@ class KeptState(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[re
             key: sharded_like(value.values, self._param)
             if isinstance(value, Stored) and value.form == "bf16" and self._setting.device != "cpu"
             else self[key]
-            for key, value in self.stored.items()
+            for key, value in self.data.items()
         }
 
     def kept(self) -> Callable[[], KeptState]:
         """Copies everything to CPU memory, and returns a function that puts it back."""
         held = {
             key: value.copied_to("cpu") if isinstance(value, Stored) else copy.deepcopy(value)
-            for key, value in self.stored.items()
+            for key, value in self.data.items()
         }
 
         def put_back() -> KeptState:
-            self.stored = {key: self._placed(value) for key, value in held.items()}
+            self.data = {key: self._placed(value) for key, value in held.items()}
             return self
 
         return put_back
@@ -121,3 +121,94 @@ class KeptState(MutableMapping[Any, Any], dict[Any, Any]):  # pyright: ignore[re
         if not isinstance(value, Stored) or value.values.device == device:
             return value
         return value.copied_to(device, pin=device.type == "cpu")
+
+
+class KeptSteps(LocalStep):
+    """Keeps the state of an optimizer as a setting says; see [Note: one by one]. Collective: no."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, setting: OptimizerState) -> None:
+        super().__init__(optimizer)
+        self._setting = setting
+        optimizer.register_state_dict_post_hook(self._saved)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+        for param, state in list(optimizer.state.items()):
+            if self._keeps(param) and state:
+                optimizer.state[param] = KeptState(param, setting).keep(state)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(map(self._keeps, params)) and dist.get_rank() == 0:
+            largest = max((param.numel() for param in params), default=0)
+            warnings.warn(
+                f"optimizer_state has no effect: the largest sharded parameter has {largest} "
+                f"elements, and parameters with less than {SMALL} keep their state as it is. Leave "
+                "optimizer_state out.",
+                stacklevel=2,
+            )
+
+    def _keeps(self, param: Any) -> TypeGuard[DTensor]:
+        """Whether the state of a parameter is kept here, and its step made alone."""
+        return isinstance(param, DTensor) and (self._setting.device == "cpu" or _is_large(param))
+
+    def params_of(self, group: Mapping[str, Any]) -> Sequence[Any]:
+        """Returns the parameters of a group that are stepped together."""
+        return [param for param in group["params"] if not self._keeps(param)]
+
+    def step_alone(self, optimizer: torch.optim.Optimizer) -> None:
+        """Steps the parameters whose state is kept here and that have a gradient."""
+        alone: list[list[Any]] = [[] for _ in optimizer.param_groups]
+        for chosen, group in zip(alone, optimizer.param_groups, strict=True):
+            for param in group["params"]:
+                if self._keeps(param) and param.grad is not None:
+                    chosen[:] = [param]
+                    stepped = self.begin(optimizer, alone, {})
+                    class_step(optimizer)(stepped)
+                    self.end(optimizer, stepped)
+            chosen.clear()
+
+    def read(self, param: DTensor, held: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Returns the state of a parameter for a step of its shard."""
+        if isinstance(held, KeptState):
+            return {key: held.plain(value) for key, value in held.data.items()}
+        return super().read(param, held)
+
+    def write(
+        self, optimizer: torch.optim.Optimizer, param: DTensor, held: Any, values: dict[Any, Any]
+    ) -> None:
+        """Gives a parameter the state that a step of its shard has left."""
+        if not self._keeps(param):
+            super().write(optimizer, param, held, values)
+        elif values:
+            kept = held if isinstance(held, KeptState) else KeptState(param, self._setting)
+            optimizer.state[param] = kept.keep(values)
+
+    def _saved(self, _optimizer: Any, state_dict: dict[str, Any]) -> None:
+        state_dict["state"] = {
+            key: state.for_checkpoint() if isinstance(state, KeptState) else state
+            for key, state in state_dict["state"].items()
+        }
+
+    def _before_load(
+        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Takes up moments one by one: torch would bring all to the device in their own form.
+
+        torch leaves alone what is no tensor, as `Stored` is.
+        """
+        saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        states = dict(state_dict["state"])
+        for key, param in zip(saved, params, strict=False):
+            if self._keeps(param) and states.get(key):
+                dtype = local_tensor(param).dtype
+                state = {
+                    name: value.to(dtype) if getattr(value, "ndim", 0) else value
+                    for name, value in states[key].items()
+                }
+                states[key] = KeptState(param, self._setting).keep(state).data
+        return {**state_dict, "state": states}
+
+    def _after_load(self, optimizer: torch.optim.Optimizer) -> None:
+        for param, state in list(optimizer.state.items()):
+            if self._keeps(param) and state:
+                kept = optimizer.state[param] = KeptState(param, self._setting)
+                kept.data = state

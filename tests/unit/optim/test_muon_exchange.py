@@ -11,137 +11,138 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from composer_fsdp2.optim.muon_exchange import Exchange
-from composer_fsdp2.optim.muon_iteration import Layout, work
-from composer_fsdp2.optim.muon_places import Division, Parameter, RankGrid, pieces
+from composer_fsdp2.optim.muon.exchange import (
+    Division,
+    Exchange,
+    Matrix,
+    Part,
+    Ranks,
+    Way,
+    plan_exchange,
+)
+from composer_fsdp2.optim.muon.newton_schulz import Layout
 from composer_fsdp2.parallel.row_order import RowOrder
 
 LARGE = 2**27
 
 
-def grids(shards: int, replicas: int = 1) -> list[RankGrid]:
-    return [
-        RankGrid(
-            shards=shards,
-            replicas=replicas,
-            shard=rank % shards,
-            replica=rank // shards,
-            shard_group=None,
-            whole_group=None,
-            shard_group_size=shards,
-            whole_group_size=shards * replicas,
-            places_in_shard_group=tuple(range(shards)),
-            places_in_whole_group=tuple(range(shards * replicas)),
-        )
-        for rank in range(shards * replicas)
-    ]
+def ranks_of(shards: int, replicas: int = 1) -> list[Ranks]:
+    count = shards * replicas
+    return [Ranks(shards, replicas, rank, tuple(range(count)), count) for rank in range(count)]
 
 
-def divided(shape: tuple[int, ...], layout: Layout, dim: int = 0) -> Parameter:
-    """Along one axis, of as many shards as the grid will have."""
-    return Parameter(shape, layout, dim, Division(shape, (0,), ((0, dim),)))
+def divided(shape: tuple[int, ...], layout: Layout, dim: int = 0) -> Division:
+    """Along one axis, of as many shards as the ranks will have."""
+    return Division(shape, layout, (0,), ((0, dim),))
 
 
-def among(params: list[Parameter], ranks: list[RankGrid]) -> list[Parameter]:
+def among(params: list[Division], ranks: list[Ranks]) -> tuple[Division, ...]:
     sizes = (ranks[0].shards,)
-    return [
-        replace(param, division=replace(param.division, sizes=sizes))
-        if param.division.sizes == (0,)
-        else param
-        for param in params
-    ]
+    return tuple(replace(param, sizes=sizes) if param.sizes == (0,) else param for param in params)
 
 
-def exchanges(params: list[Parameter], ranks: list[RankGrid], limit: int) -> list[Exchange]:
-    return [Exchange(among(params, ranks), grid, 4, limit) for grid in ranks]
+def exchanges(params: list[Division], ranks: list[Ranks], limit: int) -> list[Exchange]:
+    return [plan_exchange(among(params, ranks), rank, limit) for rank in ranks]
 
 
-def shards_of(values: list[torch.Tensor], params: list[Parameter], grid: RankGrid):
+def shards_of(values: list[torch.Tensor], params: tuple[Division, ...], shard: int):
     """Cuts as torch does, axis after axis, in the order of the ranks."""
     found = []
-    for value, param in zip(values, among(params, [grid]), strict=True):
-        division = param.division
+    for value, division in zip(values, params, strict=True):
         part = value if division.order is None else division.order.to_ranks(value)
         for axis, dim in division.cuts:
             chunks = part.chunk(division.sizes[axis], dim)
-            place = division.places(grid.shard)[axis]
+            below = math.prod(division.sizes[axis + 1 :])
+            place = shard // below % division.sizes[axis]
             none = part.narrow(dim, 0, 0)
             part = chunks[place] if place < len(chunks) else none
         found.append(part)
     return found
 
 
-def carry(ways, parts, members: list[list[int]]):
-    """What an all-to-all inside each group gives every rank."""
-    sent = []
-    for way, own in zip(ways, parts, strict=True):
-        flat = torch.cat([part.reshape(-1) for part in own]) if own else torch.empty(0)
-        sent.append(flat.split(way.send_sizes))
-    received: list[torch.Tensor] = [torch.empty(0)] * len(ways)
-    for group in members:
-        for place, rank in enumerate(group):
-            given = [sent[other][place] for other in group]
-            assert [len(piece) for piece in given] == ways[rank].receive_sizes
-            received[rank] = torch.cat(given)
+def carry(ways: list[Way], values: list[list[list[torch.Tensor]]]):
+    """What an all-to-all gives every rank: the parts, with what the others send for them."""
+    received = []
+    for rank, way in enumerate(ways):
+        given = [value for sent in values for value in sent[rank]]
+        parts = [part for parts in way.receive for part in parts]
+        assert [part.shape for part in parts] == [tuple(value.shape) for value in given]
+        received.append(list(zip(parts, given, strict=True)))
+    for rank, way in enumerate(ways):
+        others = [part for to, parts in enumerate(way.send) for part in parts if to != rank]
+        assert way.starts or not any(part.numel for part in others)
     return received
 
 
-def run_all(params: list[Parameter], ranks: list[RankGrid], limit: int) -> list[Exchange]:
+def assembled(parts: list[tuple[Part, torch.Tensor]]) -> dict[Matrix, torch.Tensor]:
+    wholes = {part.matrix: torch.zeros(part.matrix.shape) for part, _ in parts}
+    for part, value in parts:
+        wholes[part.matrix][part.there] = value
+    return wholes
+
+
+def run_all(params: list[Division], ranks: list[Ranks], limit: int) -> list[Exchange]:
     """Runs `Exchange.run` by hand on all ranks, doubling the values on the way."""
-    shards, replicas = ranks[0].shards, ranks[0].replicas
     values = [torch.randn(param.shape) for param in params]
     planned = exchanges(params, ranks, limit)
-    locals_ = [shards_of(values, params, grid) for grid in ranks]
-    results = [[torch.full_like(part, math.nan) for part in parts] for parts in locals_]
-    computed = torch.zeros(len(params))
-    rows = [list(range(r * shards, (r + 1) * shards)) for r in range(replicas)]
+    held = [shards_of(values, among(params, ranks), rank.me % rank.shards) for rank in ranks]
+    results = [[torch.full_like(part, math.nan) for part in parts] for parts in held]
+    computed = [torch.zeros_like(value) for value in values]
 
-    def put(rank: int, item, piece, part: torch.Tensor) -> None:
-        target = piece.in_shard(results[rank][item.param])
-        assert target.isnan().all()
-        target.copy_(part)
+    def put(rank: int, part: Part, value: torch.Tensor) -> None:
+        target = results[rank][part.matrix.param]
+        assert target[part.here].isnan().all()
+        target[part.here] = value
+
+    def double(matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
+        index = torch.meshgrid(*matrix.positions, indexing="ij")
+        assert torch.equal(whole, values[matrix.param][index])
+        computed[matrix.param][index] += 1
+        return 2 * whole
 
     for rank, exchange in enumerate(planned):
-        for item in exchange.local:
-            (piece,) = pieces(among(params, ranks)[item.param], item, ranks[rank].shard)
-            put(rank, item, piece, 2 * piece.in_shard(locals_[rank][item.param]))
-            computed[item.param] += item.numel
-    for buckets in zip(*(exchange.buckets for exchange in planned), strict=True):
+        for part in exchange.local:
+            shard = held[rank][part.matrix.param]
+            put(rank, part, double(part.matrix, shard[part.here]))
+    for ways in zip(*(exchange.buckets for exchange in planned), strict=True):
+        there, back = zip(*ways, strict=True)
         sent = [
-            [piece.in_shard(own[param]) for param, piece in bucket.there.send]
-            for bucket, own in zip(buckets, locals_, strict=True)
+            [[own[part.matrix.param][part.here] for part in parts] for parts in way.send]
+            for way, own in zip(there, held, strict=True)
         ]
-        got = carry([b.there for b in buckets], sent, rows)
-        wholes = [b.assemble(g) for b, g in zip(buckets, got, strict=True)]
-        for bucket, mine in zip(buckets, wholes, strict=True):
-            for item, whole in zip(bucket.owned, mine, strict=True):
-                assert whole.shape == item.shape
-                first = values[item.param].narrow(
-                    params[item.param].dim, item.start, item.stop - item.start
-                )
-                assert torch.equal(whole, first)
-                computed[item.param] += whole.numel()
+        done = [
+            {matrix: double(matrix, whole) for matrix, whole in assembled(parts).items()}
+            for parts in carry(list(there), sent)
+        ]
         sent = [
-            [2 * piece.in_item(mine[number]) for number, piece in bucket.back.send]
-            for bucket, mine in zip(buckets, wholes, strict=True)
+            [[own[part.matrix][part.there] for part in parts] for parts in way.send]
+            for way, own in zip(back, done, strict=True)
         ]
-        got = carry([b.back for b in buckets], sent, [list(range(len(ranks)))])
-        for rank, (bucket, back) in enumerate(zip(buckets, got, strict=True)):
-            bucket.apply(back, lambda item, piece, part, rank=rank: put(rank, item, piece, part))
-    for part, result in zip(locals_, results, strict=True):
+        for rank, parts in enumerate(carry(list(back), sent)):
+            for part, value in parts:
+                put(rank, part, value)
+    for shards, result in zip(held, results, strict=True):
         # Rows that no model has are nobody's.
-        assert all(torch.equal(2 * a, b.nan_to_num(0.0)) for a, b in zip(part, result, strict=True))
-    assert computed.tolist() == [math.prod(param.shape) for param in params]  # once each
+        pairs = zip(shards, result, strict=True)
+        assert all(torch.equal(2 * shard, found.nan_to_num(0.0)) for shard, found in pairs)
+    assert all((times == 1).all() for times in computed)
     return planned
 
 
 matrices = st.builds(
-    lambda rows, columns, joined: divided(
-        (rows * joined, columns), Layout((rows,) * joined if joined > 1 else None)
+    lambda rows, columns, joined, turns: divided(
+        (rows * joined * turns, columns),
+        Layout((rows * turns,) * joined if joined > 1 else None, turns=turns),
     ),
     st.integers(1, 19),
     st.integers(1, 5),
     st.integers(1, 3),
+    st.integers(1, 2),
+)
+transposed = st.builds(
+    lambda rows, columns: divided((rows, 4 * columns), Layout((2 * columns,) * 2, True, 2)),
+    st.integers(1, 9),
+    st.integers(1, 4),
 )
 lists = st.builds(
     lambda count, rows: divided((count, rows, 3), Layout()),
@@ -152,21 +153,21 @@ columns = st.builds(lambda n: divided((3, 4 * n), Layout(), 1), st.integers(1, 4
 
 
 @given(
-    st.lists(matrices | lists | columns, min_size=1, max_size=7),
+    st.lists(matrices | transposed | lists | columns, min_size=1, max_size=7),
     st.integers(1, 5),
     st.integers(1, 3),
     st.sampled_from([4, 100, LARGE]),
 )
 def test_every_row_is_computed_once_and_comes_home(params, shards, replicas, limit):
-    run_all(params, grids(shards, replicas), limit)
+    run_all(params, ranks_of(shards, replicas), limit)
 
 
 # --- Two axes: one of shards, one of tensor parallelism. ---
 
 
-def on_two_axes(draw: st.DrawFn) -> tuple[list[Parameter], int, int]:
+def on_two_axes(draw: st.DrawFn) -> tuple[list[Division], int, int]:
     shards, degree = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    found: list[Parameter] = []
+    found: list[Division] = []
     for _ in range(draw(st.integers(1, 4))):
         first, other = draw(st.integers(1, 9)), draw(st.integers(1, 5))
         blocks = tuple(degree * size for size in draw(st.lists(st.integers(1, 4), max_size=3)))
@@ -174,45 +175,53 @@ def on_two_axes(draw: st.DrawFn) -> tuple[list[Parameter], int, int]:
             own = sum(blocks) // degree
             padding = -own % shards
             order = RowOrder(blocks, degree, 0, padding)
-            held = (degree * (own + padding), other)
             layout = Layout(blocks if len(blocks) > 1 else None)
             cuts = ((1, 0), (0, 0))
-            division = Division(held, (shards, degree), cuts, order)
-            found.append(Parameter((sum(blocks), other), layout, 0, division))
+            shape = (sum(blocks), other)
+            found.append(Division(shape, layout, (shards, degree), cuts, order))
         else:  # rows between shards, columns between the ranks of a tensor group
             shape = (first, degree * other)
-            division = Division(shape, (shards, degree), ((0, 0), (1, 1)))
-            found.append(Parameter(shape, Layout(), 0, division))
+            cuts = ((0, 0), (1, 1))
+            found.append(Division(shape, Layout(), (shards, degree), cuts))
     return found, shards * degree, draw(st.sampled_from([4, 100, LARGE]))
 
 
 @given(st.composite(on_two_axes)())
-def test_parts_on_two_axes_come_home(drawn: tuple[list[Parameter], int, int]):
+def test_parts_on_two_axes_come_home(drawn: tuple[list[Division], int, int]):
     params, ranks, limit = drawn
-    run_all(params, grids(ranks), limit)
+    run_all(params, ranks_of(ranks), limit)
+
+
+def collectives(planned: Exchange) -> int:
+    return sum(way.starts for ways in planned.buckets for way in ways)
+
+
+def owned(ways: tuple[Way, Way]) -> list[Matrix]:
+    return list(dict.fromkeys(part.matrix for parts in ways[0].receive for part in parts))
 
 
 def test_eighteen_rows_on_eight_ranks():
     (param,) = params = [divided((18, 4), Layout())]
-    ranks = grids(8)
+    ranks = ranks_of(8)
     values = [torch.zeros(18, 4)]
-    assert [len(shards_of(values, params, grid)[0]) for grid in ranks][5:] == [3, 0, 0]
+    held = [shards_of(values, among(params, ranks), shard)[0] for shard in range(8)]
+    assert [len(part) for part in held][5:] == [3, 0, 0]
     (planned, *_) = run_all(params, ranks, LARGE)
-    assert planned.collectives == 2
+    assert collectives(planned) == 2
     assert len(planned.buckets) == 1
     assert param.shape == (18, 4)
 
 
 def test_lists_of_matrices_do_not_travel():
-    planned = run_all([divided((9, 4, 4), Layout())], grids(4), LARGE)
-    assert [exchange.collectives for exchange in planned] == [0] * 4
-    copies = run_all([divided((9, 4, 4), Layout())], grids(2, 2), LARGE)
-    assert [exchange.collectives for exchange in copies] == [1] * 4  # the way back alone
+    planned = run_all([divided((9, 4, 4), Layout())], ranks_of(4), LARGE)
+    assert [*map(collectives, planned)] == [0] * 4
+    copies = run_all([divided((9, 4, 4), Layout())], ranks_of(2, 2), LARGE)
+    assert [*map(collectives, copies)] == [1] * 4  # the way back alone
 
 
 def _loads(planned: list[Exchange]) -> list[int]:
     return [
-        sum(work(item.shape, item.layout) for bucket in exchange.buckets for item in bucket.owned)
+        sum(matrix.work for ways in exchange.buckets for matrix in owned(ways))
         for exchange in planned
     ]
 
@@ -221,22 +230,22 @@ def _loads(planned: list[Exchange]) -> list[int]:
 def test_work_is_spread_over_all_copies(shards: int, replicas: int):
     layer = [(64, 64)] * 4 + [(128, 64)] * 2 + [(64, 128)]
     params = [divided(shape, Layout()) for shape in layer * 6]
-    loads = _loads(exchanges(params, grids(shards, replicas), LARGE))
+    loads = _loads(exchanges(params, ranks_of(shards, replicas), LARGE))
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
 
 
 def test_buckets_are_limited_and_keep_every_rank_busy():
     params = [divided((16, 16), Layout())] * 24
-    (planned, *_) = exchanges(params, grids(4), limit=2 * 16 * 16 * 4)
+    (planned, *_) = exchanges(params, ranks_of(4), limit=2 * 16 * 16)
     assert len(planned.buckets) == 3  # two matrices a rank at a time
-    (least, *_) = exchanges(params, grids(4), limit=1)
+    (least, *_) = exchanges(params, ranks_of(4), limit=1)
     assert len(least.buckets) == 6  # one a rank, whatever the limit says
-    assert all(len(bucket.owned) == 1 for bucket in least.buckets)
-    works = [bucket.owned[0].work for bucket in least.buckets]
+    works = [matrix.work for ways in least.buckets for matrix in owned(ways)]
+    assert len(works) == 6
     assert all(a >= b for a, b in pairwise(works))
 
 
 def test_joined_projections_are_spread_too():
     params = [divided((24, 8), Layout((8, 8, 8)))] * 2
-    loads = _loads(exchanges(params, grids(3), LARGE))
+    loads = _loads(exchanges(params, ranks_of(3), LARGE))
     assert len(set(loads)) == 1

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from composer_fsdp2 import Muon
-from composer_fsdp2.optim.muon_iteration import Iteration, Layout, iterate, lr_ratio, work
+from composer_fsdp2.optim.muon.newton_schulz import lr_ratio, orthogonalise
 
-HOW = Iteration((3.4445, -4.7750, 2.0315), 5, 1e-7, torch.float32)
-EXACT = Iteration((1.875, -1.25, 0.375), 30, 1e-7, torch.float32)
+HOW = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
+EXACT = ((1.875, -1.25, 0.375), 30, 1e-7)
 """coefficients with which it converges"""
 
 
@@ -18,37 +20,50 @@ EXACT = Iteration((1.875, -1.25, 0.375), 30, 1e-7, torch.float32)
 def test_it_goes_to_the_nearest_orthogonal_matrix(shape: tuple[int, int]):
     matrix = torch.randn(shape)
     u, _, v = torch.linalg.svd(matrix, full_matrices=False)
-    torch.testing.assert_close(iterate(matrix, Layout(), EXACT), u @ v, atol=1e-4, rtol=0)
+    torch.testing.assert_close(orthogonalise(matrix, *EXACT), u @ v, atol=1e-4, rtol=0)
 
 
 def test_what_is_given_stays():
-    for how in (
-        HOW,
-        Iteration(*[getattr(HOW, n) for n in ("coefficients", "steps", "eps")], torch.bfloat16),
-    ):
-        matrix = torch.randn(5, 8, dtype=how.dtype)
+    for dtype in (torch.float32, torch.bfloat16):
+        matrix = torch.randn(5, 8, dtype=dtype)
         before = matrix.clone()
-        iterate(matrix, Layout(), how)
+        assert orthogonalise(matrix, *HOW).dtype is dtype
         assert torch.equal(matrix, before)
 
 
 def test_no_gradient_is_no_step():
-    assert torch.equal(iterate(torch.zeros(4, 3), Layout(), HOW), torch.zeros(4, 3))
+    assert torch.equal(orthogonalise(torch.zeros(4, 3), *HOW), torch.zeros(4, 3))
 
 
-def test_blocks_are_matrices_of_their_own():
-    matrix = torch.randn(8, 5)
-    parts = [iterate(part, Layout(), HOW) for part in matrix.split((4, 2, 2))]
-    assert torch.equal(iterate(matrix, Layout((4, 2, 2)), HOW), torch.cat(parts))
-    turned = iterate(matrix.T.contiguous(), Layout((4, 2, 2), transposed=True), HOW)
-    torch.testing.assert_close(turned.T, torch.cat(parts))
-    assert not torch.allclose(iterate(matrix, Layout(), HOW), torch.cat(parts), atol=0.01)
+def stepped(grad: torch.Tensor, blocks: Any) -> torch.Tensor:
+    """What the first step adds to a matrix, where shapes change no rate and nothing decays."""
+    param = nn.Parameter(torch.zeros_like(grad))
+    param.grad = grad
+    group = {"params": [param], "algorithm": "muon", "blocks": blocks}
+    settings = {"lr": 1.0, "weight_decay": 0.0, "nesterov": False, "momentum": 0.0}
+    Muon([group], **settings, adjust_lr_fn="original", iteration_dtype="fp32").step()
+    return -param.detach()
+
+
+@pytest.mark.parametrize("blocks", [(4, 2, 2), {"turns": 2, "outputs": [2, 1, 1]}])
+def test_blocks_are_matrices_of_their_own(blocks: Any):
+    matrix = torch.randn(8, 9)
+    rows = (
+        [[0, 1, 4, 5], [2, 6], [3, 7]] if isinstance(blocks, dict) else [range(4), (4, 5), (6, 7)]
+    )
+    expected = torch.empty(8, 9)
+    for one in map(list, rows):
+        expected[one] = orthogonalise(matrix[one], *HOW)
+    found = stepped(matrix, blocks)
+    assert torch.equal(found, expected)
+    assert not torch.allclose(stepped(matrix, None), found, atol=0.01)
 
 
 def test_a_list_is_one_matrix_after_the_other():
     matrices = torch.randn(3, 4, 6)
-    whole = iterate(matrices, Layout((2, 2)), HOW)
-    assert torch.equal(whole[1], iterate(matrices[1], Layout((2, 2)), HOW))
+    found = stepped(matrices, (2, 2))
+    parts = [orthogonalise(part, *HOW) for part in matrices[1].split(2)]
+    assert torch.equal(found[1], torch.cat(parts))
 
 
 def test_learning_rates():
@@ -56,13 +71,6 @@ def test_learning_rates():
     assert lr_ratio("original", 4, 9) == 1.0
     assert lr_ratio("spectral_unclamped", 4, 16) == 0.5
     assert lr_ratio("match_rms_adamw", 4, 25) == 1.0
-
-
-def test_work_is_that_of_the_blocks():
-    assert work((6, 4), Layout()) == 6 * 4 * 4
-    assert work((6, 4), Layout((3, 3))) == 2 * 3 * 4 * 3
-    assert work((5, 6, 4), Layout()) == 5 * 6 * 4 * 4
-    assert work((4, 6), Layout((3, 3), transposed=True)) == 2 * 3 * 4 * 3
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon")

@@ -1,0 +1,454 @@
+"""Groups of Muon: their values, and which parameters are hidden matrices.
+
+[Note: hidden matrices] Muon is for matrices that multiply what one layer hands to the next. That a
+parameter has two dimensions does not say it: tables of embeddings have two, and so have heads and
+routers. The tree of modules says it: layers that multiply by their weight, without embeddings,
+heads, routers and whatever is tied. A parameter of a module that nothing is known of goes to AdamW.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.optim.muon.newton_schulz import ADJUSTMENTS, Layout
+from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
+from composer_fsdp2.plan.patterns import matcher
+from composer_fsdp2.plan.rules import output_heads
+from composer_fsdp2.text import listed
+
+__all__ = [
+    "ITERATION_DTYPES",
+    "Blocks",
+    "Choice",
+    "Overrides",
+    "PlannedGroups",
+    "check_matrices",
+    "check_values",
+    "choose",
+    "choose_by_names",
+    "entries_of",
+    "globs",
+    "with_blocks",
+    "with_entries",
+]
+
+ITERATION_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+"""of the iteration"""
+
+Blocks = int | Sequence[int] | Mapping[str, Any] | None
+"""matrices joined in a parameter: their number, where they are alike, the outputs of each, or how
+many turns they take and the outputs of each in one turn"""
+
+_NOT_HIDDEN = {
+    "embedding": re.compile("emb|embed|embed_.*|embeddings?|pos_emb|tok_embeddings|wpe|wte"),
+    "head": re.compile("classifier|cls|head|lm_head|output_projection|qa_outputs|score"),
+    "router": re.compile("gate_network|router|wg"),
+}
+"""parts of names by which a parameter is no hidden matrix"""
+_GATE = "gate"
+"""a router where it has fewer outputs than inputs; else a part of a feed-forward network"""
+_QKV = ("Wqkv", "qkv_proj", "qkv", "c_attn", "in_proj_weight")
+_AFTER_ATTENTION = ("out_proj", "o_proj", "c_proj", "dense", "Wo", "wo", "proj")
+_GATE_UP = ("gate_up_proj", "gate_up", "gate_and_up_proj", "w12", "Wi")
+_DOWN = ("down_proj", "Wo", "w3", "down")
+_COLUMN_BY_COLUMN = "gptoss"
+"""in its experts, columns belong to gate and up by turns"""
+_BY_TURNS: Mapping[str, tuple[str, str | int]] = {
+    "BloomAttention": ("query_key_value", "num_heads"),
+    "CodeGenAttention": ("qkv_proj", 4),
+    "DisentangledSelfAttention": ("in_proj", "num_attention_heads"),
+    "FalconAttention": ("query_key_value", "num_kv_heads"),
+    "GPTBigCodeAttention": ("c_attn", "kv_heads"),
+    "GPTNeoXAttention": ("query_key_value", "head_size"),
+    "GPTNeoXJapaneseAttention": ("query_key_value", "head_size"),
+    "PersimmonAttention": ("query_key_value", "num_heads"),
+}
+"""attention of Hugging Face that has query, key and value by turns, one turn for each head of keys:
+the joined layer, and the number of turns or the attribute that has it"""
+
+
+@dataclass(slots=True, eq=False)
+class PlannedGroups:
+    """The groups of an optimizer, each of one algorithm."""
+
+    groups: list[dict[str, Any]]
+    layouts: list[list[Layout]]
+    """of the parameters of each group, in their order"""
+    text: str
+    """settings and parameters of each group, for ranks to compare"""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The algorithm of one parameter, and why."""
+
+    algorithm: str
+    reason: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Globs over parameter names, as a user writes them."""
+
+    muon: tuple[str, ...] = ()
+    adamw: tuple[str, ...] = ()
+    blocks: Mapping[str, Blocks] = field(default_factory=dict[str, "Blocks"])
+
+    def check(self, names: Sequence[str]) -> None:
+        """Refuses globs without an effect.
+
+        Raises:
+            PlanError: with the nearest name.
+        """
+        given = {"muon": self.muon, "adamw": self.adamw, "blocks": tuple(self.blocks)}
+        problems = [
+            f"{where} holds '{glob}', which matches no parameter of the model. It would have no "
+            f"effect.{nearest(glob, names)} Names in this model: {', '.join(names[:20])}"
+            f"{' ...' if len(names) > 20 else ''}."
+            for where, globs in given.items()
+            for glob in globs
+            if not any(map(matcher(glob), names))
+        ]
+        if problems:
+            raise PlanError("\n".join(problems))
+
+    def choice(
+        self, names: Sequence[str], param: Tensor, reason: str, layout: Callable[[], Layout]
+    ) -> Choice:
+        """Returns what a parameter gets.
+
+        Args:
+            names: of the parameter.
+            param: the parameter.
+            reason: why it is no hidden matrix; empty if it is one.
+            layout: finds how it holds its matrices, where no glob says it.
+
+        Raises:
+            PlanError: it matches globs of both algorithms, is to be a matrix and is none, or has
+                blocks that do not add up to it.
+        """
+        asked = [
+            algorithm
+            for algorithm, globs in (("muon", self.muon), ("adamw", self.adamw))
+            if any(any(map(matcher(glob), names)) for glob in globs)
+        ]
+        if len(asked) > 1:
+            raise PlanError(
+                f"'{names[0]}' matches globs of muon and of adamw. A parameter has one algorithm. "
+                "Narrow one of them."
+            )
+        if asked == ["adamw"] or (reason and not asked):
+            return Choice("adamw", reason or "asked for", Layout())
+        if param.ndim not in (2, 3):
+            raise PlanError(
+                f"'{names[0]}' matches a glob of muon, but its shape is {tuple(param.shape)}. Muon "
+                "orthogonalises matrices, or a list of them. Leave it to AdamW: take it out of "
+                "muon."
+            )
+        found = layout()
+        for glob, blocks in self.blocks.items():
+            for name in filter(matcher(glob), names):
+                return Choice("muon", "", with_blocks(name, param.shape, found, blocks))
+        return Choice("muon", "", found)
+
+
+def with_blocks(name: str, shape: Sequence[int], layout: Layout, blocks: Blocks) -> Layout:
+    """Returns a layout with blocks as a user writes them.
+
+    Raises:
+        PlanError: blocks that do not add up to the matrix.
+    """
+    if blocks is None:
+        return Layout(None, layout.transposed)
+    outputs, turns = shape[layout.axis], 1
+    if isinstance(blocks, Mapping):
+        turns, given = blocks.get("turns"), blocks.get("outputs", ())
+        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        if set(blocks) != {"turns", "outputs"} or type(turns) is not int or turns < 1 or not listed:
+            raise PlanError(
+                f"The blocks of '{name}' are {dict(blocks)}. Blocks that take turns need the "
+                "number of turns and the outputs of each block in one turn. Write, for 12 heads of "
+                "64 outputs, {turns: 12, outputs: [64, 64, 64]}."
+            )
+    elif isinstance(blocks, int):
+        given = (outputs // blocks,) * blocks if blocks > 0 else ()
+    else:
+        given = blocks
+    sizes = tuple(int(size) * turns for size in given)
+    if sum(sizes) != outputs or min(sizes, default=0) < 1:
+        raise PlanError(
+            f"The blocks {list(sizes)} of '{name}' add up to {sum(sizes)}, but it has {outputs} "
+            f"outputs (shape {tuple(shape)}). Each block is a matrix of its own for Muon. Write "
+            "the outputs of every block, or the number of blocks if they are alike."
+        )
+    return Layout(sizes, layout.transposed, turns)
+
+
+def choose(tree: ModuleTree, overrides: Overrides) -> dict[int, Choice]:
+    """Decides for every parameter of a model; see [Note: hidden matrices].
+
+    Collective: no. The model may be sharded already.
+
+    Args:
+        tree: the model.
+        overrides: what the user decides.
+
+    Returns:
+        The choice by id of the parameter.
+
+    Raises:
+        PlanError: for globs that match nothing, and as `Overrides.choice`.
+    """
+    overrides.check([ref.name for ref in tree.params])
+    heads = {id(param) for head in output_heads(tree) for param in head.parameters()}
+    memory = canonical_param_ids(tree.params)
+    names: dict[int, list[str]] = defaultdict(list)
+    # A module that is registered twice is one place.
+    places: dict[int, set[tuple[int, str]]] = defaultdict(set)
+    for ref in tree.params:
+        names[id(ref.param)].append(ref.name)
+        module = tree.paths[ref.path_index].module
+        places[memory[id(ref.param)]].add((id(module), ref.name.rpartition(".")[2]))
+    found: dict[int, Choice] = {}
+    for ref in tree.params:
+        key, param, entry = id(ref.param), ref.param, tree.paths[ref.path_index]
+        if key in found:
+            continue
+        path, kind = ref.name.split("."), _classes(entry.module)
+        reasons = {
+            "vector": param.ndim < 2,
+            "vector in the shape of a matrix": _is_vector(param),
+            "no matrix": param.ndim > 3,
+            "tied": len(places[memory[key]]) > 1,
+            "embedding": isinstance(entry.module, nn.Embedding | nn.EmbeddingBag)
+            or "embedding" in kind,
+            "head": key in heads,
+            "router": "router" in kind,
+            "norm": "norm" in kind,
+        }
+        reason = next((reason for reason, holds in reasons.items() if holds), "")
+        reason = reason or _excluded_by_name(path, param)
+        if not reason and not _multiplies(path, param, entry.module, kind):
+            reason = "no layer that is known to multiply"
+        around = tree.paths[entry.parent].module if entry.parent >= 0 else None
+        layout = functools.partial(_layout, path, param, entry.module, around)
+        found[key] = overrides.choice(names[key], param, reason, layout)
+    return found
+
+
+def choose_by_names(named: Iterable[tuple[str, Tensor]], overrides: Overrides) -> dict[int, Choice]:
+    """Decides without the model, by names and shapes: a module's class says more.
+
+    Raises:
+        PlanError: as `choose`.
+    """
+    named = list(named)
+    overrides.check([name for name, _ in named])
+    found: dict[int, Choice] = {}
+    for name, param in named:
+        is_matrix = param.ndim == 2 and not _is_vector(param)
+        reason = _excluded_by_name(name.split("."), param) if is_matrix else "no matrix"
+        found[id(param)] = overrides.choice([name], param, reason, Layout)
+    return found
+
+
+def _is_vector(param: Tensor) -> bool:
+    return min(param.shape[-2:], default=0) < 2
+
+
+def _excluded_by_name(path: Sequence[str], param: Tensor) -> str:
+    """Returns why a parameter is no hidden matrix, by its name; empty if that does not say it."""
+    for reason, words in _NOT_HIDDEN.items():
+        if any(map(words.fullmatch, path)):
+            return reason
+    layer = path[-2] if len(path) > 1 else path[-1]
+    if layer == _GATE and param.ndim == 2 and param.shape[0] < param.shape[1]:
+        return "router"
+    return "norm" if "norm" in layer.lower() else ""
+
+
+def _multiplies(path: Sequence[str], param: Tensor, module: nn.Module, kind: str) -> bool:
+    """Whether a module is known to multiply by this parameter."""
+    leaf = path[-1]
+    if param.ndim == 3:
+        listed = any(word in kind for word in ("expert", "moe", "mlp", "glu"))
+        return "conv" not in kind and (listed or any("expert" in part for part in path))
+    if isinstance(module, nn.Linear) or leaf in (*_QKV, *_GATE_UP):
+        return True
+    if isinstance(module, nn.MultiheadAttention):
+        return leaf.endswith("_proj_weight")
+    if hasattr(module, "moe_num_experts"):
+        return True
+    of_gpt2 = "conv1d" in kind and not isinstance(module, nn.Conv1d)
+    has_sizes = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return leaf == "weight" and (of_gpt2 or has_sizes)
+
+
+def _classes(module: nn.Module) -> str:
+    """Names of the classes of a module in small letters; FSDP puts one of its own before them."""
+    kinds = [kind for kind in type(module).__mro__[:3] if kind is not nn.Module]
+    return " ".join(kind.__name__ for kind in kinds).lower()
+
+
+def _layout(path: Sequence[str], param: Tensor, module: nn.Module, around: Any) -> Layout:
+    """How a matrix is stored, and of which others it is made."""
+    *parts, leaf = path
+    if param.ndim == 3:
+        return _layout_of_list(leaf, param, module)
+    transposed = "conv1d" in _classes(module)
+    outputs = param.shape[-1 if transposed else -2]
+    experts = getattr(module, "moe_num_experts", None)
+    if isinstance(experts, int) and outputs % experts == 0 and leaf != "weight":
+        return Layout((outputs // experts,) * experts)
+    raw = leaf in (*_QKV, *_GATE_UP)
+    layer = leaf if raw or not parts else parts[-1]
+    beside = module if raw else around
+    sizes, turns = None, _turns(layer, outputs, beside)
+    if layer in _QKV or turns:
+        sizes = _attention(outputs, beside)
+    elif layer in _GATE_UP and outputs % 2 == 0:
+        # `Wi` is joined or not, which the layer after it tells.
+        joined = layer != "Wi" or _inputs(beside, _DOWN) == outputs // 2
+        sizes = (outputs // 2, outputs // 2) if joined else None
+    in_turns = turns and sizes and not any(size % turns for size in sizes)
+    return Layout(sizes, transposed, turns if in_turns else 1)
+
+
+def _turns(layer: str, outputs: int, beside: Any) -> int:
+    """How many turns query, key and value take in a joined layer; 0 if that is not known."""
+    kinds = [cls.__name__ for cls in type(beside).__mro__ if cls.__name__ in _BY_TURNS]
+    joined, of = _BY_TURNS[kinds[0]] if kinds else ("", 1)
+    if layer != joined:
+        return 0
+    if of == "head_size":
+        return outputs // (3 * beside.head_size)
+    if of == "num_kv_heads" and not (beside.new_decoder_architecture or beside.multi_query):
+        of = "num_heads"
+    return of if isinstance(of, int) else int(getattr(beside, of, 1))
+
+
+def _attention(outputs: int, beside: Any) -> tuple[int, ...] | None:
+    """Outputs of query, key and value: those of the query are inputs of the layer after it."""
+    if any(hasattr(beside, name) for name in ("q_attn", "q_proj")):  # keys and values alone
+        return (outputs // 2, outputs // 2) if outputs % 2 == 0 else None
+    query = _inputs(beside, _AFTER_ATTENTION)
+    if query is not None and outputs > query and (outputs - query) % 2 == 0:
+        other = (outputs - query) // 2
+        return query, other, other
+    return (outputs // 3,) * 3 if outputs % 3 == 0 else None
+
+
+def _inputs(around: Any, names: Iterable[str]) -> int | None:
+    """Inputs of the first layer of these names."""
+    for name in names:
+        layer = getattr(around, name, None)
+        weight = getattr(layer, "weight", None)
+        if isinstance(layer, nn.Module) and isinstance(weight, Tensor) and weight.ndim == 2:
+            return weight.shape[0 if "conv1d" in _classes(layer) else 1]
+    return None
+
+
+def _layout_of_list(leaf: str, param: Tensor, module: nn.Module) -> Layout:
+    """Experts are `(experts, out, in)` or `(experts, in, out)`; the shapes of two tell which."""
+    up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if not isinstance(up, Tensor) or not isinstance(down, Tensor) or up.ndim != 3:
+        return Layout()
+    transposed = up.shape[2] == 2 * down.shape[1] and up.shape[1] == down.shape[2]
+    if leaf != "gate_up_proj":
+        return Layout(None, transposed)
+    half = param.shape[2 if transposed else 1] // 2
+    by_turns = _COLUMN_BY_COLUMN in _classes(module)
+    return Layout((half, half), transposed, half if by_turns else 1)
+
+
+# --- Values of groups. ---
+
+
+def globs(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns a list of globs; a single one may be written without a list."""
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def entries_of(group: Mapping[str, Any]) -> list[tuple[Tensor, str]]:
+    """Returns parameters with their names, empty where there are none."""
+    names = group.get("param_names") or [""] * len(group["params"])
+    return list(zip(group["params"], names, strict=True))
+
+
+def with_entries(group: Mapping[str, Any], entries: Iterable[tuple[Tensor, str]]) -> dict[str, Any]:
+    """Returns a group with the same settings and other parameters."""
+    params, names = zip(*entries, strict=True) if entries else ((), ())
+    named = {"param_names": list(names)} if "param_names" in group else {}
+    return {**group, **named, "params": list(params)}
+
+
+def check_values(group: Mapping[str, Any]) -> None:
+    """Refuses values that cannot be computed with, all at once.
+
+    Raises:
+        ConfigError: with what to write.
+    """
+
+    def is_number(value: Any) -> bool:
+        return isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+
+    problems = [
+        f"{key}: {group[key]!r} is invalid. Write a number of 0 or more."
+        for key in ("lr", "weight_decay", "momentum", "eps", "adamw_eps", "ns_steps")
+        if not is_number(group[key]) or group[key] < 0
+    ]
+    problems += [
+        f"{key}: {group[key]!r} is invalid. Write {count} numbers."
+        for key, count in (("ns_coefficients", 3), ("adamw_betas", 2))
+        if len(group[key]) != count or not all(map(is_number, group[key]))
+    ]
+    words = {
+        "adjust_lr_fn": ADJUSTMENTS,
+        "iteration_dtype": tuple(ITERATION_DTYPES),
+        "algorithm": ("muon", "adamw"),
+    }
+    problems += [
+        f"{key}: {group[key]!r} is invalid. Expected {', '.join(known)}."
+        f"{nearest(str(group[key]), known)}"
+        for key, known in words.items()
+        if group[key] not in known and not (key == "algorithm" and group[key] is None)
+    ]
+    if problems:
+        raise ConfigError("Muon cannot step with these settings:\n" + "\n".join(problems))
+
+
+def check_matrices(entries: Sequence[tuple[Tensor, str]], number: int) -> None:
+    """Refuses vectors in a group of Muon.
+
+    Raises:
+        PlanError: with what to write.
+    """
+    wrong = [
+        f"{name!r} {tuple(param.shape)}" if name else f"parameter {index} {tuple(param.shape)}"
+        for index, (param, name) in enumerate(entries)
+        if param.ndim not in (2, 3)
+    ]
+    if not wrong:
+        return
+    shown = listed(wrong, 10, "")
+    found = (
+        f"Group {number} mixes both algorithms: it says algorithm: muon and holds, beside matrices,"
+        if len(wrong) < len(entries)
+        else f"Group {number} gives to Muon what is no matrix:"
+    )
+    raise PlanError(
+        f"{found} {shown}. Muon orthogonalises matrices, or a list of them in three dimensions. "
+        "Move them to a group with algorithm: adamw, or leave `algorithm` out to have the group "
+        "divided."
+    )

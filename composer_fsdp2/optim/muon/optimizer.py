@@ -1,0 +1,454 @@
+"""Muon for sharded models: one optimizer with two algorithms.
+
+Hidden matrices get orthogonalised momentum, everything else AdamW. What a matrix becomes is
+computed from the whole matrix in one place, so that it is the same on any number of ranks; see
+[Note: exchange] in `optim.muon.exchange`.
+
+[Note: undecided groups] `model.parameters()` does not say which matrices are hidden ones. A group
+of it is divided by shape at once, into what may be a matrix and what cannot, and when the model is
+known, embeddings and the like move from the first to the second. So the number of groups stays, one
+of which may be empty: Composer builds learning rate schedules, which go by it, in between.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.optim.local import local_gradient
+from composer_fsdp2.optim.muon.exchange import Division, Part, Ranks, plan_exchange, ranks_of
+from composer_fsdp2.optim.muon.groups import (
+    ITERATION_DTYPES,
+    Blocks,
+    Choice,
+    Overrides,
+    PlannedGroups,
+    check_matrices,
+    check_values,
+    choose,
+    choose_by_names,
+    entries_of,
+    globs,
+    with_blocks,
+    with_entries,
+)
+from composer_fsdp2.optim.muon.newton_schulz import Layout, lr_ratio, orthogonalise
+from composer_fsdp2.optim.norms import local_part
+from composer_fsdp2.plan.module_tree import ModuleTree
+
+__all__ = ["Muon"]
+
+
+class Muon(torch.optim.Optimizer):
+    """Steps hidden matrices by Muon and all other parameters by AdamW.
+
+    Collective: `step` is, for sharded parameters, over their mesh.
+
+    It can be built before `prepare_fully_shard` or after it. From a module it knows at once which
+    parameters are hidden matrices; from `model.parameters()` it learns it when the model is
+    prepared; from `model.named_parameters()` also without, by names and shapes.
+
+    Args:
+        params: a module, parameters, named parameters, or groups, each of which may say
+            `algorithm: muon` or `adamw`, and `blocks`.
+        lr: learning rate of both algorithms.
+        weight_decay: of both; decoupled, times the learning rate, as in AdamW.
+        momentum: of Muon: how much of the average stays.
+        nesterov: whether Muon looks one step ahead.
+        ns_coefficients: of Newton-Schulz, three numbers.
+        eps: least norm that Newton-Schulz divides by.
+        ns_steps: how often Newton-Schulz is iterated.
+        adjust_lr_fn: how the shape of a matrix changes its learning rate: `match_rms_adamw` lets
+            one rate serve both algorithms; `original` and `spectral_unclamped` as in torch.
+        iteration_dtype: `bf16` or `fp32`, in which matrices also travel.
+        adamw_lr: learning rate of AdamW; that of Muon by default.
+        adamw_weight_decay: of AdamW; that of Muon by default.
+        adamw_betas: of AdamW.
+        adamw_eps: of AdamW.
+        muon: globs of parameters that get Muon whatever they are.
+        adamw: globs of parameters that get AdamW whatever they are.
+        blocks: matrices that are joined in one parameter, by glob: their number, or the outputs of
+            each; `null` for one matrix; `{turns: 8, outputs: [4, 2, 2]}` for eight times four
+            outputs of the first, two of the second and two of the third. Those of `Wqkv`,
+            `qkv_proj`, `query_key_value`, `gate_up_proj` and their like are known.
+        bucket_bytes: what a rank holds of whole matrices at a time; one matrix at least.
+
+    Raises:
+        ConfigError: for a wrong value.
+        PlanError: for a group that mixes both algorithms, a vector given to Muon, and names that
+            the model does not have.
+
+    Example:
+        >>> import torch
+        >>> from composer_fsdp2 import Muon
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+        >>> optimizer = Muon(model, lr=0.02)
+        >>> [(group["algorithm"], len(group["params"])) for group in optimizer.param_groups]
+        [('muon', 1), ('adamw', 2)]
+        >>> model(torch.arange(8)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = "match_rms_adamw",
+        *,
+        iteration_dtype: str | torch.dtype = "bf16",
+        adamw_lr: float | None = None,
+        adamw_weight_decay: float | None = None,
+        adamw_betas: Sequence[float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        muon: str | Sequence[str] = (),
+        adamw: str | Sequence[str] = (),
+        blocks: Mapping[str, Blocks] | None = None,
+        bucket_bytes: int = 2**27,
+    ) -> None:
+        names: dict[Any, Any] = {dtype: name for name, dtype in ITERATION_DTYPES.items()}
+        defaults = {
+            "algorithm": None,
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn or "original",
+            "iteration_dtype": names.get(iteration_dtype, iteration_dtype),
+            "adamw_betas": tuple(adamw_betas),
+            "adamw_eps": adamw_eps,
+        }
+        own = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
+        self._for_adamw = {key: value for key, value in own.items() if value is not None}
+        self._overrides = Overrides(globs(muon), globs(adamw), dict(blocks or {}))
+        self._bucket_bytes = bucket_bytes
+        self._layouts: list[list[Layout]] = []
+        """of the parameters of each group, in their order"""
+        self._layout_of: dict[Tensor, Layout] = {}
+        """of each parameter, from the first step on: sharding exchanges parameters before it"""
+        is_model = isinstance(params, nn.Module)
+        super().__init__(params.parameters() if is_model else params, defaults)
+        if is_model:
+            planned = self.plan_groups(ModuleTree.read(params))
+            # No schedule goes by the number of groups yet.
+            kept = [number for number, group in enumerate(planned.groups) if group["params"]]
+            planned.groups = [planned.groups[number] for number in kept]
+            planned.layouts = [planned.layouts[number] for number in kept]
+            self.assign_groups(planned)
+
+    # --- Groups. ---
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; one without an algorithm is divided when the model is known.
+
+        Collective: no.
+
+        Args:
+            param_group: `params` and settings.
+
+        Raises:
+            ConfigError: for a wrong value.
+            PlanError: for a vector in a group of Muon.
+        """
+        blocks = param_group.pop("blocks", None)
+        for_adamw = {k: v for k, v in self._for_adamw.items() if k not in param_group}
+        super().add_param_group(param_group)
+        group = self.param_groups.pop()
+        check_values(group)
+        entries = entries_of(group)
+        parts = [group]
+        layouts = [Layout()] * len(entries)
+        if group["algorithm"] is None:
+            # See [Note: undecided groups].
+            matrices = with_entries(group, [entry for entry in entries if entry[0].ndim > 1])
+            others = with_entries(group, [entry for entry in entries if entry[0].ndim < 2])
+            others.update(for_adamw, algorithm="adamw")
+            parts = [matrices, others] if matrices["params"] else [others]
+        elif group["algorithm"] == "adamw":
+            group.update(for_adamw)
+        else:
+            number = len(self.param_groups)
+            check_matrices(entries, number)
+            if blocks is not None:
+                layouts = [
+                    with_blocks(
+                        f"parameter {index} of group {number}", param.shape, Layout(), blocks
+                    )
+                    for index, (param, _) in enumerate(entries)
+                ]
+        for part in parts if entries else ():
+            self.param_groups.append(part)
+            self._layouts.append(layouts[: len(part["params"])])
+            if self._layout_of:
+                self._layout_of.update(zip(part["params"], layouts, strict=False))
+
+    def plan_groups(self, tree: ModuleTree) -> PlannedGroups:
+        """Settles what every parameter gets, and changes nothing. Collective: no.
+
+        Args:
+            tree: of the model whose parameters it holds; sharded or not.
+
+        Returns:
+            What `assign_groups` takes; as text, for ranks to compare.
+
+        Raises:
+            PlanError: for globs that match nothing, and for a vector that is to be a matrix.
+        """
+        names = {id(ref.param): ref.name for ref in reversed(tree.params)}
+        return self._plan(choose(tree, self._overrides), names)
+
+    def decide(self, model: nn.Module) -> None:
+        """Settles which parameters are hidden matrices, where that is still open. Collective: no.
+
+        Args:
+            model: whose parameters it holds.
+        """
+        if any(group["algorithm"] is None for group in self.param_groups):
+            self.assign_groups(self.plan_groups(ModuleTree.read(model)))
+
+    def assign_groups(self, planned: PlannedGroups) -> None:
+        """Gives every parameter its algorithm. Collective: no.
+
+        Args:
+            planned: by `plan_groups`, with the parameters that it holds now.
+        """
+        self._layouts, self._layout_of = planned.layouts, {}
+        self.param_groups[:] = planned.groups
+
+    def _plan(self, choices: Mapping[int, Choice], names: Mapping[int, str]) -> PlannedGroups:
+        """Groups as they will be, each of one algorithm."""
+        hidden = {key for key, choice in choices.items() if choice.algorithm == "muon"}
+        groups = list(self.param_groups)
+        for number, group in enumerate(groups):
+            if group["algorithm"] is None:
+                # The group after it gets what is no hidden matrix; see [Note: undecided groups].
+                entries = entries_of(group)
+                matrices = [entry for entry in entries if id(entry[0]) in hidden]
+                others = [entry for entry in entries if id(entry[0]) not in hidden]
+                others += entries_of(groups[number + 1])
+                groups[number] = {**with_entries(group, matrices), "algorithm": "muon"}
+                groups[number + 1] = with_entries(groups[number + 1], others)
+        layout_of = {key: choice.layout for key, choice in choices.items()}
+        for group, layouts in zip(self.param_groups, self._layouts, strict=True):
+            for param, layout in zip(group["params"], layouts, strict=True):
+                if layout != Layout():  # its group says it
+                    layout_of[id(param)] = layout
+        layouts = [[layout_of.get(id(p), Layout()) for p in g["params"]] for g in groups]
+        lines = [f"buckets of {self._bucket_bytes} bytes a rank"]
+        for group, of_group in zip(groups, layouts, strict=True):
+            settings = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+            lines.append(str(settings))
+            for param, layout in zip(group["params"], of_group, strict=True):
+                joined = f" in blocks {layout.blocks}" if layout.blocks else ""
+                joined += f" by {layout.turns} turns" if layout.turns > 1 else ""
+                lines.append(f"  {names.get(id(param), tuple(param.shape))}{joined}")
+        return PlannedGroups(groups, layouts, "\n".join(lines))
+
+    def _decide_by_names(self) -> None:
+        """Divides what is not divided yet, as well as it can be without the model."""
+        undecided = [group for group in self.param_groups if group["algorithm"] is None]
+        if any("param_names" not in group for group in undecided):
+            raise PlanError(
+                "Muon does not know which of its matrices are hidden ones: it was built from "
+                "parameters without names, and no model was prepared. Embeddings and heads would "
+                "be orthogonalised. Build it from the model (`Muon(model, lr=...)`) or from "
+                "model.named_parameters(), give every group an `algorithm`, or call "
+                "prepare_fully_shard(model, optimizer, ...) before the first step."
+            )
+        if undecided:
+            entries = [entry for group in self.param_groups for entry in entries_of(group)]
+            named = [(name, param) for param, name in entries if name]
+            self.assign_groups(self._plan(choose_by_names(named, self._overrides), {}))
+
+    def _follow_parameters(self) -> None:
+        """Keeps layouts with their parameters when some leave a group, as `LayerFreezing` has it.
+
+        Raises:
+            PlanError: a group that lost parameters before the first step, or got some.
+        """
+        held = [group["params"] for group in self.param_groups]
+        if not self._layout_of:
+            for params, layouts in zip(held, self._layouts, strict=True):
+                if len(params) == len(layouts):
+                    self._layout_of.update(zip(params, layouts, strict=True))
+        for number, params in enumerate(held):
+            if any(param not in self._layout_of for param in params):
+                raise PlanError(
+                    f"Group {number} of Muon has {len(params)} parameters and was given "
+                    f"{len(self._layouts[number])}. Two share memory and became one, or the group "
+                    "was changed, and their blocks are not known any more. Tie parameters by "
+                    "assignment (`b.weight = a.weight`), and give new ones to `add_param_group`."
+                )
+            self._layouts[number] = [self._layout_of[param] for param in params]
+
+    # --- The step. ---
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Steps every parameter that has a gradient.
+
+        Collective: yes, over the mesh of sharded matrices. Ranks have gradients for the same ones,
+        which `unused_parameters` sees to.
+
+        Args:
+            closure: computes the loss anew.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            PlanError: it is not known yet which parameters are hidden matrices.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._decide_by_names()
+        self._follow_parameters()
+        # torch counts no change of a local tensor for the DTensor around it.
+        increment_version([p for g in self.param_groups for p in g["params"] if p.grad is not None])
+        together: dict[Any, list[_Update]] = defaultdict(list)
+        for group, layouts in zip(self.param_groups, self._layouts, strict=True):
+            is_muon = group["algorithm"] == "muon"
+            keys = ("momentum_buffer",) if is_muon else ("exp_avg", "exp_avg_sq")
+            for param in group["params"]:
+                if not self.state.get(param) and (param.requires_grad or param.grad is not None):
+                    # That of all at once: a checkpoint asks every rank for the same keys.
+                    count = {} if is_muon else {"step": torch.zeros((), dtype=torch.float32)}
+                    self.state[param] = {**count, **{key: torch.zeros_like(param) for key in keys}}
+            if not is_muon:
+                self._step_adamw(group)
+                continue
+            for param, layout in zip(group["params"], layouts, strict=True):
+                if (grad := local_gradient(param)) is not None:
+                    update = self._momentum(group, param, grad)
+                    mesh, axes = _divided_by(param)
+                    division = Division.of(param, axes, layout)
+                    together[mesh, axes, update.dtype].append(
+                        _Update(local_part(param), update, division, group)
+                    )
+        for (mesh, axes, dtype), updates in together.items():
+            self._step_matrices(mesh, axes, self._bucket_bytes // dtype.itemsize, updates)
+        return loss
+
+    def _step_adamw(self, group: Mapping[str, Any]) -> None:
+        given = [(param, local_gradient(param)) for param in group["params"]]
+        held = [(param, grad, self.state[param]) for param, grad in given if grad is not None]
+        adamw(
+            [local_part(param) for param, _, _ in held],
+            [grad for _, grad, _ in held],
+            [local_part(state["exp_avg"]) for _, _, state in held],
+            [local_part(state["exp_avg_sq"]) for _, _, state in held],
+            [],
+            [state["step"] for _, _, state in held],
+            amsgrad=False,
+            beta1=group["adamw_betas"][0],
+            beta2=group["adamw_betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+        )
+
+    def _momentum(self, group: Mapping[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        """Takes a gradient into the momentum, decays the weight, and returns what is next."""
+        average = local_part(self.state[param]["momentum_buffer"])
+        grad = grad.to(average.dtype)
+        average.lerp_(grad, 1 - group["momentum"])
+        local_part(param).mul_(1 - float(group["lr"]) * group["weight_decay"])
+        update = grad.lerp(average, group["momentum"]) if group["nesterov"] else average
+        return update.to(ITERATION_DTYPES[group["iteration_dtype"]])
+
+    def _step_matrices(
+        self, mesh: DeviceMesh | None, axes: Sequence[int], limit: int, updates: list[_Update]
+    ) -> None:
+        """Orthogonalises updates and adds them to the shards. Collective: yes, over the mesh."""
+
+        def orthogonal(number: int, matrix: Tensor) -> Tensor:
+            group = updates[number].group
+            return orthogonalise(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+        def apply(part: Part, result: Tensor) -> None:
+            update = updates[part.matrix.param]
+            *_, rows, columns = part.matrix.shape
+            sizes = (columns, rows) if update.division.layout.transposed else (rows, columns)
+            ratio = lr_ratio(update.group["adjust_lr_fn"], *sizes)
+            result = result.to(update.local.device)
+            target = update.local[part.here]
+            update.local[part.here] = target.add(result, alpha=-float(update.group["lr"]) * ratio)
+
+        ranks, process_group = (Ranks(), None) if mesh is None else ranks_of(mesh, axes)
+        exchange = plan_exchange(tuple(update.division for update in updates), ranks, limit)
+        shards = [update.update for update in updates]
+        if mesh is not None:
+            # Of the mesh, not of the shard: with cpu_offload that one is in CPU memory.
+            shards = [shard.to(mesh.device_type) for shard in shards]
+        exchange.run(shards, process_group, orthogonal, apply)
+
+    # --- Copies. ---
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a state. Collective: no.
+
+        Args:
+            state_dict: of an optimizer with the same groups.
+        """
+        # torch's checkpoints lose the settings of groups that have no parameters.
+        own = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        own += [{}] * len(state_dict["param_groups"])
+        pairs = zip(own, state_dict["param_groups"], strict=False)
+        groups = [{**settings, **group} for settings, group in pairs]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("_for_adamw", "_overrides", "_bucket_bytes", "_layouts")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._layout_of = {}
+
+
+@dataclass(slots=True, eq=False)
+class _Update:
+    """The change of a parameter in a step, before its matrices are orthogonal."""
+
+    local: Tensor
+    """this rank's shard of the parameter"""
+    update: Tensor
+    """of the shard, in the dtype of the iteration"""
+    division: Division
+    group: Mapping[str, Any]
+
+
+def _divided_by(param: Tensor) -> tuple[DeviceMesh | None, tuple[int, ...]]:
+    """The axes of a mesh that divide a parameter; no mesh if every rank has all of it."""
+    if not isinstance(param, DTensor):
+        return None, ()
+    placed = enumerate(param.placements)
+    axes = tuple(axis for axis, place in placed if getattr(place, "dim", None) is not None)
+    if any(place.is_partial() for place in param.placements):
+        raise PlanError(
+            f"A parameter of shape {tuple(param.shape)} is placed as {param.placements}. Muon "
+            "brings together matrices that are divided, not terms of a sum. Give it to AdamW "
+            "(adamw: [...])."
+        )
+    return (param.device_mesh, axes) if axes else (None, ())
