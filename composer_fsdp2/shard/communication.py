@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.shard.averaging import leave_division_to_torch
 from composer_fsdp2.shard.nccl_environment import missing_for
 from composer_fsdp2.shard.torch_private.units import all_reduce_hook, param_groups
+from composer_fsdp2.shard.unit_hooks import leave_division_to_torch
 
 __all__ = ["METHODS", "apply_communication", "check_communication", "nccl_version"]
 
@@ -86,6 +86,7 @@ def nccl_version() -> tuple[int, ...] | None:
     """Returns NCCL's version, `None` where this torch has no NCCL. Collective: no."""
     if not dist.is_nccl_available():
         return None
+    # A version of the library torch was built with, whether a group uses it or not.
     found: Any = nccl.version()
     return tuple(found)
 

@@ -37,12 +37,12 @@ def gather_in_float8(model: nn.Module, units: Iterable[FSDPModule], plan: Float8
         scales = _Scales(shards)
         for index, (param, shard) in enumerate(zip(held, shards, strict=True)):
             layer = model.get_submodule(layers[sharded_param(param)])
-            _CastForGather(layer, shard, scales, index).take_place()
+            _CastForGather(layer, shard, scales, index)
             init_all_gather_extensions(param)
 
 
 class _Scales:
-    """Of the weights that one collective gathers in fp8, found anew for each gather.
+    """Finds scales of the weights that one collective gathers in fp8, anew for each gather.
 
     Whether they have changed cannot be told: in-place operations on a DTensor do not count up the
     version of the shard inside.
@@ -71,16 +71,13 @@ class _CastForGather:
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
     """
 
-    def __init__(self, layer: Any, shard: torch.Tensor, scales: _Scales, index: int) -> None:
+    def __init__(self, layer: Any, shard: Any, scales: _Scales, index: int) -> None:
         kind = _torchao("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
-        self._shard, self._scales, self._index = shard, scales, index
+        self._scales, self._index = scales, index
         self._dtype = layer.config.cast_config_weight.target_dtype
         self._cast = kind(shard.detach(), layer.linear_mm_config, self._dtype)
-
-    def take_place(self) -> None:
-        """Torch looks for methods of these names on the shard itself."""
-        shard: Any = self._shard
-        # Torch counts the parameters of this method: with a single one, it gives the mesh alone.
+        # Torch looks for methods of these names on the shard itself, and counts the parameters of
+        # the first one: with a single one, it gives the mesh alone.
         shard.fsdp_pre_all_gather = self._before
         shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 

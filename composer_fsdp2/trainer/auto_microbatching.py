@@ -29,7 +29,7 @@ from composer_fsdp2.parallel.batch_group import batch_group_of
 from composer_fsdp2.ranks import any_rank
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.shard.torch_private.units import device_of, param_groups
-from composer_fsdp2.step.abort import reset
+from composer_fsdp2.step.accumulation import reset
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.trainer.config import asks_for_fsdp2

@@ -33,13 +33,11 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.guards.added_parameters import refuse_added_parameters
 from composer_fsdp2.guards.explain import ExplainErrors
-from composer_fsdp2.guards.gathered import GatheredParameters
-from composer_fsdp2.guards.order_check import OrderCheck
-from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
-from composer_fsdp2.guards.second_backward import SecondBackward
-from composer_fsdp2.guards.watchdog import Watchdog, is_broken
+from composer_fsdp2.guards.order_check import OrderCheck, Watchdog
+from composer_fsdp2.guards.out_of_memory import OOMGuard
+from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
+from composer_fsdp2.guards.watchdog import is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
@@ -60,15 +58,15 @@ from composer_fsdp2.shard.optimizer import (
 )
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.unit_hooks import force_backward_through
 from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.gathered_units import SecondBackward, StaleGathers
 from composer_fsdp2.step.prefetch import Prefetch
-from composer_fsdp2.step.requires_grad import RequiresGrad
 from composer_fsdp2.step.run import Run, StepListener, run_of
-from composer_fsdp2.step.stale_gathers import StaleGathers
 from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
-from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
+from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.trainer.config import resolve_settings
-from composer_fsdp2.trainer.parallelism.refused import check_items, refuse_later_optimizers
+from composer_fsdp2.trainer.parallelism.refused import LaterOptimizers, check_items
 from composer_fsdp2.trainer.parallelism.sequence_batches import check_own_loss, connect_model
 from composer_fsdp2.trainer.parallelism.tensor_groups import count_flops_once, root_mesh_of
 from composer_fsdp2.trainer.prepare_plan import PreparePlan, make_plan
@@ -90,16 +88,16 @@ TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
 STEP: tuple[type[StepListener], ...] = (
     # The numbers depend on these.
     SecondBackward,  # first: gradients that wait are neither filled in nor reduced
-    RequiresGrad,
     StaleGathers,
     UnannouncedMicrobatches,
     Prefetch,
     UnusedParameters,
-    # Guards, without which every number stays.
-    OutOfMemory,  # before other agreements: a rank that leaves answers its own alone
+    # Guards, without which every number stays. An `OOMGuard` comes before all of them.
     OrderCheck,
     Watchdog,  # after the order: a rank is in a collective that all have come to
     GatheredParameters,
+    AddedParameters,
+    LaterOptimizers,
     ExplainErrors,
 )
 """what happens in a step of a prepared model, beside what torch does"""
@@ -286,20 +284,13 @@ def apply_to_model(
         reattach_optimizer(detached)
         show_usual_state(detached.optimizer)
     start_run(tree, plan, units)
-    _connect_optimizer(model, plan)
-    return units
-
-
-def _connect_optimizer(model: nn.Module, plan: PreparePlan) -> None:
-    """Gives the optimizer its step. Collective: yes."""
     apply_local_step(
         plan.optimizer,
         plan.settings.local_step,
         torch.device(plan.device_type),
         plan.settings.optimizer_state,
     )
-    refuse_later_optimizers(model, plan.settings, plan.optimizer)
-    refuse_added_parameters(model, plan.optimizer)
+    return units
 
 
 def _with_unused(plan: WrapPlan, conditional: list[str]) -> list[str]:

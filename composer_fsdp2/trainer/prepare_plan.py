@@ -28,7 +28,6 @@ from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrai
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.guards.order_check import check_order_check
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.optim.muon_settings import PlannedGroups
 from composer_fsdp2.optim.state.step import check_optimizer_state
@@ -155,7 +154,6 @@ def make_plan(
     place, device_type = _place_of(device, mesh)
     _check_offload(settings, device_type)
     check_communication(settings.communication, device_type)
-    check_order_check(settings.order_check)
     optimizer = _single_optimizer(optimizers, settings)
     tree = _read_model(model)
     shape = MeshShape.resolve(settings, dist.get_world_size())

@@ -7,17 +7,16 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2.config.group_size import ranks_of_a_batch
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.elementwise import is_known
 from composer_fsdp2.optim.muon import Muon
+from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.trainer.parallelism.tensor_groups import degree_of
 
-__all__ = ["check_items", "check_known", "check_scale", "refuse_later_optimizers", "tried"]
+__all__ = ["LaterOptimizers", "check_items", "check_known", "check_scale", "tried"]
 
 _COMPOSERS = ("composer.", "llmfoundry.")
 _TRIED = frozenset(
@@ -141,29 +140,34 @@ def check_scale(settings: FSDP2Config, compute: torch.dtype) -> torch.dtype:
     return compute
 
 
-def refuse_later_optimizers(
-    model: nn.Module, settings: FSDP2Config, optimizer: torch.optim.Optimizer | None
-) -> None:
-    """Refuses the step of an optimizer that `prepare_fully_shard` was not given. Collective: no.
+class LaterOptimizers(StepListener):
+    """Refuses the step of an optimizer that `prepare_fully_shard` was not given.
 
     Its checkpoints would hold fused projections in the order of the ranks.
     """
-    if degree_of(settings) == 1:
-        return
-    known = weakref.WeakSet(() if optimizer is None else (optimizer,))
-    held = weakref.ref(model)
 
-    def check(stepped: torch.optim.Optimizer, *_: Any) -> None:
-        if stepped in known or (sharded := held()) is None:
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Where tensor parallelism divides layers."""
+        return degree_of(run.settings) > 1
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._known = weakref.WeakSet(() if run.optimizer is None else (run.optimizer,))
+
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Looks once whether an optimizer steps parameters of the model. Collective: no.
+
+        Raises:
+            PlanError: naming the optimizer.
+        """
+        if optimizer in self._known:
             return
-        ours = {id(param) for param in sharded.parameters()}
-        if any(id(param) in ours for group in stepped.param_groups for param in group["params"]):
+        ours = {id(param) for param in self.run.model.parameters()}
+        if any(id(param) in ours for group in optimizer.param_groups for param in group["params"]):
             raise PlanError(
-                f"{type(stepped).__name__} was built after the model was prepared with tensor "
+                f"{type(optimizer).__name__} was built after the model was prepared with tensor "
                 "parallelism. Its checkpoints would hold fused weights in another order. Give it "
                 "to prepare_fully_shard, or to the Trainer."
             )
-        known.add(stepped)
-
-    # It is never removed: the model may be collected while torch goes through its hooks.
-    register_optimizer_step_pre_hook(check)
+        self._known.add(optimizer)

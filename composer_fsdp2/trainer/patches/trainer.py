@@ -139,7 +139,7 @@ def _train_loop(original: Any, trainer: Any) -> None:
 
     begin_fit(trainer.state)
     model = trainer.state.model
-    reading = explained_reading(model) if run_of(model) else contextlib.nullcontext()
+    reading = explained_reading() if run_of(model) else contextlib.nullcontext()
     with reading, leaving_together(trainer):
         train_loop(original, trainer)
 
@@ -170,7 +170,7 @@ def _train_microbatch(
             original, trainer, use_grad_scaling, current_batch_size, is_final_microbatch
         )
     last = sharding.accumulation.microbatch(last=is_final_microbatch)
-    with explained(trainer.state.model), last:
+    with explained(sharding), last:
         return train_microbatch(
             original, trainer, use_grad_scaling, current_batch_size, is_final_microbatch
         )
@@ -183,7 +183,7 @@ def _evaluate(original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     sharding = run_of(trainer.state.model)
     if sharding is None:
         return original(trainer, *args, **kwargs)
-    with explained(trainer.state.model), sharding.evaluating():
+    with explained(sharding), sharding.evaluating():
         return original(trainer, *args, **kwargs)
 
 
