@@ -133,7 +133,7 @@ def _explain(run: Run, error: Exception) -> PlanError | None:
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text:
         return None  # nothing of it may be looked at: that would keep alive what it should free
     frames = traceback.extract_tb(error.__traceback__)
-    # DTensor asserts where one is added to a plain tensor.
+    # Torch asserts where a DTensor is added to a plain tensor.
     asserts = isinstance(error, AssertionError) and frames and _DTENSOR in frames[-1].filename
     shards = [name for name, p in run.model.named_parameters() if isinstance(p, DTensor)]
     if shards and (asserts or _is_unknown_of_shards(error)):

@@ -51,7 +51,7 @@ _SHORT_SECONDS, _LONG_SECONDS = 0.005, 1.0
 
 
 class _AbandonedError(RuntimeError):
-    """Says that another rank has run out of memory: this one enters nothing more."""
+    """Says that another rank has run out of memory, and this rank enters nothing more."""
 
 
 class _ToldEveryoneError(RuntimeError):
@@ -227,7 +227,7 @@ class JointExit:
     # --- Leaving. ---
 
     def _end(self, text: str) -> RuntimeError:
-        """Leaves with all others; returns what each of them raises. Collective: yes."""
+        """Leaves with all others; returns the error that each of them raises. Collective: yes."""
         now = self._now
         if text:
             default_store().set(now.key("failed"), "1")
@@ -273,7 +273,7 @@ class JointExit:
         self._wake.set()
 
     def _join_the_rest(self, now: _Round) -> None:
-        """Enters what others have entered. Collective: yes.
+        """Enters the collectives that others have entered. Collective: yes.
 
         Each group has its own order and, as some collectives return only when they are over, its
         own thread: a rank that waits in one group comes to the next one late.

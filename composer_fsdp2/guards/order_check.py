@@ -44,7 +44,7 @@ _KEPT = 4096
 """collectives of a batch kept for the text of an error"""
 _CHECKSUM = 2**24
 
-# One for all models: every gloo group has threads of its own, and lasts until the process ends.
+# A channel for all models: every gloo group has threads of its own until the process ends.
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
@@ -57,7 +57,7 @@ def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup 
     # A rank has no channel when the first model is prepared, and after a collective of it failed.
     if not agreement_of(device).any_rank(world not in _channels):
         return _channels[world]
-    # A rank can only end when what it has sent is done, or late.
+    # A rank can only end when its messages have arrived, or are late.
     timeout = datetime.timedelta(seconds=timeout_seconds)
     channel = gloo_group(
         timeout,
@@ -147,7 +147,7 @@ class OrderCheck(StepListener):
             self._compare(subject, shown=False)
 
     def failed(self, error: str) -> None:
-        """Has all ranks raise the error of one. Collective: yes, in a step that is checked."""
+        """Has all ranks raise the error of a rank. Collective: yes, in a step that is checked."""
         if self._began and not self._ended:
             self._compare(f"{_ERROR}{error}")
 

@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 REMOTE_OOM_MESSAGE = "CUDA out of memory encountered on a different rank"
-"""what Composer's trainer looks for in the text of an error"""
+"""words that Composer's trainer looks for in the text of an error"""
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|_STATUS_ALLOC_FAILED|failed to cuda [cm]alloc|cuda(host)?alloc failed"
     r"|(can't|cannot|failed to) allocate( [\w ]*)?memory|not enough memory"
-    # What cuDNN says instead, of batches that are too large.
+    # cuDNN says this instead, of batches that are too large.
     r"|CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous",
     re.IGNORECASE,
 )
@@ -68,7 +68,7 @@ def exchange(failed: bool, finished: bool, device: torch.device) -> tuple[bool, 
 
 @contextmanager
 def sync_oom(device: torch.device) -> Generator[None]:
-    """Ranks leave together, and all with an out-of-memory error if one of them had one.
+    """Has ranks leave together, and all with an out-of-memory error if any of them had one.
 
     Collective: yes. Inside, the units' collectives are those of an `OOMGuard`.
 
@@ -112,7 +112,7 @@ class OOMGuard(StepListener):
         check_private_members(["device_train_microbatch_size: auto"])
         super().__init__(run)
         self._agrees = agree
-        # Before other agreements: a rank that leaves answers this one alone.
+        # Before other agreements: a rank that leaves answers this agreement alone.
         run.listen(self, first=True)
 
     def remove(self) -> None:

@@ -77,7 +77,7 @@ class _Param:
 
 
 def _seen(whole: torch.Tensor) -> tuple[int, int]:
-    """Returns version and place; what was made under inference_mode has no version."""
+    """Returns version and place; a tensor made under inference_mode has no version."""
     return 0 if whole.is_inference() else whole._version, whole.data_ptr()
 
 
@@ -123,7 +123,7 @@ class GatheredParameters(StepListener):
         """of training, and of evaluation, that came to their end"""
 
     def begin_forward(self) -> None:
-        """Raises what a backward has shown. Collective: yes, the second time in training."""
+        """Raises errors that a backward has shown. Collective: yes, the second time in training."""
         trains = torch.is_grad_enabled()
         if trains and self._forwards[True] == 1:
             self._agree("the beginning of the second forward")
@@ -131,7 +131,7 @@ class GatheredParameters(StepListener):
             self._raise_here()
 
     def end_forward(self) -> None:
-        """Raises what a forward has shown. Collective: yes, the first time."""
+        """Raises errors that a forward has shown. Collective: yes, the first time."""
         trains = torch.is_grad_enabled()
         self._forwards[trains] += 1
         if self._forwards[trains] > 1:
@@ -261,7 +261,7 @@ def _is_plain(param: object) -> bool:
     return not isinstance(param, DTensor)
 
 
-# --- What is said. ---
+# --- Texts of errors. ---
 
 
 def _unit_text(name: str) -> str:

@@ -44,7 +44,7 @@ _LATE = 0.8
 _SILENT = "has not told: it goes on, or has ended"
 _TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
 _LOST = ("Connection closed by peer", "Connection reset by peer", "caused pair closure")
-"""what gloo says of a rank that gave up, and of one that it gave up on"""
+"""words of gloo about a rank that gave up, or that others gave up on"""
 
 
 def timed_out(error: RuntimeError) -> bool:
@@ -86,7 +86,7 @@ class CollectiveWatchdog:
         look.start()
 
     def look(self, now: float) -> None:
-        """Tells what there is to tell. Collective: no."""
+        """Tells the other ranks, once, if this rank has entered nothing lately. Collective: no."""
         if self.entered is not self._seen:
             self._seen, self._since, self._late = self.entered, now, False
             if self._posted:
@@ -119,7 +119,7 @@ class CollectiveWatchdog:
         return f"{event} {unit_text(name)} in microbatch {microbatch}"
 
     def _places(self) -> dict[str, list[int]]:
-        """Returns what the ranks reported, and which ranks did."""
+        """Returns the reports of the ranks, and which ranks gave them."""
         held, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
         # `get` alone would wait for the key until the store's timeout.
         told = [held.check([key]) and held.get(key).decode() for key in keys]
@@ -151,7 +151,7 @@ def _describe(places: dict[str, list[int]]) -> str:
 
 
 def ranks_by(values: Iterable[Value]) -> dict[Value, list[int]]:
-    """Returns which ranks have each of the values; there is one for each rank."""
+    """Returns the ranks that have each value; `values` has an item for each rank."""
     ranks: dict[Value, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)

@@ -70,7 +70,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what forward and evaluation left gathered: all parameters are shards again.
+    """Frees units that forward and evaluation left gathered: all parameters are shards again.
 
     Collective: no. For between steps.
     """
@@ -255,7 +255,7 @@ def apply_plan(
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
             weights.fill(tree.modules())
-        # Children first: `fully_shard` gives a unit what no unit below it has taken.
+        # Children first: `fully_shard` gives a unit the parameters that no unit below it has taken.
         for unit in layout.order:
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else full
@@ -332,7 +332,7 @@ def _shard_unit(
     )
     full = reduction.mesh.device_type if unit.role == "fp32" else None
     hook_after_sharding(module, cast, full, frozen and not is_embedding)
-    # Torch refuses as well, in an assertion that says nothing of averages or of what to do.
+    # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]
     if (hook := reduction.make_hook()) is not None:
         _unit(module).set_all_reduce_hook(hook)
@@ -352,7 +352,7 @@ def _refuse_copy(module: nn.Module, _memo: object) -> None:
 
 
 def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]:
-    """Returns what users attached to parameters: attributes and post-accumulate hooks."""
+    """Returns attributes and post-accumulate hooks that users attached to parameters."""
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
     for ref in tree.params:
         hooks = post_accumulate_hooks(ref.param)

@@ -39,7 +39,7 @@ def check_communication(
     device_type: str,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Refuses what this torch, this device or NCCL has not. Collective: no.
+    """Refuses settings that this torch, this device or NCCL does not have. Collective: no.
 
     Args:
         settings: of the run.
@@ -94,7 +94,7 @@ def nccl_version() -> tuple[int, ...] | None:
 def apply_communication(
     tops: Collection[FSDPModule], units: Collection[FSDPModule], settings: Communication
 ) -> None:
-    """Sets what was asked for.
+    """Calls torch's methods for the settings that are given.
 
     Collective: yes, with a separate group.
 

@@ -20,7 +20,7 @@ _WHOLE: Any = WeakIdKeyDictionary()
 
 
 def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """Builds the device mesh, ranks of one copy next to each other, of a tensor group innermost.
+    """Builds the device mesh: ranks of a copy next to each other, of a tensor group innermost.
 
     Returns the axes that FSDP2 shards over.
 
@@ -39,7 +39,7 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
 
 
 def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:
-    """Remembers on the mesh of one copy that there are others, over which gradients are averaged.
+    """Remembers for the mesh of a copy the mesh of all copies, whose gradients are averaged.
 
     Collective: no.
     """

@@ -54,7 +54,7 @@ class _Scales:
 
     @torch.no_grad()
     def of(self, index: int, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
-        """Collective: yes, for the first of each gather, whatever became of the one before."""
+        """Collective: yes, for the first weight of each gather, even if the last was dropped."""
         if index not in self._found:
             largest = torch.stack(
                 [torch.linalg.vector_norm(shard, float("inf")) for shard in self._shards]
@@ -66,7 +66,7 @@ class _Scales:
 
 
 class _CastForGather:
-    """Answers what FSDP2 asks a shard for around its gather.
+    """Has the methods that FSDP2 looks for on a shard around its gather.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
     """

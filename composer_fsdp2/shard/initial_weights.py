@@ -188,7 +188,7 @@ class InitialWeights:
             self._divide(module)
 
     def _divide(self, module: nn.Module) -> None:
-        """Puts back parts of what was made whole, of tensor parallelism."""
+        """Puts back this rank's parts of parameters that tensor parallelism divides."""
         for whole in list(module._parameters.values()):
             like = self._divided.pop(id(whole), None)
             if whole is not None and isinstance(like, DTensor):
@@ -197,7 +197,7 @@ class InitialWeights:
                 self._places[id(new)] = places
 
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
-        """Initialises modules; what fails on one rank is raised on all before they broadcast."""
+        """Initialises modules; an error of a rank is raised on all before they broadcast."""
         error: Exception | None = None
         try:
             missing = [name for item in todo for name in self._initialise(item, blank[id(item[1])])]
@@ -209,7 +209,7 @@ class InitialWeights:
             raise_on_all_ranks({}, error)
 
     def _materialise(self, path: str, module: nn.Module) -> Tensors:
-        """Replaces the module's meta tensors by marked memory; returns what was replaced.
+        """Replaces the module's meta tensors by marked memory, which is returned.
 
         Of what a source has, parameters stay on meta and buffers get their values.
         """
@@ -251,12 +251,12 @@ class InitialWeights:
         return blank
 
     def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns memory with a value no initialiser leaves: what nobody writes can be found."""
+        """Returns memory with a value no initialiser leaves, so that gaps can be found."""
         blank = torch.empty_like(tensor, device=self._device)
         return blank.zero_() if blank.dtype is torch.bool else blank.fill_(_mark_of(blank.dtype))
 
     def _initialise(self, item: tuple[str, nn.Module], blank: Tensors) -> list[str]:
-        """Runs the initialisers of a module until no marked tensor is left; names what is."""
+        """Runs the initialisers of a module; names the marked tensors that are left."""
         path, module = item
         sources = (self._initialisers.get(id(module)), _reset_parameters, _rebuild)
         left = _left(module, blank)
@@ -335,7 +335,7 @@ def _is_marked(name: str, tensor: torch.Tensor, blank: Tensors) -> bool:
 
 
 def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
-    """Runs an initialiser, and puts back what it overwrote beyond what was left."""
+    """Runs an initialiser, and puts back tensors that had their values already."""
     kept = {n: t.clone() for n, t in _own_tensors(module).items() if n not in left and t.numel()}
     with contextlib.suppress(NotImplementedError):
         source(module)
@@ -352,7 +352,7 @@ def _reset_parameters(module: nn.Module) -> None:
 
 
 def _rebuild(module: nn.Module) -> None:
-    """Copies what the constructor sets: norm weights, rotary tables, masks.
+    """Copies tensors that the constructor sets: norm weights, rotary tables, masks.
 
     Only for modules without children whose constructor arguments can be read back from attributes
     of the same name, or which take one size.

@@ -100,7 +100,7 @@ def place_of(tree: ModuleTree, ref: ParamRef) -> Place:
 def _foreign(
     tree: ModuleTree, nearest: list[str | None], owner_of: Mapping[str, str]
 ) -> tuple[dict[str, list[Place]], set[str]]:
-    """Parameters each unit must leave to another, and units that would not find one of their own.
+    """Finds parameters each unit must leave to another, and units that would miss their own.
 
     `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of every
     place it is used in (shared by all layers, registered nowhere else) is in none of those.

@@ -102,7 +102,7 @@ def _check_kind(optimizer: torch.optim.Optimizer) -> None:
     Packages are not imported: the classes an optimizer derives from name theirs.
     """
     name = type(optimizer).__name__
-    # Also of a user's subclass: what it derives from does the step.
+    # Also of a user's subclass: a class it derives from makes the step.
     for cls in type(optimizer).__mro__:
         package = cls.__module__.partition(".")[0]
         if package == "torch" and cls.__name__ == "Muon":
@@ -250,7 +250,7 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
 
 
 def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Keeps one of several entries that were different parameters over one memory."""
+    """Keeps a single entry of several parameters that shared their memory."""
     kept: dict[int, nn.Parameter] = {}
     for param in params:
         if id(param) in kept:

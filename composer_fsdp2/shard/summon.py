@@ -238,7 +238,7 @@ class _Whole:
     version: int = 0
     """of the shard: the optimizer may step it, and nobody would see"""
     own: torch.Tensor | None = None
-    """what the shard held before a forward inside the block needed what was written"""
+    """values of the shard before a forward inside the block needed the written ones"""
 
     def show(self) -> None:
         for module, name in self.places:
@@ -300,11 +300,11 @@ class _Summoned:
     with_grads: bool
     wholes: list[_Whole] = field(default_factory=list[_Whole])
     borrowed: list[_Borrowed] = field(default_factory=list[_Borrowed])
-    """what a block around this one shows, and its value and gradient at the start of this one"""
+    """tensors that a block around this one shows, with values and gradients from its start"""
     ids: set[int] = field(default_factory=set[int])
     """of the shards and of the tensors in their places"""
     forwards: int = 0
-    """how many are running, one inside the other"""
+    """how many are running, each inside another"""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @torch.no_grad()
@@ -364,7 +364,7 @@ class _Summoned:
             self.undo.enter_context(without_fsdp_hooks_after_load(holder))
 
     def _make_way(self, unit: FSDPModule) -> None:
-        """Has the shards in place for a forward, and for methods registered as one."""
+        """Has the shards in place for a forward, and for methods registered like a forward."""
         assert isinstance(unit, nn.Module)
         self.undo.enter_context(hooks_around(unit, self._before_forward, self._after_forward))
         for name, value in list(vars(unit).items()):

@@ -57,7 +57,7 @@ def hook_after_sharding(module: nn.Module, cast: InputCast, full: str | None, fr
     # Before FSDP2's own, which is prepended too.
     module.register_forward_pre_hook(_before_forward, prepend=True)
     if full is not None:
-        # No hook: what a hook of the forward enters is not left after every error.
+        # No hook: a context that a pre-hook enters would not be left after every error.
         module.forward = torch.autocast(full, enabled=False)(module.forward)
     if cast.dtype is not None:
         # Runs after FSDP2's own, which is prepended and moves inputs to the device. Also when a
@@ -179,7 +179,7 @@ class InputCast:
         """Casts the tensors in a value; other containers than tuple, list and dict stay whole."""
         if self.dtype is None:
             return value
-        # What nearly every unit is called with; the tree of torch costs 5 % of a small step.
+        # Nearly every unit gets these; the tree of torch costs 5 % of a small step.
         if type(value) is dict:
             return {key: self(item) for key, item in value.items()}
         if type(value) is tuple or type(value) is list:
@@ -310,7 +310,7 @@ class AverageOverReplicas:
         self.waiting: torch.Tensor | None = None
 
     def forget(self) -> None:
-        """Drops what waits."""
+        """Drops gradients that wait."""
         self.due, self.waiting = True, None
 
     def __call__(self, reduced: torch.Tensor) -> None:

@@ -119,7 +119,7 @@ class SourcedWeights:
         return buffer
 
     def agree_on_failure(self) -> None:
-        """Raises on every rank what went wrong while any rank was reading.
+        """Raises on every rank the error that any rank met while it was reading.
 
         Collective: yes, where there is a source.
 
@@ -134,7 +134,7 @@ class SourcedWeights:
             whole = torch.empty_like(param, device=self._device)
             self._fill(name, whole, (0,) * whole.ndim)
             return whole
-        # Torch's checkpoints ask this way where a shard begins; a DTensor has one on each rank.
+        # Torch's checkpoints ask this way where a shard begins; each rank has a single shard.
         (chunk,) = param.__create_chunk_list__()
         local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
         if (order := self._orders.get(name)) is None:
@@ -168,7 +168,7 @@ class SourcedWeights:
 
 
 def _put(places: Iterable[Place], old: nn.Parameter, data: torch.Tensor) -> None:
-    """Puts a new parameter in all places; what users hung on the old one is carried over later."""
+    """Puts a new parameter in all places; attributes of the old one are carried over later."""
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     for module, attribute in places:
         module._parameters[attribute] = new

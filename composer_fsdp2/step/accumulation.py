@@ -1,4 +1,4 @@
-"""Decides when gradients are reduced, where several microbatches make one batch, and leaves one.
+"""Decides in which microbatches of a batch gradients are reduced, and leaves an aborted batch.
 
 [Note: gradients that wait] Until they are reduced, gradients are as large as the gathered
 parameters, in the dtype of the reduction, on every rank. That memory is the price of fewer bytes on
@@ -76,7 +76,7 @@ class Accumulation:
             yield
             self._again = {}
         except BaseException:
-            # What went wrong first is what the user has to see.
+            # The user has to see the first error.
             with contextlib.suppress(Exception):
                 self._abort()
             raise

@@ -85,7 +85,7 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.W
 
 
 def agreement_of(device: torch.device) -> Agreement:
-    """Returns the one of this process, which preparing a model makes.
+    """Returns the agreement of this process, which preparing a model makes.
 
     Collective: yes, the first time in a process, where the default group takes no CPU tensors.
 

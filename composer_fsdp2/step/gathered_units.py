@@ -95,7 +95,7 @@ def _versions(group: Any) -> list[int]:
 
 
 class StaleGathers(StepListener):
-    """Frees what a forward gathered between backward and step.
+    """Frees units that a forward gathered between backward and step.
 
     Whoever clips gradients reads those of `model.parameters()`. The gradients are at the shards,
     and a unit that a forward without gradients left gathered shows whole parameters without one.

@@ -23,7 +23,7 @@ __all__ = ["Prefetch"]
 
 
 class Prefetch(StepListener):
-    """Has units gather those that run next, once one step of training has shown which.
+    """Has units gather the units that run next, once a step of training has shown the order.
 
     The second forward of training is a collective over the default group, and raises PlanError on
     every rank when the units ran in another order on some rank.
@@ -79,7 +79,7 @@ class Prefetch(StepListener):
         self._order, self._ahead, self._ahead_in_backward = None, {}, {}
 
     def end_forward(self) -> None:
-        """Ends what is set for this forward. Collective: no, unless a unit did not run."""
+        """Ends the prefetching of this forward. Collective: no, unless a unit did not run."""
         if not self._running:
             return
         self._running = False
@@ -90,7 +90,7 @@ class Prefetch(StepListener):
             self._compare(self._order)
 
     def _settle(self) -> None:
-        """Turns what was recorded into prefetching. Collective: yes."""
+        """Turns the recorded order into prefetching. Collective: yes."""
         raise_on_all_ranks(
             {
                 "order of units in forward": "\n".join(self._ran),

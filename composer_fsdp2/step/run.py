@@ -202,7 +202,7 @@ class Run:
         self._call((listener, *self.listeners) if first else (*self.listeners, listener))
 
     def stop_listening(self, listener: StepListener) -> None:
-        """Stops to call a listener; does nothing for one that is not called. Collective: no."""
+        """Stops to call a listener, if it is called at all. Collective: no."""
         self._call([other for other in self.listeners if other is not listener])
 
     def _call(self, listeners: Iterable[StepListener]) -> None:
@@ -239,7 +239,7 @@ class Run:
         # Torch also comes to units that backward did not reach, at its end: "may_reduce" alone.
         elif event in ("before_backward", "may_reduce") and backward_number() != self._backward:
             self._backward = backward_number()
-            # One that is put in later comes after those of all units, of several models too.
+            # A callback that is queued later comes after those of all units, of several models too.
             end = partial(self._hear, "end_of_backward")
             after_backward(lambda: after_backward(end))
         return self.tell(event, unit, group)

@@ -42,11 +42,11 @@ class Snapshot:
         self._kept += [_keep(module._buffers) for module in model.modules() if module._buffers]
 
     def keep_metric(self, metric: nn.Module) -> None:
-        """Keeps what a metric has added up, in lists or in tensors, on their device."""
+        """Keeps the sums of a metric, in lists or in tensors, on their device."""
         self._kept += [_keep_attributes(module) for module in metric.modules()]
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keeps what the optimizer is about to change: parameters, state and settings.
+        """Keeps parameters, state and settings that the optimizer is about to change.
 
         The first call counts: an optimizer may begin several times with one step.
         """
@@ -78,7 +78,7 @@ class Snapshot:
 
 
 def _keep(value: Any) -> Callable[[], Any]:
-    """Returns what gives the same object back, with the values it has now."""
+    """Returns a function that gives the same object back, with the values it has now."""
     if isinstance(value, torch.Tensor):
         return functools.partial(_fill, value, _local(value).to("cpu", copy=True))
     if isinstance(value, dict):
@@ -124,7 +124,7 @@ def _keep_attributes(module: nn.Module) -> Callable[[], Any]:
 
 
 def _held(value: Any) -> Any:
-    """Copies what adding to the value would change; tensors of a list are never changed."""
+    """Copies a value that may be added to in place; tensors of a list never are."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict) and any(isinstance(one, torch.Tensor) for one in value.values()):

@@ -196,7 +196,7 @@ class UnusedParameters(StepListener):
         self._ran.clear()
         self._told.clear()
         self._uses.clear()
-        # What the others have heard in that step this rank may have not: all are compared again.
+        # Ranks may have heard different answers in that step: all units are compared again.
         self._always = set(self._given)
         self._comparing = True
 
@@ -206,5 +206,5 @@ class UnusedParameters(StepListener):
 
 
 def _is_complete(group: Any) -> bool:
-    """Whether what it reduces is the gradient of the step, and not a part of it."""
+    """Whether the group reduces the gradient of the step, and not a part of it."""
     return all_reduces(group) and getattr(all_reduce_hook(group), "due", True)

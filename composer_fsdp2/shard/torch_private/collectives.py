@@ -27,12 +27,12 @@ _FUNCTIONAL = (
     *("all_gather_single", "all_gather_tensor", "all_reduce", "broadcast"),
     *("reduce_scatter_single", "reduce_scatter_tensor"),
 )
-"""DTensor's; they return what they would have written"""
+"""collectives of DTensor, which return their result"""
 
 _SIZES = ("output_split_sizes", "input_split_sizes")
 """where they are given, ranks send each other different amounts: nobody could join without them"""
 _OWN = ("group", "op", "async_op")
-"""arguments that a rank which joins chooses itself: what is joined is thrown away"""
+"""arguments that a rank which joins chooses itself: the result is thrown away"""
 
 Joined = tuple[str, dict[str, Any]]
 """a collective in plain values, which another rank can `join`"""
@@ -70,7 +70,7 @@ class Collective:
         return self.given.get("async_op", False) is True
 
     def described(self) -> Joined:
-        """Returns what `join` needs. Holds no tensor."""
+        """Returns the values that `join` needs, without tensors."""
         others = {name: value for name, value in self.given.items() if name not in _OWN}
         return self.key, {name: _described(value) for name, value in others.items()}
 
@@ -90,7 +90,7 @@ def _real(value: Any) -> Any:
 
 
 def join(collective: Joined, group: dist.ProcessGroup) -> Callable[[], object]:
-    """Takes part in a collective with zeros; returns what waits for it. Collective: yes."""
+    """Takes part in a collective with zeros; returns a function that waits. Collective: yes."""
     key, others = collective
     original, signature = _originals()[key]
     made: dict[str, Any] = {name: _real(value) for name, value in others.items()}

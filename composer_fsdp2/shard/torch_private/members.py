@@ -28,7 +28,7 @@ __all__ = [
     "member_states",
 ]
 
-# --- What is used, and whether this torch has it. ---
+# --- Members in use, and whether this torch has them. ---
 
 Use = Literal["read", "wrapped", "reset"]
 
@@ -49,7 +49,7 @@ EVERY_RUN = "fully_shard"
 
 @dataclass(frozen=True, slots=True)
 class PrivateMember:
-    """Names a member of torch that is not public, and what becomes of it here."""
+    """Names a member of torch that is not public, and its use here."""
 
     owner: str
     """`module:Class`, or a module"""

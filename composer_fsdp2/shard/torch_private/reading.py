@@ -82,7 +82,7 @@ class _Guard:
         self.meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
     def is_part(self, tensor: DTensor, *_: Any) -> bool:
-        """Whether it is one of ours, and this rank holds less than its value."""
+        """Whether the tensor has a guarded mesh, and this rank holds less than its value."""
         mesh = tensor.device_mesh
         sizes = zip(tensor.placements, mesh.shape, strict=True)
         incomplete = any(size > 1 and not place.is_replicate() for place, size in sizes)

@@ -1,4 +1,4 @@
-"""Reads what is private of tensors, modules, compilers, checkpoints and process groups."""
+"""Reads private members of tensors, modules, compilers, checkpoints and process groups."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[Any]:
-    """Returns what says how DTensors are divided; `None` for other tensors."""
+    """Returns the layouts of DTensors; `None` for other tensors."""
     return [getattr(tensor, "_spec", None) for tensor in tensors]
 
 
@@ -161,7 +161,7 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[..., None]]:
 
 
 def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Gives a new parameter the hooks of the one whose place it takes."""
+    """Gives a new parameter the hooks of the parameter whose place it takes."""
     # To set this attribute also hands the hooks to autograd.
     new._backward_hooks = old._backward_hooks
     for hook in post_accumulate_hooks(old):

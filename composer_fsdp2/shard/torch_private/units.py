@@ -1,4 +1,4 @@
-"""FSDP2's groups of parameters: what the public methods of a unit do not reach."""
+"""Reads and replaces members of FSDP2's units and their groups of parameters."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _state(unit: FSDPModule) -> Any:
 
 
 def param_groups(unit: FSDPModule) -> list[Any]:
-    """Returns what torch gathers and reduces together in this unit.
+    """Returns the groups of parameters that torch gathers and reduces together in this unit.
 
     One group, or none without parameters; newer torch may have several.
     """
@@ -102,7 +102,7 @@ def holds_gathered(group: Any) -> bool:
 
 
 def gather_bytes(group: Any) -> int:
-    """Returns the size of what the next all-gather of a sharded group brings together.
+    """Returns the size of the next all-gather of a sharded group.
 
     In the dtype that is sent, padding included.
     """
@@ -113,7 +113,7 @@ def gather_bytes(group: Any) -> int:
 
 
 def reduction_bytes(group: Any) -> int:
-    """Returns the size of what this rank has of a group's gradients after a reduce-scatter.
+    """Returns the size of this rank's part of a group's gradients after a reduce-scatter.
 
     In the dtype that is sent, padding included; the input of the reduce-scatter is as many times
     that as there are shards.
@@ -230,7 +230,7 @@ def has_run(param: Any) -> bool:
 
 
 def trained_params(group: Any) -> list[Any]:
-    """Returns what autograd may give a gradient; it sees gathered copies, once there are any."""
+    """Returns parameters that autograd may give a gradient: gathered copies, once there are any."""
     params = group.fsdp_params
     return [p for p in params if getattr(p, "_unsharded_param", p.sharded_param).requires_grad]
 
@@ -259,7 +259,7 @@ def will_get_gradient(param: Any) -> bool:
 
     A gradient of two uses arrives after the second of them.
     """
-    # The whole parameter is a leaf: its node is the one that adds to its `grad`.
+    # The whole parameter is a leaf: its node adds to its `grad`.
     node = torch.autograd.graph.get_gradient_edge(param._unsharded_param).node
     return torch._C._will_engine_execute_node(node)  # pyright: ignore
 
@@ -290,7 +290,7 @@ def backward_number() -> int:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Has `call` called at the end of this backward, after what others put in so far."""
+    """Has `call` called at the end of this backward, after callbacks that were queued before."""
     # Torch refuses a callback outside of a backward.
     Variable._execution_engine.queue_callback(call)  # pyright: ignore
 
@@ -331,7 +331,7 @@ def stands_in(param: Any, found: object) -> bool:
 
 
 def gathered_memory(param: Any) -> torch.Tensor | None:
-    """Returns the whole parameter as a plain tensor; `None` for one of a class of its own."""
+    """Returns the whole parameter as a plain tensor; `None` for a tensor subclass."""
     whole = param._unsharded_param
     # A DTensor cannot be detached in inference mode.
     whole = (local_tensor(whole) if isinstance(whole, DTensor) else whole).detach()
@@ -382,7 +382,7 @@ _NAMES = (
 
 
 class _Replacements:
-    """Methods of a group, by torch's names, that tell of what the original ones do."""
+    """Has methods of a group, by torch's names, that call the original ones and tell of it."""
 
     def __init__(self, group: Any, hear: Callable[[str], bool]) -> None:
         self._group, self._hear = group, hear
