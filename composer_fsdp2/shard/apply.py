@@ -24,7 +24,7 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.shard.averaging import GradientReduction, probe_reduction
+from composer_fsdp2.shard.averaging import MakeHook, probe_reduction
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, Place, place_of
 from composer_fsdp2.shard.torch_private.members import check_private_members
@@ -232,7 +232,7 @@ def apply_plan(
     if merge_aliases(tree):
         tree.params.clear()  # whoever made it may hold it
         tree = ModuleTree.read(model)
-    reduction = probe_reduction(mesh)
+    shard_mesh, make_hook = probe_reduction(mesh)
     layout = Layout.read(tree, plan)
     carried = _attributes(tree)
     seed = _agreed_seed() if seed is None else seed
@@ -260,7 +260,9 @@ def apply_plan(
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else full
             module = layout.modules[unit.modules[0]]
-            casts[module] = _shard_unit(module, unit, layout, reduction, policy, **kwargs)
+            casts[module] = _shard_unit(
+                module, unit, layout, make_hook, mesh=shard_mesh, mp_policy=policy, **kwargs
+            )
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
@@ -301,8 +303,10 @@ def _shard_unit(
     module: nn.Module,
     unit: ShardUnit,
     layout: Layout,
-    reduction: GradientReduction,
-    policy: MixedPrecisionPolicy,
+    make_hook: MakeHook,
+    *,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
     **kwargs: Any,
 ) -> InputCast:
     """Shards one unit; returns the cast of its inputs, which other methods need as well.
@@ -321,20 +325,20 @@ def _shard_unit(
     # Before it is sharded, which gives the module another class.
     is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
     frozen = layout.is_frozen(unit)
-    cast, policy = InputCast.taken_from(policy)
+    cast, mp_policy = InputCast.taken_from(mp_policy)
     hook_before_sharding(module)
     fully_shard(
         module,
-        mesh=reduction.mesh,
+        mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
-        mp_policy=policy,
+        mp_policy=mp_policy,
         **kwargs,
     )
-    full = reduction.mesh.device_type if unit.role == "fp32" else None
+    full = mesh.device_type if unit.role == "fp32" else None
     hook_after_sharding(module, cast, full, frozen and not is_embedding)
     # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]
-    if (hook := reduction.make_hook()) is not None:
+    if (hook := make_hook()) is not None:
         _unit(module).set_all_reduce_hook(hook)
     if is_embedding or frozen:
         _unit(module).set_unshard_in_backward(False)

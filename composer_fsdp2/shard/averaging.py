@@ -8,7 +8,6 @@ right in `set_all_reduce_hook`, which sees every reduced gradient. NCCL averages
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,20 +18,14 @@ from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.device_mesh import note_copies
 from composer_fsdp2.shard.unit_hooks import AverageOverReplicas, Division
 
-__all__ = ["GradientReduction", "probe_reduction"]
+__all__ = ["MakeHook", "probe_reduction"]
 
 
-@dataclass(frozen=True, slots=True)
-class GradientReduction:
-    """Says how gradients get averaged on one mesh."""
-
-    mesh: DeviceMesh
-    """the mesh to give to `fully_shard`"""
-    make_hook: Callable[[], Callable[[torch.Tensor], None] | None]
-    """of one unit, for `set_all_reduce_hook`; `None` when the backend needs no help"""
+MakeHook = Callable[[], Callable[[torch.Tensor], None] | None]
+"""makes what a unit gives to `set_all_reduce_hook`; `None` where the backend needs no help"""
 
 
-def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
+def probe_reduction(mesh: DeviceMesh) -> tuple[DeviceMesh, MakeHook]:
     """Finds out how gradients can be averaged on a 1-D or (replicate, shard) mesh.
 
     Collective: yes, over every group of the mesh.
@@ -40,16 +33,19 @@ def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
     A 2-D mesh whose backend cannot run torch's own HSDP is sharded on its shard axis, and the hook
     averages over the replicate axis: the same arithmetic, with parameters that are DTensors on the
     shard axis alone.
+
+    Returns:
+        The mesh to give to `fully_shard`, and what makes a hook for each unit.
     """
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
     sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
     divide = Division(shard_group.size()) if sums else None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
-        return GradientReduction(mesh, lambda: divide)
+        return mesh, lambda: divide
     shard_mesh = root_of(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
     note_copies(shard_mesh, mesh)
-    return GradientReduction(shard_mesh, lambda: AverageOverReplicas(replicate_group, divide))
+    return shard_mesh, lambda: AverageOverReplicas(replicate_group, divide)
 
 
 def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool:

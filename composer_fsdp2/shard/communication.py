@@ -30,10 +30,6 @@ symmetric memory, torch looks at the group and the kind of reduction that were s
 _NCCL_ONLY = ("allocate_from_process_group", "symmetric_memory")
 
 
-def _asked(settings: Communication) -> list[str]:
-    return [name for name in METHODS if getattr(settings, name)]
-
-
 def check_communication(
     settings: Communication,
     device_type: str,
@@ -49,24 +45,6 @@ def check_communication(
     Raises:
         ConfigError: naming the setting.
     """
-    _check_pairs(settings)
-    for name in _asked(settings):
-        if not hasattr(FSDPModule, METHODS[name]):
-            raise ConfigError(
-                f"'communication.{name}' is set, and this torch has no `{METHODS[name]}`. It "
-                "would have no effect. Take it out, or install a newer torch."
-            )
-        if name in _NCCL_ONLY and device_type != "cuda":
-            raise ConfigError(
-                f"'communication.{name}' is set in a run on {device_type}. Only NCCL allocates "
-                "memory for collectives. Take it out, or train on GPUs."
-            )
-    for missing in missing_for(settings, environment, nccl_version()):
-        if missing.needed:
-            raise ConfigError(f"{missing.what}. {missing.advice}")
-
-
-def _check_pairs(settings: Communication) -> None:
     if settings.symmetric_memory and settings.allocate_from_process_group:
         raise ConfigError(
             "'communication.symmetric_memory' and 'communication.allocate_from_process_group' are "
@@ -80,6 +58,20 @@ def _check_pairs(settings: Communication) -> None:
             "'sum_reductions' are set. Reductions in symmetric memory have one buffer, which is "
             "used again and again. Take reduce_scatter_buffers out, or sum_reductions."
         )
+    for name in (name for name in METHODS if getattr(settings, name)):
+        if not hasattr(FSDPModule, METHODS[name]):
+            raise ConfigError(
+                f"'communication.{name}' is set, and this torch has no `{METHODS[name]}`. It "
+                "would have no effect. Take it out, or install a newer torch."
+            )
+        if name in _NCCL_ONLY and device_type != "cuda":
+            raise ConfigError(
+                f"'communication.{name}' is set in a run on {device_type}. Only NCCL allocates "
+                "memory for collectives. Take it out, or train on GPUs."
+            )
+    for missing in missing_for(settings, environment, nccl_version()):
+        if missing.needed:
+            raise ConfigError(f"{missing.what}. {missing.advice}")
 
 
 def nccl_version() -> tuple[int, ...] | None:
@@ -107,7 +99,7 @@ def apply_communication(
         "reduce_scatter_buffers": (settings.reduce_scatter_buffers,),
         "symmetric_memory": (),
     }
-    for name in _asked(settings):
+    for name in (name for name in METHODS if getattr(settings, name)):
         # A separate group is made once and shared by all units below.
         for unit in tops if name == "separate_reduce_scatter_group" else units:
             getattr(unit, METHODS[name])(*arguments.get(name, (True,)))

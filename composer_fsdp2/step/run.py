@@ -181,7 +181,14 @@ class Run:
         # Torch drops what a forward hook raises after an error: no hook could exchange the error.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/nn/modules/module.py#L1857
         self.model.forward = _Forward(self, self.model.forward)
-        register_optimizer_step_pre_hook(_tell_of_steps(weakref.ref(self)))
+        held = weakref.ref(self)
+
+        def hear_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (run := held()) is not None:
+                run.tell("before_any_step", optimizer)
+
+        # Never removed: the model may be collected while torch goes through these hooks.
+        register_optimizer_step_pre_hook(hear_any_step)
         # Before torch's own, which may gather, and after it, when the unit is freed again.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
         self.model.register_forward_pre_hook(partial(self._hear, "begin_forward"), prepend=True)
@@ -273,19 +280,6 @@ class _Forward:
             raise
         finally:
             self._run.depth -= 1
-
-
-def _tell_of_steps(held: weakref.ref[Run]) -> Callable[..., None]:
-    """Returns a hook for all optimizers of the process.
-
-    It is never removed: the model may be collected while torch goes through its hooks.
-    """
-
-    def hook(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if (run := held()) is not None:
-            run.tell("before_any_step", optimizer)
-
-    return hook
 
 
 def run_of(module: nn.Module) -> Run | None:
