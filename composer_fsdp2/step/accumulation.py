@@ -9,6 +9,7 @@ Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_f
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 
 from torch.distributed.fsdp import FSDPModule
@@ -33,7 +34,7 @@ __all__ = ["Accumulation", "reset"]
 class Accumulation:
     """Reduces the gradients of a batch of microbatches once, or each time.
 
-    Example of a loop of one's own:
+    Works on any module `fully_shard` was applied to:
 
         with accumulation.batch():
             for index, microbatch in enumerate(microbatches):
@@ -45,17 +46,18 @@ class Accumulation:
         sync: `every` microbatch; the `last` one only; or `reduce_scatter_only` on every microbatch
             and the all-reduce of HSDP on the last one.
         kept: names of units whose parameters stay gathered from the first microbatch to the last.
-        abort: leaves a batch in the middle.
+        abort: leaves a batch in the middle; by default resets the units, and nothing beside them.
     """
 
     def __init__(
         self,
         units: Mapping[str, FSDPModule],
-        sync: GradientSync,
-        kept: Collection[str],
-        abort: Callable[[], object],
+        sync: GradientSync = "last",
+        kept: Collection[str] = (),
+        abort: Callable[[], object] | None = None,
     ) -> None:
-        self._units, self._sync, self._abort = dict(units), sync, abort
+        self._units, self._sync = dict(units), sync
+        self._abort = abort or functools.partial(reset, units.values())
         self._kept = [units[name] for name in kept]
         self._new = dict(units) if sync == "last" else {}
         self._before: dict[str, FSDPModule] = {}
