@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -287,19 +286,10 @@ def _own_tensors(module: nn.Module) -> Tensors:
     return tensors
 
 
-_COMMON = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple})
-"""kinds of nearly all attributes; to look here is quicker than to ask each if it is a tensor"""
-
-
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Buffers and plain tensor attributes."""
     found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-    found += [
-        (name, value)
-        for name, value in vars(module).items()
-        if type(value) not in _COMMON and _is_plain(value)
-    ]
-    return found
+    return found + [(name, value) for name, value in vars(module).items() if _is_plain(value)]
 
 
 def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
