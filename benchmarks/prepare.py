@@ -14,8 +14,6 @@ Figures:
     growth   exponent of our time from 1,024 to 16,384 wrapped modules; goal <= 1.1
     qwen     Qwen3-235B-A22B, 94 layers x 128 experts, each expert and each layer a unit (12,127
              with the root), ratio to by hand; goal <= 1.2
-    scale    Qwen3-235B-A22B, a unit per layer, through `prepare_fully_shard`, ratio of 1,024
-             ranks to 8; goal <= 2. `--peer hand` shows torch's own
     plan     planning alone on its 49,167 modules; goal <= 3 s
     plan_growth  exponent of planning from an eighth of its layers to all; goal <= 1.1. Python's
              garbage collector is off: one pass over the whole process falls into the larger sizes
@@ -121,22 +119,6 @@ def qwen(options: argparse.Namespace, mesh: DeviceMesh) -> None:
     shapes.emit("prepare.qwen", {**_sides(options), "layers": 94, "experts": 128, **value}, 1.2)
 
 
-def scale(options: argparse.Namespace) -> None:
-    """Has its own groups: the least of several runs in each."""
-    seconds: dict[int, float] = {}
-    for ranks in (8, 1024):
-        with shapes.fake_group(ranks) as mesh:
-            Bench(lambda: shapes.Nested(64), NESTED, mesh).seconds(PEERS[options.peer])
-            bench = Bench(shapes.QwenMoE, ("QwenLayer",), mesh)
-            runs = range(options.pairs)
-            seconds[ranks] = min(bench.seconds(PEERS[options.peer]) for _ in runs)
-    value = {
-        "ratio": seconds[1024] / seconds[8],
-        "seconds": _by_size(list(seconds), list(seconds.values())),
-    }
-    shapes.emit("prepare.scale", {**_sides(options), **value}, 2.0)
-
-
 def _planning_seconds(layers: int, runs: int) -> tuple[int, WrapPlan, float]:
     """Number of modules, the plan, and the least of several CPU times."""
     with torch.device("meta"):
@@ -172,7 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=[*FIGURES, "scale"], default="nested")
+    parser.add_argument("--shape", choices=list(FIGURES), default="nested")
     parser.add_argument(
         "--modules", type=int, default=4096, help="wrapped modules of the nested shape"
     )
@@ -191,10 +173,6 @@ def main() -> None:
         options.peer = "drop_in"
     if options.collector == "off":
         gc.disable()
-    if options.shape == "scale":
-        options.peer = "drop_in" if options.peer == "ours" else options.peer
-        scale(options)
-        return
     with shapes.fake_group(WORLD_SIZE) as mesh:
         # Imports and first-call set-up belong to no side.
         Bench(lambda: shapes.Nested(64), NESTED, mesh).against_hand(PEERS[options.peer], 1)

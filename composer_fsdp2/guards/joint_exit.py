@@ -1,4 +1,4 @@
-"""Leaving a step together, from wherever the ranks are in it.
+"""Has ranks leave a step together, from wherever they are in it.
 
 [Note: leaving together] A rank whose allocation fails stands somewhere between two collectives, and
 the others enter the next one and wait there. So every collective of the training is counted, per
@@ -8,11 +8,11 @@ more, and writes how many it has entered. The most that any rank has entered is 
 enter: whoever is short of it joins the rest with zeros, which frees those that wait; the results
 are thrown away with the step. Then all ranks have entered the same, nobody is inside, and they can
 speak to each other again. It is the same whatever the collective is, and costs a healthy run one
-count per collective and one small reduction per batch.
+count per collective and three small reductions per batch.
 
-A batch of training or evaluation can be tried again: it is an `attempt`, which no rank leaves
-before all have come to its end. Elsewhere, as in a callback between two batches, nothing can be
-tried again, and leaving together is an error on every rank.
+A batch of training or evaluation can be tried again: it is an `attempt`, which no rank begins or
+leaves before all have come to its beginning or its end. Elsewhere, as in a callback between two
+batches, nothing can be tried again, and leaving together is an error on every rank.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ import threading
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from composer_fsdp2.guards.out_of_memory import is_out_of_memory
-from composer_fsdp2.guards.watchdog import CollectiveWatchdog, rank_text, store, watchdog_of
+from composer_fsdp2.guards.watchdog import CollectiveWatchdog, rank_text, watchdog_of
 from composer_fsdp2.shard.torch_private.collectives import (
     Collective,
     Joined,
@@ -39,6 +40,7 @@ from composer_fsdp2.shard.torch_private.collectives import (
     group_named,
     join,
 )
+from composer_fsdp2.shard.torch_private.tensors import default_store
 from composer_fsdp2.shard.torch_private.units import backward_number
 from composer_fsdp2.step.agreement import agreement_of
 
@@ -49,44 +51,35 @@ _SHORT_SECONDS, _LONG_SECONDS = 0.005, 1.0
 
 
 class _AbandonedError(RuntimeError):
-    """Another rank has run out of memory: this one enters nothing more."""
+    """Says that another rank has run out of memory, and this rank enters nothing more."""
 
 
 class _ToldEveryoneError(RuntimeError):
-    """All ranks raise it."""
+    """Says something that all ranks raise."""
 
 
+@dataclass(eq=False)
 class _Round:
-    """State between two times that all ranks leave together."""
+    """Holds the state between two times that all ranks leave together."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.frozen = False
-        """whether this rank has told how much it has entered"""
-        self.entered: dict[str, int] = {}
-        self.records: dict[str, list[Joined]] = {}
-        self.owed: list[tuple[str, Joined]] = []
-        """counted, and not entered after all"""
-        self.wanted: dict[str, int] | None = None
-        """the most that any rank has entered"""
-        self.sound: dict[str, int] = {}
-        """in how many all those that have failed took part"""
-        self.agreed = threading.Event()
+    number: int
+    frozen: bool = False
+    """whether this rank has told how much it has entered"""
+    entered: dict[str, int] = field(default_factory=lambda: defaultdict[str, int](int))
+    """how many collectives, by the name of the group"""
+    records: dict[str, list[Joined]] = field(
+        default_factory=lambda: defaultdict[str, list[Joined]](list)
+    )
+    """the last of them, which other ranks may have to join"""
+    owed: list[tuple[str, Joined]] = field(default_factory=list[tuple[str, Joined]])
+    """counted, and not entered after all"""
+    wanted: dict[str, int] = field(default_factory=dict[str, int])
+    """the most that any rank has entered, once all have told"""
+    agreed: threading.Event = field(default_factory=threading.Event)
 
     def key(self, what: str) -> str:
         """Returns a name in the store."""
         return f"composer_fsdp2/leaving/{self.number}/{what}"
-
-    def count(self, collective: Collective) -> None:
-        """Notes that a collective is entered."""
-        name = collective.name
-        self.entered[name] = self.entered.get(name, 0) + 1
-        self.records.setdefault(name, []).append(collective.described())
-
-    def held(self, name: str, count: int) -> list[Joined]:
-        """Returns the records of what was entered up to `count`."""
-        records = self.records[name]
-        return records[: len(records) - (self.entered[name] - count)]
 
 
 class JointExit:
@@ -112,7 +105,7 @@ class JointExit:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        """Around everything in which ranks may have to leave together.
+        """Goes around everything in which ranks may have to leave together.
 
         Collective: yes, at the end.
 
@@ -145,63 +138,35 @@ class JointExit:
             look.join()
 
     def _around(self, collective: Collective) -> Any:
-        if getattr(self._inside, "depth", 0) or not self._is_training():
+        # Other threads, such as those that save, have groups and an order of their own. Autograd
+        # runs the backward of a GPU in threads of its own, with the hooks of units.
+        trains = threading.get_ident() == self._owner or backward_number() != -1
+        if getattr(self._inside, "depth", 0) or not trains:
             return collective()
-        self._enter(collective)
+        name, record = collective.name, collective.described()
+        with self._lock:
+            now = self._now
+            if now.frozen:
+                raise _AbandonedError
+            now.entered[name] += 1
+            now.records[name].append(record)
+            self._total += 1
         self._inside.depth = 1
         try:
             result = collective()
         except BaseException:
-            self._take_back(collective)
+            with self._lock:  # not entered, and perhaps the others have been told that it was
+                if now.frozen:
+                    now.owed.append((name, record))
+                else:
+                    now.records[name].pop()
+                    now.entered[name] -= 1
             raise
         finally:
             self._inside.depth = 0
-        if self._now.frozen and not collective.returns_early:
-            self._check(collective.name)
+        if now.frozen and not collective.returns_early:
+            raise _AbandonedError  # the result may be of the zeros of a rank that has left
         return result
-
-    def _is_training(self) -> bool:
-        """Other threads, such as those that save, have groups and an order of their own."""
-        # Autograd runs the backward of a GPU in threads of its own, with the hooks of units.
-        return threading.get_ident() == self._owner or backward_number() != -1
-
-    def _enter(self, collective: Collective) -> None:
-        """Counts, unless this rank is to leave."""
-        while True:
-            with self._lock:
-                now = self._now
-                if not now.frozen or self._is_wanted(collective.name):
-                    now.count(collective)
-                    self._total += 1
-                    return
-                if self._attempting or now.wanted is not None:
-                    raise _AbandonedError
-            # Others may wait in what comes before their attempt, with results that count.
-            self._wait_for_all()
-
-    def _is_wanted(self, name: str) -> bool:
-        now = self._now
-        if self._attempting or now.wanted is None:
-            return False
-        return now.entered.get(name, 0) < now.wanted.get(name, 0)
-
-    def _take_back(self, collective: Collective) -> None:
-        """It was not entered, and perhaps the others have been told that it was."""
-        with self._lock:
-            now, name = self._now, collective.name
-            if now.frozen:
-                now.owed.append((name, now.records[name][-1]))
-            else:
-                now.records[name].pop()
-                now.entered[name] -= 1
-
-    def _check(self, name: str) -> None:
-        """Raises if what was received may be the zeros of a rank that has left."""
-        if not self._attempting:
-            self._wait_for_all()
-        entered = self._now.entered[name]
-        if self._attempting or entered > self._now.sound.get(name, entered):
-            raise _AbandonedError
 
     # --- Attempts. ---
 
@@ -211,11 +176,13 @@ class JointExit:
         return self._attempting
 
     def begin(self) -> None:
-        """An attempt begins. Collective: no."""
+        """Begins an attempt, which no rank leaves before all have come to it. Collective: yes."""
         self._attempting = True
+        with self.attempt():
+            self.meet()
 
     def end(self) -> None:
-        """The attempt ends on every rank, or on none. Collective: yes."""
+        """Ends the attempt on every rank, or on none. Collective: yes."""
         if self._attempting:
             self.meet()
             self._attempting = False
@@ -231,7 +198,7 @@ class JointExit:
 
     @contextmanager
     def attempt(self) -> Generator[None]:
-        """Around a part of an attempt: all ranks leave it when memory runs out on one.
+        """Goes around a part of an attempt: all ranks leave it when memory runs out on one.
 
         Collective: yes, when it does.
 
@@ -250,7 +217,7 @@ class JointExit:
         raise self._end(text)
 
     def _reason(self, error: Exception) -> str | None:
-        """Why this rank has to leave with the others; `None` if it has not."""
+        """Returns why this rank has to leave with the others; `None` if it has not."""
         if isinstance(error, _ToldEveryoneError) or "microbatch of size 1" in str(error):
             return None
         if isinstance(error, _AbandonedError) or not is_out_of_memory(error):
@@ -260,14 +227,19 @@ class JointExit:
     # --- Leaving. ---
 
     def _end(self, text: str) -> RuntimeError:
-        """Leaves with all others; returns what each of them raises. Collective: yes."""
+        """Leaves with all others; returns the error that each of them raises. Collective: yes."""
         now = self._now
         if text:
-            store().set(now.key("failed"), "1")
-        self._freeze(now, failed=bool(text))
+            default_store().set(now.key("failed"), "1")
+        self._freeze(now)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).empty_cache()
-        self._wait_for_all()
+        if not now.agreed.wait(self._late_seconds):
+            raise _ToldEveryoneError(
+                "Memory ran out on a rank, and not all ranks have answered that since: one has "
+                "ended, or is outside of the training. Resume from the last checkpoint with a "
+                "smaller device_train_microbatch_size."
+            )
         self._inside.depth = 1
         try:
             self._join_the_rest(now)
@@ -289,27 +261,19 @@ class JointExit:
             "device_train_microbatch_size to leave more for it."
         )
 
-    def _wait_for_all(self) -> None:
-        if not self._now.agreed.wait(self._late_seconds):
-            raise _ToldEveryoneError(
-                "Memory ran out on a rank, and not all ranks have answered that since: one has "
-                "ended, or is outside of the training. Resume from the last checkpoint with a "
-                "smaller device_train_microbatch_size."
-            )
-
-    def _freeze(self, now: _Round, failed: bool) -> None:
+    def _freeze(self, now: _Round) -> None:
         """Tells how much this rank has entered; from now on that is all. Collective: no."""
         with self._lock:
             if now.frozen:
                 return
             now.frozen = True
-            told = pickle.dumps((now.entered, failed))
+            told = pickle.dumps(dict(now.entered))
         self._total += 1
-        store().set(now.key(f"entered/{dist.get_rank()}"), told)
+        default_store().set(now.key(f"entered/{dist.get_rank()}"), told)
         self._wake.set()
 
     def _join_the_rest(self, now: _Round) -> None:
-        """Enters what others have entered. Collective: yes.
+        """Enters the collectives that others have entered. Collective: yes.
 
         Each group has its own order and, as some collectives return only when they are over, its
         own thread: a rank that waits in one group comes to the next one late.
@@ -317,20 +281,24 @@ class JointExit:
         rest: dict[str, list[Joined]] = defaultdict(list)
         for name, one in now.owed:
             rest[name].append(one)
-        for name, wanted in (now.wanted or {}).items():
+        for name, wanted in now.wanted.items():
             missing = wanted - now.entered.get(name, 0)
             if missing and group_named(name) is not None:
-                held: list[Joined] = pickle.loads(store().get(now.key(f"held/{name}")))
+                held: list[Joined] = pickle.loads(default_store().get(now.key(f"held/{name}")))
                 rest[name] += held[len(held) - missing :]
         if not rest:
             return
-        with ThreadPoolExecutor(len(rest), "joint exit", self._in_thread) as pool:
-            list(pool.map(_join_all, rest, rest.values()))
 
-    def _in_thread(self) -> None:
-        if self._device.type != "cpu":
-            # Each thread has a current device of its own, which is the first one in a new thread.
-            torch.get_device_module(self._device).set_device(self._device)
+        def join_all(name: str) -> None:
+            if self._device.type != "cpu":
+                # Each thread has a current device of its own, in a new thread the first one.
+                torch.get_device_module(self._device).set_device(self._device)
+            if (group := group_named(name)) is not None:
+                for wait in [join(one, group) for one in rest[name]]:
+                    wait()
+
+        with ThreadPoolExecutor(len(rest), "joint exit") as pool:
+            list(pool.map(join_all, rest))
 
     # --- The thread that looks. ---
 
@@ -350,39 +318,23 @@ class JointExit:
                 else:
                     pause = min(1.3 * pause, _LONG_SECONDS)
                     # `get` would wait for the key until the store's timeout.
-                    if store().check([now.key("failed")]):
-                        self._freeze(now, failed=False)
-
-
-def _join_all(name: str, rest: Sequence[Joined]) -> None:
-    """Joins collectives of one group in their order. Collective: yes."""
-    group = group_named(name)
-    if group is not None:
-        for wait in [join(one, group) for one in rest]:
-            wait()
+                    if default_store().check([now.key("failed")]):
+                        self._freeze(now)
 
 
 def _agree(now: _Round, lock: threading.Lock) -> None:
     """Finds out how much every rank has to enter, when all have told. Collective: no."""
     keys = [now.key(f"entered/{rank}") for rank in range(dist.get_world_size())]
-    if now.agreed.is_set() or not all(store().check([key]) for key in keys):
+    if now.agreed.is_set() or not all(default_store().check([key]) for key in keys):
         return
-    told: list[tuple[dict[str, int], bool]] = [pickle.loads(store().get(key)) for key in keys]
-    wanted: dict[str, int] = {}
-    sound: dict[str, int] = {}
-    for entered, failed in told:
-        for name, count in entered.items():
-            wanted[name] = max(count, wanted.get(name, 0))
-            if failed:
-                sound[name] = min(count, sound.get(name, count))
-    for name, count in wanted.items():
-        first = next(rank for rank, (entered, _) in enumerate(told) if entered.get(name) == count)
-        if first == dist.get_rank():
+    told: list[dict[str, int]] = [pickle.loads(default_store().get(key)) for key in keys]
+    for name in {name for entered in told for name in entered}:
+        counts = [entered.get(name, 0) for entered in told]
+        now.wanted[name] = max(counts)
+        if counts.index(max(counts)) == dist.get_rank():  # the first of those that have most
             with lock:
-                held = now.held(name, count)
-            store().set(now.key(f"held/{name}"), pickle.dumps(held))
-    with lock:
-        now.wanted, now.sound = wanted, sound
+                held = pickle.dumps(now.records[name])
+            default_store().set(now.key(f"held/{name}"), held)
     now.agreed.set()
 
 
@@ -390,7 +342,7 @@ _exits: weakref.WeakKeyDictionary[dist.ProcessGroup, JointExit] = weakref.WeakKe
 
 
 def joint_exit_of(device: torch.device) -> JointExit | None:
-    """The one of this process, `None` where no other rank could wait. Collective: no."""
+    """Returns the exit of this process, `None` where no other rank could wait. Collective: no."""
     world: Any = dist.group.WORLD
     watchdog = watchdog_of(device)
     if watchdog is None:

@@ -16,17 +16,17 @@ import datetime
 import itertools
 import weakref
 import zlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.errors import PlanError
 from composer_fsdp2.guards.watchdog import (
-    CollectiveWatchdog,
     rank_text,
+    ranks_by,
     timed_out,
     unit_text,
     watchdog_of,
@@ -35,7 +35,7 @@ from composer_fsdp2.shard.torch_private.units import backward_number
 from composer_fsdp2.step.agreement import agreement_of, gloo_group
 from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["OrderCheck", "check_order_check"]
+__all__ = ["OrderCheck", "Watchdog"]
 
 _ERROR = "an error: "
 _SHOWN = 4
@@ -44,34 +44,20 @@ _KEPT = 4096
 """collectives of a batch kept for the text of an error"""
 _CHECKSUM = 2**24
 
-# One for all models: every gloo group has threads of its own, and lasts until the process ends.
+# A channel for all models: every gloo group has threads of its own until the process ends.
 _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def check_order_check(when: str) -> None:
-    """Refuses what cannot take effect. Collective: no.
-
-    Raises:
-        ConfigError: this torch has no gloo.
-    """
-    if when != "never" and not dist.is_gloo_available():
-        raise ConfigError(
-            f"'order_check' is {when}, and this torch has no gloo. Ranks compare their collectives "
-            "over a group that is not the training's. Write order_check: never, or install a torch "
-            "with gloo."
-        )
-
-
 def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup | None:
-    """The group for comparing, `None` with a warning where gloo does not get through."""
+    """Returns the group for comparing, `None` with a warning if gloo does not get through."""
     world = dist.group.WORLD
     assert world is not None
     # A rank has no channel when the first model is prepared, and after a collective of it failed.
     if not agreement_of(device).any_rank(world not in _channels):
         return _channels[world]
-    # A rank can only end when what it has sent is done, or late.
+    # A rank can only end when its messages have arrived, or are late.
     timeout = datetime.timedelta(seconds=timeout_seconds)
     channel = gloo_group(
         timeout,
@@ -105,7 +91,7 @@ class OrderCheck(StepListener):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where another rank could differ. Collective: yes, the first time in a process."""
+        """Says whether another rank could differ. Collective: yes, the first time in a process."""
         watchdog = watchdog_of(run.device)
         if run.settings.order_check == "never" or watchdog is None:
             return False
@@ -117,6 +103,7 @@ class OrderCheck(StepListener):
         assert watchdog is not None
         self._watchdog = watchdog
         self._channel = _channels[dist.group.WORLD]  # pyright: ignore[reportArgumentType]
+        self._names = {name: unit_text(name) for name in run.units}
         self._once = run.settings.order_check == "first"
         self._is_asked = False
         self._start_batch()
@@ -141,15 +128,17 @@ class OrderCheck(StepListener):
             self._compare("the next forward of training")
             self._ended = self._reduced and self._once
         if is_next and not self._is_asked:
-            self._compare_batch()
+            sums = torch.tensor(self._terms())
+            _reduce(sums, dist.ReduceOp.SUM, self._channel)
+            self.check(*sums.tolist())
 
     def before_gather(self, unit: str, group: Any) -> None:
         """Collective: yes, in a step that is checked."""
-        self._note(f"gather {unit_text(unit)}")
+        self._note(f"gather {self._names[unit]}")
 
     def before_reduce(self, unit: str, group: Any) -> None:
         """Collective: yes, in a step that is checked."""
-        self._note(f"reduce {unit_text(unit)}")
+        self._note(f"reduce {self._names[unit]}")
         self._reduced = True
 
     def before_agreement(self, subject: str) -> None:
@@ -158,7 +147,7 @@ class OrderCheck(StepListener):
             self._compare(subject, shown=False)
 
     def failed(self, error: str) -> None:
-        """Has all ranks raise the error of one. Collective: yes, in a step that is checked."""
+        """Has all ranks raise the error of a rank. Collective: yes, in a step that is checked."""
         if self._began and not self._ended:
             self._compare(f"{_ERROR}{error}")
 
@@ -187,7 +176,13 @@ class OrderCheck(StepListener):
         except RuntimeError as error:
             if not timed_out(error):
                 raise  # a rank has ended
-            raise PlanError(_missed(subject, self._watchdog)) from None
+            raise PlanError(
+                f"{subject} is next on this rank, and another rank did not come to it in "
+                f"{self._watchdog.late_seconds:.0f} s. The ranks would wait until the process "
+                "group gives up, and not learn for whom. Look at the rank that is at another place "
+                "below: it may have another number of microbatches, or wait for data; if it is "
+                "only slow, raise `dist_timeout`.\n" + self._watchdog.report()
+            ) from None
         if found[0] != -found[1]:
             everyone: list[list[str]] = [[]] * self._channel.size()
             dist.all_gather_object(everyone, [*self._shown, subject], group=self._channel)
@@ -196,16 +191,13 @@ class OrderCheck(StepListener):
             self._shown.append(subject)
 
     def terms(self) -> tuple[int, int]:
-        """Two numbers whose sums over the ranks `check` needs. Collective: no."""
+        """Returns two numbers whose sums over the ranks `check` needs. Collective: no."""
         self._is_asked = True
+        return self._terms()
+
+    def _terms(self) -> tuple[int, int]:
         checksum = self._checksum % _CHECKSUM
         return checksum, checksum**2
-
-    def _compare_batch(self) -> None:
-        checksum = self._checksum % _CHECKSUM
-        sums = torch.tensor([checksum, checksum**2])
-        _reduce(sums, dist.ReduceOp.SUM, self._channel)
-        self.check(*sums.tolist())
 
     def check(self, total: int, squares: int) -> None:
         """Raises on every rank if the ranks ran different units since the last call.
@@ -236,28 +228,43 @@ class OrderCheck(StepListener):
         )
 
 
+class Watchdog(StepListener):
+    """Notes which unit this rank enters, for the `CollectiveWatchdog` of the process."""
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Says whether another rank could wait."""
+        return watchdog_of(run.device) is not None
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        watchdog = watchdog_of(run.device)
+        assert watchdog is not None
+        self._watchdog = watchdog
+        self._microbatch = 0
+
+    def begin_forward(self) -> None:
+        """Collective: no."""
+        self._microbatch += torch.is_grad_enabled()
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        """Collective: no."""
+        self._watchdog.entered = ("gather", unit, self._microbatch)
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """Collective: no."""
+        self._watchdog.entered = ("reduce", unit, self._microbatch)
+
+
 def _first_difference(everyone: Sequence[tuple[int, list[str]]]) -> str:
-    """The first collective in which ranks differ, if all still know it."""
+    """Names the first collective in which ranks differ, if all still know it."""
     start = max(skipped for skipped, _ in everyone)
     known = [last[start - skipped :] for skipped, last in everyone]
     for at in itertools.zip_longest(*known, fillvalue="nothing more"):
         if len(set(at)) > 1:
-            ranks: dict[str, list[int]] = defaultdict(list)
-            for rank, what in enumerate(at):
-                ranks[what].append(rank)
-            places = [f"{what} on {rank_text(which)}" for what, which in ranks.items()]
+            places = [f"{what} on {rank_text(which)}" for what, which in ranks_by(at).items()]
             return f" The first difference: {' and '.join(places[:_SHOWN])}."
     return ""
-
-
-def _missed(what: str, watchdog: CollectiveWatchdog) -> str:
-    return (
-        f"{what} is next on this rank, and another rank did not come to it in "
-        f"{watchdog.late_seconds:.0f} s. The ranks would wait until the process group gives up, "
-        "and not learn for whom. Look at the rank that is at another place below: it may have "
-        "another number of microbatches, or wait for data; if it is only slow, raise "
-        "`dist_timeout`.\n" + watchdog.report()
-    )
 
 
 def _first_error(everyone: list[list[str]]) -> str | None:
@@ -267,9 +274,7 @@ def _first_error(everyone: list[list[str]]) -> str | None:
 
 
 def _difference(everyone: list[list[str]]) -> str:
-    ranks: dict[tuple[str, ...], list[int]] = defaultdict(list)
-    for rank, last in enumerate(everyone):
-        ranks[tuple(last)].append(rank)
+    ranks = ranks_by(map(tuple, everyone))
     (first, at_first), (other, at_other) = list(ranks.items())[:2]
     lines = [f"  {rank_text(which)}: {', '.join(last)}" for last, which in ranks.items()]
     return (

@@ -1,4 +1,4 @@
-"""Back to a clean state after memory ran out in the middle of a step, on every rank together.
+"""Leaves a step on every rank together when memory runs out in the middle of it.
 
 [Note: out of memory] A rank whose allocation fails leaves forward or backward where it is, and the
 others would wait for it in the next collective. While an `OOMGuard` is installed, ranks therefore
@@ -27,19 +27,18 @@ from composer_fsdp2.step.run import Run, StepListener
 __all__ = [
     "REMOTE_OOM_MESSAGE",
     "OOMGuard",
-    "OutOfMemory",
     "exchange",
     "is_out_of_memory",
     "sync_oom",
 ]
 
 REMOTE_OOM_MESSAGE = "CUDA out of memory encountered on a different rank"
-"""what Composer's trainer looks for in the text of an error"""
+"""words that Composer's trainer looks for in the text of an error"""
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|_STATUS_ALLOC_FAILED|failed to cuda [cm]alloc|cuda(host)?alloc failed"
     r"|(can't|cannot|failed to) allocate( [\w ]*)?memory|not enough memory"
-    # What cuDNN says instead, of batches that are too large.
+    # cuDNN says this instead, of batches that are too large.
     r"|CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous",
     re.IGNORECASE,
 )
@@ -69,7 +68,7 @@ def exchange(failed: bool, finished: bool, device: torch.device) -> tuple[bool, 
 
 @contextmanager
 def sync_oom(device: torch.device) -> Generator[None]:
-    """Ranks leave together, and all with an out-of-memory error if one of them had one.
+    """Has ranks leave together, and all with an out-of-memory error if any of them had one.
 
     Collective: yes. Inside, the units' collectives are those of an `OOMGuard`.
 
@@ -94,42 +93,11 @@ def sync_oom(device: torch.device) -> Generator[None]:
         raise torch.OutOfMemoryError(f"CUDA out of memory: {error}") from error
 
 
-class OutOfMemory(StepListener):
-    """Makes sure, while an `OOMGuard` is installed, that ranks leave a step together.
-
-    Each agreement costs two small reductions and a wait for the device.
-    """
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self.guards: list[OOMGuard] = []
-
-    def before_gather(self, unit: str, group: Any) -> None:
-        """Collective: yes, where a guard has ranks agree."""
-        if self.guards:
-            reserve_gather(group)
-            self._agree()
-
-    def before_reduce(self, unit: str, group: Any) -> None:
-        """Collective: yes, where a guard has ranks agree."""
-        if self.guards:
-            reserve_reduction(group)
-            self._agree()
-
-    def before_agreement(self, subject: str) -> None:
-        """Collective: yes, where a guard has ranks agree."""
-        self._agree()
-
-    def _agree(self) -> None:
-        agrees = any(guard.agree for guard in self.guards)
-        if agrees and exchange(False, False, self.run.device)[0]:
-            raise torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)
-
-
-class OOMGuard:
+class OOMGuard(StepListener):
     """Has ranks leave a step of a run together when memory runs out on one, until it is removed.
 
-    Take it away with `remove()` when the size of a microbatch has proved to fit.
+    Take it away with `remove()` when the size of a microbatch has proved to fit. Each agreement
+    costs two small reductions and a wait for the device.
 
     Args:
         run: of the model.
@@ -142,13 +110,29 @@ class OOMGuard:
 
     def __init__(self, run: Run, agree: bool = True) -> None:
         check_private_members(["device_train_microbatch_size: auto"])
-        self.agree = agree
-        listener = run.listener(OutOfMemory)
-        assert listener is not None
-        self._guards = listener.guards
-        self._guards.append(self)
+        super().__init__(run)
+        self._agrees = agree
+        # Before other agreements: a rank that leaves answers this agreement alone.
+        run.listen(self, first=True)
 
     def remove(self) -> None:
         """Takes the guard away; nothing the next time."""
-        if self in self._guards:
-            self._guards.remove(self)
+        self.run.stop_listening(self)
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        """Collective: yes, where ranks agree."""
+        reserve_gather(group)
+        self._agree()
+
+    def before_reduce(self, unit: str, group: Any) -> None:
+        """Collective: yes, where ranks agree."""
+        reserve_reduction(group)
+        self._agree()
+
+    def before_agreement(self, subject: str) -> None:
+        """Collective: yes, where ranks agree."""
+        self._agree()
+
+    def _agree(self) -> None:
+        if self._agrees and exchange(False, False, self.run.device)[0]:
+            raise torch.OutOfMemoryError(REMOTE_OOM_MESSAGE)

@@ -1,4 +1,4 @@
-"""Where every rank was when a collective timed out.
+"""Says where every rank was when a collective timed out.
 
 [Note: stalls] A rank that waits in a collective cannot speak, and one that never comes to it does
 not know that it is waited for. So a thread of each rank looks every few seconds whether the rank
@@ -10,36 +10,33 @@ process: so the thread itself says it on stderr, shortly before.
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Generator, Iterable
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.torch_private.tensors import default_store, flight_recorder, timeout_of
-from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.shard.torch_private.tensors import default_store, timeout_of
 
 __all__ = [
     "CollectiveWatchdog",
-    "Watchdog",
     "add_rank_report",
     "is_broken",
     "rank_text",
-    "store",
+    "ranks_by",
     "timed_out",
     "unit_text",
     "watchdog_of",
 ]
+
+Value = TypeVar("Value")
 
 _TICK_SECONDS = 5.0
 _LATE = 0.8
@@ -47,9 +44,7 @@ _LATE = 0.8
 _SILENT = "has not told: it goes on, or has ended"
 _TIMED_OUT = re.compile(r"tim(e|ed)[ -]?out", re.IGNORECASE)
 _LOST = ("Connection closed by peer", "Connection reset by peer", "caused pair closure")
-"""what gloo says of a rank that gave up, and of one that it gave up on"""
-_RECORDER_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
-_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""words of gloo about a rank that gave up, or that others gave up on"""
 
 
 def timed_out(error: RuntimeError) -> bool:
@@ -58,43 +53,13 @@ def timed_out(error: RuntimeError) -> bool:
 
 
 def unit_text(name: str) -> str:
-    """A unit in the text of an error."""
+    """Names a unit in the text of an error."""
     return f"'{name}'" if name else "the root"
 
 
 def is_broken(error: RuntimeError) -> bool:
     """Whether a collective raised it because ranks have lost each other, then or earlier."""
     return timed_out(error) or any(part in str(error) for part in _LOST)
-
-
-class Watchdog(StepListener):
-    """Notes which unit this rank enters, for the `CollectiveWatchdog` of the process."""
-
-    @classmethod
-    def wanted(cls, run: Run) -> bool:
-        """Where another rank could wait."""
-        return watchdog_of(run.device) is not None
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._watchdog = watchdog_of(run.device)
-        self._microbatch = 0
-
-    def begin_forward(self) -> None:
-        """Collective: no."""
-        self._microbatch += torch.is_grad_enabled()
-
-    def before_gather(self, unit: str, group: Any) -> None:
-        """Collective: no."""
-        self._note("gather", unit)
-
-    def before_reduce(self, unit: str, group: Any) -> None:
-        """Collective: no."""
-        self._note("reduce", unit)
-
-    def _note(self, event: str, unit: str) -> None:
-        if self._watchdog is not None:
-            self._watchdog.entered = (event, unit, self._microbatch)
 
 
 class CollectiveWatchdog:
@@ -121,7 +86,7 @@ class CollectiveWatchdog:
         look.start()
 
     def look(self, now: float) -> None:
-        """Tells what there is to tell. Collective: no."""
+        """Tells the other ranks, once, if this rank has entered nothing lately. Collective: no."""
         if self.entered is not self._seen:
             self._seen, self._since, self._late = self.entered, now, False
             if self._posted:
@@ -142,7 +107,7 @@ class CollectiveWatchdog:
             print(text, file=sys.stderr, flush=True)
 
     def report(self) -> str:
-        """The last unit each rank entered, as far as ranks have told. Collective: no."""
+        """Names the last unit each rank entered, as far as ranks have told. Collective: no."""
         self._post(self._text())
         self._posted = True
         return _describe(self._places())
@@ -154,22 +119,14 @@ class CollectiveWatchdog:
         return f"{event} {unit_text(name)} in microbatch {microbatch}"
 
     def _places(self) -> dict[str, list[int]]:
-        """Returns what the ranks reported, and which ranks did."""
-        places: dict[str, list[int]] = {}
-        held = store()
-        for rank in range(dist.get_world_size()):
-            # `get` alone would wait for the key until the store's timeout.
-            told = held.check([key := _key(rank)]) and held.get(key).decode()
-            places.setdefault(told or _SILENT, []).append(rank)
-        return places
+        """Returns the reports of the ranks, and which ranks gave them."""
+        held, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
+        # `get` alone would wait for the key until the store's timeout.
+        told = [held.check([key]) and held.get(key).decode() for key in keys]
+        return ranks_by(said or _SILENT for said in told)
 
     def _post(self, text: str) -> None:
-        store().set(_key(dist.get_rank()), text)
-
-
-def store() -> Any:
-    """Returns the one at which the ranks met."""
-    return default_store()
+        default_store().set(_key(dist.get_rank()), text)
 
 
 def _key(rank: int) -> str:
@@ -190,9 +147,15 @@ def _describe(places: dict[str, list[int]]) -> str:
     lines = [f"  {rank_text(ranks)}: {told}" for told, ranks in places.items()]
     if len(places) == 1:
         lines.append("Ranks wait outside of the model then: for data, a metric or a checkpoint.")
-    text = "\n".join(["The last unit each rank entered:", *lines])
-    record = _flight_record()
-    return text if record is None else f"{text}\ntorch's flight recorder: {record}"
+    return "\n".join(["The last unit each rank entered:", *lines])
+
+
+def ranks_by(values: Iterable[Value]) -> dict[Value, list[int]]:
+    """Returns the ranks that have each value; `values` has an item for each rank."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def rank_text(ranks: Iterable[int]) -> str:
@@ -207,28 +170,13 @@ def rank_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-def _flight_record() -> str | None:
-    """Writes what torch's flight recorder holds, if it is on; a pattern of all ranks' files."""
-    if not any(os.environ.get(name, "0") != "0" for name in _RECORDER_SIZES):
-        return None
-    dump = flight_recorder()
-    if dump is None:
-        return None
-    given = (os.environ[name] for name in _RECORDER_FILES if name in os.environ)
-    prefix = next(given, str(Path(tempfile.gettempdir()) / "nccl_trace_rank_"))
-    with contextlib.suppress(OSError):
-        Path(f"{prefix}{dist.get_rank()}").write_bytes(dump())
-        return f"{prefix}*"
-    return None
-
-
 _watchdogs: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveWatchdog] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def watchdog_of(device: torch.device) -> CollectiveWatchdog | None:
-    """The one of this process: a rank is at one place, whichever model that belongs to.
+    """Returns the watchdog of this process: a rank is at one place, whatever models it has.
 
     `None` where no other rank could wait. Collective: no.
     """

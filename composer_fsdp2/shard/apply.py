@@ -1,13 +1,11 @@
-"""Applying a plan: a loop of `fully_shard`, and the proof that nothing was untied."""
+"""Applies a plan: a loop of `fully_shard`, and the proof that nothing was untied."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import fnmatch
 import gc
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -26,22 +24,16 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.shard.averaging import GradientReduction, probe_reduction
-from composer_fsdp2.shard.eval_reshard import kept_for_now
+from composer_fsdp2.shard.averaging import MakeHook, probe_reduction
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, Place, place_of
-from composer_fsdp2.shard.precision import InputCast, without_autocast
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.reading import guard_reading
 from composer_fsdp2.shard.torch_private.tensors import (
-    fast_chunking,
-    is_view,
     post_accumulate_hooks,
     tensor_hooks,
-    tree_leaves,
-    unsafe_view,
 )
-from composer_fsdp2.shard.torch_private.units import gather_again, hear_backward, lazy_init
+from composer_fsdp2.shard.unit_hooks import InputCast, hook_after_sharding, hook_before_sharding
 from composer_fsdp2.shard.weight_source import WeightSource
 
 __all__ = [
@@ -78,7 +70,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what forward and evaluation left gathered: all parameters are shards again.
+    """Frees units that forward and evaluation left gathered: all parameters are shards again.
 
     Collective: no. For between steps.
     """
@@ -152,16 +144,12 @@ def check_forward_methods(
     units = {name for unit in plan.units for name in unit.modules}
     for path, method in found:
         if path not in units:
-            raise PlanError(_not_a_unit(path, method))
+            raise PlanError(
+                f"'{method}' of '{path}' is listed as a forward method, but '{path}' is not a "
+                "unit. Only a unit can gather parameters when one of its methods is called. Make "
+                f"it a unit with wrap_policy.names: ['{path}']."
+            )
     return list(found)
-
-
-def _not_a_unit(path: str, method: str) -> str:
-    return (
-        f"'{method}' of '{path}' is listed as a forward method, but '{path}' is not a unit. "
-        "Only a unit can gather parameters when one of its methods is called. Make it a unit "
-        f"with wrap_policy.names: ['{path}']."
-    )
 
 
 def merge_aliases(tree: ModuleTree) -> bool:
@@ -179,15 +167,6 @@ def merge_aliases(tree: ModuleTree) -> bool:
             module._parameters[ref.name.rpartition(".")[2]] = first
             merged = True
     return merged
-
-
-def _with_merged_aliases(tree: ModuleTree) -> ModuleTree:
-    """Returns the tree as it is when parameters over one memory have become one."""
-    if not merge_aliases(tree):
-        return tree
-    model = tree.root
-    tree.params.clear()  # whoever made it may hold it
-    return ModuleTree.read(model)
 
 
 @collector_paused()
@@ -249,12 +228,15 @@ def apply_plan(
         ['', '0', '1']
     """
     check_private_members()
-    tree = _with_merged_aliases(tree or ModuleTree.read(model))
-    reduction = probe_reduction(mesh)
+    tree = tree or ModuleTree.read(model)
+    if merge_aliases(tree):
+        tree.params.clear()  # whoever made it may hold it
+        tree = ModuleTree.read(model)
+    shard_mesh, make_hook = probe_reduction(mesh)
     layout = Layout.read(tree, plan)
     carried = _attributes(tree)
     seed = _agreed_seed() if seed is None else seed
-    weights = InitialWeights.prepare(
+    weights = InitialWeights(
         tree,
         _device_of(mesh),
         seed,
@@ -269,34 +251,35 @@ def apply_plan(
     tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     full = MixedPrecisionPolicy()
-    with weights.seeded(), weights.shown(), fast_chunking():
+    with weights.seeded(), weights.sourced.shown():
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
             weights.fill(tree.modules())
+        # Children first: `fully_shard` gives a unit the parameters that no unit below it has taken.
         for unit in layout.order:
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else full
             module = layout.modules[unit.modules[0]]
-            # Before it is sharded, which gives the module another class.
-            is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
-            frozen = layout.is_frozen(unit)
-            ignored = layout.ignored_by(unit)
-            casts[module] = _shard_unit(module, unit, ignored, reduction, policy, **kwargs)
-            _spare_backward_gather(_unit(module), frozen, is_embedding)
-            weights.read_parameters(unit.params)
+            casts[module] = _shard_unit(
+                module, unit, layout, make_hook, mesh=shard_mesh, mp_policy=policy, **kwargs
+            )
+            weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
-        weights.read_parameters(plan.ignored)
-    weights.finish()
+        weights.sourced.read_parameters(plan.ignored)
+    weights.sourced.agree_on_failure()
     _carry_over(carried)
     _check_ties(layout, plan)
     held = (param for _, module in tree.modules() for param in module._parameters.values())
     guard_reading(param for param in held if param is not None)
     for path, method in forward_methods:
-        _register_forward_method(layout, path, method, casts)
+        module = _unit(layout.modules[path])
+        # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.
+        casts[module].before_method(module, method)
+        register_fsdp_forward_method(module, method)
     return {name: _unit(layout.modules[name]) for unit in plan.units for name in unit.modules}
 
 
-def _unit(module: nn.Module) -> FSDPModule:
+def _unit(module: Any) -> Any:
     assert isinstance(module, FSDPModule)
     return module
 
@@ -319,69 +302,47 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 def _shard_unit(
     module: nn.Module,
     unit: ShardUnit,
-    ignored: set[nn.Parameter],
-    reduction: GradientReduction,
-    policy: MixedPrecisionPolicy,
+    layout: Layout,
+    make_hook: MakeHook,
+    *,
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
     **kwargs: Any,
 ) -> InputCast:
-    """Shards one unit; returns the cast of its inputs, which other methods need as well."""
-    if ignored:
+    """Shards one unit; returns the cast of its inputs, which other methods need as well.
+
+    Torch is kept from gathering a unit in backward that does not compute with it there. The
+    gradient of an embedding is made of rows of the output's; a subclass may do more, such as
+    multiply with the weight to get logits. A frozen unit is not part of backward until a gradient
+    passes through it, but torch would prefetch the last one of a frozen beginning (an image tower,
+    the lower layers of a fine-tuned model).
+
+    Source: the prefetch goes by the order of the forward, whether a unit is in backward or not:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
+    """
+    if ignored := layout.ignored_by(unit):
         kwargs["ignored_params"] = ignored
-    cast, policy = InputCast.taken_from(policy)
-    module.register_forward_hook(_hear_backward_of_fields)
-    # Before `fully_shard`: hooks after a forward run in the order of registration, and FSDP2's own
-    # puts its gradient hooks on the tensors that this one returns.
-    module.register_forward_hook(_own_output if isinstance(module, nn.Linear) else _whole_output)
+    # Before it is sharded, which gives the module another class.
+    is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
+    frozen = layout.is_frozen(unit)
+    cast, mp_policy = InputCast.taken_from(mp_policy)
+    hook_before_sharding(module)
     fully_shard(
         module,
-        mesh=reduction.mesh,
+        mesh=mesh,
         reshard_after_forward=unit.reshard_after_forward,
-        mp_policy=policy,
+        mp_policy=mp_policy,
         **kwargs,
     )
-    # Before FSDP2's own, which is prepended too.
-    module.register_forward_pre_hook(_before_forward, prepend=True)
+    full = mesh.device_type if unit.role == "fp32" else None
+    hook_after_sharding(module, cast, full, frozen and not is_embedding)
+    # Torch refuses as well, in an assertion that says nothing of averages and names no cure.
     type(module).__deepcopy__ = _refuse_copy  # pyright: ignore[reportAttributeAccessIssue]
-    if unit.role == "fp32":
-        without_autocast(module, reduction.mesh.device_type)
-    if cast.dtype is not None:
-        # Runs after FSDP2's own, which is prepended and moves inputs to the device. Also when a
-        # forward is run again in backward, where FSDP2 of torch 2.7 returns before its cast.
-        module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
-    assert isinstance(module, FSDPModule)
-    if (hook := reduction.make_hook()) is not None:
-        module.set_all_reduce_hook(hook)
-    if unit.top_level and unit.reshard_after_forward is not False:
-        _insist_on_reshard(module, unit)
+    if (hook := make_hook()) is not None:
+        _unit(module).set_all_reduce_hook(hook)
+    if is_embedding or frozen:
+        _unit(module).set_unshard_in_backward(False)
     return cast
-
-
-def _own_output(_module: nn.Module, _args: object, output: object) -> object:
-    """Lets what a linear layer returns be changed in place, as some models scale their logits.
-
-    It may be a view, and an operation in place on a view drops the hook by which FSDP2 learns that
-    backward has come. Nothing else holds the tensor behind it. The hook is that of
-    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L318
-    """
-    if not isinstance(output, torch.Tensor) or not is_view(output):
-        return output
-    return unsafe_view(output)
-
-
-def _whole_output(_module: nn.Module, _args: object, output: object) -> object:
-    """Has torch refuse a change in place of a view that the unit returns.
-
-    Such a change drops the hook by which FSDP2 learns that backward has come. What is no plain
-    container stays whole, as inputs do.
-    """
-    if isinstance(output, torch.Tensor):
-        view = torch.is_grad_enabled() and output.requires_grad and is_view(output)
-        return _Returned.apply(output) if view else output
-    if type(output) is tuple or type(output) is list:
-        return type(output)(_whole_output(_module, _args, one) for one in output)
-    if type(output) is dict:
-        return {key: _whole_output(_module, _args, one) for key, one in output.items()}
-    return output
 
 
 def _refuse_copy(module: nn.Module, _memo: object) -> None:
@@ -394,109 +355,8 @@ def _refuse_copy(module: nn.Module, _memo: object) -> None:
     )
 
 
-def _before_forward(module: nn.Module, _args: object) -> None:
-    if torch.is_inference_mode_enabled():
-        # The first forward may make shards anew, which the optimizer steps.
-        with torch.inference_mode(False):
-            lazy_init(_unit(module))
-    gather_again(_unit(module))
-
-
-def _hear_backward_of_fields(module: nn.Module, _args: object, output: object) -> None:
-    """Has FSDP2 learn of backward from tensors in dataclasses, where older torch does not look."""
-    if isinstance(output, torch.Tensor) or not torch.is_grad_enabled():
-        return
-    leaves = (leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor))
-    if hidden := [tensor for leaf in leaves for tensor in _in_fields(leaf)]:
-        hear_backward(_unit(module), hidden)
-
-
-def _in_fields(leaf: Any) -> Iterator[torch.Tensor]:
-    if isinstance(leaf, torch.Tensor):
-        yield leaf
-    elif dataclasses.is_dataclass(leaf):
-        for field in dataclasses.fields(leaf):
-            for inside in tree_leaves(getattr(leaf, field.name)):
-                yield from _in_fields(inside)
-
-
-class _Returned(torch.autograd.Function):
-    """The same tensor, which torch lets nobody change in place."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        # Autograd lets nobody change a view in place that was made inside a custom Function.
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        return grad
-
-
-def _spare_backward_gather(module: FSDPModule, frozen: bool, is_embedding: bool) -> None:
-    """Keeps torch from gathering a unit in backward that does not compute with it there.
-
-    The gradient of an embedding is made of rows of the output's; a subclass may do more, such as
-    multiply with the weight to get logits. A frozen unit is not part of
-    backward until a gradient passes through it, but torch would prefetch the last one of a frozen
-    beginning (an image tower, the lower layers of a fine-tuned model).
-
-    Source: the prefetch goes by the order of the forward, whether a unit is in backward or not:
-    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
-    """
-    if is_embedding:
-        module.set_unshard_in_backward(False)
-    elif frozen:
-        assert isinstance(module, nn.Module)
-        module.set_unshard_in_backward(False)
-        module.register_forward_hook(_gather_once_backward_needs_it)
-
-
-def _gather_once_backward_needs_it(module: nn.Module, _args: object, output: object) -> None:
-    """Never turned off again: the module may run several times before one backward."""
-    if torch.is_grad_enabled() and any(map(_may_need_gradient, tree_leaves(output))):
-        assert isinstance(module, FSDPModule)
-        module.set_unshard_in_backward(True)
-
-
-def _may_need_gradient(leaf: object) -> bool:
-    """Whether a gradient can come back through it; an unknown object may hold such a tensor."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.requires_grad
-    return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
-
-
-def _insist_on_reshard(module: FSDPModule, unit: ShardUnit) -> None:
-    """Frees a top-level unit after forward although torch would keep it.
-
-    Older torch keeps the first unit that runs, whatever it was told. It has no
-    `set_reshard_after_forward`, which came with obeying the argument.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L168
-    """
-    if hasattr(module, "set_reshard_after_forward"):
-        return
-    if not isinstance(unit.reshard_after_forward, bool):
-        warnings.warn(
-            f"This torch cannot reshard the top-level unit '{unit.modules[0]}' to groups of "
-            f"{unit.reshard_after_forward} ranks. It is resharded over all ranks instead: less "
-            "memory, one more gather. Leave it out of the top-level unit to say so.",
-            stacklevel=2,
-        )
-    assert isinstance(module, nn.Module)
-    # After FSDP2's own hook: in the forward state `reshard` does nothing for a unit that is kept.
-    module.register_forward_hook(_reshard_hook)
-
-
-def _reshard_hook(module: nn.Module, _args: object, output: object) -> object:
-    assert isinstance(module, FSDPModule)
-    if not kept_for_now(module):
-        module.reshard()
-    return output
-
-
 def _attributes(tree: ModuleTree) -> list[tuple[Place, dict[str, Any], list[Callable[..., None]]]]:
-    """Returns what users attached to parameters: attributes and post-accumulate hooks."""
+    """Returns attributes and post-accumulate hooks that users attached to parameters."""
     carried: list[tuple[Place, dict[str, Any], list[Callable[..., None]]]] = []
     for ref in tree.params:
         hooks = post_accumulate_hooks(ref.param)
@@ -528,14 +388,3 @@ def _check_ties(layout: Layout, plan: WrapPlan) -> None:
             for path, _, attribute in (name.rpartition(".") for name in names)
         }
         assert len(found) == 1, f"sharding untied {names}"
-
-
-def _register_forward_method(
-    layout: Layout, path: str, method: str, casts: Mapping[nn.Module, InputCast]
-) -> None:
-    """Lets a method gather the parameters of its module."""
-    module = layout.modules[path]
-    assert isinstance(module, FSDPModule)
-    # First, because torch's wrapper goes around it, and runs no pre-hooks but FSDP2's own.
-    casts[module].before_method(module, method)
-    register_fsdp_forward_method(module, method)

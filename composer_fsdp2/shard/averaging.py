@@ -1,4 +1,4 @@
-"""How gradients are averaged where a backend does not do it.
+"""Finds out how gradients are averaged where a backend does not do it.
 
 [Note: averaging] FSDP2 asks the backend for the average of gradients. Some backends return the sum
 without a word, others refuse. Both are found by doing one small reduction; what is wrong is put
@@ -8,7 +8,6 @@ right in `set_all_reduce_hook`, which sees every reduced gradient. NCCL averages
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,26 +16,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.device_mesh import note_copies
 from composer_fsdp2.shard.torch_private.meshes import root_mesh
+from composer_fsdp2.shard.unit_hooks import AverageOverReplicas, Division
 
-__all__ = [
-    "AverageOverReplicas",
-    "GradientReduction",
-    "leave_division_to_torch",
-    "probe_reduction",
-]
+__all__ = ["MakeHook", "probe_reduction"]
 
 
-@dataclass(frozen=True, slots=True)
-class GradientReduction:
-    """How gradients get averaged on one mesh."""
-
-    mesh: DeviceMesh
-    """the mesh to give to `fully_shard`"""
-    make_hook: Callable[[], Callable[[torch.Tensor], None] | None]
-    """of one unit, for `set_all_reduce_hook`; `None` when the backend needs no help"""
+MakeHook = Callable[[], Callable[[torch.Tensor], None] | None]
+"""makes what a unit gives to `set_all_reduce_hook`; `None` where the backend needs no help"""
 
 
-def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
+def probe_reduction(mesh: DeviceMesh) -> tuple[DeviceMesh, MakeHook]:
     """Finds out how gradients can be averaged on a 1-D or (replicate, shard) mesh.
 
     Collective: yes, over every group of the mesh.
@@ -44,17 +33,20 @@ def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
     A 2-D mesh whose backend cannot run torch's own HSDP is sharded on its shard axis, and the hook
     averages over the replicate axis: the same arithmetic, with parameters that are DTensors on the
     shard axis alone.
+
+    Returns:
+        The mesh to give to `fully_shard`, and what makes a hook for each unit.
     """
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
     sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
-    divide = _Division(shard_group.size()) if sums else None
+    divide = Division(shard_group.size()) if sums else None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
-        return GradientReduction(mesh, lambda: divide)
+        return mesh, lambda: divide
     # Torch 2.7 cuts axes out of a whole mesh alone.
     shard_mesh = root_mesh(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
     note_copies(shard_mesh, mesh)
-    return GradientReduction(shard_mesh, lambda: AverageOverReplicas(replicate_group, divide))
+    return shard_mesh, lambda: AverageOverReplicas(replicate_group, divide)
 
 
 def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool:
@@ -69,7 +61,14 @@ def _averages_reduce_scatter(group: dist.ProcessGroup, device_type: str) -> bool
     return abs(output.item() - (group.size() - 1) / 2) < 1e-3
 
 
-def _averages_all_reduce(group: dist.ProcessGroup, device_type: str) -> bool:
+def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
+    """Whether torch's own HSDP works: it wants an average, and an event from the stream.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L461
+    """
+    # CPU streams of older torch give no event, over which its backward stops with an assertion.
+    if device_type == "cpu" and torch.cpu.current_stream().record_event() is None:
+        return False
     if is_fake(group):
         return True
     value = torch.full((1,), float(group.rank()), device=device_type)
@@ -78,81 +77,3 @@ def _averages_all_reduce(group: dist.ProcessGroup, device_type: str) -> bool:
     except (RuntimeError, ValueError):
         return False  # the arguments are refused on every rank, before anything is sent
     return abs(value.item() - (group.size() - 1) / 2) < 1e-3
-
-
-def _runs_hsdp(group: dist.ProcessGroup, device_type: str) -> bool:
-    return _records_events(device_type) and _averages_all_reduce(group, device_type)
-
-
-def _records_events(device_type: str) -> bool:
-    """HSDP's backward insists on an event from the stream, which CPU streams may not give.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L461
-    """
-    if device_type != "cpu":
-        return True
-    return torch.cpu.current_stream().record_event() is not None
-
-
-class _Division:
-    """Makes a sum over the shards an average, in place."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, reduced: torch.Tensor) -> None:
-        # FSDP2 asks for an average of these two only; others it sums and divides itself.
-        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
-        if self.size > 1 and reduced.dtype in (torch.float32, torch.bfloat16):
-            reduced.div_(self.size)
-
-
-def leave_division_to_torch(hook: object) -> None:
-    """Has a unit's hook divide no more, because FSDP2 sums and divides itself. Collective: no.
-
-    Args:
-        hook: what `set_all_reduce_hook` was given, perhaps nothing. Averages over copies of the
-            model go on: FSDP2 knows the shards of one copy alone there.
-    """
-    before = hook.before if isinstance(hook, AverageOverReplicas) else hook
-    if isinstance(before, _Division):
-        before.size = 1
-
-
-class AverageOverReplicas:
-    """Averages the reduced gradients of one unit over the copies of the model, in place.
-
-    Args:
-        group: one rank of every copy.
-        before: done first, to what the shards' reduction gave.
-    """
-
-    def __init__(
-        self, group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
-    ) -> None:
-        self._group = group
-        self.before = before
-        self.due = True
-        """false keeps gradients on this rank until a call with true, as torch's own HSDP does"""
-        self.waiting: torch.Tensor | None = None
-
-    def forget(self) -> None:
-        """Drops what waits."""
-        self.due, self.waiting = True, None
-
-    def __call__(self, reduced: torch.Tensor) -> None:
-        """Collective: yes, when it is due."""
-        if self.before is not None:
-            self.before(reduced)
-        if self.waiting is not None:
-            reduced += self.waiting
-        if not self.due:
-            self.waiting = reduced.clone()
-            # FSDP adds the result of this hook to the gradients of the shards.
-            # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L449
-            reduced.zero_()
-            return
-        self.waiting = None
-        # A sum, which every backend has: some of those that come here refuse an average.
-        dist.all_reduce(reduced, group=self._group)
-        reduced.div_(self._group.size())

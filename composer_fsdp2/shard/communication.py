@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.shard.averaging import leave_division_to_torch
 from composer_fsdp2.shard.nccl_environment import missing_for
 from composer_fsdp2.shard.torch_private.units import all_reduce_hook, param_groups
+from composer_fsdp2.shard.unit_hooks import leave_division_to_torch
 
 __all__ = ["METHODS", "apply_communication", "check_communication", "nccl_version"]
 
@@ -30,16 +30,12 @@ symmetric memory, torch looks at the group and the kind of reduction that were s
 _NCCL_ONLY = ("allocate_from_process_group", "symmetric_memory")
 
 
-def _asked(settings: Communication) -> list[str]:
-    return [name for name in METHODS if getattr(settings, name)]
-
-
 def check_communication(
     settings: Communication,
     device_type: str,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Refuses what this torch, this device or NCCL has not. Collective: no.
+    """Refuses settings that this torch, this device or NCCL does not have. Collective: no.
 
     Args:
         settings: of the run.
@@ -49,8 +45,20 @@ def check_communication(
     Raises:
         ConfigError: naming the setting.
     """
-    _check_pairs(settings)
-    for name in _asked(settings):
+    if settings.symmetric_memory and settings.allocate_from_process_group:
+        raise ConfigError(
+            "'communication.symmetric_memory' and 'communication.allocate_from_process_group' are "
+            "both set. Each of them allocates the buffers of all-gathers, and there is one kind. "
+            "Write symmetric_memory: true alone, or allocate_from_process_group: true alone."
+        )
+    buffers = settings.reduce_scatter_buffers or 1
+    if settings.symmetric_memory and settings.sum_reductions and buffers > 1:
+        raise ConfigError(
+            f"'communication.reduce_scatter_buffers' is {buffers}, and 'symmetric_memory' and "
+            "'sum_reductions' are set. Reductions in symmetric memory have one buffer, which is "
+            "used again and again. Take reduce_scatter_buffers out, or sum_reductions."
+        )
+    for name in (name for name in METHODS if getattr(settings, name)):
         if not hasattr(FSDPModule, METHODS[name]):
             raise ConfigError(
                 f"'communication.{name}' is set, and this torch has no `{METHODS[name]}`. It "
@@ -66,26 +74,11 @@ def check_communication(
             raise ConfigError(f"{missing.what}. {missing.advice}")
 
 
-def _check_pairs(settings: Communication) -> None:
-    if settings.symmetric_memory and settings.allocate_from_process_group:
-        raise ConfigError(
-            "'communication.symmetric_memory' and 'communication.allocate_from_process_group' are "
-            "both set. Each of them allocates the buffers of all-gathers, and there is one kind. "
-            "Write symmetric_memory: true alone, or allocate_from_process_group: true alone."
-        )
-    buffers = settings.reduce_scatter_buffers or 1
-    if settings.symmetric_memory and settings.sum_reductions and buffers > 1:
-        raise ConfigError(
-            f"'communication.reduce_scatter_buffers' is {buffers}, and 'symmetric_memory' and "
-            "'sum_reductions' are set. Reductions in symmetric memory have one buffer, which is "
-            "used again and again. Take reduce_scatter_buffers out, or sum_reductions."
-        )
-
-
 def nccl_version() -> tuple[int, ...] | None:
     """Returns NCCL's version, `None` where this torch has no NCCL. Collective: no."""
     if not dist.is_nccl_available():
         return None
+    # A version of the library torch was built with, whether a group uses it or not.
     found: Any = nccl.version()
     return tuple(found)
 
@@ -93,7 +86,7 @@ def nccl_version() -> tuple[int, ...] | None:
 def apply_communication(
     tops: Collection[FSDPModule], units: Collection[FSDPModule], settings: Communication
 ) -> None:
-    """Sets what was asked for.
+    """Calls torch's methods for the settings that are given.
 
     Collective: yes, with a separate group.
 
@@ -106,7 +99,7 @@ def apply_communication(
         "reduce_scatter_buffers": (settings.reduce_scatter_buffers,),
         "symmetric_memory": (),
     }
-    for name in _asked(settings):
+    for name in (name for name in METHODS if getattr(settings, name)):
         # A separate group is made once and shared by all units below.
         for unit in tops if name == "separate_reduce_scatter_group" else units:
             getattr(unit, METHODS[name])(*arguments.get(name, (True,)))

@@ -1,22 +1,25 @@
-"""The device mesh of a run, and its process groups."""
+"""Builds the device mesh of a run, and its process groups."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 
 __all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
 
-_WHOLE = "_fsdp2_whole_mesh"
-"""attribute of the mesh of one copy, for `whole_mesh`"""
+_WHOLE: Any = WeakIdKeyDictionary()
+"""mesh of the shards of one copy -> mesh with all copies"""
 
 
 def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
-    """Builds the device mesh, ranks of one copy next to each other, of a tensor group innermost.
+    """Builds the device mesh: ranks of a copy next to each other, of a tensor group innermost.
 
     Returns the axes that FSDP2 shards over.
 
@@ -36,21 +39,22 @@ def build_mesh(shape: MeshShape, device_type: str) -> DeviceMesh:
 
 
 def note_copies(mesh: DeviceMesh, whole: DeviceMesh) -> None:
-    """Remembers on the mesh of one copy that there are others, over which gradients are averaged.
+    """Remembers for the mesh of a copy the mesh of all copies, whose gradients are averaged.
 
     Collective: no.
     """
-    # FSDP2 gives this very object to the DTensors that it makes of plain parameters.
-    setattr(mesh, _WHOLE, whole)
+    # FSDP2 gives this very object to the DTensors that it makes of plain parameters. By identity:
+    # after the process group was destroyed and made again, another mesh may be equal to it.
+    _WHOLE[mesh] = whole
 
 
 def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Returns the mesh with all copies, whose last axis is that of the shards. Collective: no."""
-    return getattr(mesh, _WHOLE, mesh)
+    return _WHOLE.get(mesh, mesh)
 
 
 def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
-    """The same ranks and axes, in groups that reduce tensors on the CPU as well.
+    """Returns the same ranks and axes, in groups that reduce tensors on the CPU as well.
 
     Collective: yes (creates process groups). Norms and full tensors of parameters that live in CPU
     memory are computed there, which a group that was started for the GPU alone cannot.
@@ -76,7 +80,7 @@ def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _backend_of(mesh: DeviceMesh) -> str:
-    """Of the mesh's device, also in a group with several backends (`cpu:gloo,cuda:nccl`)."""
+    """Names the backend of the mesh's device, also of several (`cpu:gloo,cuda:nccl`)."""
     written = dist.get_backend(mesh.get_group(0))
     by_device = dict(part.split(":") for part in written.split(",") if ":" in part)
     return by_device.get(mesh.device_type, written)

@@ -1,4 +1,4 @@
-"""Another choice between memory and gathers for a while, such as an evaluation."""
+"""Changes the choice between memory and gathers for a while, such as an evaluation."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from composer_fsdp2.shard.torch_private.units import (
     param_groups,
 )
 
-__all__ = ["kept_for_now", "resharding"]
-
-_KEPT = "_fsdp2_kept_for_now"
+__all__ = ["resharding"]
 
 
 @contextlib.contextmanager
@@ -43,17 +41,9 @@ def resharding(units: Mapping[str, FSDPModule], after_forward: bool | None) -> G
     try:
         for group in groups:
             free_after_forward(group, after_forward)
-        for unit in units.values():
-            vars(unit)[_KEPT] = not after_forward
         yield
     finally:
         for group, before in zip(groups, told, strict=True):
             free_after_forward(group, before)
         for unit in units.values():
-            vars(unit)[_KEPT] = False
             unit.reshard()
-
-
-def kept_for_now(unit: FSDPModule) -> bool:
-    """Whether the unit keeps its parameters although it was told to free them."""
-    return vars(unit).get(_KEPT, False)

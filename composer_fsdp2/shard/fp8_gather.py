@@ -32,12 +32,12 @@ def gather_in_float8(model: nn.Module, units: Iterable[FSDPModule], plan: Float8
         scales = _Scales(shards)
         for index, (param, shard) in enumerate(zip(held, shards, strict=True)):
             layer = model.get_submodule(layers[sharded_param(param)])
-            _CastForGather(layer, shard, scales, index).take_place()
+            _CastForGather(layer, shard, scales, index)
             init_all_gather_extensions(param)
 
 
 class _Scales:
-    """Of the weights that one collective gathers in fp8, found anew for each gather.
+    """Finds scales of the weights that one collective gathers in fp8, anew for each gather.
 
     Whether they have changed cannot be told: in-place operations on a DTensor do not count up the
     version of the shard inside.
@@ -49,7 +49,7 @@ class _Scales:
 
     @torch.no_grad()
     def of(self, index: int, dtype: torch.dtype, mesh: DeviceMesh) -> torch.Tensor:
-        """Collective: yes, for the first of each gather, whatever became of the one before."""
+        """Collective: yes, for the first weight of each gather, even if the last was dropped."""
         if index not in self._found:
             largest = torch.stack(
                 [torch.linalg.vector_norm(shard, float("inf")) for shard in self._shards]
@@ -61,21 +61,18 @@ class _Scales:
 
 
 class _CastForGather:
-    """Answers what FSDP2 asks a shard for around its gather.
+    """Has the methods that FSDP2 looks for on a shard around its gather.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L687
     """
 
-    def __init__(self, layer: Any, shard: torch.Tensor, scales: _Scales, index: int) -> None:
+    def __init__(self, layer: Any, shard: Any, scales: _Scales, index: int) -> None:
         kind = torchao_module("float8.fsdp_utils").WeightWithDynamicFloat8CastTensor
-        self._shard, self._scales, self._index = shard, scales, index
+        self._scales, self._index = scales, index
         self._dtype = layer.config.cast_config_weight.target_dtype
         self._cast = kind(shard.detach(), layer.linear_mm_config, self._dtype)
-
-    def take_place(self) -> None:
-        """Torch looks for methods of these names on the shard itself."""
-        shard: Any = self._shard
-        # Torch counts the parameters of this method: with a single one, it gives the mesh alone.
+        # Torch looks for methods of these names on the shard itself, and counts the parameters of
+        # the first one: with a single one, it gives the mesh alone.
         shard.fsdp_pre_all_gather = self._before
         shard.fsdp_post_all_gather = self._cast.fsdp_post_all_gather
 

@@ -42,6 +42,7 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
         >>> full_tensor(model, "0.weight").shape
         torch.Size([8, 4])
     """
+    # A unit that stayed gathered shows a copy in the compute dtype, from before the step.
     reshard(model)
     try:
         param = model.get_parameter(name)

@@ -1,4 +1,4 @@
-"""Giving every rank the same initial weights, one unit at a time, just before it is sharded.
+"""Gives every rank the same initial weights, one unit at a time, just before it is sharded.
 
 [Note: initial weights] What rank 0 holds is what the run starts from: values it has are broadcast,
 values nobody has (everything on meta) are created by the model's own initialisers on full tensors
@@ -13,10 +13,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,6 +25,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import shape_in_model, whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
+from composer_fsdp2.shard.layout import Place, place_of
 from composer_fsdp2.shard.torch_private.tensors import copy_hooks
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
 from composer_fsdp2.text import child_name, listed
@@ -105,7 +104,7 @@ def check_meta_device_reports(everyone: Sequence[MetaDeviceReport]) -> None:
 
 
 def replace_parameter(
-    places: Iterable[tuple[nn.Module, str]], old: nn.Parameter, data: torch.Tensor
+    places: Iterable[Place], old: nn.Parameter, data: torch.Tensor
 ) -> nn.Parameter:
     """Puts a new parameter with `data` in all places of `old`, with its attributes and hooks."""
     # Torch refuses to assign memory of a device to `.data` of a parameter on meta.
@@ -117,32 +116,15 @@ def replace_parameter(
     return new
 
 
-@dataclass(slots=True, eq=False)
 class InitialWeights:
-    """Fills modules with rank 0's values, or with new ones where rank 0 has none."""
+    """Fills modules with rank 0's values, or with new ones where rank 0 has none.
 
-    tree: ModuleTree
-    device: torch.device
-    seed: int
-    """of what is created; the same on every rank"""
-    _ready: set[int] = field(default_factory=set[int])
-    _places: dict[int, list[tuple[nn.Module, str]]] = field(
-        default_factory=dict[int, list[tuple[nn.Module, str]]]
-    )
-    _initialisers: dict[int, Initialiser | None] = field(
-        default_factory=dict[int, Initialiser | None]
-    )
-    _rank0_has_values: bool = True
-    _some_on_meta: bool = True
-    _sourced: SourcedWeights | None = None
-    _divided: dict[int, nn.Parameter] = field(default_factory=dict[int, nn.Parameter])
-    """id of a whole parameter -> the part on meta that it is for"""
-    _pretends: bool = False
-    """meta tensors only show the structure, and nothing is filled"""
+    Records where parameters sit and who initialises them. With a source, drops the values it
+    replaces; see [Note: weights from a source].
+    """
 
-    @classmethod
-    def prepare(
-        cls,
+    def __init__(
+        self,
         tree: ModuleTree,
         device: torch.device,
         seed: int,
@@ -151,35 +133,31 @@ class InitialWeights:
         some_on_meta: bool,
         source: WeightSource | None = None,
         shards_on: torch.device | None = None,
-    ) -> InitialWeights:
-        """Records where parameters sit and who initialises them.
-
-        With a source, drops the values it replaces; see [Note: weights from a source].
-        """
-        weights = cls(tree, device, seed)
-        weights._rank0_has_values, weights._some_on_meta = rank0_has_values, some_on_meta
-        weights._pretends = is_fake()
-        if weights._pretends:
-            return weights
-        if source is not None:
-            weights._sourced = SourcedWeights.take_over(tree, source, device, shards_on or device)
+    ) -> None:
+        self._device, self._seed = device, seed
+        self._rank0_has_values, self._some_on_meta = rank0_has_values, some_on_meta
+        # There, meta tensors only show the structure, and nothing is filled.
+        self._pretends = is_fake()
+        known = None if self._pretends else source
+        self.sourced = SourcedWeights(tree, known, device, shards_on or device)
+        self._ready: set[int] = set()
+        self._divided: dict[int, nn.Parameter] = {}
+        """id of a whole parameter -> the part on meta that it is for"""
+        self._places: dict[int, list[Place]] = {}
         for ref in tree.params:
-            module = tree.paths[ref.path_index].module
-            place = (module, ref.name.rpartition(".")[2])
-            weights._places.setdefault(id(ref.param), []).append(place)
-        if not rank0_has_values:
-            weights._initialisers = _initialisers(tree)
-        return weights
+            self._places.setdefault(id(ref.param), []).append(place_of(tree, ref))
+        self._initialisers = {} if rank0_has_values else _initialisers(tree)
 
     @contextlib.contextmanager
     def seeded(self) -> Generator[None, None, None]:
-        """One random stream for everything that is created; the caller's is untouched."""
-        devices = [self.device] if self.device.type == "cuda" else []
+        """Has one random stream for everything that is created; the caller's is untouched."""
+        devices = [self._device] if self._device.type == "cuda" else []
         # Named, because torch forks the state of every GPU of the machine by default.
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(self.seed)
+            torch.manual_seed(self._seed)
             yield
 
+    @torch.no_grad()
     def fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
         """Makes the modules' own parameters and buffers real and equal on every rank.
 
@@ -189,11 +167,8 @@ class InitialWeights:
         Raises:
             PlanError: for tensors that nothing initialises.
         """
-        if not self._pretends:
-            self._fill(modules)
-
-    @torch.no_grad()
-    def _fill(self, modules: Iterable[tuple[str, nn.Module]]) -> None:
+        if self._pretends:
+            return
         todo: list[tuple[str, nn.Module]] = []
         for path, module in modules:
             if id(module) not in self._ready:  # one registered twice comes under both names
@@ -206,14 +181,14 @@ class InitialWeights:
             for name, tensor in _own_tensors(module).items():
                 learned = name in module._parameters or name in module._buffers
                 # Ranks hold different parts of a DTensor, and a broadcast would make them equal.
-                if isinstance(tensor, DTensor) or self._is_sourced(path, name):
+                if isinstance(tensor, DTensor) or child_name(path, name) in self.sourced:
                     continue
                 if learned or self._some_on_meta:
-                    broadcast_from_rank0(tensor, self.device)
+                    broadcast_from_rank0(tensor, self._device)
             self._divide(module)
 
     def _divide(self, module: nn.Module) -> None:
-        """Puts back parts of what was made whole, of tensor parallelism."""
+        """Puts back this rank's parts of parameters that tensor parallelism divides."""
         for whole in list(module._parameters.values()):
             like = self._divided.pop(id(whole), None)
             if whole is not None and isinstance(like, DTensor):
@@ -221,32 +196,8 @@ class InitialWeights:
                 new = replace_parameter(places, like, whole_to_part(whole, like))
                 self._places[id(new)] = places
 
-    def shown(self) -> AbstractContextManager[None]:
-        """Around all reading: shows how far it is where a source has values. Collective: no."""
-        return contextlib.nullcontext() if self._sourced is None else self._sourced.shown()
-
-    def read_parameters(self, names: Iterable[str]) -> None:
-        """Makes those parameters real that a source has. Collective: no.
-
-        Sharded ones need memory for this rank's shard alone. `finish` raises what goes wrong.
-        """
-        if self._sourced is not None:
-            self._sourced.read_parameters(names)
-
-    def finish(self) -> None:
-        """Raises on every rank what went wrong while any rank was reading. Collective: yes.
-
-        Raises:
-            CheckpointError: when a source could not be read.
-        """
-        if self._sourced is not None:
-            self._sourced.agree_on_failure()
-
-    def _is_sourced(self, path: str, name: str) -> bool:
-        return self._sourced is not None and child_name(path, name) in self._sourced.source
-
     def _initialise_all(self, todo: list[tuple[str, nn.Module]], blank: dict[int, Tensors]) -> None:
-        """Initialises modules; what fails on one rank is raised on all before they broadcast."""
+        """Initialises modules; an error of a rank is raised on all before they broadcast."""
         error: Exception | None = None
         try:
             missing = [name for item in todo for name in self._initialise(item, blank[id(item[1])])]
@@ -254,64 +205,58 @@ class InitialWeights:
                 error = PlanError(_uninitialised(missing))
         except Exception as caught:  # an initialiser is the user's code
             error = caught
-        if any_rank(error is not None, self.device):
+        if any_rank(error is not None, self._device):
             raise_on_all_ranks({}, error)
 
     def _materialise(self, path: str, module: nn.Module) -> Tensors:
-        """Replaces the module's meta tensors by marked memory; returns what was replaced.
+        """Replaces the module's meta tensors by marked memory, which is returned.
 
         Of what a source has, parameters stay on meta and buffers get their values.
         """
         blank: Tensors = {}
         for name, param in list(module._parameters.items()):
-            if param is None or self._is_sourced(path, name):
+            if param is None or child_name(path, name) in self.sourced:
                 continue
             if not param.is_meta:
-                if param.device != self.device:
+                if param.device != self._device:
                     # `fully_shard` moves it too, but only after the broadcast, which needs it here.
-                    param.data = param.data.to(self.device)
+                    param.data = param.data.to(self._device)
                 continue
-            data = _marked(self._whole_like(param))
+            like: torch.Tensor = param
+            if isinstance(param, DTensor):  # all of it, of which ranks have parts
+                like = torch.empty(shape_in_model(param), dtype=param.dtype, device="meta")
+            data = self._blank_like(like)
             blank[name] = replace_parameter(self._places[id(param)], param, data)
             # The new parameter takes over the places: a tied one is asked for again elsewhere.
             self._places[id(blank[name])] = self._places[id(param)]
             if isinstance(param, DTensor):
                 self._divided[id(blank[name])] = param
-        blank.update(self._materialise_buffers(path, module))
-        blank.update(self._materialise_attributes(module))
-        return blank
+        return blank | self._materialise_unlearned(path, module)
 
-    def _materialise_buffers(self, path: str, module: nn.Module) -> Tensors:
+    def _materialise_unlearned(self, path: str, module: nn.Module) -> Tensors:
         blank: Tensors = {}
         for name, buffer in list(module._buffers.items()):
             if buffer is None:
                 continue
-            if self._sourced is not None and self._is_sourced(path, name):
-                full_name = child_name(path, name)
-                module._buffers[name] = self._sourced.read_buffer(full_name, buffer)
+            if (full_name := child_name(path, name)) in self.sourced:
+                module._buffers[name] = self.sourced.read_buffer(full_name, buffer)
             elif buffer.is_meta:
-                blank[name] = _marked(torch.empty_like(buffer, device=self.device))
-                module._buffers[name] = blank[name]
-            elif buffer.device != self.device:
-                module._buffers[name] = buffer.to(self.device)
+                module._buffers[name] = blank[name] = self._blank_like(buffer)
+            elif buffer.device != self._device:
+                module._buffers[name] = buffer.to(self._device)
+        # Plain tensor attributes, such as a copy of a rotary table kept beside the buffer.
+        for name, value in list(vars(module).items()):
+            if _is_plain(value) and value.is_meta:
+                vars(module)[name] = blank[name] = self._blank_like(value)
         return blank
 
-    def _whole_like(self, param: nn.Parameter) -> torch.Tensor:
-        """Memory for a parameter, for all of one that tensor parallelism divides."""
-        if not isinstance(param, DTensor):
-            return torch.empty_like(param, device=self.device)
-        return torch.empty(shape_in_model(param), dtype=param.dtype, device=self.device)
-
-    def _materialise_attributes(self, module: nn.Module) -> Tensors:
-        """Plain tensor attributes, such as a copy of a rotary table kept beside the buffer."""
-        found = {n: v for n, v in vars(module).items() if _is_plain(v) and v.is_meta}
-        made = {n: _marked(torch.empty_like(v, device=self.device)) for n, v in found.items()}
-        for name, tensor in made.items():
-            setattr(module, name, tensor)
-        return made
+    def _blank_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns memory with a value no initialiser leaves, so that gaps can be found."""
+        blank = torch.empty_like(tensor, device=self._device)
+        return blank.zero_() if blank.dtype is torch.bool else blank.fill_(_mark_of(blank.dtype))
 
     def _initialise(self, item: tuple[str, nn.Module], blank: Tensors) -> list[str]:
-        """Runs the initialisers of a module until no marked tensor is left; names what is."""
+        """Runs the initialisers of a module; names the marked tensors that are left."""
         path, module = item
         sources = (self._initialisers.get(id(module)), _reset_parameters, _rebuild)
         left = _left(module, blank)
@@ -332,29 +277,20 @@ def _is_plain(value: object) -> bool:
 
 
 def _own_tensors(module: nn.Module) -> Tensors:
-    """Parameters, buffers (persistent or not) and plain tensor attributes, without children."""
+    """Returns parameters, buffers and plain tensor attributes of a module, without children."""
     tensors: Tensors = {n: p for n, p in module._parameters.items() if p is not None}
     tensors.update(_unlearned_tensors(module))
     return tensors
 
 
-_COMMON = frozenset({bool, int, float, str, type(None), dict, OrderedDict, set, list, tuple})
-"""kinds of nearly all attributes; to look here is quicker than to ask each if it is a tensor"""
-
-
 def _unlearned_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     """Buffers and plain tensor attributes."""
     found = [(name, buffer) for name, buffer in module._buffers.items() if buffer is not None]
-    found += [
-        (name, value)
-        for name, value in vars(module).items()
-        if type(value) not in _COMMON and _is_plain(value)
-    ]
-    return found
+    return found + [(name, value) for name, value in vars(module).items() if _is_plain(value)]
 
 
 def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
-    """Who initialises each module: `param_init_fn` or `_init_weights`, its own or inherited."""
+    """Finds who initialises each module: `param_init_fn` or `_init_weights`, maybe inherited."""
     found: list[Initialiser | None] = []
     by_module: dict[int, Initialiser | None] = {}
     for entry in tree.paths:
@@ -365,13 +301,6 @@ def _initialisers(tree: ModuleTree) -> dict[int, Initialiser | None]:
         found.append(own if callable(own) else inherited)
         by_module.setdefault(id(entry.module), found[-1])
     return by_module
-
-
-def _marked(tensor: torch.Tensor) -> torch.Tensor:
-    """Fills memory with a value no initialiser leaves, so that what nobody wrote can be found."""
-    if tensor.dtype is torch.bool:
-        return tensor.zero_()
-    return tensor.fill_(_mark_of(tensor.dtype))
 
 
 def _mark_of(dtype: torch.dtype) -> float | int:
@@ -393,7 +322,7 @@ def _is_marked(name: str, tensor: torch.Tensor, blank: Tensors) -> bool:
 
 
 def _fill_only(module: nn.Module, left: Tensors, source: Initialiser) -> None:
-    """Runs an initialiser, and puts back what it overwrote beyond what was left."""
+    """Runs an initialiser, and puts back tensors that had their values already."""
     kept = {n: t.clone() for n, t in _own_tensors(module).items() if n not in left and t.numel()}
     with contextlib.suppress(NotImplementedError):
         source(module)
@@ -410,7 +339,7 @@ def _reset_parameters(module: nn.Module) -> None:
 
 
 def _rebuild(module: nn.Module) -> None:
-    """Copies what the constructor sets: norm weights, rotary tables, masks.
+    """Copies tensors that the constructor sets: norm weights, rotary tables, masks.
 
     Only for modules without children whose constructor arguments can be read back from attributes
     of the same name, or which take one size.
@@ -461,7 +390,7 @@ def _uninitialised(names: list[str]) -> str:
 
 
 def shared_seed() -> int:
-    """A seed drawn from the default generator.
+    """Draws a seed from the default generator.
 
     Collective: no; ranks exchange it and take rank 0's. Every rank draws, so that ranks with the
     same random state keep it.

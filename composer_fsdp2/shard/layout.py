@@ -1,4 +1,4 @@
-"""Where the names of a plan are in a model."""
+"""Finds the names of a plan in a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Place = tuple[nn.Module, str]
 
 @dataclass(slots=True, eq=False)
 class Layout:
-    """Where the plan's names are in this model."""
+    """Holds where the plan's names are in a model."""
 
     modules: dict[str, nn.Module]
     """name -> module, the activation wrapper where there is one"""
@@ -46,6 +46,8 @@ class Layout:
         for index in tree.first_path.values():
             if (unit := nearest[index]) is not None:
                 members[unit].append((tree.paths[index].path, tree.paths[index].module))
+        # `fully_shard` looks for parameters below its module, and stops at modules that are units:
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_init.py#L123
         owner_of = {name: unit.modules[0] for unit in plan.units for name in unit.params}
         foreign, hidden = _foreign(tree, nearest, owner_of)
         if hidden:
@@ -98,7 +100,7 @@ def place_of(tree: ModuleTree, ref: ParamRef) -> Place:
 def _foreign(
     tree: ModuleTree, nearest: list[str | None], owner_of: Mapping[str, str]
 ) -> tuple[dict[str, list[Place]], set[str]]:
-    """Parameters each unit must leave to another, and units that would not find one of their own.
+    """Finds parameters each unit must leave to another, and units that would miss their own.
 
     `fully_shard` looks for parameters in modules outside nested units. A weight lifted out of every
     place it is used in (shared by all layers, registered nowhere else) is in none of those.

@@ -26,7 +26,7 @@ _SWITCHED_OFF = {
     "NCCL_WIN_ENABLE": ("0", "the registration of windows"),
     "NCCL_P2P_DISABLE": ("1", "access from one GPU to another"),
 }
-"""variables by the value that takes something away, and what that is"""
+"""variables, the value that switches something off, and the name of that thing"""
 _POLICY = "NCCL_CTA_POLICY"
 VARIABLES = (_POLICY, *_SWITCHED_OFF)
 """all that are read here"""
@@ -37,7 +37,7 @@ _ZERO = frozenset({"2", "ZERO"})
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """Something that NCCL lacks here, and what to do about it."""
+    """Names something that NCCL lacks here, and a cure."""
 
     what: str
     advice: str
@@ -52,7 +52,7 @@ def missing_for(
     *,
     one_node: bool = True,
 ) -> list[Missing]:
-    """Returns what these settings need and do not find, what they cannot do without first.
+    """Returns what NCCL lacks for these settings; things they cannot do without come first.
 
     Args:
         settings: of the run.

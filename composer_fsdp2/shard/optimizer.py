@@ -1,7 +1,8 @@
-"""Moving an optimizer from the parameters it was built with to their shards."""
+"""Moves an optimizer from the parameters it was built with to their shards."""
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
-from composer_fsdp2.shard.optimizer_kinds import check_optimizer_kind
 
 __all__ = [
     "DetachedOptimizer",
@@ -27,9 +27,28 @@ __all__ = [
 ]
 
 
+_KERNELS = ("bitsandbytes", "apex", "transformer_engine", "deepspeed", "colossalai")
+"""packages whose kernels take raw pointers; a DTensor's own is null"""
+_LOW_BIT_PACKAGES = ("torchao", "bitsandbytes", "llmfoundry", "composer")
+_LOW_BIT = re.compile("8_?bit|4_?bit|fp8|lion8b", re.IGNORECASE)
+_OFFLOAD = "CPUOffloadOptimizer"
+_INSTEAD = (
+    "torch.optim.AdamW(..., fused=True) or Composer's DecoupledAdamW; FSDP2 shards their state, "
+    "and optimizer_state: {bits: 8} saves as much memory"
+)
+
+_NEEDS_WHOLE = {
+    "Adafactor": "scales each step by norms over rows, columns and the whole parameter",
+    "LBFGS": "joins all gradients into one vector and takes its products",
+    "Rprop": "picks elements by sign, which not every torch can on shards",
+    "SparseAdam": "steps sparse gradients, and FSDP2 reduces dense ones",
+}
+"""optimizers of torch that fail or go another way on shards, and why"""
+
+
 @dataclass(slots=True, eq=False)
 class DetachedOptimizer:
-    """An optimizer that holds no parameters, and where each of them sat in the model.
+    """Holds an optimizer without parameters, and where each of them sat in the model.
 
     A place is (module, attribute): no names and no addresses, so it survives wrappers and ties.
     """
@@ -55,7 +74,7 @@ def check_optimizer(
         PlanError: for parameters of another model, for one weight in two groups, for state that
             cannot be divided, and for a kind that cannot work on shards.
     """
-    check_optimizer_kind(optimizer)
+    _check_kind(optimizer)
     names = {id(ref.param): ref.name for ref in reversed(tree.params)}
     foreign = [
         _describe_foreign(group, number, index)
@@ -64,7 +83,8 @@ def check_optimizer(
         if id(param) not in names
     ]
     if foreign:
-        missing = sorted(set(names.values()) - _held_names(optimizer, names))
+        held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        missing = sorted(set(names.values()) - {names[key] for key in held & names.keys()})
         raise PlanError(
             f"The optimizer holds {len(foreign)} parameters that are not in the model: "
             f"{', '.join(foreign[:10])}. They would be stepped while the model trains nothing. "
@@ -74,6 +94,52 @@ def check_optimizer(
     _check_aliases(optimizer, tree, names)
     for param, state in optimizer.state.items():
         _check_state(names.get(id(param), "?"), param, state, gives_values)
+
+
+def _check_kind(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses optimizers that read past DTensors, or whose state is another on other ranks.
+
+    Packages are not imported: the classes an optimizer derives from name theirs.
+    """
+    name = type(optimizer).__name__
+    # Also of a user's subclass: a class it derives from makes the step.
+    for cls in type(optimizer).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package == "torch" and cls.__name__ == "Muon":
+            raise PlanError(
+                f"The optimizer {name} is torch.optim.Muon, which orthogonalises matrices piece by "
+                "piece where they are sharded: its result depends on the number of ranks, and each "
+                "matrix takes more than ten collectives. Use composer_fsdp2.Muon(model, ...), "
+                "which brings each matrix to one rank and steps all other parameters by AdamW; "
+                "adjust_lr_fn='original' is torch's default."
+            )
+        if package == "torch" and cls.__name__ in _NEEDS_WHOLE:
+            raise PlanError(
+                f"The optimizer {name} {_NEEDS_WHOLE[cls.__name__]}. On each rank it would get a "
+                "part of every parameter, and stop or compute something else than on whole ones. "
+                "Use one that steps element by element: AdamW, Adam, SGD, Adagrad, RMSprop, or "
+                "Composer's DecoupledAdamW and DecoupledSGDW."
+            )
+        if package in _LOW_BIT_PACKAGES and _LOW_BIT.search(cls.__name__):
+            raise PlanError(
+                f"The optimizer {name} of {package} keeps its state in a few bits, with one scale "
+                "for each block of elements. FSDP2 cuts parameters between ranks and the blocks "
+                "with them, so the state depends on the number of ranks, and a resumed run would "
+                f"train something else. Use {_INSTEAD}."
+            )
+        if package in _KERNELS and cls is not torch.optim.Optimizer:
+            raise PlanError(
+                f"The optimizer {name} is one of {package}, whose kernels take raw pointers. The "
+                "pointer of a sharded parameter (a DTensor) is null: the step would crash, or "
+                f"leave the weights as they are. Use {_INSTEAD}."
+            )
+        if package == "torchao" and cls.__name__ == _OFFLOAD:
+            raise PlanError(
+                f"The optimizer {name} of torchao steps copies of the parameters in CPU memory, "
+                "which it made before the model was sharded. The model would train nothing. Use "
+                "its inner optimizer, with optimizer_state: {device: cpu} in "
+                "parallelism_config.fsdp2, or cpu_offload: true."
+            )
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -87,11 +153,6 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return "\n".join(lines)
 
 
-def _held_names(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> set[str]:
-    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    return {name for key, name in names.items() if key in held}
-
-
 def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
     given = group.get("param_names")
     shape = tuple(group["params"][index].shape)
@@ -103,7 +164,7 @@ def _describe_foreign(group: Mapping[str, Any], number: int, index: int) -> str:
 def _check_aliases(
     optimizer: torch.optim.Optimizer, tree: ModuleTree, names: Mapping[int, str]
 ) -> None:
-    """One weight has one group and one state, also where two parameters stand for it."""
+    """Refuses two groups or two states for one weight, for which two parameters may stand."""
     representative = canonical_param_ids(tree.params)
     holders: dict[int, str] = {}
     for param in optimizer.state:
@@ -189,7 +250,7 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
 
 
 def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
-    """Keeps one of several entries that were different parameters over one memory."""
+    """Keeps a single entry of several parameters that shared their memory."""
     kept: dict[int, nn.Parameter] = {}
     for param in params:
         if id(param) in kept:
@@ -205,7 +266,7 @@ def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any:
-    """The part of a state tensor that belongs to this rank's shard of the parameter."""
+    """Returns the part of a state tensor that belongs to this rank's shard of the parameter."""
     if not isinstance(value, torch.Tensor) or value.shape != full_shape or value.ndim == 0:
         return value
     # Of the mesh, not of the shard: backends send nothing from CPU memory it was offloaded to.
@@ -217,7 +278,7 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
 
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, as a copy divided like another one. Collective: no."""
+    """Returns this rank's part of a whole tensor, divided like another one. Collective: no."""
     if not isinstance(like, DTensor):
         return full.to(like.device)
     if len([place for place in like.placements if not place.is_replicate()]) > 1:

@@ -1,4 +1,4 @@
-"""Full parameters for the length of a block: `summon_full_params`.
+"""Shows full parameters for the length of a block: `summon_full_params`.
 
 [Note: summoning] The whole parameters FSDP2 computes with are in the compute dtype, and are gone
 when their unit reshards. So the shards are gathered as they are, and the whole tensors stand in the
@@ -39,11 +39,9 @@ from composer_fsdp2.shard.torch_private.units import (
     is_inside_unit,
     is_root,
 )
+from composer_fsdp2.shard.unit_hooks import hooks_around
 
 __all__ = ["holds_shards", "is_shown", "is_summoned", "summon_full_params"]
-
-_MARK = "_fsdp2_summoned"
-"""On a parameter and on the tensor in its place: the block they are summoned by."""
 
 Place = tuple[nn.Module, str]
 _Borrowed = tuple[nn.Parameter, torch.Tensor, torch.Tensor | None]
@@ -55,14 +53,18 @@ def holds_shards(module: nn.Module) -> bool:
 
 
 def is_shown(param: object) -> bool:
-    """Whether a block around this call has put the parameter in the place of a shard."""
-    return hasattr(param, _MARK)
+    """Whether a block around this call shows the parameter, or has put it in a shard's place."""
+    return _block_of(param) is not None
+
+
+def _block_of(param: object) -> _Summoned | None:
+    return next((block for block in _BLOCKS if id(param) in block.ids), None)
 
 
 def is_summoned(module: nn.Module) -> bool:
     """Whether every sharded parameter is summoned, by a block around this call. Collective: no."""
     params = [param for param in module.parameters() if _sharded_or_summoned(param)]
-    return bool(params) and all(hasattr(param, _MARK) for param in params)
+    return bool(params) and all(map(is_shown, params))
 
 
 @contextlib.contextmanager
@@ -120,8 +122,29 @@ def summon_full_params(
         8.0
     """
     check_private_members(["summon_full_params"])
-    _check_arguments(writeback, rank0_only, offload_to_cpu, with_grads)
-    _check_idle(module)
+    if rank0_only and writeback:
+        raise ConfigError(
+            "rank0_only and writeback were both asked for. The other ranks hold shards only, and "
+            "would not see what rank 0 writes. Add writeback=False to read on rank 0, or leave "
+            "rank0_only out to write on every rank."
+        )
+    if offload_to_cpu and with_grads:
+        raise ConfigError(
+            "offload_to_cpu and with_grads were both asked for. A gradient has to be where its "
+            "parameter is. Leave one of them out."
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu without rank0_only puts a full copy of the model into CPU memory for "
+            "every rank of a node. Add rank0_only=True, writeback=False if rank 0 is enough.",
+            stacklevel=3,
+        )
+    busy = [name for name, inner in module.named_modules() if _is_busy(inner)]
+    if busy:
+        raise PlanError(
+            f"'{busy[0]}' is inside a forward or backward, or one was aborted. Its parameters are "
+            "on their way between shards and whole. Summon full parameters between steps."
+        )
     units: list[FSDPModule] = [m for m in module.modules() if isinstance(m, FSDPModule)]
     for unit in units:
         # A unit that does not reshard after forward still has whole parameters in its modules.
@@ -140,37 +163,6 @@ def summon_full_params(
         summoned.leave(keep)
 
 
-def _check_arguments(
-    writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
-) -> None:
-    if rank0_only and writeback:
-        raise ConfigError(
-            "rank0_only and writeback were both asked for. The other ranks hold shards only, and "
-            "would not see what rank 0 writes. Add writeback=False to read on rank 0, or leave "
-            "rank0_only out to write on every rank."
-        )
-    if offload_to_cpu and with_grads:
-        raise ConfigError(
-            "offload_to_cpu and with_grads were both asked for. A gradient has to be where its "
-            "parameter is. Leave one of them out."
-        )
-    if offload_to_cpu and not rank0_only:
-        warnings.warn(
-            "offload_to_cpu without rank0_only puts a full copy of the model into CPU memory for "
-            "every rank of a node. Add rank0_only=True, writeback=False if rank 0 is enough.",
-            stacklevel=4,
-        )
-
-
-def _check_idle(module: nn.Module) -> None:
-    busy = [name for name, inner in module.named_modules() if _is_busy(inner)]
-    if busy:
-        raise PlanError(
-            f"'{busy[0]}' is inside a forward or backward, or one was aborted. Its parameters are "
-            "on their way between shards and whole. Summon full parameters between steps."
-        )
-
-
 def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
     """Refuses parameters of units outside the module, which may be gathered at the moment."""
     if any(isinstance(inner, FullyShardedDataParallel) for inner in module.modules()):
@@ -181,10 +173,14 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
     roots = [is_root(unit) for unit in units]
     if False in roots and True not in roots:
         # A weight shared by several units belongs to one around them.
-        suspects += [named for named in module.named_modules() if _has_plain_parameters(named[1])]
+        suspects += [
+            (name, inner)
+            for name, inner in module.named_modules()
+            if not all(map(_sharded_or_summoned, _own_parameters(inner)))
+        ]
     for name, inner in suspects:
-        known = [param for param in inner._parameters.values() if param is not None]
-        if is_inside_unit(inner) and not all(hasattr(param, _MARK) for param in known):
+        known = _own_parameters(inner)
+        if is_inside_unit(inner) and not all(map(is_shown, known)):
             raise PlanError(
                 f"Parameters of '{name}', a {type(inner).__name__}, belong to a unit around the "
                 "module that was given. Only that unit knows where they are now. Give the whole "
@@ -192,9 +188,8 @@ def _check_owners(module: nn.Module, units: list[FSDPModule]) -> None:
             )
 
 
-def _has_plain_parameters(module: nn.Module) -> bool:
-    params = module._parameters.values()
-    return any(param is not None and not _sharded_or_summoned(param) for param in params)
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [param for param in module._parameters.values() if param is not None]
 
 
 def _is_busy(module: nn.Module | FSDPModule) -> bool:
@@ -202,7 +197,7 @@ def _is_busy(module: nn.Module | FSDPModule) -> bool:
 
 
 def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those inside it that no nested unit holds."""
+    """Yields the module and those inside it that no nested unit holds."""
     waiting, seen = [("", module)], {id(module)}
     while waiting:
         prefix, inner = waiting.pop()
@@ -213,44 +208,37 @@ def _region(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 waiting.append((f"{prefix}.{name}".lstrip("."), child))
 
 
-@dataclass(slots=True, eq=False)
-class _Found:
-    name: str
-    param: nn.Parameter
-    places: list[Place] = field(default_factory=list[Place])
-    wanted: bool = False
-
-
-def _find(module: nn.Module, recurse: bool) -> list[_Found]:
-    """The sharded parameters to summon, each with all its places."""
+def _find(module: nn.Module, recurse: bool) -> list[_Whole]:
+    """Finds the sharded parameters to summon, each with all its places."""
     region = None if recurse else {id(inner) for _, inner in _region(module)}
-    found: dict[int, _Found] = {}
+    found: dict[int, _Whole] = {}
+    wanted: set[int] = set()
     for prefix, inner in module.named_modules():
         for name, param in inner._parameters.items():
-            if param is None or not _sharded_or_summoned(param):
-                continue
-            entry = found.setdefault(id(param), _Found(f"{prefix}.{name}".lstrip("."), param))
-            entry.places.append((inner, name))
-            entry.wanted |= region is None or id(inner) in region
-    return [entry for entry in found.values() if entry.wanted]
+            if param is not None and _sharded_or_summoned(param):
+                whole = found.setdefault(id(param), _Whole(f"{prefix}.{name}".lstrip("."), param))
+                whole.places.append((inner, name))
+                if region is None or id(inner) in region:
+                    wanted.add(id(param))
+    return [whole for key, whole in found.items() if key in wanted]
 
 
 def _sharded_or_summoned(param: nn.Parameter) -> bool:
-    return isinstance(param, DTensor) or hasattr(param, _MARK)
+    return isinstance(param, DTensor) or is_shown(param)
 
 
 @dataclass(slots=True, eq=False)
 class _Whole:
-    """A sharded parameter, and its whole tensor on the ranks that see it."""
+    """Holds a sharded parameter, and its whole tensor on the ranks that see it."""
 
     name: str
     shard: nn.Parameter
-    places: list[Place]
-    full: nn.Parameter | None
-    version: int
+    places: list[Place] = field(default_factory=list[Place])
+    full: nn.Parameter | None = None
+    version: int = 0
     """of the shard: the optimizer may step it, and nobody would see"""
     own: torch.Tensor | None = None
-    """what the shard held before a forward inside the block needed what was written"""
+    """values of the shard before a forward inside the block needed the written ones"""
 
     def show(self) -> None:
         for module, name in self.places:
@@ -305,35 +293,36 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True, eq=False)
 class _Summoned:
-    """The full parameters that one block shows, and how they make way for FSDP2 meanwhile."""
+    """Shows the full parameters of one block, which make way for FSDP2 meanwhile."""
 
     units: list[FSDPModule]
     rank0_only: bool
     with_grads: bool
     wholes: list[_Whole] = field(default_factory=list[_Whole])
     borrowed: list[_Borrowed] = field(default_factory=list[_Borrowed])
-    """what a block around this one shows, and its value and gradient at the start of this one"""
+    """tensors that a block around this one shows, with values and gradients from its start"""
+    ids: set[int] = field(default_factory=set[int])
+    """of the shards and of the tensors in their places"""
     forwards: int = 0
-    """how many are running, one inside the other"""
+    """how many are running, each inside another"""
     undo: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @torch.no_grad()
-    def gather(self, found: list[_Found], offload_to_cpu: bool) -> None:
+    def gather(self, found: list[_Whole], offload_to_cpu: bool) -> None:
         """Collective: yes."""
-        around = [(entry, getattr(entry.param, _MARK, None)) for entry in found]
-        for entry, outer in around:
-            if outer is not None:
-                self._check_shown_by(outer, entry.name)
+        for whole in found:
+            if (outer := _block_of(whole.shard)) is not None:
+                self._check_shown_by(outer, whole.name)
         shows = not self.rank0_only or dist.get_rank() == 0
-        for entry, outer in around:
-            if outer is None:
-                shard, full = entry.param, self._gather(entry.param, offload_to_cpu)
-                full = full if shows else None
-                self.wholes.append(_Whole(entry.name, shard, entry.places, full, shard._version))
-            elif not isinstance(entry.param, DTensor):
-                grad = entry.param.grad if self.with_grads else None
-                values = entry.param.detach().clone()
-                self.borrowed.append((entry.param, values, None if grad is None else grad.clone()))
+        for whole in found:
+            param = whole.shard
+            if _block_of(param) is None:
+                full = self._gather(param, offload_to_cpu)
+                whole.full, whole.version = full if shows else None, param._version
+                self.wholes.append(whole)
+            elif not isinstance(param, DTensor):
+                grad = param.grad.clone() if self.with_grads and param.grad is not None else None
+                self.borrowed.append((param, param.detach().clone(), grad))
 
     def _check_shown_by(self, outer: _Summoned, name: str) -> None:
         more = [
@@ -361,11 +350,11 @@ class _Summoned:
         return full
 
     def enter(self) -> None:
+        _BLOCKS.append(self)
+        self.undo.callback(_BLOCKS.remove, self)
         for whole in self.wholes:
-            for param in (whole.shard, whole.full):
-                if param is not None:
-                    vars(param)[_MARK] = self
-                    self.undo.callback(vars(param).pop, _MARK)
+            # The whole tensors of a block live as long as it does, and so do their addresses.
+            self.ids |= {id(whole.shard), id(whole.full)} - {id(None)}
             whole.show()
         for unit in self.units if self.wholes else []:
             self._make_way(unit)
@@ -375,14 +364,9 @@ class _Summoned:
             self.undo.enter_context(without_fsdp_hooks_after_load(holder))
 
     def _make_way(self, unit: FSDPModule) -> None:
-        """Has the shards in place for a forward, and for methods registered as one."""
+        """Has the shards in place for a forward, and for methods registered like a forward."""
         assert isinstance(unit, nn.Module)
-        # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls
-        # no hooks after a forward that raised, except those with `always_call`.
-        before = unit.register_forward_pre_hook(self._before_forward, prepend=True)
-        after = unit.register_forward_hook(self._after_forward, always_call=True)
-        self.undo.callback(before.remove)
-        self.undo.callback(after.remove)
+        self.undo.enter_context(hooks_around(unit, self._before_forward, self._after_forward))
         for name, value in list(vars(unit).items()):
             # `register_fsdp_forward_method` puts a bound method into the instance.
             if isinstance(value, types.MethodType) and value.__self__ is unit:
@@ -447,8 +431,12 @@ class _Summoned:
             raise PlanError(_written_elsewhere(changed))
 
 
+_BLOCKS: list[_Summoned] = []
+"""blocks that are running, inner ones last"""
+
+
 def _whole(tensor: torch.Tensor, order: RowOrder | None, on_cpu: bool) -> torch.Tensor:
-    """The full tensor in memory of its own, as the model has it. Collective: yes."""
+    """Gathers a tensor into memory of its own, as the model has it. Collective: yes."""
     assert isinstance(tensor, DTensor)
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     full = full if order is None else order.to_model(full)

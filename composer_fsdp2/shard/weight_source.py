@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -21,6 +20,7 @@ from composer_fsdp2.parallel.row_order import RowOrder, order_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
+from composer_fsdp2.shard.layout import Place, place_of
 from composer_fsdp2.shard.sharded_tensor import sharded_like
 
 __all__ = ["SourcedWeights", "WeightSource"]
@@ -40,53 +40,50 @@ class WeightSource(Protocol):
         ...
 
 
-@dataclass(slots=True, eq=False)
 class SourcedWeights:
-    """Fills parameters and buffers from a source."""
+    """Fills parameters and buffers from a source.
 
-    source: WeightSource
-    device: torch.device
-    shards_on: torch.device
-    _places: dict[str, list[tuple[nn.Module, str]]] = field(
-        default_factory=dict[str, list[tuple[nn.Module, str]]]
-    )
-    """parameter name -> every place of that parameter"""
-    _orders: dict[str, RowOrder] = field(default_factory=dict[str, RowOrder])
-    """parameter name -> the order of its rows, where tensor parallelism changed it"""
-    _failure: Exception | None = None
-    _total_bytes: int = 0
-    """of all parameters that are read, on all ranks together"""
-    _advance: Callable[[int], object] = int
+    Puts every parameter the source knows on meta, in all its places. Their values are freed once
+    the caller's `tree` lets go of them. Collective: no.
 
-    @classmethod
-    def take_over(
-        cls,
+    Args:
+        tree: the model.
+        source: has the values; `None` has none.
+        device: where parameters that are not sharded live.
+        shards_on: where shards live.
+    """
+
+    def __init__(
+        self,
         tree: ModuleTree,
-        source: WeightSource,
+        source: WeightSource | None,
         device: torch.device,
         shards_on: torch.device,
-    ) -> SourcedWeights:
-        """Puts every parameter the source knows on meta, in all its places. Collective: no.
+    ) -> None:
+        self._source, self._device, self._shards_on = source, device, shards_on
+        self._places: dict[str, list[Place]] = {}
+        """parameter name -> every place of that parameter"""
+        self._orders: dict[str, RowOrder] = {}
+        """parameter name -> the order of its rows, where tensor parallelism changed it"""
+        self._failure: Exception | None = None
+        self._total_bytes = 0
+        """of all parameters that are read, on all ranks together"""
+        self._advance: Callable[[int], object] = int
+        by_param: dict[int, list[Place]] = {}
+        for ref in tree.params:
+            if ref.name in self:
+                self._places[ref.name] = by_param.setdefault(id(ref.param), [])
+                self._places[ref.name].append(place_of(tree, ref))
+                if (order := order_of(ref.param)) is not None:
+                    self._orders[ref.name] = order
+        for ref in tree.params:
+            if (places := by_param.pop(id(ref.param), None)) is not None:
+                self._total_bytes += ref.param.nbytes
+                if not ref.param.is_meta:
+                    _put(places, ref.param, torch.empty_like(ref.param, device="meta"))
 
-        Their values are freed once the caller's `tree` lets go of them.
-        """
-        weights = cls(source, device, shards_on)
-        by_param: dict[int, list[tuple[nn.Module, str]]] = {}
-        for ref in tree.params:
-            if ref.name not in source:
-                continue
-            places = by_param.setdefault(id(ref.param), [])
-            places.append((tree.paths[ref.path_index].module, ref.name.rpartition(".")[2]))
-            weights._places[ref.name] = places
-            if (order := order_of(ref.param)) is not None:
-                weights._orders[ref.name] = order
-        for ref in tree.params:
-            places = by_param.pop(id(ref.param), None)
-            if places is not None:
-                weights._total_bytes += ref.param.nbytes
-            if places is not None and not ref.param.is_meta:
-                _put(places, ref.param, torch.empty_like(ref.param, device="meta"))
-        return weights
+    def __contains__(self, name: object) -> bool:
+        return self._source is not None and name in self._source
 
     @contextmanager
     def shown(self) -> Generator[None]:
@@ -116,30 +113,30 @@ class SourcedWeights:
 
     def read_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         """Fills a buffer in place, or a new one where it is on meta; returns it. Collective: no."""
-        if buffer.device != self.device:
-            buffer = torch.empty_like(buffer, device=self.device)
+        if buffer.device != self._device:
+            buffer = torch.empty_like(buffer, device=self._device)
         self._fill(name, buffer, (0,) * buffer.ndim)
         return buffer
 
     def agree_on_failure(self) -> None:
-        """Raises on every rank what went wrong while any rank was reading.
+        """Raises on every rank the error that any rank met while it was reading.
 
-        Collective: yes.
+        Collective: yes, where there is a source.
 
         Raises:
             CheckpointError: as the source raised it.
         """
-        if any_rank(self._failure is not None, self.device):
+        if self._source is not None and any_rank(self._failure is not None, self._device):
             raise_on_all_ranks({}, self._failure)
 
     def _read(self, name: str, param: nn.Parameter) -> torch.Tensor:
         if not isinstance(param, DTensor):
-            whole = torch.empty_like(param, device=self.device)
+            whole = torch.empty_like(param, device=self._device)
             self._fill(name, whole, (0,) * whole.ndim)
             return whole
-        # Torch's checkpoints ask this way where a shard begins; a DTensor has one on each rank.
+        # Torch's checkpoints ask this way where a shard begins; each rank has a single shard.
         (chunk,) = param.__create_chunk_list__()
-        local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self.shards_on)
+        local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
         if (order := self._orders.get(name)) is None:
             self._fill(name, local, chunk.offsets)
         else:
@@ -162,16 +159,16 @@ class SourcedWeights:
 
     def _fill(self, name: str, target: torch.Tensor, offsets: Sequence[int]) -> None:
         """Reads, unless something has gone wrong already."""
-        if self._failure is not None:
+        if self._source is None or self._failure is not None:
             return  # the run ends anyway, with the first error
         try:
-            self.source.read_into(target, name, offsets)
+            self._source.read_into(target, name, offsets)
         except Exception as error:  # whatever it is, the other ranks must hear of it
             self._failure = error
 
 
-def _put(places: Iterable[tuple[nn.Module, str]], old: nn.Parameter, data: torch.Tensor) -> None:
-    """Puts a new parameter in all places; what users hung on the old one is carried over later."""
+def _put(places: Iterable[Place], old: nn.Parameter, data: torch.Tensor) -> None:
+    """Puts a new parameter in all places; attributes of the old one are carried over later."""
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     for module, attribute in places:
         module._parameters[attribute] = new

@@ -1,4 +1,4 @@
-"""When gradients are reduced, where several microbatches make one batch.
+"""Decides in which microbatches of a batch gradients are reduced, and leaves an aborted batch.
 
 [Note: gradients that wait] Until they are reduced, gradients are as large as the gathered
 parameters, in the dtype of the reduction, on every rank. That memory is the price of fewer bytes on
@@ -10,23 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import GradientSync
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.shard.averaging import AverageOverReplicas
 from composer_fsdp2.shard.torch_private.units import (
     all_reduce_hook,
+    drop_unreduced,
     has_run,
+    is_root,
     param_groups,
     params_of,
     partial_reduction,
+    reset_iteration,
 )
-from composer_fsdp2.step.abort import reset
+from composer_fsdp2.shard.unit_hooks import AverageOverReplicas
 
-__all__ = ["Accumulation"]
+__all__ = ["Accumulation", "reset"]
 
 
 class Accumulation:
@@ -54,9 +56,8 @@ class Accumulation:
         kept: Collection[str] = (),
         abort: Callable[[], object] | None = None,
     ) -> None:
+        self._units, self._sync = dict(units), sync
         self._abort = abort or functools.partial(reset, units.values())
-        self._units = dict(units)
-        self._sync = sync
         self._kept = [units[name] for name in kept]
         self._new = dict(units) if sync == "last" else {}
         self._before: dict[str, FSDPModule] = {}
@@ -67,7 +68,7 @@ class Accumulation:
 
     @contextlib.contextmanager
     def batch(self) -> Generator[None]:
-        """Around all microbatches: an error among them leaves nothing for the next batch.
+        """Goes around all microbatches: an error among them leaves nothing for the next batch.
 
         Collective: no.
         """
@@ -77,24 +78,25 @@ class Accumulation:
             yield
             self._again = {}
         except BaseException:
-            # What went wrong first is what the user has to see.
+            # The user has to see the first error.
             with contextlib.suppress(Exception):
                 self._abort()
             raise
 
     def again(self) -> None:
-        """The batch is run again: it reduces when a run would that had not tried it before."""
+        """Has the batch run again: it reduces when a run would that had not tried it before."""
         self._again = self._before
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Generator[None]:
-        """Around forward and backward of one microbatch.
+        """Goes around forward and backward of one microbatch.
 
         Collective: no.
 
         Raises:
             PlanError: when the all-reduce would lose the gradients of a unit.
         """
+        # Everything is due between batches, so that a loop that knows nothing of this reduces.
         if not last:
             self._set_due(False)
         self.inside = True
@@ -104,8 +106,14 @@ class Accumulation:
             self.inside = False
             if not last:
                 self._set_due(True)
-        if last and self._sync == "reduce_scatter_only":
-            self._check_nothing_waits()
+        ends = last and self._sync == "reduce_scatter_only"
+        if waiting := [name for name, unit in self._units.items() if ends and _waits(unit)]:
+            raise PlanError(
+                f"'{waiting[0]}' got gradients in an earlier microbatch and none in the last one. "
+                "gradient_sync: reduce_scatter_only averages over the copies with the last, so "
+                "those gradients would be lost. Call it in every microbatch, or write "
+                "gradient_sync: last."
+            )
 
     def _set_due(self, due: bool) -> None:
         if self._sync == "last":
@@ -124,16 +132,6 @@ class Accumulation:
         for unit in self._kept:
             # Independent of the reduction in torch, which frees a unit after backward either way.
             unit.set_reshard_after_backward(due, recurse=False)
-
-    def _check_nothing_waits(self) -> None:
-        waiting = [name for name, unit in self._units.items() if _waits(unit)]
-        if waiting:
-            raise PlanError(
-                f"'{waiting[0]}' got gradients in an earlier microbatch and none in the last one. "
-                "gradient_sync: reduce_scatter_only averages over the copies with the last, so "
-                "those gradients would be lost. Call it in every microbatch, or write "
-                "gradient_sync: last."
-            )
 
 
 def _has_run(unit: FSDPModule) -> bool:
@@ -155,3 +153,24 @@ def _waits(unit: FSDPModule) -> bool:
         or getattr(all_reduce_hook(group), "waiting", None) is not None
         for group in param_groups(unit)
     )
+
+
+def reset(units: Iterable[FSDPModule]) -> None:
+    """Makes the next forward start as if the aborted one had not been.
+
+    Collective: no. All parameters are shards again. Gradients that were not reduced yet are
+    dropped; those of the shards are worth nothing any more, and newer torch drops them too.
+    """
+    units = list(units)
+    # All units first: the root's state is what torch looks at in those below it.
+    reset_iteration(units)
+    for unit in units:
+        if is_root(unit) is None:
+            continue  # has not run
+        for group in param_groups(unit):
+            drop_unreduced(group)
+            hook = all_reduce_hook(group)
+            if isinstance(hook, AverageOverReplicas):
+                hook.forget()
+        # Now that no state is that of a forward, in which some units would stay gathered.
+        unit.reshard()

@@ -30,7 +30,7 @@ __all__ = ["Agreement", "agreement_of", "gloo_group"]
 
 
 class Agreement:
-    """Maxima and sums of small numbers over all ranks; see [Note: agreements].
+    """Computes maxima and sums of small numbers over all ranks; see [Note: agreements].
 
     Args:
         group: takes tensors of `device`; the default group by default.
@@ -74,6 +74,7 @@ class Agreement:
     def _reduced(self, numbers: Sequence[int], operation: Any) -> list[int]:
         if dist.get_world_size() == 1:
             return list(numbers)
+        # 64 bits: squares of checksums are among the numbers, and counts over many ranks.
         sent = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
         self.collectives += 1
         dist.all_reduce(sent, op=operation, group=self.group)
@@ -84,7 +85,7 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.W
 
 
 def agreement_of(device: torch.device) -> Agreement:
-    """Returns the one of this process, which preparing a model makes.
+    """Returns the agreement of this process, which preparing a model makes.
 
     Collective: yes, the first time in a process, where the default group takes no CPU tensors.
 

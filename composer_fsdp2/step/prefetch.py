@@ -1,4 +1,4 @@
-"""Gathering units before they are needed, in the order in which they really run.
+"""Gathers units before they are needed, in the order in which they really run.
 
 [Note: recorded order] The order of registration is not that of running: a decoder may be registered
 before its encoder, and backward follows autograd. So the first forward and backward of training are
@@ -23,7 +23,7 @@ __all__ = ["Prefetch"]
 
 
 class Prefetch(StepListener):
-    """Has units gather those that run next, once one step of training has shown which.
+    """Has units gather the units that run next, once a step of training has shown the order.
 
     The second forward of training is a collective over the default group, and raises PlanError on
     every rank when the units ran in another order on some rank.
@@ -31,7 +31,7 @@ class Prefetch(StepListener):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where a setting asks for units to be gathered ahead."""
+        """Says whether a setting asks for units to be gathered ahead."""
         return bool(run.settings.forward_prefetch or run.settings.backward_prefetch)
 
     def __init__(self, run: Run) -> None:
@@ -53,17 +53,20 @@ class Prefetch(StepListener):
         if not self._running:
             return
         if self._order is None and self._ran:
+            # Now, not at the end of backward: a backward may be left, or come in several parts.
             self._settle()
         self._ran, self._came_back = [], []
         self._set_forward(self._ahead)
 
     def before_forward(self, unit: str, group: Any) -> None:
         """Records the order of forward. Collective: no."""
+        # Newer torch has several groups in one unit, and calls this for each of them.
         if self._running and group is self.run.groups[unit][0]:
             self._ran.append(unit)
 
     def before_backward(self, unit: str, group: Any) -> None:
         """Records the order of backward. Collective: no."""
+        # Torch comes here once for each output of the unit, and again in a recomputed block.
         if unit not in self._came_back:
             self._came_back.append(unit)
 
@@ -76,7 +79,7 @@ class Prefetch(StepListener):
         self._order, self._ahead, self._ahead_in_backward = None, {}, {}
 
     def end_forward(self) -> None:
-        """Ends what is set for this forward. Collective: no, unless a unit did not run."""
+        """Ends the prefetching of this forward. Collective: no, unless a unit did not run."""
         if not self._running:
             return
         self._running = False
@@ -87,7 +90,7 @@ class Prefetch(StepListener):
             self._compare(self._order)
 
     def _settle(self) -> None:
-        """Turns what was recorded into prefetching. Collective: yes."""
+        """Turns the recorded order into prefetching. Collective: yes."""
         raise_on_all_ranks(
             {
                 "order of units in forward": "\n".join(self._ran),
@@ -113,6 +116,8 @@ class Prefetch(StepListener):
 
     def _free_unused(self) -> None:
         """Drops gathers that were started for units which did not run after all."""
+        # Torch would take such a gather for that of the next forward, after the optimizer's step.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L252
         started = {target for name in self._ran for target in self._ahead.get(name, ())}
         for name in sorted(started.difference(self._ran)):
             self._units[name].unshard()  # waits for what is on its way

@@ -1,16 +1,20 @@
-"""A prepared model, what can happen in its steps, and how listeners hear of it."""
+"""Holds a prepared model, and tells listeners what happens in its steps."""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.parallel.division import BatchGroup, Divided
@@ -18,10 +22,13 @@ from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.shard.eval_reshard import resharding
-from composer_fsdp2.shard.torch_private.transitions import attach
-from composer_fsdp2.shard.torch_private.units import after_backward, backward_number, param_groups
-from composer_fsdp2.step.abort import reset
-from composer_fsdp2.step.accumulation import Accumulation
+from composer_fsdp2.shard.torch_private.units import (
+    after_backward,
+    attach,
+    backward_number,
+    param_groups,
+)
+from composer_fsdp2.step.accumulation import Accumulation, reset
 
 __all__ = ["Run", "StepListener", "run_of"]
 
@@ -55,8 +62,11 @@ class StepListener:
     def end_forward(self) -> None:
         """A forward of the whole model has ended without an error."""
 
+    def forward_failed(self, error: Exception) -> None:
+        """A forward of the whole model raises `error`, or what this method raises."""
+
     def failed(self, error: str) -> None:
-        """A forward of the whole model is about to raise `error` on this rank."""
+        """A forward of the whole model is about to raise an error of ours on this rank."""
 
     def before_forward(self, unit: str, group: Any) -> None:
         """Forward comes to a unit. A unit that is not gathered yet is gathered next."""
@@ -99,6 +109,9 @@ class StepListener:
     def end_of_backward(self) -> None:
         """Backward of all units, of several models too, is over."""
 
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of this process, not only that of the run, is about to step."""
+
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer of the run is about to step."""
 
@@ -114,7 +127,7 @@ Listener = TypeVar("Listener", bound=StepListener)
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """A model that `prepare_fully_shard` has sharded, and what listens to its steps."""
+    """Holds a model that `prepare_fully_shard` has sharded, and what listens to its steps."""
 
     model: nn.Module
     tree: ModuleTree
@@ -139,6 +152,8 @@ class Run:
     """how many forwards of the model are running, one inside the other"""
     averages_from: str | None = None
     """the checkpoint whose averages the model holds, beside a state that is of other weights"""
+    entered: str = ""
+    """name of the unit whose forward began last"""
     _calls: dict[str, list[Callable[..., Any]]] = field(default_factory=dict[str, Any])
     _backward: int = -1
 
@@ -170,28 +185,52 @@ class Run:
                 self.listen(kind(self))
         for name, groups in self.groups.items():
             for group in groups:
-                attach(group, _Unit(self, name, group))
+                attach(group, partial(self._hear_group, name, group))
+        # Torch drops what a forward hook raises after an error: no hook could exchange the error.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/nn/modules/module.py#L1857
+        self.model.forward = _Forward(self, self.model.forward)
+        held = weakref.ref(self)
+
+        def hear_any_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            if (run := held()) is not None:
+                run.tell("before_any_step", optimizer)
+
+        # Never removed: the model may be collected while torch goes through these hooks.
+        register_optimizer_step_pre_hook(hear_any_step)
         # Before torch's own, which may gather, and after it, when the unit is freed again.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L214
         self.model.register_forward_pre_hook(self._begin_forward, prepend=True, with_kwargs=True)
-        self.model.register_forward_hook(self._end_forward)
-        self.model.register_forward_hook(self._leave_forward, always_call=True)
+        self.model.register_forward_hook(partial(self._hear, "end_forward"))
         if self.optimizer is not None:
-            self.optimizer.register_step_pre_hook(functools.partial(self._hear_step, "before_step"))
-            self.optimizer.register_step_post_hook(functools.partial(self._hear_step, "after_step"))
+            self.optimizer.register_step_pre_hook(partial(self._hear_step, "before_step"))
+            self.optimizer.register_step_post_hook(partial(self._hear_step, "after_step"))
         for name, unit in self.units.items():
             # Before torch's own, which frees the parameters.
             assert isinstance(unit, nn.Module)
-            unit.register_forward_hook(functools.partial(self._after_forward, name), prepend=True)
+            unit.register_forward_hook(partial(self._after_forward, name), prepend=True)
+        # The only attribute of ours on objects of others.
         for module in (self.model, *self.units.values()):
             setattr(module, _RUN, self)
 
-    def listen(self, listener: StepListener) -> None:
-        """Calls one more listener, after the others. Collective: no."""
-        self.listeners += (listener,)
-        for name, method in vars(StepListener).items():
-            if callable(method) and getattr(type(listener), name) is not method:
-                self._calls.setdefault(name, []).append(getattr(listener, name))
+    def listen(self, listener: StepListener, first: bool = False) -> None:
+        """Calls one more listener, after the others or before them. Collective: no."""
+        self._call((listener, *self.listeners) if first else (*self.listeners, listener))
+
+    def stop_listening(self, listener: StepListener) -> None:
+        """Stops to call a listener, if it is called at all. Collective: no."""
+        self._call([other for other in self.listeners if other is not listener])
+
+    def _call(self, listeners: Iterable[StepListener]) -> None:
+        self.listeners = tuple(listeners)
+        self._calls = {
+            name: [
+                getattr(listener, name)
+                for listener in self.listeners
+                if getattr(type(listener), name) is not method
+            ]
+            for name, method in vars(StepListener).items()
+            if inspect.isfunction(method) and name != "__init__"
+        }
 
     def abort(self) -> None:
         """Leaves a batch in the middle, so that the next forward starts as if it had not been.
@@ -202,35 +241,30 @@ class Run:
         reset(self.units.values())
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Around an evaluation: units free or keep their parameters as they were told for it."""
+        """Has units free or keep their parameters as they were told for an evaluation."""
         return resharding(self.units, self.settings.eval_reshard_after_forward)
 
-    def stop_listening(self, listener: StepListener) -> None:
-        """Stops to call a listener; does nothing for one that is not called. Collective: no."""
-        others = [one for one in self.listeners if one is not listener]
-        self.listeners, self._calls = (), {}
-        for one in others:
-            self.listen(one)
+    def tell(self, event: str, *args: Any) -> bool:
+        """Calls a method of all listeners that define it, until one of them answers with False."""
+        return all(call(*args) is not False for call in self._calls.get(event, ()))
 
-    def tell(self, event: str, *args: Any) -> None:
-        """Calls a method of all listeners that define it."""
-        for call in self._calls.get(event, ()):
-            call(*args)
-
-    def all_allow(self, event: str, *args: Any) -> bool:
-        """Returns whether no listener that defines a method answers with False."""
-        return all(call(*args) for call in self._calls.get(event, ()))
+    def _hear_group(self, unit: str, group: Any, event: str) -> bool:
+        if event == "before_forward":
+            self.entered = unit
+        # Torch also comes to units that backward did not reach, at its end: "may_reduce" alone.
+        elif event in ("before_backward", "may_reduce") and backward_number() != self._backward:
+            self._backward = backward_number()
+            # A callback that is queued later comes after those of all units, of several models too.
+            end = partial(self._hear, "end_of_backward")
+            after_backward(lambda: after_backward(end))
+        return self.tell(event, unit, group)
 
     def _begin_forward(self, _: nn.Module, *inputs: Any) -> None:
-        self.depth += 1
         self.inputs = inputs
         self.tell("begin_forward")
 
-    def _end_forward(self, *_: object) -> None:
-        self.tell("end_forward")
-
-    def _leave_forward(self, *_: object) -> None:
-        self.depth, self.inputs = self.depth - 1, ()
+    def _hear(self, event: str, *_: object) -> None:
+        self.tell(event)
 
     def _hear_step(self, event: str, optimizer: torch.optim.Optimizer, *_: object) -> None:
         self.tell(event, optimizer)
@@ -238,39 +272,26 @@ class Run:
     def _after_forward(self, unit: str, *call: Any) -> None:
         self.tell("after_forward", unit, call[-1])
 
-    def note_backward(self) -> None:
-        """Queues `end_of_backward` for the backward that runs, once."""
-        if backward_number() != self._backward:
-            self._backward = backward_number()
-            # One that is put in later comes after those of all units, of several models too.
-            after_backward(lambda: after_backward(lambda: self.tell("end_of_backward")))
 
+class _Forward:
+    """Counts the forwards that run, and tells of their errors, for which torch has no hook.
 
-@dataclass(eq=False, slots=True)
-class _Unit:
-    """Passes on what torch does with one group of parameters."""
+    Copied with its module, as a bound method is.
+    """
 
-    run: Run
-    name: str
-    group: Any
+    def __init__(self, run: Run, forward: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, forward)
+        self._run, self._forward = run, forward
 
-    def tell(self, event: str) -> None:
-        self.run.tell(event, self.name, self.group)
-
-    def may_free(self) -> bool:
-        return self.run.all_allow("may_free", self.name, self.group)
-
-    def before_backward(self) -> None:
-        self.run.note_backward()
-        self.tell("before_backward")
-
-    def after_backward(self) -> bool:
-        """Whether the group may reduce now."""
-        self.run.note_backward()
-        if not self.run.all_allow("may_reduce", self.name, self.group):
-            return False
-        self.tell("after_backward")
-        return True
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._run.depth += 1
+        try:
+            return self._forward(*args, **kwargs)
+        except (RuntimeError, ValueError) as error:
+            self._run.tell("forward_failed", error)
+            raise
+        finally:
+            self._run.depth, self._run.inputs = self._run.depth - 1, ()
 
 
 def run_of(module: nn.Module) -> Run | None:

@@ -23,8 +23,13 @@ class Snapshot:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._random = (random.getstate(), _numpy_random(), torch.get_rng_state())
-        self._device_random = _device_random(device)
+        # At once: the first microbatch of an attempt already draws from them (dropout).
+        # Torch can do without numpy, which then nothing has imported.
+        self._numpy: Any = sys.modules.get("numpy")
+        of_numpy = None if self._numpy is None else self._numpy.random.get_state()
+        self._random = (random.getstate(), of_numpy, torch.get_rng_state())
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._device_random = None if self._module is None else self._module.get_rng_state(device)
         self._kept: list[Callable[[], Any]] = []
         self._optimizers: set[int] = set()
 
@@ -37,11 +42,11 @@ class Snapshot:
         self._kept += [_keep(module._buffers) for module in model.modules() if module._buffers]
 
     def keep_metric(self, metric: nn.Module) -> None:
-        """Keeps what a metric has added up, in lists or in tensors, on their device."""
+        """Keeps the sums of a metric, in lists or in tensors, on their device."""
         self._kept += [_keep_attributes(module) for module in metric.modules()]
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Keeps what the optimizer is about to change: parameters, state and settings.
+        """Keeps parameters, state and settings that the optimizer is about to change.
 
         The first call counts: an optimizer may begin several times with one step.
         """
@@ -50,10 +55,8 @@ class Snapshot:
         self._optimizers.add(id(optimizer))
         self.keep(param for group in optimizer.param_groups for param in group["params"])
         self._kept.append(_keep(optimizer.state))
-        settings = [
-            {k: v for k, v in group.items() if k != "params"} for group in _groups(optimizer)
-        ]
-        for group, keeper in zip(_groups(optimizer), map(_keep, settings), strict=True):
+        for group in optimizer.param_groups:
+            keeper = _keep({key: value for key, value in group.items() if key != "params"})
             self._kept.append(lambda group=group, keeper=keeper: group.update(keeper()))
 
     @torch.no_grad()
@@ -67,31 +70,15 @@ class Snapshot:
         """Puts back those of Python, numpy, torch and the device."""
         python, of_numpy, cpu = self._random
         random.setstate(python)
-        if of_numpy is not None:
-            sys.modules["numpy"].random.set_state(of_numpy)
         torch.set_rng_state(cpu)
-        if self._device_random is not None:
-            torch.get_device_module(self._device).set_rng_state(self._device_random, self._device)
-
-
-def _numpy_random() -> Any:
-    """The state of numpy, which torch can do without; `None` where nothing has imported it."""
-    numpy = sys.modules.get("numpy")
-    return None if numpy is None else numpy.random.get_state()
-
-
-def _device_random(device: torch.device) -> torch.Tensor | None:
-    if device.type == "cpu":
-        return None
-    return torch.get_device_module(device).get_rng_state(device)
-
-
-def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    return optimizer.param_groups
+        if self._numpy is not None:
+            self._numpy.random.set_state(of_numpy)
+        if self._module is not None:
+            self._module.set_rng_state(self._device_random, self._device)
 
 
 def _keep(value: Any) -> Callable[[], Any]:
-    """Returns what gives the same object back, with the values it has now."""
+    """Returns a function that gives the same object back, with the values it has now."""
     if isinstance(value, torch.Tensor):
         return functools.partial(_fill, value, _local(value).to("cpu", copy=True))
     if isinstance(value, dict):
@@ -137,7 +124,7 @@ def _keep_attributes(module: nn.Module) -> Callable[[], Any]:
 
 
 def _held(value: Any) -> Any:
-    """A copy that adding to the value does not change; a list's tensors are never changed."""
+    """Copies a value that may be added to in place; tensors of a list never are."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if isinstance(value, dict) and any(isinstance(one, torch.Tensor) for one in value.values()):

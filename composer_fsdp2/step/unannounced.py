@@ -18,7 +18,7 @@ class UnannouncedMicrobatches(StepListener):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where gradients wait for the last microbatch."""
+        """Says whether gradients wait for the last microbatch."""
         return run.settings.gradient_sync != "every"
 
     _warned = False

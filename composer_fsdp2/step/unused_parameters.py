@@ -24,11 +24,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.torch_private.tensors import default_store, tree_leaves
+from composer_fsdp2.shard.torch_private.tensors import default_store
 from composer_fsdp2.shard.torch_private.units import (
     add_zero_gradients,
     all_reduce_hook,
@@ -45,7 +43,7 @@ from composer_fsdp2.shard.torch_private.units import (
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["UnusedParameters", "force_backward_through"]
+__all__ = ["UnusedParameters"]
 
 _READ = 2**32
 """counts, beside the ranks that wrote a key of the store, those that have read it"""
@@ -60,7 +58,7 @@ class UnusedParameters(StepListener):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where other ranks may use other parameters."""
+        """Says whether other ranks may use other parameters."""
         alone = dist.get_world_size() == 1 or is_fake()
         return run.settings.unused_parameters is not False and not alone and bool(run.groups)
 
@@ -90,7 +88,9 @@ class UnusedParameters(StepListener):
         self._complete = 0
         """number of the backward for the store's keys, the same on all ranks"""
         self._indices = {id(param): n for n, param in enumerate(self._params(self._groups))}
-        self._prefix = _unique_prefix()
+        # Of the store's keys: ranks prepare the same models in the same order.
+        rank = dist.get_rank()
+        self._prefix = f"fsdp2/unused/{default_store().add(f'fsdp2/unused/{rank}', 1)}"
 
     def compare(self) -> None:
         """Has the next backward compare all units; every rank calls it. Collective: no."""
@@ -109,6 +109,7 @@ class UnusedParameters(StepListener):
         if runs_backward(group):
             self._ran.add(group)
         params = [param for param in trained_params(group) if has_run(param)]
+        # Of an earlier microbatch too: torch keeps those that are not reduced yet.
         missing = [param for param in params if not has_gradient(param)]
         self._used.update(set(params).difference(missing))
         if not reduces(group) or group not in self._ran:
@@ -120,20 +121,17 @@ class UnusedParameters(StepListener):
                 # It comes here as often as it ran, and the first time before its gradients.
                 missing = [param for param in missing if not will_get_gradient(param)]
             self.must_compare = self.must_compare or bool(missing)
-            if _is_complete(group):
-                self._tell(missing)
+            for param in missing if _is_complete(group) else ():
+                # Nobody may have used it. Said before the reduction.
+                if param in self._fresh and param not in self._used and param not in self._told:
+                    key = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"
+                    self._told[param] = key
+                    default_store().add(key, 1)
         if missing:
             add_zero_gradients(params, missing)
 
     def _compares(self, group: Any) -> bool:
         return self._comparing or group in self._always
-
-    def _tell(self, missing: Iterable[Any]) -> None:
-        """Says which of them nobody may have used. Collective: no, and before the reduction."""
-        for param in missing:
-            if param in self._fresh and param not in self._used and param not in self._told:
-                self._told[param] = f"{self._prefix}/{self._complete}/{self._indices[id(param)]}"
-                default_store().add(self._told[param], 1)
 
     @torch.no_grad()
     def end_of_backward(self) -> None:
@@ -167,7 +165,9 @@ class UnusedParameters(StepListener):
         if not self._told:
             return
         # A reduction that is done has heard of every rank, and every rank spoke before its own.
-        _wait_for(self.run.device)
+        if (device := self.run.device).type != "cpu":
+            # At the end of backward torch has this stream wait for them, not the host.
+            torch.get_device_module(device).current_stream(device).synchronize()
         for param, key in self._told.items():
             read, told = divmod(default_store().add(key, _READ), _READ)
             if told == self._size:
@@ -177,8 +177,9 @@ class UnusedParameters(StepListener):
         self._told.clear()
 
     def _agree(self, params: list[Any]) -> list[int]:
-        """By how many ranks each was used, and one number of the backward. Collective: yes."""
+        """Returns by how many ranks each parameter was used. Collective: yes."""
         flags = [int(param in self._used) for param in params]
+        # A sum with one summand is rank 0's number, in the collective that is sent anyway.
         number = 0 if dist.get_rank() else self._complete
         self.run.tell("before_agreement", "the agreement on unused parameters")
         *counts, number = self._agreement.total([*flags, number])
@@ -195,7 +196,7 @@ class UnusedParameters(StepListener):
         self._ran.clear()
         self._told.clear()
         self._uses.clear()
-        # What the others have heard in that step this rank may have not: all are compared again.
+        # Ranks may have heard different answers in that step: all units are compared again.
         self._always = set(self._given)
         self._comparing = True
 
@@ -204,64 +205,6 @@ class UnusedParameters(StepListener):
         return [param for group in groups for param in trained_params(group)]
 
 
-def _unique_prefix() -> str:
-    """Of the store's keys: ranks prepare the same models in the same order."""
-    rank = dist.get_rank()
-    return f"fsdp2/unused/{default_store().add(f'fsdp2/unused/{rank}', 1)}"
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != "cpu":
-        # At the end of backward torch has this stream wait for the reductions, not the host.
-        torch.get_device_module(device).current_stream(device).synchronize()
-
-
 def _is_complete(group: Any) -> bool:
-    """Whether what it reduces is the gradient of the step, and not a part of it."""
+    """Whether the group reduces the gradient of the step, and not a part of it."""
     return all_reduces(group) and getattr(all_reduce_hook(group), "due", True)
-
-
-def force_backward_through(units: Iterable[FSDPModule]) -> None:
-    """Makes backward go through units although nothing before them is trained on this rank.
-
-    Where a tower runs on another rank, backward goes through them there to reach it: their weights
-    are gathered again, and their gradients are reduced as soon as it has passed.
-
-    Collective: no. Costs the gradient of one input more on a rank without the tower.
-    """
-    for unit in units:
-        assert isinstance(unit, nn.Module)
-        # Before torch's own hook, which looks for inputs that need a gradient.
-        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
-        unit.register_forward_pre_hook(_need_gradient, prepend=True, with_kwargs=True)
-
-
-@torch.compiler.disable
-def _need_gradient(
-    _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    inputs: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    floating = [key for key, value in inputs.items() if _is_floating(value)]
-    leaves = tree_leaves(inputs) if floating and torch.is_grad_enabled() else []
-    if not leaves or any(_is_floating(leaf) and leaf.requires_grad for leaf in leaves):
-        return None
-    anchor = torch.zeros((), requires_grad=True)
-    inputs[floating[0]] = _Anchored.apply(inputs[floating[0]], anchor)
-    return tuple(inputs[place] for place in range(len(args))), {key: inputs[key] for key in kwargs}
-
-
-def _is_floating(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-
-
-class _Anchored(torch.autograd.Function):
-    """A copy that needs a gradient, and drops it."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # pyright: ignore
-        # Of a view, or of the input as it is, autograd would refuse changes in place later.
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # pyright: ignore
-        return None, None

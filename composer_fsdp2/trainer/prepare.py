@@ -33,14 +33,12 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.guards.added_parameters import refuse_added_parameters
 from composer_fsdp2.guards.explain import ExplainErrors
-from composer_fsdp2.guards.gathered import GatheredParameters
-from composer_fsdp2.guards.order_check import OrderCheck
-from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory
-from composer_fsdp2.guards.second_backward import SecondBackward
+from composer_fsdp2.guards.order_check import OrderCheck, Watchdog
+from composer_fsdp2.guards.out_of_memory import OOMGuard
+from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
 from composer_fsdp2.guards.unused_head import UnusedHead
-from composer_fsdp2.guards.watchdog import Watchdog, is_broken
+from composer_fsdp2.guards.watchdog import is_broken
 from composer_fsdp2.optim.elementwise import apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.muon.optimizer import Muon
@@ -61,14 +59,14 @@ from composer_fsdp2.shard.optimizer import (
 )
 from composer_fsdp2.shard.precision import cast_buffers
 from composer_fsdp2.shard.torch_private.members import check_private_members
+from composer_fsdp2.shard.unit_hooks import force_backward_through
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.divisions import Divisions
+from composer_fsdp2.step.gathered_units import SecondBackward, StaleGathers
 from composer_fsdp2.step.prefetch import Prefetch
-from composer_fsdp2.step.requires_grad import RequiresGrad
 from composer_fsdp2.step.run import Run, StepListener
-from composer_fsdp2.step.stale_gathers import StaleGathers
 from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
-from composer_fsdp2.step.unused_parameters import UnusedParameters, force_backward_through
+from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.groups import count_flops_once
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
@@ -91,18 +89,17 @@ STEP: tuple[type[StepListener], ...] = (
     # The numbers depend on these.
     SecondBackward,  # first: gradients that wait are neither filled in nor reduced
     Divisions,
-    RequiresGrad,
     StaleGathers,
     UnannouncedMicrobatches,
     Prefetch,
     UnusedParameters,
     LionAverages,
-    # Guards, without which every number stays.
-    OutOfMemory,  # before other agreements: a rank that leaves answers its own alone
+    # Guards, without which every number stays. An `OOMGuard` comes before all of them.
     OrderCheck,
     Watchdog,  # after the order: a rank is in a collective that all have come to
     GatheredParameters,
     UnusedHead,
+    AddedParameters,
     ExplainErrors,
 )
 """what happens in a step of a prepared model, beside what torch does"""
@@ -285,7 +282,6 @@ def apply_to_model(
     count_flops_once(model, run.batch_group)
     kept = plan.settings.optimizer_state
     apply_local_step(plan.optimizer, plan.settings.local_step, run.device, kept)
-    refuse_added_parameters(model, plan.optimizer)
     return run
 
 

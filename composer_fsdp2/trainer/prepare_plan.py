@@ -25,7 +25,6 @@ from composer_fsdp2.blocks.transformation import (
 from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
 from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.guards.order_check import check_order_check
 from composer_fsdp2.optim.elementwise import check_optimizer_state, is_known
 from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.plan.checks import refuse_gradients, refuse_unreadable
@@ -81,7 +80,6 @@ class PreparePlan:
         place, self.device_type = _place_of(device, mesh)
         _check_offload(settings, self.device_type)
         check_communication(settings.communication, self.device_type)
-        check_order_check(settings.order_check)
         given = ensure_tuple(optimizers)
         if len(given) > 1:
             raise ConfigError(

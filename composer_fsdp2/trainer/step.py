@@ -42,7 +42,7 @@ from composer_fsdp2.guards.order_check import OrderCheck
 from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
 from composer_fsdp2.guards.watchdog import add_rank_report
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves
-from composer_fsdp2.step.abort import reset
+from composer_fsdp2.step.accumulation import reset
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.step.snapshot import Snapshot
@@ -397,7 +397,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         return
     if run.batch_group is not None:
         run.batch_group.begin()
-    with explained_reading(state.model), _leaving_together(run, state.auto_microbatching):
+    with explained_reading(), _leaving_together(run, state.auto_microbatching):
         check_trains_own_weights(run)
         _agree_on_length(state, run)
         if state.auto_microbatching:  # each rank starts with the batch size of its own dataloader
@@ -552,7 +552,7 @@ def train_microbatch(
     if run is None:
         return original(trainer, *given)
     even = run.listener(EvenTraining)
-    with explained(model), run.accumulation.microbatch(last=is_final_microbatch):
+    with explained(run), run.accumulation.microbatch(last=is_final_microbatch):
         if even is None or not even.left:
             return original(trainer, *given)
         with even.added_microbatch(trainer):
@@ -569,7 +569,7 @@ def predict(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: An
     run = run_of(model)
     if run is None:
         return original(trainer, *args, **kwargs)
-    with explained(model), run.evaluating():
+    with explained(run), run.evaluating():
         return original(trainer, *args, **kwargs)
 
 
@@ -595,7 +595,7 @@ def eval_loop(
     with (
         counting_groups(state.model),
         _leaving_together(run, state.auto_microbatching or auto),
-        explained(state.model),
+        explained(run),
         run.evaluating(),
         contextlib.ExitStack() as stack,
     ):

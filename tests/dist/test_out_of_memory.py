@@ -28,7 +28,7 @@ from torchmetrics import Metric
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards import out_of_memory as oom
-from composer_fsdp2.guards.out_of_memory import OOMGuard, OutOfMemory, sync_oom
+from composer_fsdp2.guards.out_of_memory import OOMGuard, sync_oom
 from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.snapshot import Snapshot
@@ -306,15 +306,15 @@ def guarded_groups(model: nn.Module) -> list[Any]:
     """Groups that a guard waits for."""
     run = run_of(model)
     assert run is not None
-    return [group for groups in run.groups.values() for group in groups if guards_of(model)]
+    guard = run.listener(OOMGuard)
+    return [group for groups in run.groups.values() for group in groups if guard is not None]
 
 
 def guards_of(model: nn.Module) -> list[OOMGuard]:
     run = run_of(model)
     assert run is not None
-    listener = run.listener(OutOfMemory)
-    assert listener is not None
-    return listener.guards
+    guard = run.listener(OOMGuard)
+    return [] if guard is None else [guard]
 
 
 class Smaller(Callback):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import composer_fsdp2
 from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
 from composer_fsdp2.step.run import StepListener, run_of
 from composer_fsdp2.trainer import prepare
@@ -48,6 +51,23 @@ def test_numbers_stay_without_a_guard(guard: type[StepListener]):
     assert run is not None
     assert run.listener(guard) is None
     assert_same_values(whole, without)
+
+
+@pytest.mark.world_size(2)
+def test_a_batch_on_default_settings_passes_few_files():
+    """`benchmarks/files_in_a_batch.py` lists them."""
+    model, package = TinyLM(), Path(composer_fsdp2.__file__).parent
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    prepare_fully_shard(model, optimizer, {"wrap_policy": {"names": ["blocks.0", "blocks.1"]}})
+    called: set[str] = set()
+    for number, (ids, targets) in enumerate(batches(4, 4)):
+        if number == 3:  # after what is done in the first steps alone
+            sys.setprofile(lambda frame, *_: called.add(frame.f_code.co_filename))
+        lm_loss(model(ids), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sys.setprofile(None)
+    assert len([file for file in called if Path(file).is_relative_to(package)]) <= 10
 
 
 class Reductions(StepListener):

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import cProfile
-import importlib
 import itertools
-import pstats
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,18 +11,16 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
-from composer_fsdp2.shard.torch_private.tensors import fast_chunking
 from tests.support.models import TinyLM, batches, llama_config
 
 WIDTH = 96
-FSDP_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
 Join = Callable[[int], None]
 
 
@@ -183,74 +178,6 @@ def test_shards_are_those_of_torch(as_rank: Join, rank: int):
         assert ours.stride() == theirs.stride()
         assert torch.equal(ours.to_local(), theirs.to_local())
     model(torch.ones(2))
-
-
-@pytest.mark.parametrize("rows", [0, 1, 5, 8, 9, 16])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_pieces_are_those_of_torch(rows: int, dim: int):
-    tensor = torch.randn((rows, 4) if dim == 0 else (4, rows))
-    with fast_chunking():
-        ours = torch_chunks()(tensor, 8, dim=dim)
-    theirs = torch_chunks()(tensor, 8, dim=dim)
-    assert len(ours) == len(theirs) == 8
-    for mine, its in zip(ours, theirs, strict=True):
-        assert mine.shape == its.shape
-        assert torch.equal(mine, its)
-    assert torch.equal(ours[-1], theirs[-1])
-    assert [piece.shape for piece in ours[2:5]] == [piece.shape for piece in theirs[2:5]]
-    with pytest.raises(IndexError):
-        _ = ours[8]
-
-
-def torch_chunks() -> Callable[..., Any]:
-    return importlib.import_module(FSDP_PARAM)._chunk_with_empty
-
-
-def torch_strides() -> Callable[..., Any]:
-    return importlib.import_module(FSDP_PARAM).make_contiguous_strides_for
-
-
-def test_strides_are_those_of_torch():
-    shapes = [torch.Size(shape) for shape in ((), (0,), (3,), (2, 3, 4), (5, 0, 2), (2, 3, 4))]
-    with fast_chunking():
-        ours = [torch_strides()(shape) for shape in shapes]
-    assert ours == [torch_strides()(shape) for shape in shapes]
-
-
-def test_everything_is_put_back():
-    before = torch_chunks(), DeviceMesh.get_group, torch_strides()
-    with fast_chunking():
-        assert torch_chunks() is not before[0]
-        assert torch_strides() is not before[2]
-    with pytest.raises(KeyError), fast_chunking():
-        raise KeyError
-    assert (torch_chunks(), DeviceMesh.get_group, torch_strides()) == before
-
-
-def test_another_source_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    def changed(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
-        return [tensor] * num_chunks * dim
-
-    monkeypatch.setattr(f"{FSDP_PARAM}._chunk_with_empty", changed)
-    with fast_chunking():
-        assert torch_chunks() is changed
-    monkeypatch.delattr(f"{FSDP_PARAM}._chunk_with_empty")
-    with fast_chunking():
-        pass
-
-
-def test_the_time_does_not_depend_on_the_number_of_ranks():
-    """Calls are counted, because times are noise: they may not grow with the ranks."""
-    counts: list[int] = []
-    for ranks in (8, 1024):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        with torch.device("meta"):
-            model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-        profile = cProfile.Profile()
-        profile.runcall(sharded, model, {"wrap_policy": {"classes": ["Linear"]}})
-        dist.destroy_process_group()
-        counts.append(pstats.Stats(profile).total_calls)
-    assert counts[1] < 1.5 * counts[0]
 
 
 # --- In which order units gather ahead. ---

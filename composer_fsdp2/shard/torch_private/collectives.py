@@ -1,4 +1,4 @@
-"""Going around every collective that Python starts, and describing it so that it can be joined."""
+"""Goes around every collective that Python starts, and describes it for ranks that join it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ _FUNCTIONAL = (
     *("all_gather_single", "all_gather_tensor", "all_reduce", "broadcast"),
     *("reduce_scatter_single", "reduce_scatter_tensor"),
 )
-"""DTensor's; they return what they would have written"""
+"""collectives of DTensor, which return their result"""
 
 _SIZES = ("output_split_sizes", "input_split_sizes")
 """where they are given, ranks send each other different amounts: nobody could join without them"""
+_OWN = ("group", "op", "async_op")
+"""arguments that a rank which joins chooses itself: the result is thrown away"""
 
-Joined = tuple[str, tuple[Any, ...], dict[str, Any]]
+Joined = tuple[str, dict[str, Any]]
 """a collective in plain values, which another rank can `join`"""
 
 
@@ -44,50 +46,33 @@ class _Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Stands for the group, of which every member has its own object."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sum:
-    """Stands for any reduction: what is joined is thrown away."""
-
-
-@dataclass(frozen=True, slots=True)
 class Collective:
-    """One call, that has not been made yet."""
+    """Holds one call that has not been made yet."""
 
     key: str
     original: Callable[..., Any]
     group: dist.ProcessGroup
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    given: dict[str, Any]
+    """arguments by name"""
 
     def __call__(self) -> Any:
         """Makes the call. Collective: yes."""
-        return self.original(*self.args, **self.kwargs)
+        return self.original(**self.given)
 
     @property
     def name(self) -> str:
-        """The group's, which is the same on all its ranks."""
+        """Returns the group's name, which is the same on all its ranks."""
         return self.group.group_name
 
     @property
     def returns_early(self) -> bool:
         """Whether its result is not there yet when it returns."""
-        return self.kwargs.get("async_op", False) is True
+        return self.given.get("async_op", False) is True
 
     def described(self) -> Joined:
-        """Returns what `join` needs. Holds no tensor."""
-        place = _places_of_groups()[self.key]
-        args = [_described(value) for value in self.args]
-        if len(args) > place:
-            args[place] = _Group()
-        kwargs = {name: _described(value) for name, value in self.kwargs.items()}
-        if len(args) <= place:
-            kwargs["group"] = _Group()
-        kwargs.pop("async_op", None)
-        return self.key, tuple(args), kwargs
+        """Returns the values that `join` needs, without tensors."""
+        others = {name: value for name, value in self.given.items() if name not in _OWN}
+        return self.key, {name: _described(value) for name, value in others.items()}
 
 
 def _described(value: Any) -> Any:
@@ -95,29 +80,23 @@ def _described(value: Any) -> Any:
         return _Tensor(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, list | tuple):
         return [_described(one) for one in value]
-    if isinstance(value, dist.ReduceOp) or type(value).__name__ == "RedOpType":
-        return _Sum()
     return value if isinstance(value, bool | int | str) else None
 
 
-def _real(value: Any, group: dist.ProcessGroup) -> Any:
+def _real(value: Any) -> Any:
     if isinstance(value, _Tensor):
         return torch.zeros(value.shape, dtype=value.dtype, device=value.device_type)
-    if isinstance(value, list):
-        return [_real(one, group) for one in value]
-    if isinstance(value, _Sum):
-        return dist.ReduceOp.SUM
-    return group if isinstance(value, _Group) else value
+    return [_real(one) for one in value] if isinstance(value, list) else value
 
 
 def join(collective: Joined, group: dist.ProcessGroup) -> Callable[[], object]:
-    """Takes part in a collective with zeros; returns what waits for it. Collective: yes."""
-    key, args, kwargs = collective
-    original = _originals()[key]
-    if "async_op" in inspect.signature(original).parameters:
-        kwargs = {**kwargs, "async_op": True}
-    made = {name: _real(value, group) for name, value in kwargs.items()}
-    under_way = original(*(_real(value, group) for value in args), **made)
+    """Takes part in a collective with zeros; returns a function that waits. Collective: yes."""
+    key, others = collective
+    original, signature = _originals()[key]
+    made: dict[str, Any] = {name: _real(value) for name, value in others.items()}
+    if "async_op" in signature.parameters:
+        made["async_op"] = True
+    under_way = original(**made, group=group)
     # Functional collectives return the result and no handle; it is waited for by itself.
     if isinstance(under_way, torch.Tensor):
         return functools.partial(functional.wait_tensor, under_way)
@@ -133,21 +112,15 @@ def group_named(name: str) -> dist.ProcessGroup | None:
 
 
 @functools.cache
-def _owners() -> dict[str, tuple[Any, str]]:
+def _originals() -> dict[str, tuple[Callable[..., Any], inspect.Signature]]:
+    # Torch wraps its public collectives in a logger of errors; others may have wrapped them too.
+    calls = {key: inspect.unwrap(getattr(*place)) for key, place in _places().items()}
+    return {key: (call, inspect.signature(call)) for key, call in calls.items()}
+
+
+def _places() -> dict[str, tuple[Any, str]]:
     rows = [(dist, name) for name in _PUBLIC] + [(functional, name) for name in _FUNCTIONAL]
     return {f"{o.__name__}.{n}": (o, n) for o, n in rows if hasattr(o, n)}
-
-
-@functools.cache
-def _originals() -> dict[str, Callable[..., Any]]:
-    # Torch wraps its public collectives in a logger of errors; others may have wrapped them too.
-    return {key: inspect.unwrap(getattr(*place)) for key, place in _owners().items()}
-
-
-@functools.cache
-def _places_of_groups() -> dict[str, int]:
-    signatures = {key: inspect.signature(call) for key, call in _originals().items()}
-    return {key: list(found.parameters).index("group") for key, found in signatures.items()}
 
 
 @contextlib.contextmanager
@@ -159,7 +132,7 @@ def around_collectives(around: Callable[[Collective], Any]) -> Generator[None]:
     """
     active = [True]
     replaced: list[tuple[Any, str, Any, Any]] = []
-    for key, (owner, name) in _owners().items():
+    for key, (owner, name) in _places().items():
         original = getattr(owner, name)
         replacement = _replacement(key, original, around, active)
         replaced.append((owner, name, original, replacement))
@@ -176,29 +149,24 @@ def around_collectives(around: Callable[[Collective], Any]) -> Generator[None]:
 def _replacement(
     key: str, original: Callable[..., Any], around: Callable[[Collective], Any], active: list[bool]
 ) -> Callable[..., Any]:
-    place = _places_of_groups()[key]
+    _, signature = _originals()[key]
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not active:
             return original(*args, **kwargs)
-        given = args[place] if len(args) > place else kwargs.get("group")
-        group = _group(given)
-        if group is None or group.size() == 1 or _is_uneven(key, args, kwargs):
+        # By name: torch itself gives the group by place in some calls and by name in others.
+        given = signature.bind(*args, **kwargs).arguments
+        group = _group(given.get("group"))
+        if group is None or group.size() == 1 or any(given.get(name) for name in _SIZES):
             return original(*args, **kwargs)
-        return around(Collective(key, original, group, args, kwargs))
+        return around(Collective(key, original, group, given))
 
     return call
 
 
-def _is_uneven(key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    if not key.endswith("all_to_all_single"):
-        return False
-    return any(args[2:4]) or any(kwargs.get(name) for name in _SIZES)
-
-
 def _group(given: Any) -> dist.ProcessGroup | None:
-    """The group that a collective was given in one of torch's ways, `None` for other ways."""
+    """Returns the group that a collective was given in one of torch's ways, `None` else."""
     if given is None:
         return dist.group.WORLD
     if isinstance(given, str):

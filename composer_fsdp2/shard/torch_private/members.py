@@ -1,13 +1,16 @@
-"""The table of private members of torch, and whether the installed torch has them."""
+"""Lists private members of torch, and looks whether the installed torch has them."""
 
 from __future__ import annotations
 
-import dis
+import contextlib
 import functools
 import importlib
 import inspect
+import pkgutil
+import re
+import sys
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,7 +28,7 @@ __all__ = [
     "member_states",
 ]
 
-# --- What is used, and whether this torch has it. ---
+# --- Members in use, and whether this torch has them. ---
 
 Use = Literal["read", "wrapped", "reset"]
 
@@ -46,7 +49,7 @@ EVERY_RUN = "fully_shard"
 
 @dataclass(frozen=True, slots=True)
 class PrivateMember:
-    """One member of torch that is not public, and what becomes of it here."""
+    """Names a member of torch that is not public, and its use here."""
 
     owner: str
     """`module:Class`, or a module"""
@@ -58,7 +61,7 @@ class PrivateMember:
 
     @property
     def title(self) -> str:
-        """Owner and name, short."""
+        """Returns owner and name, short."""
         return f"{self.owner.rpartition(':')[2]}.{self.name.replace('|', ' or ')}"
 
 
@@ -73,7 +76,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "read",
         {
             _UNIT: "_get_fsdp_state",
-            _STATE: "_fsdp_param_groups|_fsdp_param_group",
+            _STATE: "_fsdp_param_groups|_fsdp_param_group _is_root _lazy_init",
             _GROUP: "fsdp_params device",
             _PARAM: "sharded_param",
             _TENSOR: "_backward_hooks _post_accumulate_grad_hooks _is_view",
@@ -98,7 +101,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         EVERY_RUN,
         "read",
         {
-            _GROUP: "is_sharded is_unsharded _training_state reshard reduce_grads "
+            _GROUP: "is_unsharded _training_state reshard reduce_grads "
             "_all_gather_result unshard_in_backward",
             _PARAM: "_module_info _unsharded_param all_gather_outputs",
             "torch._C": "_functorch DisableTorchFunctionSubclass",
@@ -207,14 +210,14 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class MemberState:
-    """One row, and whether the installed torch has it."""
+    """Says of one row whether the installed torch has it."""
 
     member: PrivateMember
     found: bool
 
 
 def member_states() -> tuple[MemberState, ...]:
-    """All rows. Collective: no."""
+    """Returns all rows. Collective: no."""
     return tuple(MemberState(member, _is_there(member)) for member in PRIVATE_MEMBERS)
 
 
@@ -232,48 +235,33 @@ def check_private_members(features: Iterable[str] = ()) -> None:
     wanted = {EVERY_RUN, *features}
     rows = [member for member in PRIVATE_MEMBERS if member.feature in wanted]
     missing = [member for member in rows if not _is_there(member)]
-    if missing:
-        raise PatchError(_missing_text(missing))
-
-
-def _missing_text(missing: Sequence[PrivateMember]) -> str:
+    if not missing:
+        return
     members = ", ".join(dict.fromkeys(f"'{m.title}' (of {m.owner})" for m in missing))
-    features = dict.fromkeys(member.feature for member in missing)
-    optional = [name for name in features if name != EVERY_RUN]
-    text = (
+    needing = dict.fromkeys(member.feature for member in missing)
+    optional = [name for name in needing if name != EVERY_RUN]
+    leave = f", or leave {' and '.join(optional)} out" if len(optional) == len(needing) else ""
+    raise PatchError(
         f"torch {torch.__version__} has no {members}, or does not let it be set. "
-        f"{' and '.join(features)} cannot work without it, and would fail in the middle of a run. "
-        "Install a torch this package was tested with (2.7 to 2.15)"
+        f"{' and '.join(needing)} cannot work without it, and would fail in the middle of a run. "
+        f"Install a torch this package was tested with (2.7 to 2.15){leave}."
     )
-    if len(optional) < len(features):
-        return f"{text}."
-    return f"{text}, or leave {' and '.join(optional)} out."
 
 
 @functools.cache
 def _is_there(member: PrivateMember) -> bool:
-    module, _, path = member.owner.partition(":")
     try:
-        owner = importlib.import_module(module)
-    except ImportError:
-        owner = _attribute(module)
-    owner = getattr(owner, path, None) if path else owner
-    return owner is not None and any(_has(owner, n, member.use) for n in member.name.split("|"))
-
-
-def _attribute(path: str) -> Any:
-    """Returns the object of a dotted name, such as `torch.ops.aten`, which is no module."""
-    found: Any = torch
-    for part in path.split(".")[1:]:
-        found = getattr(found, part, None)
-    return found
+        owner = pkgutil.resolve_name(member.owner)
+    except (ImportError, AttributeError):
+        return False
+    return any(_has(owner, name, member.use) for name in member.name.split("|"))
 
 
 def _has(owner: Any, name: str, use: Use) -> bool:
     if isinstance(owner, types.FunctionType):
         # Newer torch does the same work in a module beside it.
-        beside = [importlib.import_module(f"{_SHARD}._fsdp_init"), inspect.getmodule(owner)]
-        return any(name in code.co_names for place in beside for code in _functions_of(place))
+        beside = importlib.import_module(f"{_SHARD}._fsdp_init")
+        return any(name in inspect.getsource(place) for place in (inspect.unwrap(owner), beside))
     if owner is nn.Module:  # whose methods the compiler replaces
         return hasattr(nn.Module(), name)
     if isinstance(owner, type):
@@ -286,22 +274,9 @@ def _has(owner: Any, name: str, use: Use) -> bool:
 
 @functools.cache
 def _set_by_methods(owner: type) -> frozenset[str]:
-    """Attributes that methods of a class set on `self`: there is no instance to ask yet."""
-    found: set[str] = set()
-    for one in owner.__mro__:
-        for code in _functions_of(one):
-            previous: Any = None
-            for step in dis.get_instructions(code):
-                # Newer Python loads two variables in one step.
-                loaded = previous[-1] if isinstance(previous, tuple) and previous else previous
-                if step.opname == "STORE_ATTR" and loaded == next(iter(code.co_varnames), ""):
-                    found.add(step.argval)
-                if step.opname != "CACHE":
-                    previous = step.argval
-    return frozenset(found)
-
-
-def _functions_of(place: Any) -> list[types.CodeType]:
-    """Code of the functions of a class or module, behind decorators."""
-    functions = (inspect.unwrap(value) for value in vars(place).values() if callable(value))
-    return [code for code in (getattr(f, "__code__", None) for f in functions) if code is not None]
+    """Returns attributes that methods set on `self`: there is no instance to ask yet."""
+    sources: list[str] = []
+    for one in owner.__mro__[:-1]:
+        with contextlib.suppress(OSError, TypeError):  # of a class that is not written in Python
+            sources.append(inspect.getsource(sys.modules[one.__module__]))
+    return frozenset(re.findall(r"\bself\.(\w+)[^=\n(]*=(?!=)", "\n".join(sources)))

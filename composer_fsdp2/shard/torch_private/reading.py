@@ -1,4 +1,4 @@
-"""Reading and writing sharded tensors: whole, or an error that says how.
+"""Has sharded tensors read and written whole, or raises an error that says how.
 
 [Note: numbers of shards] `float(param.norm())` of a DTensor is the norm of this rank's rows alone:
 torch reads one number out of the local part, whatever the tensor stands for. Summing over the ranks
@@ -17,6 +17,7 @@ shards: steps cost what they did.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -74,14 +75,14 @@ _HOOKED = (
 
 
 class _Guard:
-    """The function that torch calls to read a number out of a DTensor, with the guarded meshes."""
+    """Reads a number out of a DTensor when torch asks for it, and knows the guarded meshes."""
 
     def __init__(self, before: Callable[..., Any] | None) -> None:
         self.before = before
         self.meshes: weakref.WeakSet[DeviceMesh] = weakref.WeakSet()
 
-    def is_part(self, tensor: DTensor) -> bool:
-        """Whether it is one of ours, and this rank holds less than its value."""
+    def is_part(self, tensor: DTensor, *_: Any) -> bool:
+        """Whether the tensor has a guarded mesh, and this rank holds less than its value."""
         mesh = tensor.device_mesh
         sizes = zip(tensor.placements, mesh.shape, strict=True)
         incomplete = any(size > 1 and not place.is_replicate() for place, size in sizes)
@@ -138,35 +139,37 @@ def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
 
 def _guard_methods(guard: _Guard) -> None:
     """Methods that torch refuses with a sentence about subclasses, or that take the local part."""
-    messages = {name: _VALUES.format(name=name) for name in ("numpy", "tolist")}
-    messages |= {"__reduce_ex__": _PICKLED, "__format__": _NUMBER}
-    # Torch 2.15 ends the process there: a DTensor has no memory of its own to hand out.
-    messages["__dlpack__"] = _VALUES.format(name="__dlpack__").replace(".__dlpack__()", "")
-    for name, message in messages.items():
-        setattr(DTensor, name, _guarded(guard, name, message))
-    original = DTensor.__setitem__
 
-    def write(self: DTensor, index: Any, value: Any) -> None:
-        if guard.is_part(self) and not _leaves_rows_whole(self, index):
-            raise ShardReadError(_WRITTEN)
-        original(self, index, value)
+    def formats(tensor: DTensor, spec: str) -> bool:
+        return bool(spec) and guard.is_part(tensor)  # without one it shows the placements
 
-    DTensor.__setitem__ = write  # pyright: ignore[reportAttributeAccessIssue]
+    def writes(tensor: DTensor, index: Any, _value: Any) -> bool:
+        return guard.is_part(tensor) and not _leaves_rows_whole(tensor, index)
+
+    def hooks(tensor: DTensor, _hook: Any) -> bool:
+        return isinstance(tensor, nn.Parameter) and tensor.device_mesh in guard.meshes
+
+    def assigns(tensor: DTensor, _value: Any) -> bool:
+        return tensor.device_mesh in guard.meshes
+
+    # Torch 2.15 ends the process over `__dlpack__`: a DTensor has no memory of its own to hand out.
+    refused: dict[str, tuple[str, Callable[..., bool]]] = {
+        "numpy": (_VALUES.format(name="numpy"), guard.is_part),
+        "tolist": (_VALUES.format(name="tolist"), guard.is_part),
+        "__dlpack__": (
+            _VALUES.format(name="__dlpack__").replace(".__dlpack__()", ""),
+            guard.is_part,
+        ),
+        "__reduce_ex__": (_PICKLED, guard.is_part),
+        "__format__": (_NUMBER, formats),
+        "__setitem__": (_WRITTEN, writes),
+        "register_hook": (_HOOKED, hooks),
+    }
+    for name, (message, refuses) in refused.items():
+        setattr(DTensor, name, _guarded(getattr(DTensor, name), message, refuses))
     data: Any = torch.Tensor.data
-    register_hook = DTensor.register_hook
-
-    def assign(self: DTensor, value: Any) -> None:
-        if self.device_mesh in guard.meshes:
-            raise ShardReadError(_ASSIGNED)
-        data.__set__(self, value)
-
-    def register(self: DTensor, hook: Callable[..., Any]) -> Any:
-        if isinstance(self, nn.Parameter) and self.device_mesh in guard.meshes:
-            raise ShardReadError(_HOOKED)
-        return register_hook(self, hook)
-
-    DTensor.data = property(data.__get__, assign)  # pyright: ignore[reportAttributeAccessIssue]
-    DTensor.register_hook = register  # pyright: ignore[reportAttributeAccessIssue]
+    assigned = property(data.__get__, _guarded(data.__set__, _ASSIGNED, assigns))
+    DTensor.data = assigned  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _leaves_rows_whole(tensor: DTensor, index: Any) -> bool:
@@ -187,14 +190,13 @@ def _leaves_rows_whole(tensor: DTensor, index: Any) -> bool:
     return dims <= whole
 
 
-def _guarded(guard: _Guard, name: str, message: str) -> Callable[..., Any]:
-    original = getattr(DTensor, name)
-
+def _guarded(
+    original: Callable[..., Any], message: str, refuses: Callable[..., bool]
+) -> Callable[..., Any]:
+    @functools.wraps(original)
     def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
-        harmless = name == "__format__" and args == ("",)  # its repr, which names the placements
-        if not harmless and guard.is_part(self):
+        if refuses(self, *args):
             raise ShardReadError(message)
         return original(self, *args, **kwargs)
 
-    method.__name__ = name
     return method

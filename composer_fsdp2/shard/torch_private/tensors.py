@@ -1,16 +1,14 @@
-"""Tensors, modules, compilers, checkpoints and process groups: what of them is private."""
+"""Reads private members of tensors, modules, compilers, checkpoints and process groups."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import importlib
 import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +18,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _get_default_store as default_store
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
-
-from composer_fsdp2.fingerprint import fingerprint
 
 __all__ = [
     "PROFILER_MARKS",
@@ -42,9 +37,7 @@ __all__ = [
     "compiler_modes",
     "copy_hooks",
     "default_store",
-    "fast_chunking",
     "flatten_state_dict",
-    "flight_recorder",
     "forward_pre_hooks",
     "is_compiled",
     "is_view",
@@ -68,7 +61,8 @@ __all__ = [
     "wrapped_module",
 ]
 
-_PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
+default_store: Callable[[], Any] = _get_default_store
+"""returns the store at which the ranks met"""
 
 # --- Modules and tensors. ---
 
@@ -122,7 +116,7 @@ def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[Any]:
-    """Returns what says how DTensors are divided; `None` for other tensors."""
+    """Returns the layouts of DTensors; `None` for other tensors."""
     return [getattr(tensor, "_spec", None) for tensor in tensors]
 
 
@@ -136,6 +130,8 @@ def local_gradients(
     found: list[Any] = []
     for param, grad in zip(params, grads, strict=True):
         if type(grad) is DTensor:
+            # By identity: FSDP2 gives a gradient the layout of its parameter, the very object, and
+            # comparing layouts costs as much as a step.
             lies, own = grad._spec, param._spec
             if lies.placements is own.placements and lies.mesh is own.mesh:
                 found.append(grad._local_tensor)
@@ -165,7 +161,7 @@ def post_accumulate_hooks(param: torch.Tensor) -> list[Callable[..., None]]:
 
 
 def copy_hooks(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Gives a new parameter the hooks of the one whose place it takes."""
+    """Gives a new parameter the hooks of the parameter whose place it takes."""
     # To set this attribute also hands the hooks to autograd.
     new._backward_hooks = old._backward_hooks
     for hook in post_accumulate_hooks(old):
@@ -274,83 +270,3 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timed
     """Returns after how long its collectives give up; `None` where the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
-
-
-def flight_recorder() -> Callable[[], bytes] | None:
-    """Returns what writes down torch's record of collectives, if this torch has it."""
-    name = "_dump_nccl_trace" if dist.get_backend() == "nccl" else "_dump_fr_trace"
-    native: Any = torch._C
-    return getattr(native._distributed_c10d, name, None)
-
-
-# --- Sharding for many ranks. ---
-
-_CHUNKS_READ = "7259a2aabd6a7329"
-"""fingerprint of the code of torch 2.7.0 to 2.15.0"""
-
-
-_STRIDES = "make_contiguous_strides_for"
-
-
-class _Chunks(Sequence[Any]):
-    """The pieces of a tensor, each made when it is asked for."""
-
-    def __init__(self, tensor: Any, num_chunks: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, num_chunks, dim
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(self)[index]
-        rows = self._tensor.size(self._dim)
-        # As `torch.chunk` divides: all pieces have this size but the last, and some may be missing.
-        size = -(-rows // self._count)
-        start = range(self._count)[index] * size
-        if start >= rows:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, start, min(size, rows - start))
-
-
-def _chunk_lazily(original: Any, tensor: Any, num_chunks: int, dim: int) -> Any:
-    # Without rows `torch.chunk` makes all pieces, which keep the other dims.
-    rows = tensor.size(dim)
-    return _Chunks(tensor, num_chunks, dim) if rows else original(tensor, num_chunks, dim)
-
-
-@contextlib.contextmanager
-def fast_chunking() -> Generator[None]:
-    """Makes `fully_shard` cost the same for any number of ranks, for the duration of a block.
-
-    Collective: no. For each parameter torch cuts out the piece of every rank and takes one, and for
-    each unit older torch compares every rank with every other to find a process group it was given
-    before. Thousands of parameters on a thousand ranks are minutes of that. It is left as it is
-    where its source is not the one that was read: private, so it may change. Strides, which follow
-    from a shape alone, are computed once for each shape.
-    """
-    groups: dict[Any, Any] = {}
-    get_group = DeviceMesh.get_group
-
-    @functools.wraps(get_group)
-    def known_group(mesh: Any, mesh_dim: Any = None) -> Any:
-        # With the mesh itself in it, so that no other takes its address meanwhile.
-        if (id(mesh), mesh_dim) not in groups:
-            groups[id(mesh), mesh_dim] = mesh, get_group(mesh, mesh_dim)
-        return groups[id(mesh), mesh_dim][1]
-
-    replaced: list[tuple[Any, str, Any]] = [(DeviceMesh, "get_group", known_group)]
-    with contextlib.suppress(ImportError, AttributeError, OSError):
-        owner = importlib.import_module(_PARAM)
-        replaced.append((owner, _STRIDES, functools.cache(getattr(owner, _STRIDES))))
-        chunks = owner._chunk_with_empty
-        if fingerprint(chunks) == _CHUNKS_READ:
-            replaced.append((owner, "_chunk_with_empty", partial(_chunk_lazily, chunks)))
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in replaced]
-    try:
-        for place in replaced:
-            setattr(*place)
-        yield
-    finally:
-        for place in originals:
-            setattr(*place)

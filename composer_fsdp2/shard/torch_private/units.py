@@ -1,4 +1,4 @@
-"""FSDP2's groups of parameters: what the public methods of a unit do not reach."""
+"""Reads and replaces members of FSDP2's units and their groups of parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.shard.torch_private.tensors import local_tensor, storage_id
 
 __all__ = [
     "CHANGES_PARAMETERS",
@@ -16,6 +19,7 @@ __all__ = [
     "after_backward",
     "all_reduce_hook",
     "all_reduces",
+    "attach",
     "backward_number",
     "carry_requires_grad",
     "device_of",
@@ -24,20 +28,27 @@ __all__ = [
     "frees_after_forward",
     "gather_again",
     "gather_bytes",
+    "gathered_memory",
+    "gathered_param",
     "has_gradient",
     "has_run",
     "hear_backward",
     "holds_gathered",
+    "in_function_transform",
     "init_all_gather_extensions",
     "is_busy",
+    "is_exported",
     "is_gathered",
+    "is_idle",
     "is_inside_unit",
     "is_root",
     "lazy_init",
     "local_shard",
+    "memory_id",
     "param_groups",
     "params_of",
     "partial_reduction",
+    "places_of",
     "reduces",
     "reduction_bytes",
     "reserve_gather",
@@ -45,6 +56,7 @@ __all__ = [
     "reset_iteration",
     "runs_backward",
     "sharded_param",
+    "stands_in",
     "trained_params",
     "will_get_gradient",
 ]
@@ -60,7 +72,7 @@ def _state(unit: FSDPModule) -> Any:
 
 
 def param_groups(unit: FSDPModule) -> list[Any]:
-    """Returns what torch gathers and reduces together in this unit.
+    """Returns the groups of parameters that torch gathers and reduces together in this unit.
 
     One group, or none without parameters; newer torch may have several.
     """
@@ -70,8 +82,13 @@ def param_groups(unit: FSDPModule) -> list[Any]:
 
 
 def is_gathered(group: Any) -> bool:
-    """Whether a group's parameters are in memory beyond this rank's shards."""
-    return not group.is_sharded
+    """Whether the whole parameters are in their places in the modules."""
+    return group.is_unsharded
+
+
+def is_idle(group: Any) -> bool:
+    """Whether neither forward nor backward is at the group."""
+    return group._training_state.name == "IDLE"
 
 
 def params_of(group: Any) -> list[Any]:
@@ -85,7 +102,7 @@ def holds_gathered(group: Any) -> bool:
 
 
 def gather_bytes(group: Any) -> int:
-    """Returns the size of what the next all-gather of a sharded group brings together.
+    """Returns the size of the next all-gather of a sharded group.
 
     In the dtype that is sent, padding included.
     """
@@ -96,14 +113,17 @@ def gather_bytes(group: Any) -> int:
 
 
 def reduction_bytes(group: Any) -> int:
-    """Returns the size of what this rank has of a group's gradients after a reduce-scatter.
+    """Returns the size of this rank's part of a group's gradients after a reduce-scatter.
 
     In the dtype that is sent, padding included; the input of the reduce-scatter is as many times
     that as there are shards.
     """
-    grads = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    dtype = grads[0].reduce_dtype or grads[0].param_dtype or grads[0].orig_dtype
-    return sum(param._sharded_param_data.numel() for param in grads) * dtype.itemsize
+    return sum(
+        param._sharded_param_data.numel()
+        * (param.reduce_dtype or param.param_dtype or param.orig_dtype).itemsize
+        for param in group.fsdp_params
+        if param.sharded_param.requires_grad
+    )
 
 
 def device_of(group: Any) -> torch.device:
@@ -147,7 +167,13 @@ def is_inside_unit(module: nn.Module) -> bool:
 
 def lazy_init(unit: FSDPModule) -> None:
     """Does now what the first forward would do; nothing the next time."""
+    told = [(group, group.post_forward_mesh_info) for group in param_groups(unit)]
     _state(unit)._lazy_init()
+    if not hasattr(unit, "set_reshard_after_forward"):
+        # Older torch keeps the first unit that runs, whatever it was told.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L168
+        for group, how in told:
+            group.post_forward_mesh_info = how
 
 
 def runs_backward(group: Any) -> bool:
@@ -204,7 +230,7 @@ def has_run(param: Any) -> bool:
 
 
 def trained_params(group: Any) -> list[Any]:
-    """Returns what autograd may give a gradient; it sees gathered copies, once there are any."""
+    """Returns parameters that autograd may give a gradient: gathered copies, once there are any."""
     params = group.fsdp_params
     return [p for p in params if getattr(p, "_unsharded_param", p.sharded_param).requires_grad]
 
@@ -233,7 +259,7 @@ def will_get_gradient(param: Any) -> bool:
 
     A gradient of two uses arrives after the second of them.
     """
-    # The whole parameter is a leaf: its node is the one that adds to its `grad`.
+    # The whole parameter is a leaf: its node adds to its `grad`.
     node = torch.autograd.graph.get_gradient_edge(param._unsharded_param).node
     return torch._C._will_engine_execute_node(node)  # pyright: ignore
 
@@ -264,9 +290,14 @@ def backward_number() -> int:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Has `call` called at the end of this backward, after what others put in so far."""
+    """Has `call` called at the end of this backward, after callbacks that were queued before."""
     # Torch refuses a callback outside of a backward.
     Variable._execution_engine.queue_callback(call)  # pyright: ignore
+
+
+def in_function_transform() -> bool:
+    """Whether a transformation of `torch.func` runs, such as `vmap`, `grad` or `jvp`."""
+    return torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportUnnecessaryComparison]
 
 
 def local_shard(param: Any) -> torch.Tensor:
@@ -278,6 +309,149 @@ def init_all_gather_extensions(param: Any) -> None:
     """Has torch look again for such methods."""
     # Torch itself looks when it makes this record, and once more in the first forward.
     param._init_extensions()
+
+
+def gathered_param(param: Any) -> nn.Parameter:
+    """Returns the whole parameter with which modules compute."""
+    return param._unsharded_param
+
+
+def places_of(param: Any) -> list[tuple[nn.Module, str]]:
+    """Returns modules and names under which the parameter stands in them."""
+    info = param._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def stands_in(param: Any, found: object) -> bool:
+    """Whether it is the parameter, as FSDP2 itself puts it into modules."""
+    record = vars(param)
+    names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    return any(found is record.get(name) for name in names)
+
+
+def gathered_memory(param: Any) -> torch.Tensor | None:
+    """Returns the whole parameter as a plain tensor; `None` for a tensor subclass."""
+    whole = param._unsharded_param
+    # A DTensor cannot be detached in inference mode.
+    whole = (local_tensor(whole) if isinstance(whole, DTensor) else whole).detach()
+    return whole if type(whole) is torch.Tensor else None
+
+
+def memory_id(param: Any) -> int:
+    """Returns a number that tensors over the whole parameter's memory share."""
+    whole = gathered_memory(param)
+    return -1 if whole is None else storage_id(whole)
+
+
+def is_exported(param: Any) -> bool:
+    """Whether memory of the whole parameter was given to numpy: torch cannot free it any more."""
+    return any(not part.untyped_storage().resizable() for part in param.all_gather_outputs)
+
+
+# --- What torch does with a group. ---
+
+
+def attach(group: Any, hear: Callable[[str], bool]) -> None:
+    """Replaces the methods of torch's group in which it changes state, once for all listeners.
+
+    Args:
+        group: of a unit.
+        hear: called with the name of an event just before torch does it, or after it for
+            `after_...`; of `may_free` and `may_reduce` it says whether torch may do it now.
+
+    Source: the methods,
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L252
+    """
+    replacements = _Replacements(group, hear)
+    for name in replacements.original:
+        setattr(group, name, getattr(replacements, name))
+
+
+_NAMES = (
+    "pre_forward",
+    "post_forward",
+    "unshard",
+    "wait_for_unshard",
+    "pre_backward",
+    "post_backward",
+    "_to_unsharded",
+    "_to_sharded",
+    "_to_sharded_post_forward",
+)
+
+
+class _Replacements:
+    """Has methods of a group, by torch's names, that call the original ones and tell of it."""
+
+    def __init__(self, group: Any, hear: Callable[[str], bool]) -> None:
+        self._group, self._hear = group, hear
+        self.original = {name: getattr(group, name) for name in _NAMES}
+
+    def pre_forward(self, *args: Any) -> Any:
+        # A unit that stayed gathered; one that is freed carries its flags when it is.
+        carry_requires_grad(self._group)
+        self._hear("before_forward")
+        return self.original["pre_forward"](*args)
+
+    def post_forward(self, *args: Any) -> Any:
+        output = self.original["post_forward"](*args)
+        self._hear("after_group_forward")
+        return output
+
+    def unshard(self, *args: Any, **kwargs: Any) -> None:
+        if _gathers(self._group):
+            self._hear("before_gather")
+        self.original["unshard"](*args, **kwargs)
+
+    def wait_for_unshard(self) -> None:
+        if not torch.is_inference_mode_enabled():
+            self.original["wait_for_unshard"]()
+            return
+        # Training computes with the same parameters, and what is made in inference mode cannot be
+        # saved for backward.
+        with torch.inference_mode(False), torch.no_grad():
+            self.original["wait_for_unshard"]()
+
+    def pre_backward(self, *args: Any) -> Any:
+        self._hear("before_backward")
+        return self.original["pre_backward"](*args)
+
+    def post_backward(self, *args: Any) -> None:
+        if not self._hear("may_reduce"):
+            return
+        self._hear("after_backward")
+        params = self._group.fsdp_params
+        if self._group.reduce_grads and any(has_run(p) and has_gradient(p) for p in params):
+            self._hear("before_reduce")
+        self.original["post_backward"](*args)
+
+    def _to_unsharded(self) -> None:
+        self._hear("before_unsharded")
+        self.original["_to_unsharded"]()
+        self._hear("after_unsharded")
+
+    def _to_sharded(self) -> None:
+        if self._may_free():
+            self.original["_to_sharded"]()
+
+    def _to_sharded_post_forward(self) -> None:
+        if self._may_free():
+            self.original["_to_sharded_post_forward"]()
+
+    def _may_free(self) -> bool:
+        # Hooks of `state_dict` and `load_state_dict` come here too, gathered or not.
+        frees = not self._group.is_unsharded or self._hear("may_free")
+        if frees:
+            carry_requires_grad(self._group)
+        return frees
+
+
+def _gathers(group: Any) -> bool:
+    """Whether `unshard` sends anything now."""
+    if group._all_gather_result is not None or group.is_unsharded:
+        return False
+    return group.unshard_in_backward or group._training_state.name != "PRE_BACKWARD"
 
 
 # --- Out of memory. ---
@@ -303,17 +477,13 @@ def reserve_gather(group: Any) -> None:
 
 def reserve_reduction(group: Any) -> None:
     """Fails here, before the ranks agree, if a reduction's buffers do not fit."""
-    if group.device.type == "cpu" or not group.reduce_grads:
+    size = reduction_bytes(group)
+    if group.device.type == "cpu" or not group.reduce_grads or not size:
         return
-    grads = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-    if not grads:
-        return
-    size = group.mesh_info.shard_mesh_size
-    shard = sum(p._sharded_param_data.numel() for p in grads)
-    dtype = grads[0].reduce_dtype or grads[0].orig_dtype
-    whole = torch.empty(shard * size, dtype=dtype, device=group.device)
+    ranks, byte = group.mesh_info.shard_mesh_size, torch.uint8
+    whole = torch.empty(size * ranks, dtype=byte, device=group.device)
     with group.device_handle.stream(group.comm_ctx.reduce_scatter_stream):
-        part = torch.empty(shard, dtype=dtype, device=group.device)
+        part = torch.empty(size, dtype=byte, device=group.device)
     del whole, part
 
 

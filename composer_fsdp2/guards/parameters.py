@@ -1,4 +1,4 @@
-"""Refuses changes of gathered parameters that FSDP2 would forget.
+"""Refuses changes of gathered parameters, which FSDP2 forgets, and steps of parameters added later.
 
 [Note: gathered parameters] Modules compute with a whole copy of a parameter. It is made anew for
 every use, and its memory is freed after it. So a write to it is lost, and a tensor put in its place
@@ -14,39 +14,40 @@ https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_sha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown
-from composer_fsdp2.shard.torch_private.gathered import (
+from composer_fsdp2.shard.torch_private.tensors import storage_id, tree_leaves
+from composer_fsdp2.shard.torch_private.units import (
+    backward_number,
+    frees_after_forward,
     gathered_memory,
     gathered_param,
     in_function_transform,
     is_exported,
     memory_id,
+    params_of,
     places_of,
     stands_in,
-)
-from composer_fsdp2.shard.torch_private.tensors import storage_id, tree_leaves
-from composer_fsdp2.shard.torch_private.units import (
-    backward_number,
-    frees_after_forward,
-    params_of,
-    sharded_param,
 )
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["GatheredParameters"]
+__all__ = ["AddedParameters", "GatheredParameters"]
 
 
 class _Param:
-    """One parameter, and what is known of it since it was gathered."""
+    """Holds what is known of one parameter since it was gathered."""
 
     def __init__(self, record: Any, names: Mapping[int, str], unit: str) -> None:
         self.record, self.unit = record, unit
@@ -55,21 +56,6 @@ class _Param:
         self.plain: bool | None = None
         self.seen: tuple[int, int] | None = None
         self.contents: torch.Tensor | None = None
-        self.shard: tuple[torch.Tensor, int] | None = None
-
-    def note_shard(self) -> None:
-        shard = sharded_param(self.record)
-        self.shard = shard, storage_id(shard)
-
-    def forget_shard(self) -> bool:
-        """Whether `.data` of the shard was assigned: a gather would go on reading the old one.
-
-        FSDP2 itself takes another parameter before its first gather, if `to_empty` or `to` has put
-        one into the module.
-        """
-        noted, self.shard = self.shard, None
-        shard = sharded_param(self.record)
-        return noted is not None and noted[0] is shard and noted[1] != storage_id(shard)
 
     def is_exchanged(self) -> bool:
         """Whether something stands in a module that FSDP2 did not put there."""
@@ -92,7 +78,7 @@ class _Param:
 
 
 def _seen(whole: torch.Tensor) -> tuple[int, int]:
-    """Version and place; what was made under inference_mode has no version."""
+    """Returns version and place; a tensor made under inference_mode has no version."""
     return 0 if whole.is_inference() else whole._version, whole.data_ptr()
 
 
@@ -122,7 +108,7 @@ class GatheredParameters(StepListener):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Where there are parameters."""
+        """Says whether there are parameters."""
         return bool(run.groups)
 
     def __init__(self, run: Run) -> None:
@@ -138,28 +124,24 @@ class GatheredParameters(StepListener):
         """of training, and of evaluation, that came to their end"""
 
     def begin_forward(self) -> None:
-        """Raises what a backward has shown. Collective: yes, the second time in training."""
+        """Raises errors that a backward has shown. Collective: yes, the second time in training."""
         trains = torch.is_grad_enabled()
         if trains and self._forwards[True] == 1:
             self._agree("the beginning of the second forward")
         else:
             self._raise_here()
-        if self._forwards[trains] == 0:
-            for param in self._params():
-                param.note_shard()
 
     def end_forward(self) -> None:
-        """Raises what a forward has shown. Collective: yes, the first time."""
+        """Raises errors that a forward has shown. Collective: yes, the first time."""
         trains = torch.is_grad_enabled()
         self._forwards[trains] += 1
         if self._forwards[trains] > 1:
             self._raise_here()
             return
-        self._found += [_assigned(param) for param in self._params() if param.forget_shard()]
         self._agree("the end of the first forward")
 
     def aborted(self) -> None:
-        """Each rank has come to the end of another number of forwards. Collective: no."""
+        """Starts anew: ranks have ended different numbers of forwards. Collective: no."""
         self._forwards = {True: 0, False: 0}
 
     @torch.compiler.disable
@@ -208,10 +190,6 @@ class GatheredParameters(StepListener):
                 if type(leaf) in (torch.Tensor, nn.Parameter) and storage_id(leaf) in own:
                     raise PlanError(_returned(own[storage_id(leaf)], unit))
 
-    def _params(self) -> Iterator[_Param]:
-        for params in self._groups.values():
-            yield from params
-
     def _agree(self, subject: str) -> None:
         """Raises on every rank the changes that were found on any. Collective: yes."""
         self.run.tell("before_agreement", subject)
@@ -232,7 +210,68 @@ class GatheredParameters(StepListener):
         return PlanError("\n".join(found[:3]) + more)
 
 
-# --- What is said. ---
+class AddedParameters(StepListener):
+    """Refuses to step parameters that a model got after it was prepared: nobody averages them.
+
+    Every parameter that is added to the optimizer of the run is checked. Of other optimizers only
+    parameters of the model are: they may step another model, whose gradients somebody else
+    averages.
+    """
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Says whether there are ranks to average over."""
+        return dist.get_world_size() > 1
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        held = [] if run.optimizer is None else _params_of(run.optimizer)
+        self._whole = {id(param) for param in [*run.model.parameters(), *held] if _is_plain(param)}
+        self._seen = weakref.WeakKeyDictionary[torch.optim.Optimizer, list[int]]()
+
+    def before_any_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks an optimizer whose parameters have changed. Collective: no.
+
+        Raises:
+            PlanError: for a trainable parameter that is not sharded, and was not there before; for
+                an optimizer that was built later, where tensor parallelism divides a layer.
+        """
+        params = _params_of(optimizer)
+        found = [id(param) for param in params]
+        if self._seen.get(optimizer) == found:
+            return
+        names = {id(param): f"'{name}'" for name, param in self.run.model.named_parameters()}
+        own = (param for param in params if id(param) in names)
+        is_given = optimizer is self.run.optimizer
+        if not is_given and any(group_dividing(param) is not None for param in own):
+            raise PlanError(
+                f"{type(optimizer).__name__} was built after the model was prepared with tensor "
+                "parallelism. Its checkpoints would hold fused weights in another order. Give it "
+                "to prepare_fully_shard, or to the Trainer."
+            )
+        added = [p for p in params if _is_plain(p) and p.requires_grad and id(p) not in self._whole]
+        for param in added:
+            name = names.get(id(param))
+            if name is None and not is_given:
+                continue
+            raise PlanError(
+                f"{name or f'A parameter of shape {tuple(param.shape)}'} was given to "
+                f"{type(optimizer).__name__} after the model was prepared. No rank averages its "
+                "gradient with others, so each would train another value. Add it to the model and "
+                "to the optimizer before prepare_fully_shard, or before the Trainer is made."
+            )
+        self._seen[optimizer] = found
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_plain(param: object) -> bool:
+    return not isinstance(param, DTensor)
+
+
+# --- Texts of errors. ---
 
 
 def _unit_text(name: str) -> str:
@@ -267,15 +306,6 @@ def _exchanged(param: _Param) -> str:
         "the parameters it gathers, so the tensor would be ignored or dropped. Give forward the "
         "tensor as an argument; call the module's function with it (F.linear(x, weight)); or write "
         "it into the parameter between steps with composer_fsdp2.summon_full_params."
-    )
-
-
-def _assigned(param: _Param) -> str:
-    return (
-        f"'{param.name}.data' was assigned in place, while {_unit_text(param.unit)} had not "
-        "gathered it. FSDP2 gathers the memory it made for the shard, so the assignment would be "
-        "ignored. Compute with a changed copy (F.linear(x, self.weight * 0.9)) in the unit; or "
-        "change the weight between steps, in a callback, with composer_fsdp2.summon_full_params."
     )
 
 

@@ -1,4 +1,4 @@
-"""Backward through a backward: gradient penalties, forces, and gradients taken inside forward.
+"""Units that stay gathered: between two backwards, and between a backward and the step.
 
 [Note: second backward] Autograd's graph of a gradient reads the weights without asking the unit to
 gather them, for no hook of the unit is in it. So after a backward that builds such a graph
@@ -17,21 +17,18 @@ from typing import Any
 import torch
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.shard.torch_private.gathered import (
-    free,
-    gathered_param,
-    is_gathered,
-    is_idle,
-)
 from composer_fsdp2.shard.torch_private.units import (
     backward_number,
+    gathered_param,
     has_run,
+    is_gathered,
+    is_idle,
     params_of,
     sharded_param,
 )
 from composer_fsdp2.step.run import Run, StepListener
 
-__all__ = ["SecondBackward"]
+__all__ = ["SecondBackward", "StaleGathers"]
 
 
 class SecondBackward(StepListener):
@@ -63,7 +60,13 @@ class SecondBackward(StepListener):
         for param in params_of(group):
             grad = gathered_param(param).grad if has_run(param) else None
             if grad is not None and grad.requires_grad:
-                raise PlanError(_GRAPH_OF_PARAMETERS)
+                raise PlanError(
+                    "backward(create_graph=True) leaves a graph in the gradients of parameters. "
+                    "FSDP2 reduces those gradients over the ranks outside autograd, so nothing "
+                    "could be differentiated through them. Take the gradient of inputs or of "
+                    "activations: torch.autograd.grad(outputs, inputs, create_graph=True), and "
+                    "call backward without create_graph on the loss that is made of it."
+                )
         if is_gathered(group):
             self._kept.setdefault(group, _versions(group))
         return False
@@ -79,22 +82,43 @@ class SecondBackward(StepListener):
         """Frees units that are old by now, because the optimizer has stepped. Collective: no."""
         for group, versions in list(self._kept.items()):
             if versions != _versions(group):
-                free(group)
+                group.reshard()
 
     def end_of_backward(self) -> None:
         """Frees all units after the last backward. Collective: no."""
-        if not self._keeps:
-            for group in list(self._kept):
-                free(group)
+        for group in [] if self._keeps else list(self._kept):
+            group.reshard()
 
 
 def _versions(group: Any) -> list[int]:
     return [sharded_param(param)._version for param in params_of(group)]
 
 
-_GRAPH_OF_PARAMETERS = (
-    "backward(create_graph=True) leaves a graph in the gradients of parameters. FSDP2 reduces "
-    "those gradients over the ranks outside autograd, so nothing could be differentiated through "
-    "them. Take the gradient of inputs or of activations: torch.autograd.grad(outputs, inputs, "
-    "create_graph=True), and call backward without create_graph on the loss that is made of it."
-)
+class StaleGathers(StepListener):
+    """Frees units that a forward gathered between backward and step.
+
+    Whoever clips gradients reads those of `model.parameters()`. The gradients are at the shards,
+    and a unit that a forward without gradients left gathered shows whole parameters without one.
+    After the step its parameters would be those from before the step.
+    """
+
+    _gradients_wait = False
+
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Learns that gradients may wait for a step. Collective: no."""
+        self._gradients_wait = self._gradients_wait or torch.is_grad_enabled()
+
+    def after_group_forward(self, unit: str, group: Any) -> None:
+        """Frees a unit after a forward without gradients. Collective: no."""
+        if self._gradients_wait and not torch.is_grad_enabled() and is_gathered(group):
+            group.reshard()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Frees all units. Collective: no."""
+        for name, groups in self.run.groups.items():
+            if any(map(is_gathered, groups)):
+                self.run.units[name].reshard()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learns that no gradient waits. Collective: no."""
+        self._gradients_wait = False

@@ -1,0 +1,331 @@
+"""Hooks that a unit of FSDP2 has from its sharding on: around its forward, and after a reduction.
+
+Everything else that happens in a step is a listener of a run (`step.run`). These are there without
+a run too, in a model that only `apply_plan` has sharded: without them backward would be missed, or
+inputs and gradients would be other numbers.
+
+[Note: casting inputs] torch casts the inputs of a unit through its registry of containers, which
+builds new ones. A key-value cache is such a container: the block would write into a copy, and
+generation go wrong without a word. So tensors are cast here, in plain containers only.
+Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L223
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from composer_fsdp2.shard.torch_private.tensors import is_view, tree_leaves, tree_map, unsafe_view
+from composer_fsdp2.shard.torch_private.units import gather_again, hear_backward, is_root, lazy_init
+
+__all__ = [
+    "AverageOverReplicas",
+    "Division",
+    "InputCast",
+    "force_backward_through",
+    "hook_after_sharding",
+    "hook_before_sharding",
+    "hooks_around",
+    "leave_division_to_torch",
+]
+
+
+def hook_before_sharding(module: nn.Module) -> None:
+    """Hooks a module that is about to be a unit. Collective: no."""
+    # Hooks after a forward run in the order of registration, and FSDP2's own puts its gradient
+    # hooks on the tensors that this one returns.
+    module.register_forward_hook(_after_forward)
+
+
+def hook_after_sharding(module: nn.Module, cast: InputCast, full: str | None, frozen: bool) -> None:
+    """Hooks a new unit. Collective: no.
+
+    Args:
+        module: the unit.
+        cast: of its inputs.
+        full: type of the device on which autocast must not lower its dtype, if anywhere.
+        frozen: whether it trains nothing, and torch was told not to gather it in backward.
+    """
+    # Before FSDP2's own, which is prepended too.
+    module.register_forward_pre_hook(_before_forward, prepend=True)
+    if full is not None:
+        # No hook: a context that a pre-hook enters would not be left after every error.
+        module.forward = torch.autocast(full, enabled=False)(module.forward)
+    if cast.dtype is not None:
+        # Runs after FSDP2's own, which is prepended and moves inputs to the device. Also when a
+        # forward is run again in backward, where FSDP2 of torch 2.7 returns before its cast.
+        module.register_forward_pre_hook(cast.before_forward, with_kwargs=True)
+    if frozen:
+        module.register_forward_hook(_gather_once_backward_needs_it)
+
+
+@contextlib.contextmanager
+def hooks_around(
+    module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> Generator[None]:
+    """Calls functions around the forward of a unit, for the duration of a block. Collective: no."""
+    # Prepended later than FSDP2's own, so it runs before that one gathers. Torch calls no hooks
+    # after a forward that raised, except those with `always_call`.
+    hooks = (
+        module.register_forward_pre_hook(before, prepend=True),
+        module.register_forward_hook(after, always_call=True),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _before_forward(module: Any, _args: object) -> None:
+    if not torch.compiler.is_compiling() and is_root(module) is None:
+        # The first forward may make shards anew, which the optimizer steps.
+        with torch.inference_mode(False):
+            lazy_init(module)
+    gather_again(module)
+
+
+def _after_forward(module: Any, _args: object, output: object) -> object:
+    if torch.is_grad_enabled() and not isinstance(output, torch.Tensor):
+        # Older torch does not look for tensors in dataclasses.
+        leaves = (leaf for leaf in tree_leaves(output) if not isinstance(leaf, torch.Tensor))
+        if hidden := [tensor for leaf in leaves for tensor in _in_fields(leaf)]:
+            hear_backward(module, hidden)
+    if isinstance(module, nn.Linear) and isinstance(output, torch.Tensor) and is_view(output):
+        # Some models scale their logits in place. Nothing else holds the tensor behind the view.
+        return unsafe_view(output)
+    return _guarded_output(output)
+
+
+def _guarded_output(output: Any) -> Any:
+    """Has torch refuse a change in place of a view that the unit returns.
+
+    Such a change drops the hook by which FSDP2 learns that backward has come:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L318
+    What is no plain container stays whole, as inputs do.
+    """
+    if isinstance(output, torch.Tensor):
+        view = torch.is_grad_enabled() and output.requires_grad and is_view(output)
+        return _Returned.apply(output) if view else output
+    if type(output) is tuple or type(output) is list:
+        return type(output)(map(_guarded_output, output))
+    if type(output) is dict:
+        return {key: _guarded_output(value) for key, value in output.items()}
+    return output
+
+
+def _in_fields(leaf: Any) -> Iterator[torch.Tensor]:
+    if isinstance(leaf, torch.Tensor):
+        yield leaf
+    elif dataclasses.is_dataclass(leaf):
+        for field in dataclasses.fields(leaf):
+            for inside in tree_leaves(getattr(leaf, field.name)):
+                yield from _in_fields(inside)
+
+
+class _Returned(torch.autograd.Function):
+    """Returns the same tensor, which torch lets nobody change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        # Autograd lets nobody change a view in place that was made inside a custom Function.
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        return grad
+
+
+def _gather_once_backward_needs_it(module: Any, _args: object, output: object) -> None:
+    """Turns the gather in backward on, for good: the module may run again before a backward."""
+    if torch.is_grad_enabled() and any(map(_may_need_gradient, tree_leaves(output))):
+        module.set_unshard_in_backward(True)
+
+
+def _may_need_gradient(leaf: object) -> bool:
+    """Whether a gradient can come back through it; an unknown object may hold such a tensor."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.requires_grad
+    return not isinstance(leaf, type(None) | bool | int | float | complex | str | bytes)
+
+
+# --- Inputs. ---
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class InputCast:
+    """Casts floating point inputs to one dtype, or not at all; see [Note: casting inputs]."""
+
+    dtype: torch.dtype | None
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def taken_from(cls, policy: MixedPrecisionPolicy) -> tuple[InputCast, MixedPrecisionPolicy]:
+        """Returns the cast a policy asks for, and the policy without it."""
+        if policy.param_dtype is None or not policy.cast_forward_inputs:
+            return cls(None), policy
+        # With this field set, FSDP2 would cast in a pre-hook of its own, before ours.
+        return cls(policy.param_dtype), dataclasses.replace(policy, cast_forward_inputs=False)
+
+    def __call__(self, value: Any) -> Any:
+        """Casts the tensors in a value; other containers than tuple, list and dict stay whole."""
+        if self.dtype is None:
+            return value
+        # Nearly every unit gets these; the tree of torch costs 5 % of a small step.
+        if type(value) is dict:
+            return {key: self(item) for key, item in value.items()}
+        if type(value) is tuple or type(value) is list:
+            return type(value)(map(self, value))
+        if _is_no_container(value):
+            return self._cast(value)
+        return tree_map(self._cast, value, is_leaf=_is_no_container)
+
+    def _cast(self, value: Any) -> Any:
+        # As FSDP2's own cast does: integers and complex numbers stay.
+        floating = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if floating else value
+
+    def before_forward(
+        self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Casts, as a forward pre-hook with keyword arguments."""
+        return self(args), self(kwargs)
+
+    def before_method(self, module: nn.Module, name: str) -> None:
+        """Does the same for another method of the module."""
+        method = getattr(module, name)
+
+        @functools.wraps(method)
+        def casting(*args: Any, **kwargs: Any) -> Any:
+            return method(*self(args), **self(kwargs))
+
+        setattr(module, name, casting)
+
+
+def _is_no_container(value: object) -> bool:
+    return not isinstance(value, tuple | list | dict)
+
+
+# --- Units beside a tower. ---
+
+
+def force_backward_through(units: Iterable[FSDPModule]) -> None:
+    """Makes backward go through units although nothing before them is trained on this rank.
+
+    Where a tower runs on another rank, backward goes through them there to reach it: their weights
+    are gathered again, and their gradients are reduced as soon as it has passed.
+
+    Collective: no. Costs the gradient of one input more on a rank without the tower.
+    """
+    for unit in units:
+        assert isinstance(unit, nn.Module)
+        # Before torch's own hook, which looks for inputs that need a gradient.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
+        unit.register_forward_pre_hook(_need_gradient, prepend=True, with_kwargs=True)
+
+
+@torch.compiler.disable
+def _need_gradient(
+    _unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    inputs: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    floating = [key for key, value in inputs.items() if _is_floating(value)]
+    leaves = tree_leaves(inputs) if floating and torch.is_grad_enabled() else []
+    if not leaves or any(_is_floating(leaf) and leaf.requires_grad for leaf in leaves):
+        return None
+    anchor = torch.zeros((), requires_grad=True)
+    inputs[floating[0]] = _Anchored.apply(inputs[floating[0]], anchor)
+    return tuple(inputs[place] for place in range(len(args))), {key: inputs[key] for key in kwargs}
+
+
+def _is_floating(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+class _Anchored(torch.autograd.Function):
+    """Makes a copy that needs a gradient, and drops the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+        # Of a view, or of the input as it is, autograd would refuse changes in place later.
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:  # pyright: ignore
+        return None, None
+
+
+# --- Reductions. ---
+
+
+class Division:
+    """Makes a sum over the shards an average, in place."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Divides. Collective: no."""
+        # FSDP2 asks for an average of these two only; others it sums and divides itself.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
+        if self.size > 1 and reduced.dtype in (torch.float32, torch.bfloat16):
+            reduced.div_(self.size)
+
+
+def leave_division_to_torch(hook: object) -> None:
+    """Has a unit's hook divide no more, because FSDP2 sums and divides itself. Collective: no.
+
+    Args:
+        hook: what `set_all_reduce_hook` was given, perhaps nothing. Averages over copies of the
+            model go on: FSDP2 knows the shards of one copy alone there.
+    """
+    before = hook.before if isinstance(hook, AverageOverReplicas) else hook
+    if isinstance(before, Division):
+        before.size = 1
+
+
+class AverageOverReplicas:
+    """Averages the reduced gradients of one unit over the copies of the model, in place.
+
+    Args:
+        group: one rank of every copy.
+        before: done first, to what the shards' reduction gave.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, before: Callable[[torch.Tensor], None] | None
+    ) -> None:
+        self._group = group
+        self.before = before
+        self.due = True
+        """false keeps gradients on this rank until a call with true, as torch's own HSDP does"""
+        self.waiting: torch.Tensor | None = None
+
+    def forget(self) -> None:
+        """Drops gradients that wait."""
+        self.due, self.waiting = True, None
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        """Collective: yes, when it is due."""
+        if self.before is not None:
+            self.before(reduced)
+        if self.waiting is not None:
+            reduced += self.waiting
+        if not self.due:
+            self.waiting = reduced.clone()
+            # FSDP adds the result of this hook to the gradients of the shards.
+            # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L449
+            reduced.zero_()
+            return
+        self.waiting = None
+        # A sum, which every backend has: some of those that come here refuse an average.
+        dist.all_reduce(reduced, group=self._group)
+        reduced.div_(self._group.size())
