@@ -24,7 +24,7 @@ from composer_fsdp2.blocks.transformation import (
     Transformation,
     plan_transformations,
 )
-from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
+from composer_fsdp2.checkpoint.pretrained import PretrainedWeights
 from composer_fsdp2.config.describe import describe_values
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError
@@ -109,7 +109,7 @@ class PreparePlan:
             "plan of transformations": self.describe_transformations(),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "groups of the optimizer": self.groups.text if self.groups else "",
-            "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
+            "plan of pretrained weights": str(self.weights) if self.weights else "none",
             "~meta": dataclasses.astuple(MetaDeviceReport.read(self.tree, self.weights or ())),
             "~seed": shared_seed(),
         }
@@ -240,11 +240,11 @@ def _check_offload(settings: FSDP2Config, device_type: str) -> None:
 def _open_weights(path: str | None, tree: ModuleTree) -> PretrainedWeights | None:
     if path is None:
         return None
-    weights = open_pretrained(path, tree)
-    if weights.plan.skipped and dist.get_global_rank() == 0:
+    weights = PretrainedWeights(path, tree)
+    if weights.skipped and dist.get_global_rank() == 0:
         warnings.warn(
             f"'{path}' was saved with a head that this model has not: its "
-            f"{', '.join(weights.plan.skipped[:20])} will not be read.",
+            f"{', '.join(weights.skipped[:20])} will not be read.",
             stacklevel=5,
         )
     return weights
