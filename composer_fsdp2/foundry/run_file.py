@@ -41,13 +41,7 @@ def read_run(path: Path, overrides: list[str], *, jobs: bool = True) -> DictConf
     Raises:
         ConfigError: one of them cannot be read.
     """
-    if not jobs and _holds_a_run(_read_file(path)):
-        raise ConfigError(
-            f"'{path}' is a job file: its run stands under '{_INSIDE}'. LLM Foundry reads a run at "
-            f"the top of a file, and would find none. Write what is under '{_INSIDE}' to a file of "
-            "its own and give that."
-        )
-    return merge(read_yaml(path), overrides)
+    return merge(read_yaml(path, jobs=jobs), overrides)
 
 
 def check_named(path: Path, overrides: list[str]) -> None:
@@ -76,13 +70,6 @@ def _check_override(item: str) -> None:
             f"'{item}' is not an override. It would change nothing. "
             "Write key=value without spaces around '=', for example max_duration=100ba."
         )
-
-
-def _holds_a_run(cfg: DictConfig) -> bool:
-    from omegaconf import DictConfig
-
-    own = any(key in cfg for key in ("model", *_BLOCKS))
-    return not own and isinstance(read_setting(cfg, _INSIDE), DictConfig)
 
 
 def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
@@ -163,17 +150,24 @@ def check_installed() -> None:
         )
 
 
-def read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path, *, jobs: bool = True) -> DictConfig:
     """Reads a run, interpolations as they are written; of a job file the run inside it.
 
     Raises:
-        ConfigError: there is no such file, or it holds no settings.
+        ConfigError: there is no such file, it holds no settings, or it is a job file and may not.
     """
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
     cfg = _read_file(path)
-    if not _holds_a_run(cfg):
+    own = any(key in cfg for key in ("model", *_BLOCKS))
+    if own or not isinstance(read_setting(cfg, _INSIDE), DictConfig):
         return cfg
+    if not jobs:
+        raise ConfigError(
+            f"'{path}' is a job file: its run stands under '{_INSIDE}'. LLM Foundry reads a run at "
+            f"the top of a file, and would find none. Write what is under '{_INSIDE}' to a file of "
+            "its own and give that."
+        )
     # The platform hands it on as a file, in which `${...}` start from its own top.
     run: Any = OmegaConf.create(OmegaConf.to_container(cfg[_INSIDE], resolve=False))
     return run
