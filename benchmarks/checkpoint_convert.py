@@ -118,9 +118,9 @@ def _warm_up(folder: Path) -> None:
 
 
 def _convert(source: Path, destination: Path, to: str, config: Path | None) -> None:
-    from composer_fsdp2.cli.checkpoint import Kind, convert
+    from composer_fsdp2.cli.checkpoint import convert
 
-    convert(source, destination, Kind(to), config=config)
+    convert(source, destination, to, config=config)
 
 
 def main(arguments: list[str] | None = None) -> None:

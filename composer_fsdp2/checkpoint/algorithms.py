@@ -50,13 +50,11 @@ def vet_algorithms_of(source: Checkpoint) -> None:
         state = source.values.get("state")
         vet_algorithms(state if isinstance(state, Mapping) else {})
         return
-    spread: dict[str, dict[str, Any]] = {}
     for key, way in source.under("state", "algorithms").items():
         if way == ():
             vet_algorithms({"algorithms": source.object(key)})
         elif way[1:] == ("repr",):
-            spread[str(way[0])] = {"repr": source.object(key)}
-    vet_algorithms({"algorithms": list(spread.items())})
+            vet_algorithms({"algorithms": [(str(way[0]), {"repr": source.object(key)})]})
 
 
 def descriptions(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -121,8 +119,8 @@ def take_trained_weights(values: dict[str, Any]) -> None:
             "The checkpoint holds no averages of EMA in the place of its weights. There are no "
             "other weights to take. Leave --weights trained out."
         )
-    kept = found[0]["ema_model"]
-    trained = {_plain(name): tensor for part in kept.values() for name, tensor in part.items()}
+    parts = found[0]["ema_model"].values()
+    trained = {_plain(name): tensor for part in parts for name, tensor in part.items()}
     model: dict[str, Any] = state["model"]
     names = {_plain(name): name for name in model}
     missing = sorted(set(trained) - set(names))
@@ -135,11 +133,9 @@ def take_trained_weights(values: dict[str, Any]) -> None:
     # Tied weights are one tensor under several names, of which EMA keeps one.
     state["model"] = {name: replaced.get(id(old), old) for name, old in model.items()}
     saved = state["algorithms"]
-    if isinstance(saved, Mapping):
-        others = {name: one for name, one in saved.items() if not holds_averages(one)}
-        state["algorithms"] = others
-    else:
-        state["algorithms"] = [one for one in saved if not holds_averages(one)]
+    pairs = saved.items() if isinstance(saved, Mapping) else enumerate(saved)
+    kept = {name: algorithm for name, algorithm in pairs if not holds_averages(algorithm)}
+    state["algorithms"] = kept if isinstance(saved, Mapping) else list(kept.values())
 
 
 def _plain(name: str) -> str:

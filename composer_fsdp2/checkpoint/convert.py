@@ -6,14 +6,15 @@ the end; here memory does not depend on the size of the checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -41,26 +42,14 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.torch_private.tensors import storage_info
 
-__all__ = ["Advance", "counter", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
+__all__ = ["Advance", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
 
 Advance = Callable[[int, int], object]
-"""Told after each part: bytes done so far, bytes in all."""
+"""Told after each part: its bytes, and the bytes of all parts."""
 
 _PIECE_BYTES = 1 << 28
 """A rank that needs a slice reads whole pieces."""
 _ALIGN = 64
-
-
-def counter(advance: Advance, total: int) -> Callable[[int], None]:
-    """Returns a function that adds bytes, and tells how far it is."""
-    done = 0
-
-    def add(size_bytes: int) -> None:
-        nonlocal done
-        done += size_bytes
-        advance(done, max(1, total))
-
-    return add
 
 
 def prove_whole(source: Checkpoint) -> None:
@@ -94,72 +83,60 @@ def write_sharded(
     Raises:
         CheckpointError: the source is damaged, or the destination cannot be written.
     """
-    with staged(destination, folder=True) as folder, _Shards(folder, max_file_bytes) as shards:
+    check_private_members(["checkpoints"])
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places: dict[MetadataIndex, Any] = {}
+    name, numbers, file, files = "", itertools.count(), None, ExitStack()
+    with staged(destination, folder=True) as folder, files:
         prove_whole(source)
-        read = counter(advance, sum(entry.size_bytes for entry in source.tensors.values()))
+        total = sum(entry.size_bytes for entry in source.tensors.values())
         for key in source.paths:
             if key in source.tensors:
-                _write_pieces(key, source.tensor(key), shards)
-                read(source.tensors[key].size_bytes)
+                entries[key], values = _pieces(key, source.tensor(key))
             else:
-                shards.entries[key] = BytesStorageMetadata()
-                shards.add(MetadataIndex(key), source.object(key))
-        shards.finish(source.paths)
+                entries[key] = BytesStorageMetadata()
+                values = iter([(MetadataIndex(key), source.object(key))])
+            for index, value in values:
+                # The bytes around a tensor count for the next file.
+                size_bytes = value.nbytes if isinstance(value, torch.Tensor) else 0
+                if file is None or (file.tell() and file.tell() + size_bytes > max_file_bytes):
+                    files.close()
+                    # torch's form of a name, `__<rank>_<number>`; readers look into `.metadata`.
+                    name = f"__{next(numbers)}_0.distcp"
+                    file = files.enter_context((folder / name).open("wb"))
+                start = file.tell()
+                torch.save(value, file)
+                places[index] = storage_info(name, start, file.tell() - start)
+            advance(source.tensors[key].size_bytes if key in source.tensors else 0, total)
+        files.close()
+        metadata = Metadata(entries, dict(source.paths), places, StorageMeta())
+        (folder / METADATA).write_bytes(pickle.dumps(metadata))
+        write_checksums(folder)
 
 
-class _Shards(AbstractContextManager["_Shards"]):
-    """Writes the files of a sharded checkpoint."""
-
-    def __init__(self, folder: Path, max_file_bytes: int) -> None:
-        check_private_members(["checkpoints"])
-        self.entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self._folder = folder
-        self._limit = max_file_bytes
-        self._places: dict[MetadataIndex, Any] = {}
-        self._files: list[str] = []
-        self._stack = ExitStack()
-        self._file: BinaryIO | None = None
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def add(self, index: MetadataIndex, value: Any) -> None:
-        """Appends a value; the bytes around a tensor count for the next file."""
-        file, size_bytes = self._file, value.nbytes if isinstance(value, torch.Tensor) else 0
-        if file is None or (file.tell() and file.tell() + size_bytes > self._limit):
-            self._stack.close()
-            # torch's form of a name, `__<rank>_<number>`. Readers take the names from `.metadata`.
-            self._files.append(f"__{len(self._files)}_0.distcp")
-            path = self._folder / self._files[-1]
-            file = self._file = self._stack.enter_context(path.open("wb"))
-        start = file.tell()
-        torch.save(value, file)
-        self._places[index] = storage_info(self._files[-1], start, file.tell() - start)
-
-    def finish(self, paths: Mapping[str, Way]) -> None:
-        """Writes what finds the values, and what proves them whole."""
-        self._stack.close()
-        metadata = Metadata(self.entries, dict(paths), self._places, StorageMeta())
-        (self._folder / METADATA).write_bytes(pickle.dumps(metadata))
-        write_checksums(self._folder)
-
-
-def _write_pieces(key: str, tensor: torch.Tensor, shards: _Shards) -> None:
-    """Writes a tensor in pieces of whole rows."""
+def _pieces(
+    key: str, tensor: torch.Tensor
+) -> tuple[TensorStorageMetadata, Iterator[tuple[MetadataIndex, torch.Tensor]]]:
+    """Divides a tensor into pieces of whole rows; they are copied one by one."""
     pieces, rows = (tensor,), 1
     if tensor.ndim and tensor.numel():
         rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes)
         pieces = tensor.split(rows)
-    chunks: list[ChunkStorageMetadata] = []
-    for number, piece in enumerate(pieces):
-        start = torch.Size([number * rows, *[0] * tensor.ndim][: tensor.ndim])
-        chunks.append(ChunkStorageMetadata(start, piece.shape))
-        # `torch.save` writes whole storages, of which the piece is a part.
-        own = piece.detach().clone(memory_format=torch.contiguous_format)
-        # The number is a hint for the search in `chunks`, and no part of the index's equality.
-        shards.add(MetadataIndex(key, start, number), own)
-    properties = TensorProperties(dtype=tensor.dtype)
-    shards.entries[key] = TensorStorageMetadata(properties, tensor.shape, chunks)
+    starts = [
+        torch.Size([number * rows, *[0] * tensor.ndim][: tensor.ndim])
+        for number in range(len(pieces))
+    ]
+    chunks = list(map(ChunkStorageMetadata, starts, (piece.shape for piece in pieces)))
+    entry = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
+    # `torch.save` writes whole storages, of which a piece is a part, so each is copied. The number
+    # is a hint for the search in `chunks`, and no part of the index's equality.
+    return entry, (
+        (
+            MetadataIndex(key, starts[number], number),
+            piece.detach().clone(memory_format=torch.contiguous_format),
+        )
+        for number, piece in enumerate(pieces)
+    )
 
 
 # --- To one file. ---
@@ -185,11 +162,11 @@ def write_full(
             no averages.
     """
     # Each tensor is read, and then written.
-    total = 2 * sum(entry.size_bytes for entry in source.tensors.values())
+    size = sum(entry.size_bytes for entry in source.tensors.values())
     with staged(destination, folder=False) as path:
         prove_whole(source)
         keys = {key: key for key in source.tensors}
-        copies = map_copies(source, keys, destination.parent, counter(advance, total))
+        copies = map_copies(source, keys, destination.parent, advance, 2 * size)
         values: dict[str, Any] = {
             key: copies[key] if key in copies else source.object(key) for key in source.paths
         }
@@ -206,14 +183,15 @@ def write_full(
             take_trained_weights(nested)
         with path.open("wb") as file:
             torch.save(nested, file)
-        advance(max(1, total), max(1, total))
+        advance(size, 2 * size)
 
 
 def map_copies(
     source: Checkpoint,
     keys: Mapping[str, str],
     folder: Path,
-    read: Callable[[int], object],
+    advance: Advance,
+    total: int,
     dtype: torch.dtype | None = None,
 ) -> dict[str, torch.Tensor]:
     """Puts tensors into a file without a name and maps it, so that they take no memory.
@@ -224,7 +202,8 @@ def map_copies(
         source: an open checkpoint.
         keys: name -> key of a tensor.
         folder: has room for them.
-        read: told the bytes of each tensor.
+        advance: told the bytes of each tensor, and `total`.
+        total: bytes of all that is done.
         dtype: of floating point tensors; None keeps each as it is.
     """
     entries: dict[str, tuple[int, TensorEntry]] = {}
@@ -238,7 +217,7 @@ def map_copies(
             # As bytes, because numpy has no bfloat16 and no float8. Written and not mapped: a full
             # disk is an error here, and would be a crash there.
             file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
-            read(source.tensors[key].size_bytes)
+            advance(source.tensors[key].size_bytes, total)
         file.flush()
         # The system refuses to map an empty file.
         empty = not any(entry.size_bytes for _, entry in entries.values())

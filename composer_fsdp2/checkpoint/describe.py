@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,7 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.errors import CheckpointError
 
-__all__ = [
-    "MESH",
-    "Comparison",
-    "Description",
-    "ParamGroup",
-    "Verdict",
-    "compare_checkpoints",
-    "describe_checkpoint",
-    "find_ties",
-    "verify_checkpoint",
-]
+__all__ = ["MESH", "compare_checkpoints", "describe_checkpoint", "find_ties", "verify_checkpoint"]
 
 MODEL = ("state", "model")
 OPTIMIZERS = ("state", "optimizers")
@@ -53,72 +43,58 @@ _TIMESTAMP = ("state", "timestamp", "Timestamp")
 _TIMES = ("iteration", "epoch", "batch", "sample", "token")
 _BLOCK = 1 << 24
 """elements compared at once; each may need 16 bytes"""
+_DIRECTORY_BYTES = 1 << 16
+"""the directory of an archive is at its end"""
 _SAMPLE = 64
 """elements of a matrix in a file that are compared before all of them"""
 
 
-@dataclass(frozen=True, slots=True)
-class ParamGroup:
-    """One group of an optimizer."""
-
-    hyperparameters: Mapping[str, Any]
-    names: int
-    """number of parameters"""
-
-
-@dataclass(slots=True)
-class Description:
-    """See the fields; what is not in the checkpoint is None or empty."""
-
-    path: str
-    kind: str | None = None
-    world_size: int | None = None
-    mesh: str | None = None
-    """axes of the run and their sizes, outermost first; files of others do not say"""
-    pieces: dict[str, int] = field(default_factory=dict)
-    """along which dimensions tensors lie in pieces, of a folder -> number of tensors"""
-    run_name: str | None = None
-    torch_version: str | None = None
-    composer_version: str | None = None
-    progress: dict[str, int] = field(default_factory=dict)
-    """epoch, batch, ... at the save"""
-    parameters: int = 0
-    """elements of the model's tensors, tied ones once"""
-    dtypes: dict[str, int] = field(default_factory=dict)
-    """dtype -> elements of the model's tensors, tied ones as often as they are stored"""
-    optimizers: dict[str, list[ParamGroup]] = field(default_factory=dict)
-    """class -> groups"""
-    ties: tuple[tuple[str, ...], ...] = ()
-    """keys of equal weights that train as one, first name first"""
-    tensors: int = 0
-    objects: int = 0
-    size_bytes: int = 0
-    files: dict[str, int] = field(default_factory=dict)
-    """name -> bytes"""
-    problems: list[str] = field(default_factory=list)
-
-
-def describe_checkpoint(path: Path) -> Description:
+def describe_checkpoint(path: Path) -> dict[str, Any]:
     """Describes what is at a path, as far as it can be read; reads no large tensor.
 
     Collective: no.
 
+    Returns:
+        What `checkpoint inspect --json` prints; None or empty for what the checkpoint lacks.
+        world_size, mesh: of the run that saved; axes and their sizes, outermost first. pieces:
+        along which dimensions tensors lie in pieces, of a folder -> number of tensors. progress:
+        epoch, batch, ... at the save. parameters: elements of the model's tensors, tied ones once.
+        dtypes: dtype -> elements, tied ones as often as they are stored. optimizers: class ->
+        hyperparameters and number of names of each group. ties: keys of equal weights that train
+        as one, first name first. files: name -> bytes.
+
     Raises:
         CheckpointError: there is nothing.
     """
-    found = Description(str(path), files=files_of(path))
-    found.size_bytes = sum(found.files.values())
+    files = files_of(path)
+    found: dict[str, Any] = {
+        "path": str(path),
+        "kind": None,
+        **dict.fromkeys(("world_size", "mesh")),
+        "pieces": {},
+        **dict.fromkeys(("run_name", "torch_version", "composer_version")),
+        "progress": {},
+        "parameters": 0,
+        "dtypes": {},
+        "optimizers": {},
+        "ties": (),
+        "tensors": 0,
+        "objects": 0,
+        "size_bytes": sum(files.values()),
+        "files": files,
+        "problems": [],
+    }
     try:
         source = open_checkpoint(path, incomplete=True)
     except CheckpointError as error:
         if not path.exists():
             raise
         if path.is_file() or (path / METADATA).is_file():
-            found.kind = "full" if path.is_file() else "sharded"
-        found.problems.append(str(error))
+            found["kind"] = "full" if path.is_file() else "sharded"
+        found["problems"].append(str(error))
         return found
-    found.kind = source.kind
-    found.problems.extend(source.problems.values())
+    found["kind"] = source.kind
+    found["problems"] += source.problems.values()
     _describe_state(source, found)
     _describe_tensors(source, found)
     return found
@@ -142,43 +118,43 @@ def _small_values(source: Checkpoint, problems: list[str]) -> dict[Way, Any]:
     return values
 
 
-def _describe_state(source: Checkpoint, found: Description) -> None:
-    values = _small_values(source, found.problems)
+def _describe_state(source: Checkpoint, found: dict[str, Any]) -> None:
+    values = _small_values(source, found["problems"])
     for name, way in _SCALARS.items():
         value = values.get(way)
         if value is not None:
-            setattr(found, name, value if isinstance(value, int) else str(value))
-    if found.world_size is None:
-        found.world_size = len({way[0] for way in source.under("rng").values()}) or None
+            found[name] = value if isinstance(value, int) else str(value)
+    if found["world_size"] is None:
+        found["world_size"] = len({way[0] for way in source.under("rng").values()}) or None
     for unit in _TIMES:
         with suppress(LookupError, TypeError, ValueError, OverflowError):  # damaged, or not there
-            found.progress[unit] = int(values[(*_TIMESTAMP, unit)])
-    found.optimizers = {str(way[0]): [] for way in source.under(*OPTIMIZERS).values()}
+            found["progress"][unit] = int(values[(*_TIMESTAMP, unit)])
+    found["optimizers"] = {str(way[0]): [] for way in source.under(*OPTIMIZERS).values()}
     groups: dict[tuple[str, int], dict[str, Any]] = {}
     for way, value in values.items():
         if way[:2] == OPTIMIZERS and str(way[4]).isdecimal():
             groups.setdefault((str(way[2]), int(way[4])), {})[str(way[5])] = value
     for (optimizer, _), group in sorted(groups.items(), key=lambda item: item[0]):
         names = len(group.pop("params", None) or ())
-        found.optimizers[optimizer].append(ParamGroup(group, names))
+        found["optimizers"][optimizer].append({"hyperparameters": group, "names": names})
 
 
-def _describe_tensors(source: Checkpoint, found: Description) -> None:
-    found.tensors, found.objects = len(source.tensors), len(source.objects)
-    found.ties = find_ties(source)
-    again = {key for group in found.ties for key in group[1:]}
-    model = source.under(*MODEL)
+def _describe_tensors(source: Checkpoint, found: dict[str, Any]) -> None:
+    ties = find_ties(source)
+    found |= {"tensors": len(source.tensors), "objects": len(source.objects), "ties": ties}
+    again = {key for group in ties for key in group[1:]}
+    model, dtypes, pieces = source.under(*MODEL), found["dtypes"], found["pieces"]
     for key, entry in source.tensors.items():
         if key in model:
             elements = entry.size_bytes // entry.dtype.itemsize
             name = str(entry.dtype).removeprefix("torch.")
-            found.dtypes[name] = found.dtypes.get(name, 0) + elements
-            found.parameters += 0 if key in again else elements
+            dtypes[name] = dtypes.get(name, 0) + elements
+            found["parameters"] += 0 if key in again else elements
         if isinstance(source, FolderCheckpoint) and entry.shape and key not in source.problems:
             starts = [index.offset or () for index in source.indices(key)]
             dims = [n for n, at in enumerate(zip(*starts, strict=False)) if len({*at}) > 1]
             cut = f"dim {' and '.join(map(str, dims))}" if dims else "whole"
-            found.pieces[cut] = found.pieces.get(cut, 0) + 1
+            pieces[cut] = pieces.get(cut, 0) + 1
 
 
 def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
@@ -202,20 +178,22 @@ def find_ties(source: Checkpoint) -> tuple[tuple[str, ...], ...]:
         # A weight with state is no second name, so most shapes need no look into the files.
         if len(group) > 1 and not trained.issuperset(group):
             ties += _grouped((key, _content(source, key)) for key in group)
-    if isinstance(source, FileCheckpoint):
-        # `_content` has seen a sample.
+    # Those of a file are mapped: they cost nothing until they are read.
+    whole = isinstance(source, FileCheckpoint)
+    tensors = {key: source.tensor(key) for key in model} if whole else {}
+    if tensors:  # `_content` has seen a sample
         ties = [
-            (
-                first,
-                *(key for key in others if torch.equal(source.tensor(first), source.tensor(key))),
-            )
+            (first, *(key for key in others if torch.equal(tensors[first], tensors[key])))
             for first, *others in ties
         ]
     ties = [tie for tie in ties if len(tie) > 1 and len(trained.intersection(tie)) <= 1]
-    if isinstance(source, FileCheckpoint):
-        known = {key for tie in ties for key in tie}
-        shared = _grouped((key, _place(source.tensor(key))) for key in model)
-        ties += [tie for tie in shared if not known.issuperset(tie)]
+    known = {key for tie in ties for key in tie}
+    places = {
+        key: (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        for key, tensor in tensors.items()
+        if tensor.numel()
+    }
+    ties += [tie for tie in _grouped(places.items()) if not known.issuperset(tie)]
     order = list(model)
     return tuple(sorted(ties, key=lambda tie: order.index(tie[0])))
 
@@ -226,12 +204,6 @@ def _grouped(items: Iterable[tuple[str, Any]]) -> list[tuple[str, ...]]:
         if same is not None:
             groups.setdefault(same, []).append(key)
     return [tuple(group) for group in groups.values() if len(group) > 1]
-
-
-def _place(tensor: torch.Tensor) -> Any:
-    if not tensor.numel():
-        return None
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _content(source: Checkpoint, key: str) -> Any:
@@ -245,7 +217,8 @@ def _content(source: Checkpoint, key: str) -> Any:
     found: list[Any] = []
     try:
         for index in source.indices(key):
-            with open_archive(source.directory(index), source.where(index)) as archive:
+            end = source.read(index, _DIRECTORY_BYTES)
+            with open_archive(end, source.where(index)) as archive:
                 crcs = [item.CRC for item in archive.infolist() if "/data/" in item.filename]
             found.append((index.offset, *crcs))
     except CheckpointError:
@@ -256,98 +229,74 @@ def _content(source: Checkpoint, key: str) -> Any:
 # --- Every byte. ---
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """Findings of `verify_checkpoint`."""
-
-    path: str
-    kind: str | None
-    size_bytes: int
-    parts: int
-    """tensors and objects"""
-    problems: tuple[str, ...]
-
-
-def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> Verdict:
+def verify_checkpoint(path: Path, advance: Callable[[int, int], object]) -> dict[str, Any]:
     """Reads all of a checkpoint and compares it with its checksums, in spite of damage.
 
     Collective: no.
 
     Args:
         path: a folder or a file.
-        advance: told the bytes read so far, and in all.
+        advance: told the bytes of each part, and of all.
+
+    Returns:
+        What `checkpoint verify --json` prints. parts: number of tensors and objects.
 
     Raises:
         CheckpointError: there is nothing.
     """
+    found = {"path": str(path), "kind": None, "size_bytes": 0, "parts": 0}
     try:
         source = open_checkpoint(path, incomplete=True)
     except CheckpointError as error:
         if not path.exists():
             raise
-        return Verdict(str(path), None, 0, 0, (str(error),))
+        return {**found, "problems": [str(error)]}
     problems = list(source.problems.values())
-    done, total = 0, sum(files_of(path).values())
+    total = sum(files_of(path).values())
+    found |= {"kind": source.kind, "size_bytes": total, "parts": len(source.paths)}
     for part in source.parts():
+        size_bytes = 0
         try:
-            done += source.check_part(part)
+            size_bytes = source.check_part(part)
         except CheckpointError as error:
             problems.append(str(error))
-        advance(min(done, total), total)
+        advance(size_bytes, total)
     if not problems:  # what cannot be read has been told
         try:
             vet_algorithms_of(source)
         except CheckpointError as error:
             problems.append(str(error))
-    advance(total, total)
-    return Verdict(str(path), source.kind, total, len(source.paths), tuple(problems))
+    return {**found, "problems": problems}
 
 
 # --- Two checkpoints. ---
 
 
-@dataclass(slots=True)
-class Comparison:
-    """Differences by key; all empty if the checkpoints are equal."""
-
-    only_in_first: list[str] = field(default_factory=list)
-    only_in_second: list[str] = field(default_factory=list)
-    layouts: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """shape and dtype on either side, where they differ"""
-    values: dict[str, float] = field(default_factory=dict)
-    """largest absolute difference, where the bytes differ; NaN if either has one"""
-    objects: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """text of other values, on either side"""
-    equal_tensors: int = 0
-    equal_objects: int = 0
-
-    @property
-    def equal(self) -> bool:
-        """Returns whether nothing differs."""
-        found = (self.only_in_first, self.only_in_second, self.layouts, self.values, self.objects)
-        return not any(found)
-
-
 def compare_checkpoints(
     first: Checkpoint, second: Checkpoint, advance: Callable[[int, int], object]
-) -> Comparison:
+) -> dict[str, Any]:
     """Compares by key; the kinds may differ.
 
     Args:
         first: an open checkpoint.
         second: another one.
-        advance: told the bytes of tensors compared so far, and in all.
+        advance: told the bytes of each tensor that was compared, and of all.
+
+    Returns:
+        What `checkpoint diff --json` prints, by key; all empty if the checkpoints are equal.
+        layouts: shape and dtype on either side, where they differ. values: largest absolute
+        difference, where the bytes differ; 'nan' if either has one, for which JSON has no word.
+        objects: text of other values, on either side.
 
     Raises:
         CheckpointError: a value cannot be read.
     """
-    found = Comparison(
-        only_in_first=[key for key in first.paths if key not in second.paths],
-        only_in_second=[key for key in second.paths if key not in first.paths],
-    )
+    layouts: dict[str, tuple[str, str]] = {}
+    values: dict[str, float | str] = {}
+    objects: dict[str, tuple[str, str]] = {}
     both = [key for key in first.paths if key in second.paths]
     sizes = {key: first.tensors[key].size_bytes for key in both if key in first.tensors}
-    done, total = 0, max(1, sum(sizes.values()))
+    total, tensors = sum(sizes.values()), 0
     for key in both:
         # Of a tensor its dtype and shape, of another value itself.
         a, b = (
@@ -355,21 +304,28 @@ def compare_checkpoints(
             for side in (first, second)
         )
         if not (key in first.tensors and key in second.tensors):
-            if _same(a, b):
-                found.equal_objects += 1
-            else:
-                found.objects[key] = (_text(a), _text(b))
-        elif a != b:
-            found.layouts[key] = (a, b)
+            if not _same(a, b):
+                objects[key] = (_text(a), _text(b))
         else:
-            difference = _largest_difference(first.tensor(key), second.tensor(key))
-            if difference is None:
-                found.equal_tensors += 1
-            else:
-                found.values[key] = difference
-        done += sizes.get(key, 0)
-        advance(done, total)
-    return found
+            tensors += 1
+            if a != b:
+                layouts[key] = (a, b)
+            elif (apart := _largest_difference(first.tensor(key), second.tensor(key))) is not None:
+                values[key] = apart if math.isfinite(apart) else str(apart)
+        advance(sizes.get(key, 0), total)
+    found = {
+        "only_in_first": [key for key in first.paths if key not in second.paths],
+        "only_in_second": [key for key in second.paths if key not in first.paths],
+        "layouts": layouts,
+        "values": values,
+        "objects": objects,
+    }
+    return {
+        "equal": not any(found.values()),
+        **found,
+        "equal_tensors": tensors - len(layouts) - len(values),
+        "equal_objects": len(both) - tensors - len(objects),
+    }
 
 
 def _layout(entry: TensorEntry) -> str:
@@ -398,10 +354,6 @@ def _same(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, np.ndarray):
-        return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    return bool(a == b or (a != a and b != b))
+    if isinstance(a, np.ndarray | torch.Tensor) and type(a) is type(b):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))

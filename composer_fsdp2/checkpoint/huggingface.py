@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
-from composer_fsdp2.checkpoint.convert import Advance, counter, map_copies, nest, prove_whole
+from composer_fsdp2.checkpoint.convert import Advance, map_copies, nest, prove_whole
 from composer_fsdp2.checkpoint.describe import MODEL, find_ties
 from composer_fsdp2.checkpoint.source import Checkpoint
 from composer_fsdp2.checkpoint.staging import staged
@@ -45,35 +45,8 @@ _EMBEDDINGS = ("embed_tokens", "lm_head")
 # A folder of shards has no keys for empty dictionaries.
 _EMPTY = ("alpha_pattern", "loftq_config", "rank_pattern")
 
-
-@dataclass(slots=True)
-class _Beside:
-    """Files beside the weights."""
-
-    config: dict[str, Any] = field(default_factory=dict)
-    model_class: str = ""
-    files: dict[str, bytes] = field(default_factory=dict)
-
-    def write(self, folder: Path) -> None:
-        for name, data in self.files.items():
-            if (folder / name).exists():
-                raise CheckpointError(
-                    f"The checkpoint calls a file of its tokenizer '{name}', as one of the model "
-                    "is called. It would take its place. Do not use this checkpoint."
-                )
-            (folder / name).write_bytes(data)
-
-    def remarks(self) -> list[str]:
-        remarks: list[str] = []
-        # Without a dot it is unknown, or FSDP2 has hidden where it is.
-        if "." in self.model_class and not self.model_class.startswith("transformers."):
-            remarks.append(
-                f"The model's class is {self.model_class}, not one of transformers: load it with "
-                "from_pretrained of that class. The code of the class is not in the checkpoint."
-            )
-        if not any(name.startswith("token") or name.endswith(".model") for name in self.files):
-            remarks.append("The checkpoint holds no tokenizer: save one beside the weights.")
-        return remarks
+_Beside = tuple[dict[str, Any], str, dict[str, bytes]]
+"""config of the model, its class, and files of the tokenizer: what stands beside the weights"""
 
 
 def write_huggingface(
@@ -114,8 +87,8 @@ def write_huggingface(
     )
     if "peft_config" in values.get("model", {}):
         return _write_adapters(source, destination, advance, values, dtype, config)
-    beside = _stored(source, values) if config is None else _given(config)
-    names = _names(source, _second_names(source, beside.config))
+    settings, model_class, files = _stored(source, values) if config is None else _given(config)
+    names = _names(source, _second_names(source, settings))
     # Tensors on meta, to divide them into files before any is read.
     entries: dict[str, torch.Tensor] = {}
     for name, key in names.items():
@@ -128,10 +101,10 @@ def write_huggingface(
     )
     with staged(destination, folder=True) as folder:
         prove_whole(source)
-        read = counter(advance, sum(source.tensors[key].size_bytes for key in names.values()))
+        total = sum(source.tensors[key].size_bytes for key in names.values())
         for file_name, inside in split.filename_to_tensors.items():
             keys = {name: names[name] for name in inside}
-            tensors = map_copies(source, keys, destination.parent, read, dtype)
+            tensors = map_copies(source, keys, destination.parent, advance, total, dtype)
             # `from_pretrained` raises when there is no `format` that it knows.
             save_file(tensors, folder / file_name, metadata={"format": "pt"})
         if split.is_sharded:
@@ -140,12 +113,12 @@ def write_huggingface(
         # What `save_pretrained` of a model would have added.
         dtypes = {entry.dtype for entry in entries.values() if entry.dtype.is_floating_point}
         if len(dtypes) == 1:
-            beside.config["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
-        if beside.model_class and not beside.config.get("architectures"):
-            beside.config["architectures"] = [beside.model_class.rpartition(".")[2]]
-        (folder / "config.json").write_text(_json(beside.config))
-        beside.write(folder)
-    return beside.remarks()
+            settings["torch_dtype"] = str(dtypes.pop()).removeprefix("torch.")
+        if model_class and not settings.get("architectures"):
+            settings["architectures"] = [model_class.rpartition(".")[2]]
+        (folder / "config.json").write_text(_json(settings))
+        _write_files(folder, files)
+    return _remarks(model_class, files)
 
 
 def _write_adapters(
@@ -170,25 +143,23 @@ def _write_adapters(
     embeddings = [n for n, shape in shapes.items() if len(shape) == 2 and shape[0] == size]
     base = settings.get("base_model_name_or_path")
     base_size = None
-    if base:
-        try:
+    with suppress(OSError, ValueError):  # it is no folder on this machine
+        if base:
             text = (Path(base) / "config.json").read_text(encoding="utf-8")
             base_size = json.loads(text).get("vocab_size")
-        except (OSError, ValueError):
-            base_size = None  # it is no folder on this machine
     resized = base_size is not None and size not in (None, base_size)
     names = _adapter_names(settings, list(keys), source.path, embeddings, resized=resized)
-    beside = _Beside(files=dict(_tokenizer_files(values.get("tokenizer", {}), source.path)))
+    files = dict(_tokenizer_files(values.get("tokenizer", {}), source.path))
     with staged(destination, folder=True) as folder:
         prove_whole(source)
         chosen = {name: keys[inside] for name, inside in names.items()}
-        tensors = map_copies(source, chosen, destination.parent, lambda _: None, dtype)
+        total = sum(source.tensors[key].size_bytes for key in chosen.values())
+        tensors = map_copies(source, chosen, destination.parent, advance, total, dtype)
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         written = {**{key: {} for key in _EMPTY}, **settings, "inference_mode": True}
         text = json.dumps(written, indent=2, sort_keys=True)
         (folder / "adapter_config.json").write_text(text)
-        beside.write(folder)
-    advance(1, 1)
+        _write_files(folder, files)
     base = base or "the base model"
     remarks = [f"These are adapters: load {base} first, then them with PeftModel."]
     if embeddings and base_size is None:
@@ -196,7 +167,7 @@ def _write_adapters(
             f"{base} is no folder on this machine: it is taken to have as many tokens. If the "
             "vocabulary was resized, the embeddings are missing here."
         )
-    return [*beside.remarks(), *remarks]
+    return [*_remarks("", files), *remarks]
 
 
 def _adapter_names(
@@ -275,6 +246,29 @@ def _for_peft(name: str) -> str:
 # --- Config and tokenizer. ---
 
 
+def _write_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, data in files.items():
+        if (folder / name).exists():
+            raise CheckpointError(
+                f"The checkpoint calls a file of its tokenizer '{name}', as one of the model "
+                "is called. It would take its place. Do not use this checkpoint."
+            )
+        (folder / name).write_bytes(data)
+
+
+def _remarks(model_class: str, files: Collection[str]) -> list[str]:
+    remarks: list[str] = []
+    # Without a dot it is unknown, or FSDP2 has hidden where it is.
+    if "." in model_class and not model_class.startswith("transformers."):
+        remarks.append(
+            f"The model's class is {model_class}, not one of transformers: load it with "
+            "from_pretrained of that class. The code of the class is not in the checkpoint."
+        )
+    if not any(name.startswith("token") or name.endswith(".model") for name in files):
+        remarks.append("The checkpoint holds no tokenizer: save one beside the weights.")
+    return remarks
+
+
 def _stored(source: Checkpoint, values: Mapping[str, Any]) -> _Beside:
     """Returns the files that the checkpoint holds."""
     if "config" not in values.get("model", {}):
@@ -289,7 +283,7 @@ def _stored(source: Checkpoint, values: Mapping[str, Any]) -> _Beside:
     if model_class.startswith("torch.distributed."):
         model_class = model_class.rpartition(".")[2].removeprefix("FSDP")
     files = dict(_tokenizer_files(values.get("tokenizer", {}), source.path))
-    return _Beside(_as_exported(stored["content"]), model_class, files)
+    return _as_exported(stored["content"]), model_class, files
 
 
 def _as_exported(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -343,7 +337,7 @@ def _given(path: Path) -> _Beside:
             f"--config cannot be read from '{file}': {error}. Without it nobody knows which class "
             "the weights belong to. Give a config.json, or a folder that has one."
         ) from None
-    return _Beside(config, files=files)
+    return config, "", files
 
 
 def _json(value: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 
-from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint, Way
+from composer_fsdp2.checkpoint.source import Checkpoint, FolderCheckpoint
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.text import listed
@@ -46,17 +46,11 @@ _OPTIONAL = (
 """Keys a checkpoint may lack. Never a tensor of the model or of the optimizer."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Fit:
-    """Differences between the keys of a checkpoint and those of a run."""
+    """How a checkpoint fits a run."""
 
-    missing: list[str] = field(default_factory=list)
-    """names the run needs and the checkpoint has not"""
-    unexpected: list[str] = field(default_factory=list)
-    """names of the model and optimizer that the run has no place for"""
-    shapes: list[str] = field(default_factory=list)
-    """names that are there with another shape, and both shapes"""
-    left_out: list[str] = field(default_factory=list)
+    left_out: list[str]
     """keys that keep the value of the run, because nothing is lost by that"""
 
 
@@ -84,13 +78,15 @@ def check_fit(
     Raises:
         CheckpointError: it does not fit; lists at most 20 names of each kind.
     """
-    fit = Fit()
+    left_out: list[str] = []
+    missing: list[str] = []
+    unexpected: list[str] = []
+    shapes: list[str] = []
     for key, value in wanted.items():
         if key in saved.tensors and isinstance(value, torch.Tensor):
-            have = saved.tensors[key].shape
-            if key.startswith((_MODEL, _OPTIMIZERS)) and have != tuple(value.shape):
-                run = tuple(value.shape)
-                fit.shapes.append(f"{key} (checkpoint {have}, run {run})")
+            have, run = saved.tensors[key].shape, tuple(value.shape)
+            if key.startswith((_MODEL, _OPTIMIZERS)) and have != run:
+                shapes.append(f"{key} (checkpoint {have}, run {run})")
         elif key not in saved.tensors and not _holds(saved, key):
             learned = isinstance(value, torch.Tensor) and not key.startswith("rng.")
             optional = (
@@ -98,24 +94,24 @@ def check_fit(
                 or _is_new_part(saved, key)
                 or (not strict and key.startswith(_MODEL))
             )
-            (fit.left_out if optional else fit.missing).append(key)
+            (left_out if optional else missing).append(key)
     parts = {key.split(".")[1] for key in wanted if key.startswith(("state.model", "state.opt"))}
     for key in saved.tensors:
         learned = key.startswith(_MODEL) or (key.startswith(_OPTIMIZERS) and ".state." in key)
         if not learned or key in wanted or key.split(".")[1] not in parts:
             continue
-        if _is_ignored(saved.paths[key], ignored):
-            continue
-        loose = not strict and key.startswith(_MODEL)
-        (fit.left_out if loose else fit.unexpected).append(key)
+        way = saved.paths[key]
+        starts = ["/".join(map(str, way[:n])) for n in range(1, len(way) + 1)]
+        if not any(fnmatch.fnmatchcase(start, glob) for start in starts for glob in ignored):
+            loose = not strict and key.startswith(_MODEL)
+            (left_out if loose else unexpected).append(key)
+    problems = {
+        "not in the checkpoint": missing,
+        "not in the run": unexpected,
+        "of another shape": shapes,
+    }
     differences = [
-        f"{kind}: {listed(names, _LISTED, '')}"
-        for kind, names in (
-            ("not in the checkpoint", fit.missing),
-            ("not in the run", fit.unexpected),
-            ("of another shape", fit.shapes),
-        )
-        if names
+        f"{kind}: {listed(names, _LISTED, '')}" for kind, names in problems.items() if names
     ]
     if differences:
         raise CheckpointError(
@@ -124,21 +120,13 @@ def check_fit(
             "the model and optimizer it was saved with, or name in `load_ignore_keys` what should "
             "not be loaded."
         )
-    return fit
-
-
-def _is_ignored(way: Way, ignored: Sequence[str]) -> bool:
-    starts = ["/".join(map(str, way[:n])) for n in range(1, len(way) + 1)]
-    return any(fnmatch.fnmatchcase(start, glob) for start in starts for glob in ignored)
+    return Fit(left_out)
 
 
 def _holds(saved: Checkpoint, key: str) -> bool:
     """Returns whether it has the key, or an object that contains it, as before torch 2.4."""
-    while key:
-        if key in saved.objects:
-            return True
-        key = key.rpartition(".")[0]
-    return False
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in saved.objects for n in range(1, len(parts) + 1))
 
 
 def _is_new_part(saved: Checkpoint, key: str) -> bool:

@@ -168,8 +168,7 @@ def covers_exactly(shape: Sequence[int], boxes: Iterable[Box]) -> bool:
         if any((starts[dim], sizes[dim]) != (0, size) for starts, sizes in boxes)
     ]
     corners: Counter[tuple[int, ...]] = Counter()
-    whole = ([0] * len(shape), shape)
-    for sign, (starts, sizes) in [(-1, whole), *((1, box) for box in boxes)]:
+    for sign, (starts, sizes) in [(-1, ([0] * len(shape), shape)), *((1, box) for box in boxes)]:
         for ends in itertools.product((0, 1), repeat=len(cut)):
             place = tuple(
                 starts[dim] + end * sizes[dim] for dim, end in zip(cut, ends, strict=True)

@@ -34,7 +34,6 @@ from composer_fsdp2.errors import CheckpointError
 
 __all__ = [
     "TRUST_VARIABLE",
-    "check_archive",
     "check_member",
     "damaged",
     "is_refusal",
@@ -267,13 +266,6 @@ def check_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, where: str) 
                 "written. Training would go on from wrong values. Take another checkpoint."
             ) from error
     return member.file_size
-
-
-def check_archive(file: BinaryIO, where: str) -> None:
-    """Compares every member of an archive with its checksum; see `check_member`."""
-    with open_archive(file, where) as archive:
-        for member in archive.infolist():
-            check_member(archive, member, where)
 
 
 # --- Errors. ---

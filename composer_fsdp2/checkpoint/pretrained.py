@@ -11,29 +11,20 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.shard.torch_private.tensors import non_persistent_buffers
 from composer_fsdp2.text import listed
 
-__all__ = [
-    "ModelTensors",
-    "PretrainedFolder",
-    "PretrainedPlan",
-    "PretrainedWeights",
-    "StoredTensor",
-    "open_pretrained",
-    "plan_pretrained",
-]
+__all__ = ["PretrainedWeights", "StoredTensor", "find_keys", "read_folder"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -59,27 +50,42 @@ class StoredTensor:
     """safetensors' name of it: `F32`, `BF16`"""
 
 
-@dataclass(frozen=True, slots=True)
-class PretrainedFolder:
-    """Names, shapes and dtypes of the tensors of a folder, from the headers of its files alone."""
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Reads the index and the header of every file it lists. Collective: no.
 
-    path: Path
-    tensors: Mapping[str, StoredTensor]
+    Returns:
+        Place, shape and dtype of each tensor of the folder, by its key.
 
-    @classmethod
-    def read(cls, path: str | Path) -> PretrainedFolder:
-        """Reads the index and the header of every file it lists. Collective: no.
-
-        Raises:
-            CheckpointError: when there is no such folder, it holds no safetensors, the index names
-                files outside it or tensors its files have not, or a file is cut off or corrupt.
-        """
-        folder = Path(path).expanduser()
-        if (folder / _SINGLE).is_file():
-            return cls(folder, _read_header(folder / _SINGLE))
-        if (folder / _INDEX).is_file():
-            return cls(folder, _read_indexed(folder))
+    Raises:
+        CheckpointError: when there is no such folder, it holds no safetensors, the index names
+            files outside it or tensors its files have not, or a file is cut off or corrupt.
+    """
+    if (folder / _SINGLE).is_file():
+        return _read_header(folder / _SINGLE)
+    index = folder / _INDEX
+    if not index.is_file():
         raise CheckpointError(_no_safetensors(folder))
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for key, name in weight_map.items():
+            # By the name alone: the cache of downloads is made of links to files elsewhere.
+            outside = not isinstance(name, str) or "\\" in name or name[:1] in ("", "/")
+            if outside or ".." in PurePosixPath(name).parts:
+                raise ValueError(f"{key!r} is in {name!r}, outside the folder")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"'{index}' is no index of safetensors files ({type(error).__name__}: {error}). The "
+            "weights cannot be found by it. Download or save the folder again; `weight_map` names "
+            "one file of the folder per tensor."
+        ) from error
+    headers = {name: _read_header(folder / name) for name in dict.fromkeys(weight_map.values())}
+    absent = [key for key, name in weight_map.items() if key not in headers[name]]
+    if absent:
+        raise CheckpointError(
+            f"The files of '{folder}' lack {_counted(absent)}, which {_INDEX} says are in them. "
+            "The folder is a mixture of two downloads or saves. Download or save it again."
+        )
+    return {key: headers[name][key] for key, name in weight_map.items()}
 
 
 def _opened(file: Path) -> Any:
@@ -102,35 +108,6 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         }
 
 
-def _read_indexed(folder: Path) -> dict[str, StoredTensor]:
-    index = folder / _INDEX
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        for key, name in weight_map.items():
-            if not isinstance(name, str) or not _is_inside(name):
-                raise ValueError(f"{key!r} is in {name!r}, outside the folder")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"'{index}' is no index of safetensors files ({type(error).__name__}: {error}). The "
-            "weights cannot be found by it. Download or save the folder again; `weight_map` names "
-            "one file of the folder per tensor."
-        ) from error
-    headers = {name: _read_header(folder / name) for name in dict.fromkeys(weight_map.values())}
-    absent = [key for key, name in weight_map.items() if key not in headers[name]]
-    if absent:
-        raise CheckpointError(
-            f"The files of '{folder}' lack {_counted(absent)}, which {_INDEX} says are in them. "
-            "The folder is a mixture of two downloads or saves. Download or save it again."
-        )
-    return {key: headers[name][key] for key, name in weight_map.items()}
-
-
-def _is_inside(name: str) -> bool:
-    """Looks at the name alone: the cache of downloads is made of links to files elsewhere."""
-    path = PurePosixPath(name)
-    return bool(name) and not path.is_absolute() and ".." not in path.parts and "\\" not in name
-
-
 def _no_safetensors(folder: Path) -> str:
     if not folder.is_dir():
         return (
@@ -150,148 +127,111 @@ def _no_safetensors(folder: Path) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTensors:
-    """Tensors that a model needs from a folder, by name."""
+def find_keys(
+    path: str | Path, stored: Mapping[str, StoredTensor], tree: ModuleTree
+) -> tuple[dict[str, str], list[str]]:
+    """Finds every parameter and persistent buffer in a folder; see [Note: names].
 
-    tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-    """shape and dtype of every parameter and persistent buffer"""
-    tied: Sequence[tuple[str, ...]] = ()
-    """names of one parameter; one of them in the folder is enough"""
-    recomputed: frozenset[str] = frozenset()
-    """non-persistent buffers, which old folders may hold"""
-    base_model_prefix: str = ""
-    """what a model with a head calls its base model"""
-    ignorable: tuple[str, ...] = ()
-    """regular expressions of keys the model's class expects not to use"""
+    Collective: no. Values of the model may be on meta.
 
-    @classmethod
-    def of(cls, tree: ModuleTree) -> ModelTensors:
-        """Reads names, shapes and ties; values may be on meta. Collective: no."""
-        tensors = {ref.name: (tuple(ref.param.shape), ref.param.dtype) for ref in tree.params}
-        recomputed: set[str] = set()
-        for entry in tree.paths:
-            module, prefix = entry.module, f"{entry.path}." if entry.path else ""
-            for name, buffer in module._buffers.items():
-                if name in non_persistent_buffers(module):
-                    recomputed.add(prefix + name)
-                elif buffer is not None:
-                    tensors[prefix + name] = (tuple(buffer.shape), buffer.dtype)
-        # The rules for names are those of the outermost Hugging Face model.
-        modules = (module for _, module in tree.modules())
-        model = next((m for m in modules if isinstance(_prefix_of(m), str)), None)
-        ignorable = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-        weight_of = canonical_param_ids(tree.params)
-        tied: dict[int, list[str]] = defaultdict(list)
-        for ref in tree.params:
-            tied[weight_of[id(ref.param)]].append(ref.name)
-        return cls(
-            tensors=tensors,
-            tied=[tuple(names) for names in tied.values() if len(names) > 1],
-            recomputed=frozenset(recomputed),
-            base_model_prefix=_prefix_of(model) or "",
-            ignorable=tuple(ignorable),
-        )
+    Args:
+        path: the folder, for the error.
+        stored: its tensors.
+        tree: of the model.
 
-
-def _prefix_of(module: nn.Module | None) -> Any:
-    return getattr(module, "base_model_prefix", None)
-
-
-@dataclass(frozen=True, slots=True)
-class PretrainedPlan:
-    """Which tensor of a folder each parameter and persistent buffer is read from."""
-
-    keys: Mapping[str, str]
-    """name in the model -> key in the folder"""
-    skipped: tuple[str, ...] = ()
-    """keys of a head that is not part of this model"""
-
-    def __str__(self) -> str:
-        """Returns a line for each name, for the ranks to compare."""
-        return "\n".join(f"{name} <- {key}" for name, key in self.keys.items())
-
-
-def plan_pretrained(folder: PretrainedFolder, model: ModelTensors) -> PretrainedPlan:
-    """Finds every name of the model in the folder; see [Note: names]. Collective: no.
+    Returns:
+        Name in the model -> key in the folder; keys of a head that is not part of this model.
 
     Raises:
         CheckpointError: with all names that are missing, left over, or of another shape or kind.
     """
-    passed_over = {
-        key for key in folder.tensors if any(re.search(rule, key) for rule in model.ignorable)
-    }
+    tensors, recomputed = _tensors_of(tree)
+    # The rules for names are those of the outermost Hugging Face model.
+    models = (m for _, m in tree.modules() if hasattr(m, "base_model_prefix"))
+    outermost = next(models, None)
+    base = str(getattr(outermost, "base_model_prefix", ""))
+    ignorable = getattr(outermost, "_keys_to_ignore_on_load_unexpected", None) or ()
+    passed_over = {key for key in stored if any(re.search(rule, key) for rule in ignorable)}
 
     def left_over(naming: _Naming) -> list[str]:
-        used = {naming.key(name) for name in (*model.tensors, *model.recomputed)}
-        return [key for key in folder.tensors if key not in used and key not in passed_over]
+        used = {_key_of(name, naming) for name in (*tensors, *recomputed)}
+        return [key for key in stored if key not in used and key not in passed_over]
 
     def fitness(naming: _Naming) -> tuple[int, int]:
         """Counts names found, then fewest keys left over that are no head's."""
-        found = sum(naming.key(name) in folder.tensors for name in model.tensors)
-        return found, -sum(key.startswith(naming.added) for key in left_over(naming))
+        found = sum(_key_of(name, naming) in stored for name in tensors)
+        return found, -sum(key.startswith(naming[2]) for key in left_over(naming))
 
-    naming = max(_namings(model), key=fitness)
-    group_of = {name: group for group in model.tied for name in group}
+    naming = max(_namings(tensors, base), key=fitness)
+    weight_of, tied = canonical_param_ids(tree.params), defaultdict[int, list[str]](list)
+    for ref in tree.params:
+        tied[weight_of[id(ref.param)]].append(ref.name)
+    group_of = {name: names for names in tied.values() for name in names}
     keys: dict[str, str] = {}
     missing: list[str] = []
     misfits: list[str] = []
-    for name, (shape, dtype) in model.tensors.items():
+    for name, tensor in tensors.items():
         # Tied names share the first that is there.
-        names = group_of.get(name, (name,))
-        key = next((k for k in map(naming.key, names) if k in folder.tensors), None)
+        names = group_of.get(name, [name])
+        key = next((k for k in (_key_of(n, naming) for n in names) if k in stored), None)
         if key is None:
             missing += [name] if name == names[0] else []
             continue
-        keys[name], stored = key, folder.tensors[key]
-        kinds = _FLOATS if dtype.is_floating_point else _INTEGERS
-        if stored.shape != shape or stored.dtype not in kinds:
-            there = f"{list(stored.shape)} {stored.dtype}"
-            misfits.append(f"{name}: {there} in the folder, {list(shape)} {dtype} in the model")
+        keys[name], there, shape = key, stored[key], tuple(tensor.shape)
+        kinds = _FLOATS if tensor.is_floating_point() else _INTEGERS
+        if there.shape != shape or there.dtype not in kinds:
+            misfits.append(
+                f"{name}: {list(there.shape)} {there.dtype} in the folder, {list(shape)} "
+                f"{tensor.dtype} in the model"
+            )
     # Keys outside of the base model that the model is belong to a head.
     left = left_over(naming)
-    unexpected = [key for key in left if key.startswith(naming.added)]
     problems = {
         "it lacks": missing,
-        "the model has no place for": unexpected,
+        "the model has no place for": [key for key in left if key.startswith(naming[2])],
         "other shapes or kinds of number:": misfits,
     }
     said = [f"{text} {_counted(names)}" for text, names in problems.items() if names]
     if said:
         raise CheckpointError(
-            f"'{folder.path}' does not fit the model: {'; '.join(said)}. The run would start from "
+            f"'{path}' does not fit the model: {'; '.join(said)}. The run would start from "
             "other weights than those of the folder. Build the model from the folder's own "
             "config.json, or leave out pretrained_weights and load the folder with "
             "`from_pretrained`."
         )
-    return PretrainedPlan(keys, tuple(key for key in left if not key.startswith(naming.added)))
+    return keys, left
 
 
-@dataclass(frozen=True, slots=True)
-class _Naming:
-    """A way from the model's names to the folder's: prefixes are dropped, one is added."""
+def _tensors_of(tree: ModuleTree) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Returns what a model saves, by name, and names of buffers that old folders hold besides."""
+    tensors: dict[str, torch.Tensor] = {ref.name: ref.param for ref in tree.params}
+    recomputed: list[str] = []
+    for entry in tree.paths:
+        module, prefix = entry.module, f"{entry.path}." if entry.path else ""
+        for name, buffer in module._buffers.items():
+            if name in non_persistent_buffers(module):
+                recomputed.append(prefix + name)
+            elif buffer is not None:
+                tensors[prefix + name] = buffer
+    return tensors, recomputed
 
-    dropped: tuple[str, ...] = ()
-    added: str = ""
 
-    def key(self, name: str) -> str:
-        for prefix in self.dropped:
-            name = name.removeprefix(prefix)
-        return self.added + name
+_Naming = tuple[str, str, str]
+"""two prefixes of the model's names that the folder's lack, and one that only those have"""
 
 
-def _namings(model: ModelTensors) -> list[_Naming]:
+def _namings(names: Collection[str], base: str) -> list[_Naming]:
     """Returns the possible ones, the plainest first: it wins when several find as many names."""
-    wrappers: list[tuple[str, ...]] = [()]
-    heads = {name.partition(".")[0] for name in model.tensors}
-    if len(heads) == 1 and all("." in name for name in model.tensors):
-        wrappers.append((f"{heads.pop()}.",))
-    namings = [_Naming(wrapper) for wrapper in wrappers]
-    if model.base_model_prefix:
-        base = f"{model.base_model_prefix}."
-        namings += [_Naming((*wrapper, base)) for wrapper in wrappers]
-        namings += [_Naming(wrapper, base) for wrapper in wrappers]
-    return namings
+    wrappers, heads = [""], {name.partition(".")[0] for name in names}
+    if len(heads) == 1 and all("." in name for name in names):
+        wrappers.append(f"{heads.pop()}.")
+    bases = [("", ""), (f"{base}.", ""), ("", f"{base}.")] if base else [("", "")]
+    return [(wrapper, drop, add) for drop, add in bases for wrapper in wrappers]
+
+
+def _key_of(name: str, naming: _Naming) -> str:
+    wrapper, dropped, added = naming
+    return added + name.removeprefix(wrapper).removeprefix(dropped)
 
 
 def _counted(names: Sequence[str]) -> str:
@@ -299,17 +239,33 @@ def _counted(names: Sequence[str]) -> str:
     return f"{len(names)} ({shown})" if len(names) > 1 else shown
 
 
-@dataclass(slots=True, eq=False)
 class PretrainedWeights:
-    """A folder as a `WeightSource` for one model; files stay mapped while it lives."""
+    """A folder as a `WeightSource` for one model; files stay mapped while it lives.
 
-    folder: PretrainedFolder
-    plan: PretrainedPlan
-    _open: dict[Path, Any] = field(default_factory=dict[Path, Any])
+    Attributes:
+        tensors: place, shape and dtype of the tensors of the folder.
+        keys: name in the model -> key in the folder.
+        skipped: keys of a head that is not part of this model.
+    """
+
+    def __init__(self, path: str, tree: ModuleTree) -> None:
+        """Opens a folder for a model. Collective: no; ranks have `str` of it to compare.
+
+        Raises:
+            CheckpointError: when the folder cannot be read, or does not fit the model.
+        """
+        folder = Path(path).expanduser()
+        self.tensors = read_folder(folder)
+        self.keys, self.skipped = find_keys(folder, self.tensors, tree)
+        self._open: dict[Path, Any] = {}
+
+    def __str__(self) -> str:
+        """Returns a line for each name, for the ranks to compare."""
+        return "\n".join(f"{name} <- {key}" for name, key in self.keys.items())
 
     def __contains__(self, name: object) -> bool:
         """Returns whether a name of the model is read from the folder."""
-        return name in self.plan.keys
+        return name in self.keys
 
     def read_into(self, target: torch.Tensor, name: str, offsets: Sequence[int]) -> None:
         """Fills `target` with the part of its shape that begins at `offsets`.
@@ -317,8 +273,8 @@ class PretrainedWeights:
         Raises:
             CheckpointError: when the file went away or changed.
         """
-        key = self.plan.keys[name]
-        file = self.folder.tensors[key].file
+        key = self.keys[name]
+        file = self.tensors[key].file
         try:
             if file not in self._open:
                 self._open[file] = _opened(file)
@@ -339,13 +295,3 @@ class PretrainedWeights:
                 f"'{key}' could not be read from '{file}' ({error}). The model is only partly "
                 "filled. Start again once the file is there and nobody writes to it."
             ) from error
-
-
-def open_pretrained(path: str, tree: ModuleTree) -> PretrainedWeights:
-    """Opens a folder for a model. Collective: no; ranks have the plan to compare.
-
-    Raises:
-        CheckpointError: when the folder cannot be read, or does not fit the model.
-    """
-    folder = PretrainedFolder.read(path)
-    return PretrainedWeights(folder, plan_pretrained(folder, ModelTensors.of(tree)))

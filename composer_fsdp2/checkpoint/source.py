@@ -35,7 +35,6 @@ from composer_fsdp2.checkpoint.metadata import (
     senseless_metadata,
 )
 from composer_fsdp2.checkpoint.pickles import (
-    check_archive,
     check_member,
     load_object,
     open_archive,
@@ -72,9 +71,6 @@ CHECKSUMS = "checksums.json"
 The values are covered by the checksums inside the files, see [Note: checksums] in `pickles`."""
 
 
-_DIRECTORY_BYTES = 1 << 16
-
-
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
     """Facts about a tensor that need no reading of it."""
@@ -84,7 +80,7 @@ class TensorEntry:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the whole tensor."""
+        """Returns the size of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -276,15 +272,21 @@ class FolderCheckpoint(Checkpoint):
         """Returns the name of a piece or object in errors."""
         return f"'{index.fqn}' in '{self.path / self.metadata.storage_data[index].relative_path}'"
 
-    def _bytes(self, index: MetadataIndex, start: int = 0) -> io.BytesIO:
+    def read(self, index: MetadataIndex, most: int | None = None) -> io.BytesIO:
+        """Returns the bytes of one piece or object, at `most` so many from its end.
+
+        Raises:
+            CheckpointError: they are missing.
+        """
         info = self.metadata.storage_data[index]
+        length = info.length if most is None else min(most, info.length)
         path = self.path / info.relative_path
         try:
             if path.stat().st_size < info.offset + info.length:
                 raise EOFError(f"it ends before '{index.fqn}' does")
             with path.open("rb") as file:
-                file.seek(info.offset + start)
-                return io.BytesIO(file.read(info.length - start))
+                file.seek(info.offset + info.length - length)
+                return io.BytesIO(file.read(length))
         except (OSError, EOFError, ValueError) as error:
             raise unreadable(path, error) from error
 
@@ -294,15 +296,12 @@ class FolderCheckpoint(Checkpoint):
         Raises:
             CheckpointError: they are missing or damaged.
         """
-        file = self._bytes(index)
-        check_archive(file, self.where(index))
+        file = self.read(index)
+        with open_archive(file, self.where(index)) as archive:
+            for member in archive.infolist():
+                check_member(archive, member, self.where(index))
         file.seek(0)
         return file
-
-    def directory(self, index: MetadataIndex) -> io.BytesIO:
-        """Returns the end of an archive, where its directory is, of one piece or object."""
-        length = self.metadata.storage_data[index].length
-        return self._bytes(index, max(0, length - _DIRECTORY_BYTES))
 
     def piece(self, index: MetadataIndex, file: io.BytesIO | None = None) -> Any:
         """Returns an object, or one piece of a tensor as it was saved, its checksum compared.
@@ -321,17 +320,14 @@ class FolderCheckpoint(Checkpoint):
         found = load_object(file, self.where(index), trusted=self._trusted)
         if index.fqn in self.tensors:
             shape = tuple(self._sizes[index.fqn, index.offset])
-            dtype = self.tensors[index.fqn].dtype
-            if not isinstance(found, torch.Tensor):
+            promised = f"a {self.tensors[index.fqn].dtype} of shape {shape}"
+            held = f"a {type(found).__name__}"
+            if isinstance(found, torch.Tensor):
+                held = f"a {found.dtype} of shape {tuple(found.shape)}"
+            if held != promised:
                 raise CheckpointError(
-                    f"{self.where(index)} is a {type(found).__name__} where the metadata promises "
-                    "a tensor. Its file belongs to another checkpoint. Take another copy."
-                )
-            if (tuple(found.shape), found.dtype) != (shape, dtype):
-                raise CheckpointError(
-                    f"{self.where(index)} is a {found.dtype} of shape {tuple(found.shape)}, where "
-                    f"the metadata promises a {dtype} of shape {shape}. Its file belongs to "
-                    "another checkpoint. Take another copy."
+                    f"{self.where(index)} is {held}, where the metadata promises {promised}. Its "
+                    "file belongs to another checkpoint. Take another copy."
                 )
         return found
 

@@ -67,13 +67,11 @@ class Publications:
 
     def __init__(self) -> None:
         self._began = time.time()
-        self._own: dict[Path, tuple[int, ...]] = {}
+        self._own: dict[Path, tuple[int, ...] | None] = {}
 
     def note(self, path: Path) -> None:
         """Remembers that this run has written what is there now."""
-        found = _identity(path)
-        if found is not None:
-            self._own[path] = found
+        self._own[path] = _identity(path)
 
     def is_anothers(self, path: Path) -> bool:
         """Returns whether somebody else has written it since this run began."""

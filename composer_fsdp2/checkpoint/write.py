@@ -12,7 +12,7 @@ import secrets
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
@@ -38,7 +38,6 @@ from composer_fsdp2.checkpoint.staging import (
     write_failure,
 )
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import raise_on_all_ranks
 
 __all__ = [
@@ -178,19 +177,16 @@ def together(
     try:
         if when:
             act()
+    except CheckpointError as failed:
+        error = failed
     except (Exception, CheckpointException) as failed:  # the other ranks must hear of anything
         cause: BaseException = failed
+        text = f"{type(failed).__name__}: {failed}"
         if isinstance(failed, CheckpointException):
             _, (cause, _) = min(failed.failures.items())
+            text = reason_of(failed)
         refused = write_failure(cause)
-        if isinstance(failed, CheckpointError):
-            error = failed
-        elif refused is not None:
-            error = unwritten(path, refused)
-        elif isinstance(failed, CheckpointException):
-            error = CheckpointError(reason_of(failed))
-        else:
-            error = CheckpointError(f"{type(failed).__name__}: {failed}")
+        error = unwritten(path, refused) if refused is not None else CheckpointError(text)
     try:
         raise_on_all_ranks({}, error, group)
     except CheckpointError as agreed:
@@ -203,42 +199,16 @@ def together(
 
 
 class _Writer(FileSystemWriter):
-    """torch's own, with a bar, and without the error that hides the system's."""
+    """torch's own, without the error that hides the system's."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         """Writes this rank's file. Collective: no."""
         try:
-            with counting_bytes("Saving checkpoint", bytes_of(plan.items)) as advance:
-                counted: Any = CountedPlanner(planner, advance)
-                return super().write_data(plan, counted)
+            return super().write_data(plan, planner)
         except Exception as error:
-            refused = write_failure(error)
             # It travels to the other ranks pickled, without the error that caused it:
             # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/checkpoint/utils.py#L193
-            raise error if refused is None else refused from None
-
-
-class CountedPlanner:
-    """Counts the bytes of values that a planner hands out; all else is the planner's own."""
-
-    def __init__(self, planner: SavePlanner, done: Callable[[int], object]) -> None:
-        self._planner = planner
-        self._done = done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
-    def resolve_data(self, write_item: WriteItem) -> Any:
-        """Returns the value of an item, which is written next."""
-        value = self._planner.resolve_data(write_item)
-        self._done(bytes_of([write_item]))
-        return value
-
-
-def bytes_of(items: Iterable[WriteItem]) -> int:
-    """Returns the size of the tensors among items; that of other values is not known before."""
-    tensors = [item.tensor_data for item in items if item.tensor_data is not None]
-    return sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in tensors)
+            raise write_failure(error) or error from None
 
 
 def point_to(link: Path, target: Path) -> None:

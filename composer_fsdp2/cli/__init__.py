@@ -1,1 +1,1 @@
-"""Defines the command `composer-fsdp2`, one module for each subcommand."""
+"""Defines the command `composer-fsdp2` and its subcommands."""

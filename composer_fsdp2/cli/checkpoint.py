@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import re
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 
-from composer_fsdp2.cli.console import progress, reported, say
-from composer_fsdp2.cli.exit_codes import ExitCode
-from composer_fsdp2.cli.plain_errors import PlainTyper
+from composer_fsdp2.cli.console import ExitCode, progress, reported, say
+from composer_fsdp2.cli.options import AsJson, PlainTyper
 from composer_fsdp2.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from composer_fsdp2.checkpoint.describe import Comparison, Description
 
 __all__ = ["app"]
 
@@ -37,44 +30,20 @@ Nothing in a checkpoint is executed. `COMPOSER_FSDP2_TRUST` names paths for whic
 )
 
 PathArgument = Annotated[Path, typer.Argument(help="Folder of shards, or file.", metavar="PATH")]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on standard output.")]
-
-
-class Kind(str, Enum):
-    """Kinds of checkpoints that can be written."""
-
-    sharded = "sharded"
-    full = "full"
-    hf = "hf"
-
-
-class Weights(str, Enum):
-    """Which weights of a checkpoint with EMA."""
-
-    saved = "saved"
-    trained = "trained"
-
-
-class FloatType(str, Enum):
-    """Floating point types of exported weights."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
 
 
 @app.command(help="Show what a checkpoint holds. Exit code 1 if it is damaged or incomplete.")
-def inspect(path: PathArgument, as_json: JsonOption = False) -> None:
+def inspect(path: PathArgument, as_json: AsJson = False) -> None:
     """Reads metadata and small values, no weights."""
     from composer_fsdp2.checkpoint.describe import describe_checkpoint
 
     with reported():
         found = describe_checkpoint(path)
         if as_json:
-            _print_json(dataclasses.asdict(found))
+            _print_json(found)
         else:
             typer.echo("\n".join(_describe(found)))
-        raise typer.Exit(ExitCode.FAILED if found.problems else ExitCode.OK)
+        raise typer.Exit(ExitCode.FAILED if found["problems"] else ExitCode.OK)
 
 
 @app.command(
@@ -92,25 +61,26 @@ The source stays as it is. DST must not exist, or be an empty folder; it appears
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of shards, or file.", metavar="SRC")],
     destination: Annotated[Path, typer.Argument(help="Folder or file.", metavar="DST")],
-    to: Annotated[Kind, typer.Option("--to", help="What to write.")],
+    to: Annotated[Literal["sharded", "full", "hf"], typer.Option(help="What to write.")],
     max_shard_size: Annotated[
         str, typer.Option(help="A new file begins there; sharded and hf.", metavar="SIZE")
     ] = "5GB",
     dtype: Annotated[
-        FloatType | None, typer.Option(help="Of floating point weights; hf only.")
+        Literal["bfloat16", "float16", "float32"] | None,
+        typer.Option(help="Of floating point weights; hf only."),
     ] = None,
     config: Annotated[
         Path | None,
         typer.Option(help="config.json, or a folder with it, in place of what is in SRC; hf only."),
     ] = None,
     weights: Annotated[
-        Weights,
+        Literal["saved", "trained"],
         typer.Option(
             help="trained: in place of EMA's averages, which a checkpoint has as its model; "
             "full only."
         ),
-    ] = Weights.saved,
-    as_json: JsonOption = False,
+    ] = "saved",
+    as_json: AsJson = False,
 ) -> None:
     """Reads with checksums and writes under a temporary name."""
     import torch
@@ -121,18 +91,27 @@ def convert(
     from composer_fsdp2.checkpoint.staging import check_destination
 
     with reported():
-        _check_options(to, weights, for_hf=bool(dtype or config))
+        if weights == "trained" and to != "full":
+            raise ConfigError(
+                f"--weights trained is given with --to {to}. Only whole weights can be exchanged. "
+                "Write --to full, and convert the file again if need be."
+            )
+        if to != "hf" and (dtype or config):
+            raise ConfigError(
+                f"--dtype or --config is given with --to {to}. It would have no effect: a "
+                "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
+            )
         max_bytes, remarks = _bytes(max_shard_size), list[str]()
         try:
-            check_destination(destination, folder=to is not Kind.full)
+            check_destination(destination, folder=to != "full")
             opened = open_checkpoint(source)
             with progress("Converting") as advance:
-                if to is Kind.sharded:
+                if to == "sharded":
                     write_sharded(opened, destination, max_bytes, advance)
-                elif to is Kind.full:
-                    write_full(opened, destination, advance, trained=weights is Weights.trained)
+                elif to == "full":
+                    write_full(opened, destination, advance, trained=weights == "trained")
                 else:
-                    cast = None if dtype is None else getattr(torch, dtype.value)
+                    cast = None if dtype is None else getattr(torch, dtype)
                     remarks = write_huggingface(
                         opened, destination, max_bytes, advance, dtype=cast, config=config
                     )
@@ -152,22 +131,8 @@ def convert(
         typer.echo(f"Wrote {destination}: {_count(len(sizes), 'file')}, {total}")
 
 
-def _check_options(to: Kind, weights: Weights, *, for_hf: bool) -> None:
-    """Refuses options of `convert` that would have no effect on what is written."""
-    if weights is Weights.trained and to is not Kind.full:
-        raise ConfigError(
-            f"--weights trained is given with --to {to.value}. Only whole weights can be "
-            "exchanged. Write --to full, and convert the file again if need be."
-        )
-    if to is not Kind.hf and for_hf:
-        raise ConfigError(
-            f"--dtype or --config is given with --to {to.value}. It would have no effect: a "
-            "checkpoint keeps its values and needs no config. Remove it, or write --to hf."
-        )
-
-
 @app.command(help="Read all of a checkpoint and compare it with its checksums; exit code 0 or 1.")
-def verify(path: PathArgument, as_json: JsonOption = False) -> None:
+def verify(path: PathArgument, as_json: AsJson = False) -> None:
     """Finds flipped bytes, missing, cut off and foreign files."""
     from composer_fsdp2.checkpoint.describe import verify_checkpoint
 
@@ -175,14 +140,14 @@ def verify(path: PathArgument, as_json: JsonOption = False) -> None:
         with progress("Reading") as advance:
             found = verify_checkpoint(path, advance)
         if as_json:
-            _print_json(dataclasses.asdict(found))
+            _print_json(found)
         else:
-            parts = _count(found.parts, "value")
-            result = "is not good" if found.problems else "is whole"
-            typer.echo(f"{path} {result}: {parts}, {_size(found.size_bytes)}")
-            for problem in found.problems:
+            parts = _count(found["parts"], "value")
+            result = "is not good" if found["problems"] else "is whole"
+            typer.echo(f"{path} {result}: {parts}, {_size(found['size_bytes'])}")
+            for problem in found["problems"]:
                 typer.echo(f"  {problem}")
-        raise typer.Exit(ExitCode.FAILED if found.problems else ExitCode.OK)
+        raise typer.Exit(ExitCode.FAILED if found["problems"] else ExitCode.OK)
 
 
 @app.command(help="Compare two checkpoints of any kind; exit code 0 if they are equal, else 1.")
@@ -192,7 +157,7 @@ def diff(
     everything: Annotated[
         bool, typer.Option("--all", help=f"All lines, not {_LINES} of each section.")
     ] = False,
-    as_json: JsonOption = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compares bytes of tensors and values of everything else."""
     from composer_fsdp2.checkpoint.describe import compare_checkpoints
@@ -202,11 +167,11 @@ def diff(
         with progress("Comparing") as advance:
             found = compare_checkpoints(open_checkpoint(first), open_checkpoint(second), advance)
         if as_json:
-            _print_json({"equal": found.equal, **dataclasses.asdict(found)})
+            _print_json(found)
         else:
             lines = _LINES if not everything else None
             typer.echo("\n".join(_differences(found, first, second, lines)))
-        raise typer.Exit(ExitCode.OK if found.equal else ExitCode.FAILED)
+        raise typer.Exit(ExitCode.OK if found["equal"] else ExitCode.FAILED)
 
 
 def _bytes(text: str) -> int:
@@ -224,58 +189,56 @@ def _bytes(text: str) -> int:
 
 
 def _print_json(value: dict[str, Any]) -> None:
-    typer.echo(json.dumps(_plain(value), indent=1))
+    typer.echo(json.dumps(value, indent=1, default=repr))
 
 
-def _plain(value: Any) -> Any:
-    """Returns a value that JSON can hold; not-a-number, which it has no word for, becomes text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if isinstance(value, str | int | float | bool | None) else repr(value)
-
-
-def _describe(found: Description) -> Iterator[str]:
+def _describe(found: dict[str, Any]) -> Iterator[str]:
     # Along which dimensions tensors lie in pieces, where that is not rows alone.
     pieces = ""
-    if any(cut.startswith("dim") and cut != "dim 0" for cut in found.pieces):
-        pieces = ", ".join(f"{cut} ({_count(n, 'tensor')})" for cut, n in found.pieces.items())
-    yield f"{found.path}: {found.kind or 'no checkpoint'}"
+    if any(cut.startswith("dim") and cut != "dim 0" for cut in found["pieces"]):
+        pieces = ", ".join(f"{cut} ({_count(n, 'tensor')})" for cut, n in found["pieces"].items())
+    yield f"{found['path']}: {found['kind'] or 'no checkpoint'}"
     items = (
-        ("run", found.run_name),
-        ("world size", found.world_size),
-        ("mesh", found.mesh),
-        ("saved at", ", ".join(f"{unit} {n}" for unit, n in found.progress.items())),
-        ("torch", found.torch_version),
-        ("composer", found.composer_version),
-        ("parameters", f"{found.parameters:,}" if found.parameters else None),
-        ("dtypes", ", ".join(f"{name} ({n:,})" for name, n in found.dtypes.items())),
-        ("values", f"{found.tensors} tensors, {found.objects} objects" if found.tensors else None),
+        ("run", found["run_name"]),
+        ("world size", found["world_size"]),
+        ("mesh", found["mesh"]),
+        ("saved at", ", ".join(f"{unit} {n}" for unit, n in found["progress"].items())),
+        ("torch", found["torch_version"]),
+        ("composer", found["composer_version"]),
+        ("parameters", f"{found['parameters']:,}" if found["parameters"] else None),
+        ("dtypes", ", ".join(f"{name} ({n:,})" for name, n in found["dtypes"].items())),
+        (
+            "values",
+            f"{found['tensors']} tensors, {found['objects']} objects" if found["tensors"] else None,
+        ),
         ("in pieces", pieces),
-        ("size", f"{_size(found.size_bytes)} in {_count(len(found.files), 'file')}"),
+        ("size", f"{_size(found['size_bytes'])} in {_count(len(found['files']), 'file')}"),
     )
     yield from (f"  {name:12}{value}" for name, value in items if value not in (None, ""))
-    for optimizer, groups in found.optimizers.items():
+    for optimizer, groups in found["optimizers"].items():
         yield f"  {'optimizer':12}{optimizer}, {_count(len(groups), 'group')}"
         for i, group in enumerate(groups):
-            settings = ", ".join(f"{key}={value}" for key, value in group.hyperparameters.items())
-            yield f"    {i}: {_count(group.names, 'name')}; {settings}"
-    for tie in found.ties:
+            settings = ", ".join(
+                f"{key}={value}" for key, value in group["hyperparameters"].items()
+            )
+            yield f"    {i}: {_count(group['names'], 'name')}; {settings}"
+    for tie in found["ties"]:
         yield f"  {'tied':12}{' = '.join(tie)}"
-    for problem in found.problems:
+    for problem in found["problems"]:
         yield f"  {'problem':12}{problem}"
 
 
-def _differences(found: Comparison, first: Path, second: Path, lines: int | None) -> Iterator[str]:
+def _differences(
+    found: dict[str, Any], first: Path, second: Path, lines: int | None
+) -> Iterator[str]:
     sections = {
-        f"Only in {first}": found.only_in_first,
-        f"Only in {second}": found.only_in_second,
-        "Shape or dtype differ": [f"{key}: {a} | {b}" for key, (a, b) in found.layouts.items()],
-        "Other objects": [f"{key}: {a} | {b}" for key, (a, b) in found.objects.items()],
-        "Values differ": [f"{key}: at most {n:.3g} apart" for key, n in found.values.items()],
+        f"Only in {first}": found["only_in_first"],
+        f"Only in {second}": found["only_in_second"],
+        "Shape or dtype differ": [f"{key}: {a} | {b}" for key, (a, b) in found["layouts"].items()],
+        "Other objects": [f"{key}: {a} | {b}" for key, (a, b) in found["objects"].items()],
+        "Values differ": [
+            f"{key}: at most {float(n):.3g} apart" for key, n in found["values"].items()
+        ],
     }
     for title, items in sections.items():
         if items:
@@ -283,8 +246,10 @@ def _differences(found: Comparison, first: Path, second: Path, lines: int | None
             yield from (f"  {item}" for item in items[:lines])
         if lines is not None and len(items) > lines:
             yield f"  ... {len(items) - lines} more, see --all"
-    equal = f"{_count(found.equal_tensors, 'tensor')} and {_count(found.equal_objects, 'object')}"
-    yield f"{'Equal' if found.equal else 'Not equal'}: {equal} are the same in both"
+    equal = (
+        f"{_count(found['equal_tensors'], 'tensor')} and {_count(found['equal_objects'], 'object')}"
+    )
+    yield f"{'Equal' if found['equal'] else 'Not equal'}: {equal} are the same in both"
 
 
 def _count(n: int, what: str) -> str:

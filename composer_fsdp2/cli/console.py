@@ -1,4 +1,4 @@
-"""Messages, errors and progress of every command, on standard error."""
+"""How every command ends and what it says on the way: exit codes, messages, errors, progress."""
 
 from __future__ import annotations
 
@@ -8,18 +8,41 @@ import tempfile
 import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from pathlib import Path
+from enum import IntEnum
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli import launch
 from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
 
-__all__ = ["print_line", "progress", "reported", "say"]
+__all__ = ["EXIT_CODES", "ExitCode", "progress", "reported", "say"]
 
 _USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command.
+
+    A process that a signal ends has 128 plus the number of the signal, as in every shell.
+    """
+
+    OK = 0
+    """done, and the answer is good"""
+    FAILED = 1
+    """done, and the answer is bad: the run failed or would fail, the files differ or are damaged"""
+    USAGE = 2
+    """not begun: a mistake in the command line, the YAML or a path, which the message names"""
+
+
+EXIT_CODES = (
+    "Exit codes of every command: 0 if all is well; 1 if the work was done and the answer is bad "
+    "(a run failed or would fail, a checkpoint is damaged, two things differ); 2 if it was not "
+    "begun, because of a mistake in the command line, the YAML or a path; 128 plus the number of "
+    "a signal that ended it."
+)
+"""the same for `--help`"""
 
 
 @contextmanager
@@ -29,62 +52,47 @@ def reported() -> Generator[None]:
     What the user can correct has no traceback, and exit code 2. The traceback of anything else goes
     to a file that the message names, and the exit code is 1.
     """
-    from composer_fsdp2.cli.launch import RankError, under_launcher, under_own_launcher
-
     try:
         yield
     except _USER_ERRORS as error:
         say(f"[bold red]{type(error).__name__}:[/] {_cure_apart(str(error))}")
         raise typer.Exit(ExitCode.USAGE) from None
-    except RankError as error:
+    except launch.RankError as error:
         say(f"\n{_cure_apart(error.headline)}")
-        for text in filter(None, (error.details, error.files)):
-            say(escape(text))
+        if error.rest:
+            say(escape(error.rest))
         raise typer.Exit(ExitCode.FAILED) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        if under_own_launcher():  # which reports it
+        if launch.under_own_launcher():  # which reports it
             raise
-        log = _write_traceback(error)
+        trace = "".join(traceback.format_exception(error))
+        try:
+            handle, place = tempfile.mkstemp(prefix="composer-fsdp2-", suffix=".log", text=True)
+            with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(f"{' '.join(sys.argv)}\n{trace}")
+        except OSError as failed:  # the text itself is shown then
+            place = f"no file ({failed.strerror}):\n{trace}"
         text = " ".join(str(error).split()) or "without a message"
-        rank = f"Rank {os.environ['RANK']}: " if under_launcher() else ""
+        rank = f"Rank {os.environ['RANK']}: " if launch.under_launcher() else ""
         say(f"[bold red]{rank}{type(error).__name__}:[/] [red]{escape(text)}[/]")
-        say(f"This is no mistake that composer-fsdp2 knows. The traceback is in {escape(log)}")
+        say(f"This is no mistake that composer-fsdp2 knows. The traceback is in {escape(place)}")
         raise typer.Exit(ExitCode.FAILED) from None
 
 
 def _cure_apart(text: str) -> str:
-    """The error in red; its last sentence, which says what to write instead, stands out."""
+    """Marks an error red, and its last sentence, which says what to write instead, bold."""
     what, found, cure = text.rpartition(". ")
     if not found or "\n" in cure:
         return f"[red]{escape(text)}[/]"
     return f"[red]{escape(what)}.[/] [bold]{escape(cure)}[/]"
 
 
-def _write_traceback(error: Exception) -> str:
-    """Returns the file that holds the traceback now; the text itself where none can be written."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        handle, name = tempfile.mkstemp(prefix="composer-fsdp2-", suffix=".log", text=True)
-        with os.fdopen(handle, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(f"{' '.join(sys.argv)}\n{text}")
-    except OSError as failed:
-        return f"no file ({failed.strerror}):\n{text}"
-    return str(Path(name))
-
-
 def say(markup: str) -> None:
     """Prints one line with rich's markup; colours only on a terminal, and not with NO_COLOR."""
     # Made for each message: it keeps the stream it finds, and standard error may be replaced.
     Console(stderr=True, highlight=False, soft_wrap=True).print(markup)
-
-
-def print_line(text: str, colour: str | None = None) -> None:
-    """Prints one line to standard output; in colour only on a terminal, and not with NO_COLOR."""
-    # `typer.echo` takes colours out where there is no terminal.
-    plain = colour is None or os.environ.get("NO_COLOR")
-    typer.echo(text if plain else typer.style(text, fg=colour))
 
 
 @contextmanager
@@ -99,7 +107,8 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
         unit: what is counted; bytes have units of their own.
 
     Yields:
-        A function that takes what is done and the total, and perhaps another title.
+        A function that takes what was done since its last call and the total, and perhaps another
+        title.
     """
     from rich import progress as rich
 
@@ -121,6 +130,6 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
         bar = bars.add_task(title, total=None)
 
         def advance(done: int, total: int | None, title: str = title) -> None:
-            bars.update(bar, completed=done, total=total, description=title)
+            bars.update(bar, advance=done, total=total, description=title)
 
         yield advance

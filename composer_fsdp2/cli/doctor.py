@@ -1,4 +1,4 @@
-"""`composer-fsdp2 doctor`: what is installed, what a run would do with it, and what to do first."""
+"""`composer-fsdp2 doctor` and `plan`: what a run would do, what is wrong with it, and its units."""
 
 from __future__ import annotations
 
@@ -7,47 +7,30 @@ import json
 import os
 import platform
 import warnings
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
-from composer_fsdp2.cli.console import print_line, reported
-from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli.console import ExitCode, reported, say
+from composer_fsdp2.cli.launch import default_ranks, under_launcher
 from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
-from composer_fsdp2.cli.version import installed
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry import run_file
+from composer_fsdp2.foundry.cluster import OFFLINE, Cluster, environment, quiet
+from composer_fsdp2.foundry.findings import OWN_ERRORS, Finding, findings_of
+from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-    from composer_fsdp2.foundry.cluster import Cluster
-    from composer_fsdp2.foundry.findings import Finding
     from composer_fsdp2.foundry.rehearsal import Rehearsal
     from composer_fsdp2.plan.wrap_plan import WrapPlan
     from composer_fsdp2.tools.doctor import Machine, Run
 
-__all__ = ["HELP", "Report", "cluster_of", "diagnose", "doctor", "print_report", "rehearsed"]
-
-HELP = """Show what would make CONFIG fail; without CONFIG, what is installed.
-
-CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes
-through what the run goes through before its first batch: it imports `code_paths`, applies config
-transforms (which may write data), builds everything that has a name, a batch of local data and the
-model on meta, and plans the units. What they raise is shown with what to write instead. No process
-is started and nothing is downloaded.
-
-- `composer-fsdp2 doctor run.yaml`
-
-- `composer-fsdp2 doctor run.yaml --ranks 64 --gpus-per-node 8`: for a cluster this machine is not
-
-- `composer-fsdp2 doctor --verbose`: for a bug report, with everything replaced in Composer
-
-Problems come first, then warnings, then the run.
-
-Exit code 0 if nothing stands in the way of the run, 1 if something would make it fail, 2 for a
-mistake in the command line.
-"""
+__all__ = ["Report", "diagnose", "doctor", "installed", "plan", "print_report"]
 
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
 _VARIABLES = ("FSDP_VERSION", "RANK", "WORLD_SIZE")
@@ -68,7 +51,25 @@ def doctor(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prints to standard output, for a bug report."""
+    """Show what would make CONFIG fail; without CONFIG, what is installed.
+
+    CONFIG is a training YAML of LLM Foundry, read as `composer-fsdp2 train` reads it. doctor goes
+    through what the run goes through before its first batch: it imports `code_paths`, applies
+    config transforms (which may write data), builds everything that has a name, a batch of local
+    data and the model on meta, and plans the units. What they raise is shown with what to write
+    instead. No process is started and nothing is downloaded.
+
+    - `composer-fsdp2 doctor run.yaml`
+
+    - `composer-fsdp2 doctor run.yaml --ranks 64 --gpus-per-node 8`: for a cluster elsewhere
+
+    - `composer-fsdp2 doctor --verbose`: for a bug report, with everything replaced in Composer
+
+    Problems come first, then warnings, then the run.
+
+    Exit code 0 if nothing stands in the way of the run, 1 if something would make it fail, 2 for a
+    mistake in the command line.
+    """
     with reported():
         try:
             report = diagnose(config, overrides or [], ranks, gpus_per_node)
@@ -83,6 +84,67 @@ def doctor(
         raise typer.Exit(report.exit_code)
 
 
+def plan(
+    run: Annotated[Path, typer.Argument(help="A training run of LLM Foundry.", metavar="RUN.yaml")],
+    overrides: Overrides = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draws the units; the ending decides: .svg, .png, .pdf.", metavar="FILE"),
+    ] = None,
+    ranks: RanksOfRun = None,
+    gpus_per_node: GpusPerNode = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the FSDP2 units of RUN.yaml; with `--plot FILE` also draw them.
+
+    The model is built without its weights and nothing is trained. A unit is what one all-gather
+    brings together. The table and the picture show size, nesting, ties and frozen parameters.
+
+    - `composer-fsdp2 plan run.yaml`
+
+    - `composer-fsdp2 plan run.yaml --plot plan.svg`: also .png or .pdf
+
+    - `composer-fsdp2 plan run.yaml --ranks 64 --gpus-per-node 8`: for a cluster elsewhere
+
+    Exit code 1 if the model cannot be planned, 2 for a mistake in the command line or the settings.
+    """
+    from composer_fsdp2.tools.migrate.signs import check_is_run
+    from composer_fsdp2.tools.pictures import check_destination, plan_picture, write_figure
+
+    with reported():
+        if plot is not None:
+            check_destination(plot)
+        run_file.check_installed()
+        cfg = run_file.read_run(run, overrides or [])
+        check_is_run(run, cfg)
+        if not requests_fsdp2(run_file.read_parallelism(cfg)):
+            raise ConfigError(
+                f"{run} does not ask for FSDP2: it has no `parallelism_config.fsdp2`. There are no "
+                "units to show. Write `parallelism_config: {fsdp2: {}}`, or let `composer-fsdp2 "
+                "migrate` change settings of FSDP1."
+            )
+        found = _rehearsed(cfg, _cluster_of(ranks, gpus_per_node))
+        if found.units is None:
+            for finding in found.findings:
+                say(f"[red]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
+            say("[red]The model cannot be planned.[/]")
+            raise typer.Exit(ExitCode.FAILED)
+        text = str(found.units) if found.sizes is None else f"{found.units}\n{found.sizes}"
+        if as_json:
+            document = {**dataclasses.asdict(found.units), "frozen": dict(found.frozen)}
+            if found.sizes is not None:
+                document["tensor_parallel"] = dataclasses.asdict(found.sizes)
+            text = json.dumps(document, indent=2, default=str)
+        typer.echo(text)
+        if found.findings:
+            count = "A problem was" if len(found.findings) == 1 else "Problems were"
+            command = f"composer-fsdp2 doctor {run}"
+            say(f"[yellow]{count} found on the way; '{escape(command)}' shows more.[/]")
+        if plot is not None:
+            write_figure(plan_picture(found.units, found.frozen, f"Units of {run.name}"), plot)
+            say(f"picture  {escape(str(plot))}")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Facts and findings of doctor."""
@@ -94,7 +156,7 @@ class Report:
 
     @property
     def exit_code(self) -> ExitCode:
-        """Whether the run would fail."""
+        """Returns whether the run would fail."""
         problem = any(found.level == "problem" for found in self.findings)
         return ExitCode.FAILED if problem else ExitCode.OK
 
@@ -113,34 +175,44 @@ def diagnose(
     Raises:
         ConfigError: the command line cannot be, whatever the run is.
     """
-    from composer_fsdp2.foundry.findings import OWN_ERRORS, Finding, findings_of
-    from composer_fsdp2.foundry.run_file import check_installed, check_named, epochs_meant, read_run
-    from composer_fsdp2.tools.doctor import examine
+    from composer_fsdp2.tools.doctor import KEYS, Run, examine
     from composer_fsdp2.tools.migrate.signs import check_is_run
 
     if config is not None:
-        check_named(config, overrides)
+        run_file.check_named(config, overrides)
     elif ranks or gpus_per_node:
         raise ConfigError(
             "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
             "Give the training YAML they are for."
         )
-    cluster = cluster_of(ranks, gpus_per_node)
+    cluster = _cluster_of(ranks, gpus_per_node)
     machine, run, found, units = _read_machine(), None, list[Finding](), None
     if config is not None:
         try:
-            cfg = read_run(config, overrides)
+            cfg = run_file.read_run(config, overrides)
             check_is_run(config, cfg)
-            run = _read_run(config, cfg, cluster)
-            check_installed()
-            rehearsal = rehearsed(cfg, cluster)
+            parsed = run_file.read_parallelism(cfg)
+            fsdp2 = requests_fsdp2(parsed)
+            other = "neither" if parsed.get("fsdp_config") is None else "FSDP1"
+            values = {key: run_file.read_setting(cfg, key) for key in KEYS}
+            run = Run(
+                path=str(config),
+                asks="FSDP2" if fsdp2 else other,
+                settings=fsdp2_settings(parsed) if fsdp2 else None,
+                ranks=cluster.ranks,
+                ranks_per_node=cluster.ranks_per_node,
+                on_gpus=cluster.on_gpus,
+                others={key: value for key, value in values.items() if value is not None},
+            )
+            run_file.check_installed()
+            rehearsal = _rehearsed(cfg, cluster)
             found, units = rehearsal.findings, rehearsal.units
             run = dataclasses.replace(
                 run,
                 builds_on_meta=rehearsal.builds_on_meta,
                 units=None if units is None else len(units.units),
             )
-            if (meant := epochs_meant(cfg)) is not None:
+            if (meant := run_file.epochs_meant(cfg)) is not None:
                 found.append(Finding("warning", *meant))
         except OWN_ERRORS as error:
             found = list(findings_of(error))
@@ -151,16 +223,13 @@ def diagnose(
 # --- Facts. ---
 
 
-def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
+def _cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
     """Returns the ranks of a run, by default those that `train` would start on this machine.
 
     Raises:
         ConfigError: the ranks do not fill nodes.
     """
     import torch
-
-    from composer_fsdp2.cli.launch import default_ranks, under_launcher
-    from composer_fsdp2.foundry.cluster import Cluster
 
     gpus = torch.cuda.device_count()
     launched = os.environ["WORLD_SIZE"] if under_launcher() else ""
@@ -176,15 +245,20 @@ def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
     return Cluster(ranks=number, ranks_per_node=per_node, on_gpus=on_gpus)
 
 
-def rehearsed(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
-    """Goes through a run, without the warnings that libraries raise when they are imported."""
-    from composer_fsdp2.foundry.cluster import OFFLINE, environment
-
-    with environment(OFFLINE), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def _rehearsed(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+    """Goes through a run, without what libraries say when they are imported."""
+    with environment(OFFLINE), quiet():
         from composer_fsdp2.foundry.rehearsal import rehearse
 
         return rehearse(cfg, cluster)
+
+
+def installed(name: str) -> str | None:
+    """Returns the version of a distribution; `None` where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _read_machine() -> Machine:
@@ -216,25 +290,6 @@ def _read_machine() -> Machine:
     )
 
 
-def _read_run(path: Path, cfg: DictConfig, cluster: Cluster) -> Run:
-    from composer_fsdp2.foundry.run_file import read_parallelism, read_setting
-    from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
-    from composer_fsdp2.tools.doctor import KEYS, Run
-
-    parsed = read_parallelism(cfg)
-    fsdp2 = requests_fsdp2(parsed)
-    values = {key: read_setting(cfg, key) for key in KEYS}
-    return Run(
-        path=str(path),
-        asks="FSDP2" if fsdp2 else "FSDP1" if parsed.get("fsdp_config") is not None else "neither",
-        settings=fsdp2_settings(parsed) if fsdp2 else None,
-        ranks=cluster.ranks,
-        ranks_per_node=cluster.ranks_per_node,
-        on_gpus=cluster.on_gpus,
-        others={key: value for key, value in values.items() if value is not None},
-    )
-
-
 # --- Output. ---
 
 
@@ -243,7 +298,9 @@ def print_report(report: Report, *, verbose: bool) -> None:
     from composer_fsdp2.tools.doctor import report_lines
 
     for text, colour in report_lines(report.machine, report.run, report.findings, verbose=verbose):
-        print_line(text, colour)
+        # `typer.echo` takes colours out where there is no terminal.
+        plain = colour is None or os.environ.get("NO_COLOR")
+        typer.echo(text if plain else typer.style(text, fg=colour))
 
 
 def _print_json(report: Report, error: str | None = None) -> None:

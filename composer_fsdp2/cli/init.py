@@ -1,11 +1,10 @@
-"""`composer-fsdp2 init`: four questions, and a training YAML that starts from the answers."""
+"""`composer-fsdp2 init` and `quickstart`: files that a first run starts from."""
 
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -13,29 +12,7 @@ from rich.markup import escape
 from composer_fsdp2.cli.console import reported, say
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["HELP", "init"]
-
-HELP = """Write a commented training YAML from four answers: model, data, GPUs, goal.
-
-Each has an option, and only what is missing is asked for. `composer-fsdp2 doctor` passes the file
-where model and data are on this machine. An existing file stays, unless `--force` is given.
-
-- `composer-fsdp2 init`
-
-- `composer-fsdp2 init run.yaml --model ./llama --data ./prompts --gpus 8 --goal lora`
-
-- `composer-fsdp2 init tiny.yaml --model mpt-tiny --data ./shards --gpus 0 --goal pretrain`
-
-Exit code 0 if the file was written, 2 if an answer is missing or cannot be.
-"""
-
-
-class _Goal(str, Enum):
-    """Purpose of the run."""
-
-    pretrain = "pretrain"
-    finetune = "finetune"
-    lora = "lora"
+__all__ = ["init", "quickstart", "write_quickstart"]
 
 
 _QUESTIONS = {
@@ -61,7 +38,9 @@ def init(
     gpus: Annotated[
         int | None, typer.Option(min=0, help="GPUs of the whole run; 0 for the CPU.")
     ] = None,
-    goal: Annotated[_Goal | None, typer.Option(help="What the run is for.")] = None,
+    goal: Annotated[
+        Literal["pretrain", "finetune", "lora"] | None, typer.Option(help="What the run is for.")
+    ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="A folder or a name on the hub; default the model's own.")
     ] = None,
@@ -70,7 +49,20 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
-    """Asks on the terminal, and writes one file."""
+    """Write a commented training YAML from four answers: model, data, GPUs, goal.
+
+    Each has an option, and only what is missing is asked for. `composer-fsdp2 doctor` passes the
+    file where model and data are on this machine. An existing file stays, unless `--force` is
+    given.
+
+    - `composer-fsdp2 init`
+
+    - `composer-fsdp2 init run.yaml --model ./llama --data ./prompts --gpus 8 --goal lora`
+
+    - `composer-fsdp2 init tiny.yaml --model mpt-tiny --data ./shards --gpus 0 --goal pretrain`
+
+    Exit code 0 if the file was written, 2 if an answer is missing or cannot be.
+    """
     from composer_fsdp2.tools.starter import Answers, starter_yaml
 
     with reported():
@@ -78,7 +70,7 @@ def init(
             raise ConfigError(
                 f"'{file}' exists. What is in it would be lost. Write another name, or --force."
             )
-        given = {"model": model, "data": data, "gpus": gpus, "goal": goal and goal.value}
+        given = {"model": model, "data": data, "gpus": gpus, "goal": goal}
         answered = _ask(given)
         answers = Answers(**answered, tokenizer=tokenizer, max_seq_len=max_seq_len)
         text = starter_yaml(answers)
@@ -153,3 +145,60 @@ def _warn_of_missing(data: str | None) -> None:
     local = data.startswith((".", "/", "~")) or "/" not in data
     if local and not Path(data).exists():
         say(f"[yellow]There is no '{escape(data)}' yet. The run cannot start without it.[/]")
+
+
+def quickstart(
+    folder: Annotated[Path, typer.Argument(help="Where the run will start.")] = Path(),
+) -> None:
+    """Write the folder `yamls` into FOLDER: a first run, and ready runs of many models.
+
+    `yamls/quickstart.yaml` is the first run, which needs no GPU and no network. The others are to
+    pretrain and fine-tune Llama, Qwen, Gemma, Phi, Mixtral, OLMoE and MPT, with LoRA, DPO,
+    distillation, long sequences and tensor parallelism. A file that exists with other content is
+    never replaced.
+
+    - `composer-fsdp2 quickstart && composer-fsdp2 train yamls/quickstart.yaml`
+
+    Exit code 0 if the files were written or were there, 2 if another file has one of their names.
+    """
+    with reported():
+        if written := write_quickstart(folder):
+            say(f"Wrote {len(written)} files into {escape(str(folder / 'yamls'))}")
+        place = "" if folder == Path() else f"cd {escape(str(folder))} && "
+        say(f"Next: {place}composer-fsdp2 train yamls/quickstart.yaml")
+
+
+def write_quickstart(folder: Path) -> list[Path]:
+    """Writes the quickstart and the ready runs into `folder/yamls`.
+
+    Returns:
+        The paths of the files that were not there before.
+
+    Raises:
+        ConfigError: a file of that name exists with other content; nothing is written then.
+    """
+    # A wheel has the files in the package, a clone beside it.
+    packed = Path(__file__).parents[1] / "yamls"
+    source = packed if packed.is_dir() else Path(__file__).parents[2] / "yamls"
+    contents = {
+        folder / "yamls" / path.relative_to(source): path.read_bytes()
+        for path in sorted(source.rglob("*"))
+        if path.suffix in (".py", ".yaml")
+    }
+    missing = [path for path in contents if not path.exists()]
+    for path in contents:
+        if path not in missing and not (path.is_file() and path.read_bytes() == contents[path]):
+            raise ConfigError(
+                f"'{path}' exists with other content. The quickstart would replace it. Name "
+                "another folder, as in `composer-fsdp2 quickstart FOLDER`, or move the file."
+            )
+    try:
+        for path in missing:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(contents[path])
+    except OSError as error:
+        raise ConfigError(
+            f"'{folder}' cannot be written: {error.strerror}. There is no run without its files. "
+            "Name another folder, as in `composer-fsdp2 quickstart FOLDER`."
+        ) from None
+    return missing

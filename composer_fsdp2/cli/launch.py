@@ -55,33 +55,32 @@ class RankError(Exception):
         self, rank: int, reason: str, details: str, log: Path | None, traceback: Path | None = None
     ) -> None:
         self.headline = f"Rank {rank} failed: {reason}"
-        lines = [f"  {line}" for line in details.splitlines()[-_DETAIL_LINES:]]
-        self.details = "\n".join(lines if log is not None else [])
+        lines = [f"  {line}" for line in details.splitlines()[-_DETAIL_LINES:] if log is not None]
         files = {"The traceback: ": traceback, "All it wrote: ": log}
-        self.files = "\n".join(f"{what}{path}" for what, path in files.items() if path is not None)
-        parts = (self.headline, self.details, self.files)
-        super().__init__("\n".join(part for part in parts if part))
+        lines += [f"{what}{path}" for what, path in files.items() if path is not None]
+        self.rest = "\n".join(lines)
+        super().__init__("\n".join((self.headline, *lines)))
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, the composer launcher or this module started this process as a rank."""
+    """Returns whether any launcher started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def under_own_launcher() -> bool:
-    """Whether this module started this process as a rank."""
+    """Returns whether this module started this process as a rank."""
     return _PARENT in os.environ
 
 
 def default_ranks() -> int:
-    """One rank per GPU; two on a machine without any, the fewest that shard something."""
+    """Returns one rank per GPU; two on a machine without any, the fewest that shard something."""
     import torch
 
     return torch.cuda.device_count() or 2
 
 
 def own_program() -> list[str]:
-    """This program as the beginning of a command for `launch_ranks`."""
+    """Returns this program as the beginning of a command for `launch_ranks`."""
     # As this process was started: `-m` would put the current folder before installed packages.
     script = Path(sys.argv[0])
     return [str(script)] if script.name == _SCRIPT else ["-m", "composer_fsdp2.cli.main"]
@@ -108,7 +107,17 @@ def launch_ranks(command: list[str], ranks: int, log_dir: Path, *, on_console: b
 
     # It reports a failure in 30 lines of its own; ours follows from the same facts.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    _set_rank_environment()
+    # The ranks inherit these; what the user set stays. Rank 0 inherits our output: in a pipe its
+    # lines would wait for a full buffer. One thread per rank, as under torchrun: more would have
+    # the ranks fight for cores. Composer asks for NODE_RANK in runs without FSDP2 too; torchrun
+    # sets GROUP_RANK instead.
+    os.environ[_PARENT] = str(os.getpid())
+    for name in ("PYTHONUNBUFFERED", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
+    os.environ.setdefault("NODE_RANK", "0")
+    # gloo chooses an interface by host name, which many containers cannot resolve.
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # One node, whose ranks meet at this process over the loopback interface.
     redirects = dict.fromkeys(range(1 if on_console else 0, ranks), Std.ALL)
     config = LaunchConfig(
@@ -128,20 +137,6 @@ def launch_ranks(command: list[str], ranks: int, log_dir: Path, *, on_console: b
         raise rank_error(error.failures, log_dir, config.run_id) from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
-
-
-def _set_rank_environment() -> None:
-    """Defaults the ranks inherit; what the user set stays."""
-    os.environ[_PARENT] = str(os.getpid())
-    # Rank 0 inherits our output; in a pipe its lines would wait for a full buffer.
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    # One thread per rank, as under torchrun: more would have the ranks fight for cores.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    # Composer asks for it in runs without FSDP2 too; torchrun sets GROUP_RANK instead.
-    os.environ.setdefault("NODE_RANK", "0")
-    # gloo chooses an interface by host name, which many containers cannot resolve.
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def rank_error(failures: Mapping[int, ProcessFailure], log_dir: Path, run_id: str) -> RankError:

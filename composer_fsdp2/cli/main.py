@@ -8,33 +8,25 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 
-from composer_fsdp2.cli.checkpoint import app as checkpoint_app
-from composer_fsdp2.cli.console import reported, say
-from composer_fsdp2.cli.doctor import HELP as DOCTOR_HELP
-from composer_fsdp2.cli.doctor import diagnose, doctor, print_report
-from composer_fsdp2.cli.exit_codes import EXIT_CODES, ExitCode
-from composer_fsdp2.cli.init import HELP as INIT_HELP
-from composer_fsdp2.cli.init import init
-from composer_fsdp2.cli.migrate import HELP as MIGRATE_HELP
+from composer_fsdp2 import __version__
+from composer_fsdp2.cli import checkpoint, launch
+from composer_fsdp2.cli.console import EXIT_CODES, ExitCode, reported, say
+from composer_fsdp2.cli.doctor import diagnose, doctor, installed, plan, print_report
+from composer_fsdp2.cli.init import init, quickstart
 from composer_fsdp2.cli.migrate import migrate
-from composer_fsdp2.cli.options import Processes
-from composer_fsdp2.cli.parity import HELP as PARITY_HELP
+from composer_fsdp2.cli.options import PlainTyper, Processes
 from composer_fsdp2.cli.parity import parity
-from composer_fsdp2.cli.plain_errors import PlainTyper
-from composer_fsdp2.cli.plan import HELP as PLAN_HELP
-from composer_fsdp2.cli.plan import plan
-from composer_fsdp2.cli.quickstart import HELP as QUICKSTART_HELP
-from composer_fsdp2.cli.quickstart import quickstart
-from composer_fsdp2.cli.version import show_versions
 from composer_fsdp2.config.messages import raise_errors
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry import run_file
+from composer_fsdp2.foundry.cluster import LAUNCHED
+from composer_fsdp2.foundry.transform import requests_fsdp2
 
 __all__ = ["app", "main"]
 
@@ -49,13 +41,6 @@ _NOISE = (
 _CONSOLE = "COMPOSER_FSDP2_CONSOLE"
 
 
-class Console(str, Enum):
-    """Kind of lines that `train` prints at the interval of the YAML's console_log_interval."""
-
-    line = "line"
-    full = "full"
-
-
 _Run = Annotated[Path, typer.Argument(help="A run of LLM Foundry.", metavar="RUN.yaml")]
 _Overrides = Annotated[
     list[str] | None,
@@ -64,15 +49,6 @@ _Overrides = Annotated[
 _LogDir = Annotated[
     Path | None,
     typer.Option(help="Output of ranks above 0; default a new temporary folder."),
-]
-_Version = Annotated[
-    bool,
-    typer.Option(
-        "--version",
-        callback=show_versions,
-        is_eager=True,
-        help="Show the versions of this package, torch, Composer and LLM Foundry.",
-    ),
 ]
 
 app = PlainTyper(
@@ -84,22 +60,38 @@ app = PlainTyper(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-app.add_typer(checkpoint_app, name="checkpoint")
-app.command(help=INIT_HELP)(init)
-app.command(help=MIGRATE_HELP)(migrate)
-app.command(help=DOCTOR_HELP)(doctor)
-app.command(help=PLAN_HELP)(plan)
-app.command(help=PARITY_HELP)(parity)
-app.command(help=QUICKSTART_HELP)(quickstart)
+app.add_typer(checkpoint.app, name="checkpoint")
+for _command in (init, migrate, doctor, plan, parity, quickstart):
+    app.command()(_command)
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Runs the console script."""
     app()
 
 
+def show_versions(wanted: bool) -> None:
+    """Prints one line a package, read without importing it, and ends the command, if `wanted`."""
+    if wanted:
+        beside = {name: installed(name) for name in ("torch", "mosaicml", "llm-foundry")}
+        for name, version in {"composer-fsdp2": __version__, **beside}.items():
+            if version:
+                typer.echo(f"{name} {version}")
+        raise typer.Exit
+
+
 @app.callback()
-def _about(version: _Version = False) -> None:
+def _about(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=show_versions,
+            is_eager=True,
+            help="Show the versions of this package, torch, Composer and LLM Foundry.",
+        ),
+    ] = False,
+) -> None:
     """PyTorch FSDP2 for MosaicML Composer and LLM Foundry."""
 
 
@@ -132,9 +124,9 @@ def train(
     ranks: Processes = None,
     log_dir: _LogDir = None,
     console: Annotated[
-        Console,
+        Literal["line", "full"],
         typer.Option(help="One line an interval, or Composer's own with every metric."),
-    ] = Console.line,
+    ] = "line",
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show what doctor finds and the plan, and start nothing."),
@@ -145,34 +137,26 @@ def train(
     ] = True,
 ) -> None:
     """Starts the ranks, or is one when a launcher has started them."""
-    if console is Console.full:
-        os.environ[_CONSOLE] = console.value  # the ranks inherit it
-    if dry_run:
-        _show_only(run, overrides or [], ranks, log_dir)
+    if console == "full":
+        os.environ[_CONSOLE] = console  # the ranks inherit it
+    if not dry_run:
+        _start_or_join("train", run, overrides or [], ranks, log_dir, check=check)
         return
-    _start_or_join("train", run, overrides or [], ranks, log_dir, check=check)
-
-
-def _show_only(run: Path, overrides: list[str], ranks: int | None, log_dir: Path | None) -> None:
-    """Prints what doctor finds and the units of FSDP2; the exit codes are doctor's."""
     with reported():
         if log_dir is not None:
             raise ConfigError(
                 "--log-dir is given with --dry-run. It would have no effect: no rank starts. "
                 "Remove one of them."
             )
-        report = diagnose(run, overrides, ranks, None)
+        report = diagnose(run, overrides or [], ranks, None)
         print_report(report, verbose=False)
         if report.units is not None:
             typer.echo(f"\nThe plan:\n{report.units}")
-        typer.echo(f"\nNothing was started. {_next_step(report.exit_code, run)}")
+        next_step = "The run would fail: correct the problems above first."
+        if report.exit_code is ExitCode.OK:
+            next_step = f"Without --dry-run it trains: composer-fsdp2 train {run}"
+        typer.echo(f"\nNothing was started. {next_step}")
         raise typer.Exit(report.exit_code)
-
-
-def _next_step(code: ExitCode, run: Path) -> str:
-    if code is ExitCode.OK:
-        return f"Without --dry-run it trains: composer-fsdp2 train {run}"
-    return "The run would fail: correct the problems above first."
 
 
 @app.command(
@@ -204,32 +188,34 @@ def _start_or_join(
     *,
     check: bool = False,
 ) -> None:
-    from composer_fsdp2.cli.launch import default_ranks, under_launcher
-    from composer_fsdp2.foundry.run_file import check_ranks, epochs_meant, load_run, read_run
+    import torch
+
     from composer_fsdp2.tools.migrate.signs import check_is_run
+    from composer_fsdp2.tools.parity import check_room
 
     with reported():
-        read = read_run(run, overrides)
+        read = run_file.read_run(run, overrides, jobs=False)
         check_is_run(run, read)
-        cfg = load_run(run, overrides)
-        if not under_launcher():
-            given, ranks = ranks is not None, ranks or default_ranks()
-            check_ranks(cfg, ranks)
-            if given:
-                _check_room(ranks)
-            if (meant := epochs_meant(read)) is not None:
-                say(f"[yellow]{escape(' '.join(meant))}[/]")
-            if check:
-                _ask_doctor(run, overrides, ranks)
-            _launch([command, str(run), *overrides], ranks, log_dir)
+        run_file.check_installed()
+        cfg = run_file.read_parallelism(read)
+        if launch.under_launcher():
+            if ranks or log_dir:
+                raise ConfigError(
+                    "--ranks or --log-dir is given, but a launcher has already started the ranks. "
+                    "It would have no effect. Remove it, and give the launcher its own option."
+                )
+            work = _train_from_yaml if command == "train" else _evaluate_from_yaml
+            _run_here(work, run, overrides, cfg)
             return
-        if ranks or log_dir:
-            raise ConfigError(
-                "--ranks or --log-dir is given, but a launcher has already started the ranks. It "
-                "would have no effect. Remove it, and give the launcher its own option."
-            )
-        work = _train_from_yaml if command == "train" else _evaluate_from_yaml
-        _run_here(work, run, overrides, cfg)
+        number = ranks or launch.default_ranks()
+        run_file.check_ranks(cfg, number)
+        if ranks:
+            check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
+        if (meant := run_file.epochs_meant(read)) is not None:
+            say(f"[yellow]{escape(' '.join(meant))}[/]")
+        if check:
+            _ask_doctor(run, overrides, number)
+        _launch([command, str(run), *overrides], number, log_dir)
 
 
 def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
@@ -240,10 +226,7 @@ def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
     Raises:
         ConfigError: doctor finds problems.
     """
-    from composer_fsdp2.cli.launch import own_program
-    from composer_fsdp2.foundry.cluster import LAUNCHED
-
-    command = [*own_program(), "doctor", str(run), *overrides, f"--ranks={ranks}", "--json"]
+    command = [*launch.own_program(), "doctor", str(run), *overrides, f"--ranks={ranks}", "--json"]
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     say("[dim]Checking the run; `--no-check` leaves that out[/]")
     # What code of the user prints, a rank prints again.
@@ -255,21 +238,11 @@ def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
     raise_errors([f"{one['what']} {one['advice']}" for one in found])
 
 
-def _check_room(ranks: int) -> None:
-    import torch
-
-    from composer_fsdp2.tools.parity import check_room
-
-    check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
-
-
 def _launch(command: list[str], ranks: int, log_dir: Path | None) -> None:
-    from composer_fsdp2.cli.launch import launch_ranks, own_program
-
     log_dir = log_dir or Path(tempfile.mkdtemp(prefix="composer-fsdp2-"))
     count = "1 rank" if ranks == 1 else f"{ranks} ranks; those above 0 write to {log_dir}"
     say(f"[dim]Starting {escape(count)}[/]")
-    launch_ranks([*own_program(), *command], ranks, log_dir)
+    launch.launch_ranks([*launch.own_program(), *command], ranks, log_dir)
 
 
 def _run_here(
@@ -279,42 +252,31 @@ def _run_here(
 
     Collective: yes, every rank of the run has to come here.
     """
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    from composer_fsdp2.cli.launch import rank_guard, under_own_launcher
-    from composer_fsdp2.foundry.transform import requests_fsdp2
-
-    _quiet_others()
-    if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
-        say(f"[yellow]{escape(_describe_other(run, cfg))}[/]")
-    if not under_own_launcher():
-        work(run, overrides)
-        return
-    with rank_guard():
-        # Leaves an exception where `launch` can read it. torchrun would print all of its traceback.
-        record(work)(run, overrides)
-
-
-def _quiet_others() -> None:
-    """Drops what other packages say about themselves in every run, and nothing else."""
     import logging
     import warnings
 
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    # What other packages say about themselves in every run is dropped, and nothing else.
     for message in _NOISE:
         warnings.filterwarnings("ignore", message=message)
     models = logging.getLogger("transformers.modeling_utils")
     models.addFilter(lambda record: "has generative capabilities" not in record.getMessage())
     # Threads of the tokenizer and forked data loader workers do not mix; it says so at length.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def _describe_other(run: Path, cfg: Mapping[str, Any]) -> str:
-    """One line for a run without FSDP2, which is probably not what its user wanted."""
-    used = "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
-    return (
-        f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
-        "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
-    )
+    if not requests_fsdp2(cfg) and os.environ["RANK"] == "0":
+        used = "without FSDP" if cfg.get("fsdp_config") is None else "with FSDP1 (`fsdp_config`)"
+        told = (
+            f"FSDP2 is not requested: {run} has no `parallelism_config.fsdp2` and runs {used}. "
+            "Write `parallelism_config: {fsdp2: {}}` for FSDP2."
+        )
+        say(f"[yellow]{escape(told)}[/]")
+    if not launch.under_own_launcher():
+        work(run, overrides)
+        return
+    with launch.rank_guard():
+        # Leaves an exception where `launch` can read it. torchrun would print all of its traceback.
+        record(work)(run, overrides)
 
 
 def _train_from_yaml(run: Path, overrides: list[str]) -> None:
@@ -323,7 +285,7 @@ def _train_from_yaml(run: Path, overrides: list[str]) -> None:
     from composer_fsdp2.foundry.registered import register, register_console, register_names
 
     register()
-    if os.environ.get(_CONSOLE) != Console.full.value:
+    if os.environ.get(_CONSOLE) != "full":
         register_console()
     register_names()
     train_from_yaml(str(run), overrides)
@@ -334,10 +296,9 @@ def _evaluate_from_yaml(run: Path, overrides: list[str]) -> None:
 
     from composer_fsdp2.foundry.names import check_eval_keys
     from composer_fsdp2.foundry.registered import register
-    from composer_fsdp2.foundry.run_file import read_run
     from composer_fsdp2.trainer.patches import install
 
-    check_eval_keys(read_run(run, overrides))
+    check_eval_keys(run_file.read_run(run, overrides))
     register()
     install()  # it asks no plugin before it refuses `parallelism_config`
     eval_from_yaml(str(run), overrides)

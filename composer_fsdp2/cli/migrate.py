@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 
-from composer_fsdp2.cli.console import reported, say
-from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli.console import ExitCode, reported, say
 from composer_fsdp2.cli.options import AsJson
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
     from composer_fsdp2.tools.migrate.report import Entry, Report
 
-__all__ = ["HELP", "migrate"]
-
-HELP = """Write the sharding settings of CONFIG as `parallelism_config.fsdp2`; report on every key.
-
-CONFIG is YAML or JSON in one of these dialects, recognised from its content: Composer and LLM
-Foundry (FSDP1, or `FSDP_VERSION=2`), Accelerate and Hugging Face `TrainingArguments` (FSDP or
-DeepSpeed), axolotl, ROLL, verl, DeepSpeed. It stays as it is; everything else in it, comments
-included, is in the new file unchanged. A decision that you have to take is a comment at its place
-there.
-
-- `composer-fsdp2 migrate old.yaml -o new.yaml`: exit code 1 if something is left to decide
-
-- `composer-fsdp2 migrate old.yaml --check`: the same, and nothing is written
-
-- `composer-fsdp2 migrate old.yaml --set fsdp_config.auto_wrap=true --set fsdp2.async_save=true`
-
-With `--code PATH` instead of CONFIG it lists every use of FSDP1 in a Python file or folder, with
-its place and what to write instead. Nothing in PATH is imported, executed or changed.
-
-- `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be changed
-"""
-
+__all__ = ["migrate"]
 
 _LONGEST = 200
 
@@ -85,7 +62,32 @@ def migrate(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prints the new file to standard output and the report beside it to standard error."""
+    """Write the sharding settings of CONFIG as `parallelism_config.fsdp2`; report on every key.
+
+    CONFIG is YAML or JSON in one of these dialects, recognised from its content: Composer and LLM
+    Foundry (FSDP1, or `FSDP_VERSION=2`), Accelerate and Hugging Face `TrainingArguments` (FSDP or
+    DeepSpeed), axolotl, ROLL, verl, DeepSpeed. It stays as it is; everything else in it, comments
+    included, is in the new file unchanged. A decision that you have to take is a comment at its
+    place there.
+
+    - `composer-fsdp2 migrate old.yaml -o new.yaml`: exit code 1 if something is left to decide
+
+    - `composer-fsdp2 migrate old.yaml --check`: the same, and nothing is written
+
+    - `composer-fsdp2 migrate old.yaml --set fsdp_config.auto_wrap=true --set fsdp2.async_save=true`
+
+    With `--code PATH` instead of CONFIG it lists every use of FSDP1 in a Python file or folder,
+    with its place and what to write instead. Nothing in PATH is imported, executed or changed.
+
+    - `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be changed
+    """
+    from composer_fsdp2.tools.migrate.python_code.files import (
+        code_as_dict,
+        describe_code,
+        migrate_code,
+    )
+    from composer_fsdp2.tools.migrate.report import Status
+
     with reported():
         if code is not None:
             others = {
@@ -98,8 +100,17 @@ def migrate(
                 "--strict": strict,
                 "--force": force,
             }
-            _check_beside_code(others)
-            raise typer.Exit(_migrate_code(code, check=check, as_json=as_json))
+            if given := [name for name, value in others.items() if value]:
+                raise ConfigError(
+                    f"{', '.join(given)} cannot be given together with --code. It is about "
+                    "configurations and would have no effect. Take it out, or run the command once "
+                    "for each."
+                )
+            files = migrate_code(code)
+            as_dict = json.dumps(code_as_dict(files), indent=2) if as_json else None
+            typer.echo(as_dict or describe_code(files))
+            needs_work = check and any(file.needs_work for file in files)
+            raise typer.Exit(ExitCode.FAILED if needs_work else ExitCode.OK)
         if config is None:
             raise ConfigError(
                 "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path "
@@ -114,18 +125,20 @@ def migrate(
             gpus_per_node=gpus_per_node,
             decisions=_decisions(decisions or []),
         )
-        _print(report, whole=output is None and not check, as_json=as_json)
-        raise typer.Exit(_exit_code(report, strict=strict, check=check or output is not None))
-
-
-def _check_beside_code(others: Mapping[str, Any]) -> None:
-    """Refuses options about configurations, by name, beside `--code`."""
-    if given := [name for name, value in others.items() if value]:
-        raise ConfigError(
-            f"{', '.join(given)} cannot be given together with --code. It is about "
-            "configurations and would have no effect. Take it out, or run the command once "
-            "for each."
-        )
+        if as_json:
+            typer.echo(json.dumps(_as_dict(report), default=str, indent=2))
+        elif output is None and not check:  # the file itself, and the report beside it
+            typer.echo(report.text, nl=False)
+            for line in _describe(report):
+                say(escape(line))
+        else:
+            typer.echo("\n".join(_describe(report)))
+        refused = {Status.DECISION, Status.UNSUPPORTED}
+        if strict:
+            refused.add(Status.CHANGES)
+        elif output is None and not check:
+            refused.clear()
+        raise typer.Exit(ExitCode.FAILED if report.having(*refused) else ExitCode.OK)
 
 
 def _migrate_config(config: Path, output: Path | None, force: bool, **settings: Any) -> Report:
@@ -158,19 +171,6 @@ def _migrate_config(config: Path, output: Path | None, force: bool, **settings: 
     return report
 
 
-def _migrate_code(code: Path, *, check: bool, as_json: bool) -> int:
-    from composer_fsdp2.tools.migrate.python_code.files import (
-        code_as_dict,
-        describe_code,
-        migrate_code,
-    )
-
-    files = migrate_code(code)
-    typer.echo(json.dumps(code_as_dict(files), indent=2) if as_json else describe_code(files))
-    needs_work = check and any(file.needs_work for file in files)
-    return ExitCode.FAILED if needs_work else ExitCode.OK
-
-
 def _decisions(items: list[str]) -> dict[str, Any]:
     from composer_fsdp2.tools.migrate.document import parse_value
 
@@ -184,18 +184,6 @@ def _decisions(items: list[str]) -> dict[str, Any]:
             )
         decisions[key] = parse_value(value)
     return decisions
-
-
-def _print(report: Report, *, whole: bool, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps(_as_dict(report), default=str, indent=2))
-        return
-    if whole:
-        typer.echo(report.text, nl=False)
-        for line in _describe(report):
-            say(escape(line))
-        return
-    typer.echo("\n".join(_describe(report)))
 
 
 def _describe(report: Report) -> list[str]:
@@ -246,12 +234,3 @@ def _as_dict(report: Report) -> dict[str, Any]:
     ]
     remarks = list(report.remarks)
     return {"dialect": report.dialect, "keys": keys, "remarks": remarks, "output": report.text}
-
-
-def _exit_code(report: Report, *, strict: bool, check: bool) -> int:
-    from composer_fsdp2.tools.migrate.report import Status
-
-    refused = {Status.DECISION, Status.UNSUPPORTED} if strict or check else set()
-    if strict:
-        refused |= {Status.CHANGES}
-    return ExitCode.FAILED if report.having(*refused) else ExitCode.OK

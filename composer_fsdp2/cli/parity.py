@@ -13,30 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from composer_fsdp2.cli.console import progress, reported, say
-from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli import launch
+from composer_fsdp2.cli.console import ExitCode, progress, reported, say
 from composer_fsdp2.cli.options import AsJson, Processes
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry import run_file
+from composer_fsdp2.foundry.transform import requests_fsdp2
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from composer_fsdp2.tools.parity import Comparison, Job, Step
 
-__all__ = ["HELP", "parity"]
-
-HELP = """Train OLD and NEW for some steps, and compare loss and gradient norm.
-
-OLD is a training run of LLM Foundry with FSDP1, NEW the same with `parallelism_config.fsdp2`, as
-`composer-fsdp2 migrate OLD -o NEW` writes it. Both train from the same seed on the same data, one
-after the other, for a few steps; they save nothing. Without CUDA, OLD trains as DDP.
-
-- `composer-fsdp2 parity old.yaml new.yaml`
-
-- `composer-fsdp2 parity old.yaml new.yaml --steps 50 -n 4 --out parity model.n_layers=2`
-
-The exit code is 0 within the tolerance, 1 beyond it or when a run fails, 2 for a mistake.
-"""
+__all__ = ["parity"]
 
 _POLL_SECONDS = 0.2
 
@@ -63,21 +52,46 @@ def parity(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Prints the comparison to standard output and all else to standard error."""
+    """Train OLD and NEW for some steps, and compare loss and gradient norm.
+
+    OLD is a training run of LLM Foundry with FSDP1, NEW the same with `parallelism_config.fsdp2`,
+    as `composer-fsdp2 migrate OLD -o NEW` writes it. Both train from the same seed on the same
+    data, one after the other, for a few steps; they save nothing. Without CUDA, OLD trains as DDP.
+
+    - `composer-fsdp2 parity old.yaml new.yaml`
+
+    - `composer-fsdp2 parity old.yaml new.yaml --steps 50 -n 4 --out parity model.n_layers=2`
+
+    The exit code is 0 within the tolerance, 1 beyond it or when a run fails, 2 for a mistake.
+    """
+    from composer_fsdp2.tools.parity import Comparison, tolerance_for
+
     with reported():
         jobs, notes, ranks = _prepare(
             (old, new), overrides or [], ranks=ranks, allow_different=allow_different
         )
-        limit, source = _limit(jobs, tolerance)
-        folder = _folder(out)
+        limit, source = tolerance, "--tolerance"
+        if limit is None:  # that of the coarser precision
+            limits = {job.precision: tolerance_for(job.precision) for job in jobs}
+            coarsest = max(limits, key=lambda precision: limits[precision])
+            limit, source = limits[coarsest], f"the default for {coarsest}"
+        folder = out or Path(tempfile.mkdtemp(prefix="composer-fsdp2-parity-"))
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"--out is '{out}', which is no folder and cannot become one: {error.strerror}. "
+                "There is no place for values and logs. Give another path."
+            ) from None
         precisions = " and ".join(dict.fromkeys(job.precision for job in jobs))
         say(f"Comparing {_steps(steps)} on {ranks} ranks, precision {escape(precisions)}")
         for path, job in zip((old, new), jobs, strict=True):
             say(f"  {job.name}: {job.kind:6}{escape(str(path))}")
         for note in notes:
             say(f"[yellow]{escape(note)}[/]")
-        recorded = [_train(job, folder / job.name, ranks, steps) for job in jobs]
-        comparison = _compare(recorded[0], recorded[1], steps, limit)
+        first, second = (_train(job, folder / job.name, ranks, steps) for job in jobs)
+        _check_steps(first, second, steps)
+        comparison = Comparison(first, second, limit)
         written = _write(comparison, folder, jobs)
         if as_json:
             document = {**comparison.as_dict(), "notes": notes, "files": written}
@@ -98,24 +112,22 @@ def _prepare(
     """Reads both configurations, refuses what cannot be compared, and makes them comparable."""
     import torch
 
-    from composer_fsdp2.cli.launch import default_ranks, under_launcher
-    from composer_fsdp2.foundry.run_file import (
-        check_installed,
-        check_ranks,
-        read_parallelism,
-        read_yaml,
+    from composer_fsdp2.tools.parity import (
+        check_room,
+        check_same,
+        overrides_for,
+        plan_jobs,
     )
-    from composer_fsdp2.tools.parity import check_room, check_same, overrides_for, plan_jobs
 
-    if under_launcher():
+    if launch.under_launcher():
         raise ConfigError(
             "A launcher has started this command as one of several ranks. It starts the ranks of "
             "both runs itself, on this node. Call it without the launcher."
         )
-    ranks = ranks or default_ranks()
+    ranks = ranks or launch.default_ranks()
     check_room(ranks, torch.cuda.device_count(), os.cpu_count() or 1)
-    check_installed()
-    read = [read_yaml(path) for path in paths]
+    run_file.check_installed()
+    read = [run_file.read_yaml(path) for path in paths]
     kept = [overrides_for(config, overrides) for config in read]
     for item in overrides:
         if not any(item in items for items in kept):
@@ -127,47 +139,21 @@ def _prepare(
     notes = check_same(jobs[0].config, jobs[1].config, allow=allow_different)
     notes += plan_jobs(*jobs, cuda=torch.cuda.is_available(), ranks=ranks)
     for job in jobs:
-        check_ranks(read_parallelism(job.config), ranks)
+        run_file.check_ranks(run_file.read_parallelism(job.config), ranks)
     return jobs, notes, ranks
 
 
 def _job(name: str, path: Path, config: DictConfig, overrides: list[str]) -> Job:
-    from composer_fsdp2.foundry.run_file import merge, read_parallelism
-    from composer_fsdp2.foundry.transform import requests_fsdp2
     from composer_fsdp2.tools.migrate.signs import check_is_run
     from composer_fsdp2.tools.parity import Job
 
     check_is_run(path, config)
-    config = merge(config, overrides)
-    parsed = read_parallelism(config)
+    config = run_file.merge(config, overrides)
+    parsed = run_file.read_parallelism(config)
     if requests_fsdp2(parsed):
         block = "parallelism_config.fsdp2" if "parallelism_config" in config else "fsdp_config"
         return Job(name, config, "FSDP2", block)
     return Job(name, config, "DDP" if parsed.get("fsdp_config") is None else "FSDP1")
-
-
-def _limit(jobs: tuple[Job, Job], tolerance: float | None) -> tuple[float, str]:
-    """The tolerance, and where it is from."""
-    from composer_fsdp2.tools.parity import tolerance_for
-
-    if tolerance is not None:
-        return tolerance, "--tolerance"
-    limits = {job.precision: tolerance_for(job.precision) for job in jobs}
-    coarsest = max(limits, key=lambda precision: limits[precision])
-    return limits[coarsest], f"the default for {coarsest}"
-
-
-def _folder(out: Path | None) -> Path:
-    if out is None:
-        return Path(tempfile.mkdtemp(prefix="composer-fsdp2-parity-"))
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out is '{out}', which is no folder and cannot become one: {error.strerror}. "
-            "There is no place for values and logs. Give another path."
-        ) from None
-    return out
 
 
 # --- The two runs. ---
@@ -177,7 +163,6 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
     """Trains a run in ranks of its own, with all their output in files."""
     from omegaconf import OmegaConf
 
-    from composer_fsdp2.cli.launch import RankError, launch_ranks, own_program
     from composer_fsdp2.tools.parity import read_steps
     from composer_fsdp2.trainer.step_record import NAME
 
@@ -186,21 +171,23 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
     record.unlink(missing_ok=True)
     job.shorten(NAME, {"file": str(record.resolve()), "steps": steps})
     OmegaConf.save(job.config, place / "run.yaml")
-    command = [*own_program(), "train", str(place / "run.yaml")]
+    command = [*launch.own_program(), "train", str(place / "run.yaml")]
     started, done = time.monotonic(), threading.Event()
     with progress(f"  {job.name}: {job.kind}", "steps") as show:
 
         def follow() -> None:
+            count = 0
             while not done.wait(_POLL_SECONDS):
-                count = len(read_steps(record))
-                show(count, steps, f"  {job.name}: {job.kind}{'' if count else ', starting'}")
+                before, count = count, len(read_steps(record))
+                starting = "" if count else ", starting"
+                show(count - before, steps, f"  {job.name}: {job.kind}{starting}")
 
         # From a thread: this one waits for the ranks.
         thread = threading.Thread(target=follow, name="parity", daemon=True)
         thread.start()
         try:
-            launch_ranks(command, ranks, place / "logs", on_console=False)
-        except RankError:
+            launch.launch_ranks(command, ranks, place / "logs", on_console=False)
+        except launch.RankError:
             say(f"\n[bold red]The {job.name} run ({job.kind}) failed.[/]")
             raise
         finally:
@@ -214,12 +201,8 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
 # --- Afterwards. ---
 
 
-def _compare(
-    old: tuple[Step, ...], new: tuple[Step, ...], steps: int, tolerance: float
-) -> Comparison:
+def _check_steps(old: tuple[Step, ...], new: tuple[Step, ...], steps: int) -> None:
     """Exits with 1 where the runs did not take the same steps."""
-    from composer_fsdp2.tools.parity import Comparison
-
     why = None
     if not old or not new:
         why = "A run took no step: its duration was over when it began, or it had no batch."
@@ -236,7 +219,6 @@ def _compare(
             f"[yellow]Both runs ended after {_steps(len(old))}, before the {steps} asked for: "
             "max_duration or the data ended.[/]"
         )
-    return Comparison(old, new, tolerance)
 
 
 def _write(comparison: Comparison, folder: Path, jobs: tuple[Job, Job]) -> dict[str, str]:

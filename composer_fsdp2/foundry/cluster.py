@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import sys
+import warnings
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
-__all__ = ["LAUNCHED", "OFFLINE", "Cluster", "environment"]
+__all__ = ["LAUNCHED", "OFFLINE", "Cluster", "environment", "quiet"]
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """set by a launcher for each rank"""
@@ -39,3 +42,16 @@ def environment(values: Mapping[str, str]) -> Generator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Keeps standard output clean, and leaves warnings and logging as they were."""
+    disabled = logging.root.manager.disable
+    try:
+        logging.disable(logging.WARNING)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)

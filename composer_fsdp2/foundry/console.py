@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from composer.callbacks.speed_monitor import get_gpu_flops_available
-from composer.core import State, Time, TimeUnit
+from composer.core import State, Time, Timestamp, TimeUnit
 from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 from tqdm import tqdm
@@ -50,8 +48,8 @@ def one_line_console(cfg: dict[str, Any]) -> dict[str, Any]:
 class LineConsole(LoggerDestination):
     """Prints a line on rank 0: place, loss, speed, MFU, memory and time left.
 
-    What cannot be known is left out: MFU without a GPU of Composer's table, the time left before
-    there are two lines.
+    What cannot be known is left out: MFU where no callback logs it, the time left before there are
+    two lines.
 
     Args:
         interval: between two lines, as `console_log_interval`: a number of epochs, or a text such
@@ -66,11 +64,7 @@ class LineConsole(LoggerDestination):
                 "would be shown. Write a number and a unit: 10ba, 1ep."
             )
         self._metrics: dict[str, Any] = {}
-        self._before: _Moment | None = None
-        self._started: _Moment | None = None
-        self._outside_seconds = 0.0
-        self._paused_at: float | None = None
-        self._flops: float | None = None
+        self._before = self._started = _Moment(Timestamp(), 0.0)
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Keeps the newest value of every metric."""
@@ -78,14 +72,14 @@ class LineConsole(LoggerDestination):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Takes the time from here, and says where a resumed run goes on."""
-        self._before = self._started = self._moment(state)
+        self._before = self._started = _Moment(state.timestamp, _share_done(state))
         if batch := state.timestamp.batch.value:
             _show(f"goes on after batch {batch}")
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Prints after the first batch and at the interval."""
         batch = int(state.timestamp.batch)
-        first = self._started is not None and batch == self._started.batch + 1
+        first = batch == int(self._started.time.batch) + 1
         due = self.interval.unit == TimeUnit.BATCH and batch % int(self.interval) == 0
         if first or due:
             self._print(state)
@@ -98,82 +92,64 @@ class LineConsole(LoggerDestination):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Prints the last batch, unless that has a line."""
-        if self._before is not None and int(state.timestamp.batch) > self._before.batch:
+        if state.timestamp.batch > self._before.time.batch:
             self._print(state)
 
-    # What is not training does not slow training down.
-    def eval_start(self, state: State, logger: Logger) -> None:
-        """Stops the clock."""
-        self._paused_at = time.monotonic()
-
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Prints what the evaluation found, and starts the clock again."""
-        if self._paused_at is not None:
-            self._outside_seconds += time.monotonic() - self._paused_at
-            self._paused_at = None
+        """Prints what the evaluation found."""
         prefix = f"metrics/{state.dataloader_label}/"
-        found = {
-            key.removeprefix(prefix): value
+        found = [
+            f"{key.removeprefix(prefix)} {float(value):.4g}"
             for key, value in self._metrics.items()
             if key.startswith(prefix)
-        }
-        parts = [f"{name} {_number(value)}" for name, value in found.items()]
-        _show("   ".join([f"{_place(state)}   evaluated on {state.dataloader_label}", *parts]))
+        ]
+        _show("   ".join([f"{_place(state)}   evaluated on {state.dataloader_label}", *found]))
 
     def _print(self, state: State) -> None:
-        now, before = self._moment(state), self._before
-        self._before = now
+        now, before = _Moment(state.timestamp, _share_done(state)), self._before
+        self._before, started = now, self._started
         parts = [_place(state)]
-        loss = self._metrics.get("loss/train/total")
-        if loss is not None:
-            parts.append(f"loss {_number(loss)}")
-        if before is not None:
-            parts += _speed(before, now)
-        parts += self._efficiency(state, before, now)
+        if (loss := self._metrics.get("loss/train/total")) is not None:
+            parts.append(f"loss {float(loss):.4g}")
+        seconds = now.seconds - before.seconds
+        tokens, samples = (
+            int(now.time.get(unit)) - int(before.time.get(unit))
+            for unit in (TimeUnit.TOKEN, TimeUnit.SAMPLE)
+        )
+        if seconds > 0:
+            speed = f"{tokens / seconds:,.0f} tokens/s"
+            parts.append(speed if tokens else f"{samples / seconds:,.1f} samples/s")
+        mfu = next((self._metrics[name] for name in _MFU if name in self._metrics), None)
+        if mfu is not None:
+            parts.append(f"MFU {float(mfu):.1%}")
         parts.append(f"memory {_memory_bytes(state) / 1e9:.1f} GB")
-        if self._started is not None and before is not None and before is not self._started:
-            parts += _left(self._started, now)
+        if before is not started and now.done > started.done:
+            rate = (now.done - started.done) / (now.seconds - started.seconds)
+            parts.append(f"{tqdm.format_interval((1 - now.done) / rate)} left")
         _show("   ".join(parts))
 
-    def _moment(self, state: State) -> _Moment:
-        return _Moment(state, time.monotonic() - self._outside_seconds)
 
-    def _efficiency(self, state: State, before: _Moment | None, now: _Moment) -> list[str]:
-        """MFU as a callback has logged it, or computed where model and GPU are known."""
-        logged = next((self._metrics[name] for name in _MFU if name in self._metrics), None)
-        if logged is not None:
-            return [f"MFU {float(logged):.1%}"]
-        count = getattr(state.model, "flops_per_batch", None)
-        if count is None or before is None or not torch.cuda.is_available():
-            return []
-        if self._flops is None:
-            self._flops = float(get_gpu_flops_available(state) or 0)
-        seconds = (now.seconds - before.seconds) / max(now.batch - before.batch, 1)
-        if not self._flops or seconds <= 0:
-            return []
-        return [f"MFU {float(count(state.batch)) / (seconds * self._flops):.1%}"]
+class _Moment(NamedTuple):
+    """How far a run was at one time."""
+
+    time: Timestamp
+    done: float
+    """share of the run, from 0 to 1; 0 where its duration is not known"""
+
+    @property
+    def seconds(self) -> float:
+        """Returns the time of training: Composer leaves evaluations out."""
+        return self.time.total_wct.total_seconds()
 
 
-class _Moment:
-    """How far a run was at one time; the seconds are those of training."""
-
-    def __init__(self, state: State, seconds: float) -> None:
-        self.seconds = seconds
-        self.batch = int(state.timestamp.batch)
-        self.tokens = int(state.timestamp.token)
-        self.samples = int(state.timestamp.sample)
-        self.done = _share_done(state)
-
-
-def _share_done(state: State) -> float | None:
-    """The share of the run that is done, from 0 to 1; epochs count by their batches."""
+def _share_done(state: State) -> float:
     total = state.max_duration
-    if total is None:
-        return None
+    if total is None or not total.value:
+        return 0.0
     done = float(state.timestamp.get(total.unit).value)
     if total.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
         done += int(state.timestamp.batch_in_epoch) / int(state.dataloader_len)
-    return min(done / total.value, 1.0) if total.value else None
+    return min(done / total.value, 1.0)
 
 
 def _place(state: State) -> str:
@@ -187,44 +163,13 @@ def _place(state: State) -> str:
     return f"batch {batch}   {unit} {done + running}/{total.value}"
 
 
-def _speed(before: _Moment, now: _Moment) -> list[str]:
-    seconds = now.seconds - before.seconds
-    if seconds <= 0:
-        return []
-    if now.tokens > before.tokens:
-        return [f"{(now.tokens - before.tokens) / seconds:,.0f} tokens/s"]
-    return [f"{(now.samples - before.samples) / seconds:,.1f} samples/s"]
-
-
-def _left(started: _Moment, now: _Moment) -> list[str]:
-    if started.done is None or now.done is None or now.done <= started.done:
-        return []
-    rate = (now.done - started.done) / (now.seconds - started.seconds)
-    return [f"{_duration((1 - now.done) / rate)} left"]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days}d {hours}h"
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    return f"{minutes}m {rest:02d}s" if minutes else f"{rest}s"
-
-
 def _memory_bytes(state: State) -> int:
-    """The most that this rank has held: of its GPU, or of CPU memory."""
+    """Returns the most that this rank has held: of its GPU, or of CPU memory."""
     if state.device.name == "gpu" and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     # macOS counts in bytes, Linux in kilobytes.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def _number(value: Any) -> str:
-    return f"{float(value):.4g}"
 
 
 def _show(text: str) -> None:

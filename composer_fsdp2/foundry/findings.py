@@ -77,14 +77,14 @@ class Findings:
                 )
 
     def _is_known(self, where: str, error: BaseException) -> bool:
-        """Whether the unknown name because of which this part cannot be built has been added."""
+        """Returns whether the unknown name that keeps this part from being built has been added."""
         follows = isinstance(error, KeyError | TypeError) or type(error).__name__ == "RegistryError"
         begins = (f"{where}:", f"{where}.")
         return follows and any(finding.what.startswith(begins) for finding in self.found)
 
 
 def _is_of_network(error: BaseException | None) -> bool:
-    """Whether an error, or the error it came from, is about an address that was not reached."""
+    """Returns whether an error, or its cause, is about an address that was not reached."""
     while error is not None:
         package = type(error).__module__.partition(".")[0]
         if isinstance(error, ConnectionError) or (

@@ -65,7 +65,7 @@ class Unknown:
 
 
 def refuse_unknown(cfg: dict[str, Any]) -> dict[str, Any]:
-    """Config transform: refuses what nobody reads. The last one, since others may change names.
+    """Refuses what nobody reads, as the last config transform, since others may change names.
 
     A file of `code_paths` may register others after it. What they leave, LLM Foundry refuses.
 
@@ -125,15 +125,10 @@ def unknown_parts(cfg: Mapping[str, Any]) -> Iterator[Unknown]:
             yield _unknown_name(where, name, kind, registered)
         elif isinstance(block, dict):
             before = ("name", *_READ_BEFORE.get(where.partition("[")[0], ()))
-            for part in _parts(where, registered[name], block):
-                for key in part.block:
-                    if key not in (*part.names, *before, *(part.read_too or ())):
-                        yield _unknown_argument(part, key)
-    tokenizer = cfg.get("tokenizer")
-    if isinstance(tokenizer, dict) and (part := _tokenizer(tokenizer)) is not None:
-        for key in part.block:
-            if key not in (*part.names, *(part.read_too or ())):
-                yield _unknown_argument(part, key)
+            found = _of_part(where, registered[name], block)
+            yield from (unknown for unknown in found if unknown.key not in before)
+    if isinstance(tokenizer := cfg.get("tokenizer"), dict):
+        yield from _of_tokenizer(tokenizer)
 
 
 # --- Names. ---
@@ -175,50 +170,54 @@ def _unknown_name(where: str, name: Any, kind: str, registered: Iterable[str]) -
 # --- Arguments. ---
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A block of a run, and the arguments that are read from it."""
+def _unread(
+    where: str,
+    title: str,
+    names: Collection[str],
+    block: dict[Any, Any],
+    read_too: Collection[str] | None = None,
+) -> Iterator[Unknown]:
+    """Yields the arguments of a block that nobody reads.
 
-    where: str
-    title: str
-    names: list[str]
-    """as signatures have them"""
-    block: dict[Any, Any]
-    read_too: Collection[str] | None = None
-    """others that are read; `None` if an unknown argument is refused when the part is built"""
+    Args:
+        where: the block's place in the run.
+        title: of what it describes.
+        names: of arguments, as signatures have them.
+        block: a part of the run.
+        read_too: others that are read; `None` if an unknown argument is refused when the part is
+            built.
+    """
+    shown = ", ".join(names)
+    left_out = "" if read_too is None else " The run would train as if it were not there."
+    for key in block:
+        if key in names or key in (read_too or ()):
+            continue
+        # Words of a source are no argument's name as a rule, those with an underscore may be.
+        more = [name for name in read_too or () if "_" in name]
+        hint = (nearest(key, names) or nearest(key, more)) if isinstance(key, str) else ""
+        yield Unknown(
+            f"{where}: {title} has no argument {ascii_repr(key)}.{left_out}{hint}",
+            f"Write one of {shown}." if shown else "Take it out: there are no arguments.",
+            block,
+            key,
+        )
 
 
-def _unknown_argument(part: _Part, key: Any) -> Unknown:
-    hint, left_out = "", ""
-    if isinstance(key, str):
-        more = (name for name in part.read_too or () if "_" in name)
-        hint = nearest(key, part.names) or nearest(key, more)
-    if part.read_too is not None:
-        left_out = " The run would train as if it were not there."
-    shown = ", ".join(part.names)
-    return Unknown(
-        f"{part.where}: {part.title} has no argument {ascii_repr(key)}.{left_out}{hint}",
-        f"Write one of {shown}." if shown else "Take it out: there are no arguments.",
-        part.block,
-        key,
-    )
-
-
-def _parts(where: str, called: Any, block: dict[Any, Any]) -> Iterator[_Part]:
+def _of_part(where: str, called: Any, block: dict[Any, Any]) -> Iterator[Unknown]:
     title = getattr(called, "__name__", str(called))
     names = _arguments_of(called)
     if names is not None:
-        yield _Part(where, title, names, block, () if _declared(called)[1] else None)
+        yield from _unread(where, title, names, block, () if _declared(called)[1] else None)
     elif where == "model":
-        yield from _mpt(called, block)
+        yield from _of_mpt(called, block)
     dataset = block.get("dataset")
     is_known = getattr(called, "__module__", "").startswith("llmfoundry.")
     if "_loader" in where and isinstance(dataset, dict) and is_known:
-        yield _dataset(where, called, dataset, block["name"])
+        yield from _of_dataset(where, called, dataset, block["name"])
 
 
-def _mpt(model: Any, block: dict[Any, Any]) -> Iterator[_Part]:
-    """Yields the blocks of a model whose `**kwargs` go to the configuration of an MPT."""
+def _of_mpt(model: Any, block: dict[Any, Any]) -> Iterator[Unknown]:
+    """Checks the blocks of a model whose `**kwargs` go to the configuration of an MPT."""
     from llmfoundry.layers_registry import attention_classes, param_init_fns
     from llmfoundry.models import mpt
     from llmfoundry.models.llm_embed import ContrastiveModel
@@ -230,7 +229,7 @@ def _mpt(model: Any, block: dict[Any, Any]) -> Iterator[_Part]:
     names = list(dict.fromkeys((*_declared(model)[0], *_declared(mpt.MPTConfig)[0])))
     # The model asks its configuration for names that the configuration does not declare.
     known = {*dir(mpt.MPTConfig()), *_words(inspect.getmodule(mpt.ComposerMPTCausalLM))}
-    yield _Part("model", model.__name__, names, block, known)
+    yield from _unread("model", model.__name__, names, block, known)
     inner = (
         ("attn_config", "attn_type", attn_config_defaults, attention_classes),
         ("init_config", "name", init_config_defaults, param_init_fns),
@@ -242,11 +241,11 @@ def _mpt(model: Any, block: dict[Any, Any]) -> Iterator[_Part]:
             part = registered.get(name)
             own = (name for name in _declared(part)[0] if name not in (*names, "module"))
             too = ("seq_parallel_world_size",)  # LLM Foundry takes it out if it is null
-            yield _Part(f"model.{key}", part.__name__, [*defaults, *own], given, too)
+            yield from _unread(f"model.{key}", part.__name__, [*defaults, *own], given, too)
 
 
-def _dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> _Part:
-    """Returns the block of a data set, of which LLM Foundry's functions each read some keys."""
+def _of_dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> Iterator[Unknown]:
+    """Checks the block of a data set, of which LLM Foundry's functions each read some keys."""
     from llmfoundry import registry
     from streaming import StreamingDataset
 
@@ -254,33 +253,32 @@ def _dataset(where: str, builder: Any, block: dict[Any, Any], name: str) -> _Par
     readers = [builder, *(part for kind in kinds for part in kind.get_all().values())]
     words = {word for reader in readers for word in _words(inspect.getmodule(reader))}
     names = ["max_seq_len", *_declared(StreamingDataset)[0]]
-    return _Part(f"{where}.dataset", name, names, block, words)
+    yield from _unread(f"{where}.dataset", name, names, block, words)
 
 
-def _tokenizer(block: dict[Any, Any]) -> _Part | None:
-    """Returns the arguments of a tokenizer whose class is known without the network."""
+def _of_tokenizer(block: dict[Any, Any]) -> Iterator[Unknown]:
+    """Checks the arguments of a tokenizer whose class is known without the network."""
     from llmfoundry import registry
     from transformers.models.auto import tokenization_auto
     from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     name, kwargs, saved = block.get("name"), block.get("kwargs"), {}
     if not isinstance(name, str) or not isinstance(kwargs, dict):
-        return None
+        return
     classes = [registry.tokenizers.get(name)] if name in registry.tokenizers else []
     if not classes:
         try:
             saved = tokenization_auto.get_tokenizer_config(name, local_files_only=True)
         except (OSError, ValueError):
-            return None
+            return
         told = f"{saved.get('tokenizer_class')}" if "auto_map" not in saved else ""
         classes = [tokenization_auto.tokenizer_class_from_name(told + end) for end in ("", "Fast")]
     known = [c for c in classes if isinstance(c, type) and issubclass(c, PreTrainedTokenizerBase)]
-    if not known:
-        return None
-    modules = {inspect.getmodule(base) for cls in known for base in cls.__mro__}
-    words = {word for module in (tokenization_auto, *modules) for word in _words(module)}
-    names = ["model_max_length", *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES]
-    return _Part("tokenizer.kwargs", known[0].__name__, names, kwargs, {*saved, *words})
+    if known:
+        modules = {inspect.getmodule(base) for cls in known for base in cls.__mro__}
+        words = {word for module in (tokenization_auto, *modules) for word in _words(module)}
+        names = ["model_max_length", *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES]
+        yield from _unread("tokenizer.kwargs", known[0].__name__, names, kwargs, {*saved, *words})
 
 
 # --- Signatures and sources. ---

@@ -6,7 +6,7 @@ __all__ = ["register", "register_console", "register_names"]
 
 
 def register() -> None:
-    """LLM Foundry finds these by entry point, but not in a checkout that is not installed."""
+    """Adds what LLM Foundry finds by entry point where the package is installed."""
     from llmfoundry import registry
 
     from composer_fsdp2.foundry.transform import transform

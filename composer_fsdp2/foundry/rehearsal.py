@@ -16,40 +16,54 @@ import dataclasses
 import functools
 import logging
 import os
-import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import datasets
 import torch
 from composer.algorithms import GradientClipping
 from composer.algorithms.gradient_clipping import apply_gradient_clipping
 from composer.core import Event, Precision, State, TimeUnit, ensure_time
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import Logger
+from composer.models import ComposerModel
 from composer.utils import create_interval_scheduler, format_name_with_dist, get_device
+from huggingface_hub import try_to_load_from_cache
+from llmfoundry import registry
+from llmfoundry.command_utils.train import validate_config
+from llmfoundry.data.dataloader import build_dataloader
+from llmfoundry.data.text_data import build_streams
+from llmfoundry.models.layers import attention
+from llmfoundry.utils import builders
+from llmfoundry.utils.config_utils import (
+    TRAIN_CONFIG_KEYS,
+    TrainConfig,
+    make_dataclass_and_log_config,
+    process_init_device,
+)
+from llmfoundry.utils.registry_utils import import_file, save_registry
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from streaming import StreamingDataset
 from torch import nn
+from transformers import modeling_utils
 
 from composer_fsdp2.config.blocks import Float8Spec
 from composer_fsdp2.config.schema import parse_config
-from composer_fsdp2.foundry.cluster import LAUNCHED, OFFLINE, Cluster, environment
+from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
 from composer_fsdp2.foundry.findings import Finding, Findings
 from composer_fsdp2.foundry.names import unknown_keys, unknown_parts
+from composer_fsdp2.foundry.registered import register
 from composer_fsdp2.parallel.division import Division, GroupSizes
 from composer_fsdp2.plan.unit_size import frozen_elements
+from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.shard.apply import collector_paused
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
+from composer_fsdp2.trainer.patches import engine
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
-
-if TYPE_CHECKING:
-    from composer.models import ComposerModel
-    from omegaconf import DictConfig
-
-    from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 __all__ = ["Rehearsal", "rehearse"]
 
@@ -87,16 +101,10 @@ def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
         cfg: the run with its overrides, interpolations as they are written.
         cluster: where it would take place.
     """
-    from llmfoundry.utils.registry_utils import import_file, save_registry
-    from omegaconf import ListConfig
-
-    from composer_fsdp2.foundry.registered import register
-    from composer_fsdp2.trainer.patches import engine
-
     notes = Findings()
     found = Rehearsal(findings=notes.found)
     # With no rows of its own, `installed` takes back the rows that the config transform installs.
-    with _quiet(), environment(OFFLINE), save_registry(), engine.installed(()):
+    with save_registry(), engine.installed(()):
         register()
         with notes.step("code_paths", f"Correct the file or its path, read from {os.getcwd()}."):
             paths = cfg.get("code_paths")
@@ -110,19 +118,6 @@ def rehearse(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     return found
 
 
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Keeps standard output clean, and leaves warnings and logging as they were."""
-    disabled = logging.root.manager.disable
-    try:
-        logging.disable(logging.WARNING)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(disabled)
-
-
 # --- The configuration. ---
 
 
@@ -130,17 +125,12 @@ def _read_config(
     notes: Findings, cfg: DictConfig, cluster: Cluster
 ) -> tuple[Any, dict[str, Any]] | None:
     """Reads the run as LLM Foundry does; returns its configuration, and the one for loggers."""
-    from llmfoundry.registry import config_transforms
-    from llmfoundry.utils.config_utils import (
-        TRAIN_CONFIG_KEYS,
-        TrainConfig,
-        make_dataclass_and_log_config,
-    )
-    from omegaconf import OmegaConf
-
     # Last, as in a run: another transform may take out a key of its own.
     note_unknown = functools.partial(_note_unknown, notes)
-    transforms = [*map(config_transforms.get, config_transforms.get_all()), note_unknown]
+    transforms = [
+        *map(registry.config_transforms.get, registry.config_transforms.get_all()),
+        note_unknown,
+    ]
     given = copy.deepcopy(cfg)
     # Goes on with a batch that can be divided, to find what else there is.
     for batch in (None, cluster.ranks):
@@ -161,8 +151,6 @@ def _read_config(
 
 def _note_unknown(notes: Findings, cfg: dict[str, Any]) -> dict[str, Any]:
     """Notes what nobody reads, and takes it out: it hides what else is wrong."""
-    from llmfoundry.utils.config_utils import TRAIN_CONFIG_KEYS
-
     cfg = copy.deepcopy(cfg)
     for unknown in [*unknown_keys(cfg, TRAIN_CONFIG_KEYS), *unknown_parts(cfg)]:
         notes.add(unknown.what, unknown.advice)
@@ -177,9 +165,6 @@ def _note_unknown(notes: Findings, cfg: dict[str, Any]) -> dict[str, Any]:
 def _build(
     notes: Findings, found: Rehearsal, config: Any, logged: dict[str, Any], cluster: Cluster
 ) -> None:
-    from llmfoundry.command_utils.train import validate_config
-    from llmfoundry.utils import builders
-
     with notes.step("The configuration"):
         validate_config(copy.deepcopy(config))
     tokenizer = _build_tokenizer(notes, config.tokenizer)
@@ -245,22 +230,17 @@ def _build_each(
 
 
 def _build_tokenizer(notes: Findings, block: Mapping[str, Any]) -> Any:
-    from llmfoundry import registry
-    from llmfoundry.utils.builders import build_tokenizer
-
     with notes.step("tokenizer"):
         name, kwargs = block["name"], dict(block.get("kwargs") or {})
         if name in registry.tokenizers:
-            return build_tokenizer(name, kwargs)
+            return builders.build_tokenizer(name, kwargs)
         if _is_here(notes, "tokenizer.name", name):
-            return build_tokenizer(name, {**kwargs, "local_files_only": True})
+            return builders.build_tokenizer(name, {**kwargs, "local_files_only": True})
     return None
 
 
 def _is_here(notes: Findings, where: str, name: str) -> bool:
-    """Whether a model or tokenizer is a folder or in the local cache; the hub is not asked."""
-    from huggingface_hub import try_to_load_from_cache
-
+    """Returns whether a model or tokenizer is a folder or in the local cache; asks no hub."""
     files = ("config.json", "tokenizer_config.json", "tokenizer.json")
     with notes.step(where, f"There is no such folder in {os.getcwd()} either. Correct the path."):
         if Path(name).is_dir():
@@ -280,11 +260,6 @@ def _build_loader(
     notes: Findings, where: str, block: Mapping[str, Any], tokenizer: Any, batch_size: Any
 ) -> Any | None:
     """Builds a loader and a batch where that needs neither the network nor minutes."""
-    import datasets
-    from llmfoundry.data.dataloader import build_dataloader
-    from llmfoundry.data.text_data import build_streams
-    from streaming import StreamingDataset
-
     block = {key: value for key, value in copy.deepcopy(dict(block)).items() if key != "label"}
     dataset = block.get("dataset")
     if "://" in str(block) or not isinstance(dataset, dict):
@@ -314,9 +289,6 @@ def _build_model(
     notes: Findings, found: Rehearsal, config: Any, tokenizer: Any, cluster: Cluster
 ) -> ComposerModel | None:
     """Builds the model without its weights."""
-    from llmfoundry.models.layers.attention import is_flash_v1_installed, is_flash_v2_installed
-    from llmfoundry.utils.config_utils import process_init_device
-
     init = config.model.get("init_device", "cpu")
     is_sharded = (config.fsdp_config or {}).get("version") == 2 or cluster.ranks > 1
     with notes.step("model.init_device", "Write cpu, mixed or meta."):
@@ -349,7 +321,8 @@ def _build_model(
             _on_meta(config, tokenizer, "meta")
         found.builds_on_meta = not quiet.found
     flash = any(getattr(module, "attn_impl", None) == "flash" for module in model.modules())
-    if flash and not is_flash_v1_installed() and not is_flash_v2_installed():
+    installed = attention.is_flash_v1_installed() or attention.is_flash_v2_installed()
+    if flash and not installed:
         is_here = torch.cuda.is_available() or not cluster.on_gpus
         notes.add(
             "model.attn_config.attn_impl is flash (LLM Foundry's default), and the package "
@@ -362,10 +335,6 @@ def _build_model(
 
 @collector_paused()
 def _on_meta(config: Any, tokenizer: Any, init_device: str) -> ComposerModel:
-    from llmfoundry.utils.builders import build_composer_model
-    from llmfoundry.utils.config_utils import process_init_device
-    from transformers import modeling_utils
-
     block = {**copy.deepcopy(config.model), "init_device": init_device}
     # Without FSDP `mixed` is refused, which has been asked for the device that is written.
     context = process_init_device(block, copy.deepcopy(config.fsdp_config or {}), None)
@@ -382,7 +351,7 @@ def _on_meta(config: Any, tokenizer: Any, init_device: str) -> ComposerModel:
     logger.addFilter(keep)
     try:
         with environment(_SECOND_RANK), no_values():
-            return build_composer_model(
+            return builders.build_composer_model(
                 name=block.pop("name"),
                 cfg=block,
                 tokenizer=tokenizer,

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yaml.nodes import MappingNode, ScalarNode, SequenceNode
-
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry.transform import fsdp2_settings, parse_run_config, requests_fsdp2
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -19,7 +18,6 @@ __all__ = [
     "check_named",
     "check_ranks",
     "epochs_meant",
-    "load_run",
     "merge",
     "read_parallelism",
     "read_run",
@@ -32,27 +30,18 @@ _INSIDE = "parameters"
 """where a job file of the platform holds the run that it starts"""
 
 
-def load_run(path: Path, overrides: list[str]) -> dict[str, Any]:
-    """Reads a run and checks it as far as parallelism goes.
-
-    Returns:
-        The parallelism settings alone, in LLM Foundry's keys.
-
-    Raises:
-        ConfigError: it cannot be read, or asks for something impossible.
-    """
-    check_installed()
-    _check_outermost(path)
-    return read_parallelism(read_run(path, overrides))
-
-
-def read_run(path: Path, overrides: list[str]) -> DictConfig:
+def read_run(path: Path, overrides: list[str], *, jobs: bool = True) -> DictConfig:
     """Reads a run and applies the overrides.
+
+    Args:
+        path: of a YAML file.
+        overrides: key=value.
+        jobs: whether it may be a job file. LLM Foundry itself cannot read one.
 
     Raises:
         ConfigError: one of them cannot be read.
     """
-    return merge(read_yaml(path), overrides)
+    return merge(read_yaml(path, jobs=jobs), overrides)
 
 
 def check_named(path: Path, overrides: list[str]) -> None:
@@ -83,32 +72,30 @@ def _check_override(item: str) -> None:
         )
 
 
-def _check_outermost(path: Path) -> None:
-    """Refuses a job file where LLM Foundry itself reads the file."""
-    if _holds_a_run(_read_file(path)):
-        raise ConfigError(
-            f"'{path}' is a job file: its run stands under '{_INSIDE}'. LLM Foundry reads a run at "
-            f"the top of a file, and would find none. Write what is under '{_INSIDE}' to a file of "
-            "its own and give that."
-        )
-
-
-def _holds_a_run(cfg: DictConfig) -> bool:
-    from omegaconf import DictConfig
-
-    own = any(key in cfg for key in ("model", *_BLOCKS))
-    return not own and isinstance(read_setting(cfg, _INSIDE), DictConfig)
-
-
 def read_parallelism(cfg: DictConfig) -> dict[str, Any]:
-    """The parallelism settings of a run, checked, in LLM Foundry's keys.
+    """Returns the parallelism settings of a run, checked, in LLM Foundry's keys.
 
     Raises:
-        ConfigError: they ask for something impossible.
+        ConfigError: they ask for something impossible, or an interpolation in them leads nowhere.
     """
-    from composer_fsdp2.foundry.transform import parse_run_config
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    return parse_run_config(_resolve(cfg))
+    try:
+        # Other blocks may need resolvers that `code_paths` will register.
+        blocks = {key: cfg[key] for key in _BLOCKS if key in cfg}
+        resolved = {
+            key: OmegaConf.to_container(block, resolve=True)
+            if OmegaConf.is_config(block)
+            else block
+            for key, block in blocks.items()
+        }
+    except OmegaConfBaseException as error:
+        raise ConfigError(
+            f"An interpolation cannot be resolved: {_one_line(error)}. The parallelism settings "
+            "depend on it. Correct the name between '${' and '}'."
+        ) from None
+    return parse_run_config(resolved)
 
 
 def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:
@@ -117,7 +104,6 @@ def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:
     Raises:
         ConfigError: they do not multiply to the number of ranks.
     """
-    from composer_fsdp2.foundry.transform import fsdp2_settings, requests_fsdp2
     from composer_fsdp2.plan.mesh_shape import MeshShape
 
     if requests_fsdp2(parsed):
@@ -125,7 +111,7 @@ def check_ranks(parsed: Mapping[str, Any], ranks: int) -> None:
 
 
 def read_setting(cfg: DictConfig, key: str) -> Any:
-    """One setting under a dotted key; `None` where it is missing or cannot be resolved yet."""
+    """Returns the setting under a dotted key; `None` if it is missing or cannot be resolved yet."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -164,17 +150,24 @@ def check_installed() -> None:
         )
 
 
-def read_yaml(path: Path) -> DictConfig:
+def read_yaml(path: Path, *, jobs: bool = True) -> DictConfig:
     """Reads a run, interpolations as they are written; of a job file the run inside it.
 
     Raises:
-        ConfigError: there is no such file, or it holds no settings.
+        ConfigError: there is no such file, it holds no settings, or it is a job file and may not.
     """
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
 
     cfg = _read_file(path)
-    if not _holds_a_run(cfg):
+    own = any(key in cfg for key in ("model", *_BLOCKS))
+    if own or not isinstance(read_setting(cfg, _INSIDE), DictConfig):
         return cfg
+    if not jobs:
+        raise ConfigError(
+            f"'{path}' is a job file: its run stands under '{_INSIDE}'. LLM Foundry reads a run at "
+            f"the top of a file, and would find none. Write what is under '{_INSIDE}' to a file of "
+            "its own and give that."
+        )
     # The platform hands it on as a file, in which `${...}` start from its own top.
     run: Any = OmegaConf.create(OmegaConf.to_container(cfg[_INSIDE], resolve=False))
     return run
@@ -188,13 +181,12 @@ def _read_file(path: Path) -> DictConfig:
     """
     from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError, compose
+    from yaml import YAMLError
 
     check_named(path, [])
     try:
         cfg = OmegaConf.load(path)
         repr(cfg)  # a ValueError for numbers of thousands of digits, which nobody could show
-        twice = next(_duplicates(compose(path.read_text(encoding="utf-8"))), None)
     except (YAMLError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"'{path}' is not valid YAML: {_one_line(error)}. None of it can be used. "
@@ -210,32 +202,12 @@ def _read_file(path: Path) -> DictConfig:
             f"'{path}' holds an interpolation that cannot be read: {_one_line(error)}. Its value "
             "would be unknown. Close it with '}', or write '\\${' for the characters themselves."
         ) from None
-    if twice is not None:
-        raise ConfigError(
-            f"'{path}' says {twice.value!r} twice, the second time in line "
-            f"{twice.start_mark.line + 1}. Which one counts depends on the reader. Remove one."
-        )
     if not isinstance(cfg, DictConfig) or not cfg:
         raise ConfigError(
             f"'{path}' holds no settings. A run needs keys such as model and train_loader. "
             "Write them, or start from yamls/quickstart.yaml."
         )
     return cfg
-
-
-def _duplicates(node: Any) -> Iterator[Any]:
-    """Keys that stand in a mapping already; OmegaConf refuses those that are text."""
-    if not isinstance(node, MappingNode | SequenceNode):
-        return
-    seen: set[tuple[str, str]] = set()
-    for item in node.value:
-        if isinstance(node, MappingNode) and isinstance(item[0], ScalarNode):
-            same = (item[0].tag, item[0].value)
-            if same in seen:
-                yield item[0]
-            seen.add(same)
-        for part in item if isinstance(item, tuple) else (item,):
-            yield from _duplicates(part)
 
 
 def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
@@ -258,30 +230,6 @@ def merge(cfg: DictConfig, overrides: list[str]) -> DictConfig:
                 "be the one asked for. Correct the key, or the value, which has to be YAML."
             ) from None
     return cfg
-
-
-def _resolve(cfg: DictConfig) -> dict[str, Any]:
-    """The blocks about parallelism; others may need resolvers that `code_paths` will register.
-
-    Raises:
-        ConfigError: an interpolation in them leads nowhere.
-    """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        blocks = {key: cfg[key] for key in _BLOCKS if key in cfg}
-        return {
-            key: OmegaConf.to_container(block, resolve=True)
-            if OmegaConf.is_config(block)
-            else block
-            for key, block in blocks.items()
-        }
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"An interpolation cannot be resolved: {_one_line(error)}. The parallelism settings "
-            "depend on it. Correct the name between '${' and '}'."
-        ) from None
 
 
 def _one_line(error: Exception) -> str:

@@ -3,6 +3,11 @@
 LLM Foundry finds `transform` by entry point (`llmfoundry_config_transforms`) and calls it on every
 rank, before `torch.distributed` starts and before it rejects keys it does not know. So a run needs
 nothing but the YAML.
+
+[Note: groups in a run] LLM Foundry divides the global batch by the number of ranks, and its loaders
+deal samples to ranks. Ranks of a tensor group compute one batch together. So the batch is divided
+by the number of groups, and every loader is told how many ranks next to each other read the same
+(`replication`).
 """
 
 from __future__ import annotations
@@ -14,12 +19,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer_fsdp2.config.messages import nearest
+from composer_fsdp2.config.parallel import check_strategy
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.foundry.tensor_groups import (
-    check_groups,
-    move_tensor_parallel,
-    same_data,
-)
 
 if TYPE_CHECKING:
     from composer_fsdp2.config.schema import FSDP2Config
@@ -47,6 +49,9 @@ _NEEDS_FROM_PRETRAINED = (
     "pretrained_lora_id_or_path",
 )
 _NOT_PLAIN = ("quantization_config", "text_config", "vision_config")
+_LOADERS = ("train_loader", "eval_loader", "eval_loaders")
+_KNOWN = ("text", "finetuning", "contrastive_pairs")
+"""loaders of LLM Foundry, which take `replication`"""
 _WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")
 
 
@@ -62,35 +67,27 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
         ConfigError: the parallelism settings cannot be used.
         PatchError: FSDP2 is requested, and Composer is not a version that can be extended.
     """
+    from composer_fsdp2.config.group_size import written_group_size
     from composer_fsdp2.trainer.load_steps import set_node_rank
 
     parsed = parse_run_config(cfg)
-    if requests_fsdp2(parsed):
-        set_node_rank()  # before Composer starts torch.distributed
-        from composer_fsdp2.trainer.patches import check_one_rank, install
-
-        install()
-        if os.environ.get("WORLD_SIZE", "1") == "1":
-            check_one_rank()
-        parsed = _with_groups(read_in_slices(parsed))
-    return parsed
-
-
-def _with_groups(parsed: dict[str, Any]) -> dict[str, Any]:
-    """Has the ranks of a group read the same, where there are any."""
-    from composer_fsdp2.config.group_size import written_group_size
-
-    degree = written_group_size(parsed["fsdp_config"])
-    if degree == 1:
+    if not requests_fsdp2(parsed):
         return parsed
-    from composer_fsdp2.trainer.patches import check_groups_in_runs
+    set_node_rank()  # before Composer starts torch.distributed
+    from composer_fsdp2.trainer import patches
 
-    check_groups_in_runs()
-    check_groups(parsed, fsdp2_settings(parsed))
-    parsed = same_data(parsed, degree)
-    if isinstance(batch := parsed.get("global_train_batch_size"), int):
-        # LLM Foundry divides it by the number of ranks. `trainer.groups: show_batch` follows.
-        parsed["global_train_batch_size"] = batch * degree
+    patches.install()
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        patches.check_one_rank()
+    parsed = read_in_slices(parsed)
+    degree = written_group_size(parsed["fsdp_config"])
+    if degree > 1:
+        patches.check_groups_in_runs()
+        _check_groups(parsed, fsdp2_settings(parsed))
+        parsed = _same_data(parsed, degree)
+        if isinstance(batch := parsed.get("global_train_batch_size"), int):
+            # LLM Foundry divides it by the number of ranks. `trainer.groups: show_batch` follows.
+            parsed["global_train_batch_size"] = batch * degree
     return parsed
 
 
@@ -100,42 +97,55 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an unknown key, two places for one thing, or wrong FSDP2 settings.
     """
-    parsed = _spread(cfg)
+    from composer_fsdp2.config.group_size import with_sequence_parallel
+
+    parsed = {key: value for key, value in cfg.items() if key != _BLOCK}
+    given = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
+    _check_block(given)
+    given = with_sequence_parallel(given)
+    for key, value in given.items():
+        if value is not None or key == "fsdp2":
+            _check_free(parsed, given, key)
+            # An empty `fsdp2:` is null in YAML, and asks for default settings.
+            parsed[_PLACES[key]] = (
+                _marked({} if value is None else value) if key == "fsdp2" else value
+            )
     if requests_fsdp2(parsed):
-        parsed = move_tensor_parallel(parsed)
+        parsed = _move_tensor_parallel(parsed)
     block = parsed.get("fsdp_config")
     if isinstance(block, Mapping) and _MARKER in block:
-        parsed["fsdp_config"] = _parse_versioned(block)
+        settings = {key: value for key, value in block.items() if key != _MARKER}
+        if block[_MARKER] == 2:
+            config = fsdp2_settings(parsed)
+            # What LLM Foundry would otherwise decide itself is written out. It takes a missing
+            # state_dict_type for `full` when it names the latest checkpoint.
+            settings |= {_MARKER: 2, "state_dict_type": config.state_dict_type}
+            divides = config.tensor_parallel is not None and config.tensor_parallel.degree > 1
+            if config.state_dict_type == "sharded" or divides:
+                # For `init_device: mixed` it would make this true, which only a full checkpoint
+                # can follow, and a model that is whole on rank 0.
+                settings["load_monolith_rank0_only"] = config.load_monolith_rank0_only
+        elif block[_MARKER] != 1:  # FSDP1's loses the marker, which Composer does not know
+            raise ConfigError(
+                f"'fsdp_config.version' is {block[_MARKER]!r}, but there are only 1 and 2. The run "
+                "would be sharded in another way than asked. Write version: 2 for FSDP2, 1 for "
+                "FSDP1."
+            )
+        parsed["fsdp_config"] = settings
     return parsed
 
 
 def requests_fsdp2(parsed: Mapping[str, Any]) -> bool:
-    """Whether a config that `parse_run_config` returned asks for FSDP2."""
+    """Returns whether a config that `parse_run_config` returned asks for FSDP2."""
     block = parsed.get("fsdp_config")
     return isinstance(block, Mapping) and block.get(_MARKER) == 2
 
 
 def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
-    """The FSDP2 settings of a config for which `requests_fsdp2` holds."""
+    """Returns the FSDP2 settings of a config for which `requests_fsdp2` holds."""
     from composer_fsdp2.config.schema import parse_config
 
     return parse_config({k: v for k, v in parsed["fsdp_config"].items() if k != _MARKER})
-
-
-def _spread(cfg: Mapping[str, Any]) -> dict[str, Any]:
-    """Moves every key of `parallelism_config` to its place, FSDP2's with the marker."""
-    from composer_fsdp2.config.group_size import with_sequence_parallel
-
-    parsed = {key: value for key, value in cfg.items() if key != _BLOCK}
-    block = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
-    _check_block(block)
-    block = with_sequence_parallel(block)
-    for key, value in block.items():
-        if value is None and key != "fsdp2":
-            continue
-        _check_free(parsed, block, key)
-        parsed[_PLACES[key]] = _marked(value) if key == "fsdp2" else value
-    return parsed
 
 
 def _check_block(block: Any) -> None:
@@ -148,8 +158,6 @@ def _check_block(block: Any) -> None:
 
     unknown = [str(key) for key in block if key not in (*_PLACES, SEQUENCE_KEY)]
     if unknown:
-        from composer_fsdp2.config.messages import nearest
-
         names = ", ".join(f"'{name}'" for name in unknown)
         hint = "".join(nearest(name, _PLACES) for name in unknown)
         raise ConfigError(
@@ -174,8 +182,7 @@ def _check_free(parsed: Mapping[str, Any], block: Mapping[str, Any], key: str) -
 
 
 def _marked(value: Any) -> dict[str, Any]:
-    """An empty `fsdp2:` is null in YAML, and asks for default settings."""
-    value = {} if value is None else value
+    """Marks a block as FSDP2's, see [Note: marker]."""
     if not isinstance(value, Mapping):
         raise ConfigError(
             f"'{_BLOCK}.fsdp2' is {value!r}, but it takes a mapping. It is not clear whether FSDP2 "
@@ -189,36 +196,6 @@ def _marked(value: Any) -> dict[str, Any]:
     return {**value, _MARKER: 2}
 
 
-def _parse_versioned(block: Mapping[str, Any]) -> dict[str, Any]:
-    """Checks a block with a marker; FSDP1's loses the marker, which Composer does not know."""
-    settings = {key: value for key, value in block.items() if key != _MARKER}
-    match block[_MARKER]:
-        case 1:
-            return settings
-        case 2:
-            return _parse_fsdp2(settings)
-        case other:
-            raise ConfigError(
-                f"'fsdp_config.version' is {other!r}, but there are only 1 and 2. The run would be "
-                "sharded in another way than asked. Write version: 2 for FSDP2, 1 for FSDP1."
-            )
-
-
-def _parse_fsdp2(settings: dict[str, Any]) -> dict[str, Any]:
-    """Checks FSDP2 settings and writes out what LLM Foundry would otherwise decide itself."""
-    from composer_fsdp2.config.schema import parse_config
-
-    config = parse_config(settings)
-    # It takes a missing state_dict_type for `full` when it names the latest checkpoint.
-    explicit: dict[str, Any] = {"state_dict_type": config.state_dict_type}
-    divides = config.tensor_parallel is not None and config.tensor_parallel.degree > 1
-    if config.state_dict_type == "sharded" or divides:
-        # For `init_device: mixed` it would make this true, which only a full checkpoint can follow,
-        # and a model that is whole on rank 0.
-        explicit["load_monolith_rank0_only"] = config.load_monolith_rank0_only
-    return {**settings, **explicit, _MARKER: 2}
-
-
 def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
     """Has a pretrained model read by FSDP2 where it can be; see [Note: pretrained models].
 
@@ -229,7 +206,12 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
     if _PRETRAINED in block or not isinstance(model, Mapping):
         return dict(parsed)
     folder = _sliceable_folder(model)
-    if folder is None or not _goes_with(block, folder):
+    sliced = {**block, _PRETRAINED: str(folder)}
+    try:
+        fsdp2_settings({"fsdp_config": sliced})
+    except ConfigError:  # not all settings go with it
+        return dict(parsed)
+    if folder is None:
         return dict(parsed)
     if os.environ.get("RANK", "0") == "0":
         print(
@@ -242,22 +224,13 @@ def read_in_slices(parsed: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **parsed,
         "model": {**model, "pretrained": False, "init_device": "meta"},
-        "fsdp_config": {**block, _PRETRAINED: str(folder)},
+        "fsdp_config": sliced,
     }
 
 
-def _goes_with(block: Mapping[str, Any], folder: Path) -> bool:
-    """Whether the other settings allow it: not all have been tried with tensor parallelism."""
-    try:
-        fsdp2_settings({"fsdp_config": {**block, _PRETRAINED: str(folder)}})
-    except ConfigError:
-        return False
-    return True
-
-
 def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
-    """The folder of a pretrained model that needs nothing else of `from_pretrained`."""
-    name = model.get("pretrained_model_name_or_path")
+    """Returns the folder of a pretrained model that needs nothing else of `from_pretrained`."""
+    name: Any = model.get("pretrained_model_name_or_path")
     wanted = (
         model.get("name") == "hf_causal_lm"
         and model.get("pretrained", True) is True
@@ -267,24 +240,20 @@ def _sliceable_folder(model: Mapping[str, Any]) -> Path | None:
     )
     if not wanted:
         return None
-    assert isinstance(name, str)
     folder = Path(name) if Path(name).is_dir() else _cached(name)
     if folder is None or not any((folder / file).is_file() for file in _WEIGHT_FILES):
         return None
-    return folder if _is_plain(folder) else None
-
-
-def _is_plain(folder: Path) -> bool:
-    """Whether the folder's weights are those of the model its config describes."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False  # transformers says it better
-    return isinstance(config, dict) and not any(config.get(key) for key in _NOT_PLAIN)
+        return None  # transformers says it better
+    # The folder's weights are those of the model its config describes.
+    plain = isinstance(config, dict) and not any(config.get(key) for key in _NOT_PLAIN)
+    return folder if plain else None
 
 
 def _cached(name: str) -> Path | None:
-    """The folder of a name of the hub that is in the local cache, without asking the hub.
+    """Returns the folder of a name of the hub in the local cache, without asking the hub.
 
     Only where all ranks are on one node: another node's cache may hold something else.
     """
@@ -297,3 +266,96 @@ def _cached(name: str) -> Path | None:
         return Path(snapshot_download(name, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+
+
+# --- Ranks that compute one batch together. ---
+
+
+def _move_tensor_parallel(parsed: Mapping[str, Any]) -> dict[str, Any]:
+    """Makes `tp_config` a setting of FSDP2, which LLM Foundry carries to the Trainer untouched.
+
+    Its own handling takes strategies alone, and drops the block on one rank.
+
+    Raises:
+        ConfigError: a strategy, or two places for one thing.
+    """
+    from composer_fsdp2.config.group_size import TENSOR_KEY
+
+    others = {key: value for key, value in parsed.items() if key != "tp_config"}
+    tp, block = parsed.get("tp_config"), parsed["fsdp_config"]
+    check_strategy(tp)
+    check_strategy(block.get(TENSOR_KEY))
+    if not tp:
+        return others
+    if block.get(TENSOR_KEY) is not None:
+        raise ConfigError(
+            f"Tensor parallelism is set twice: as '{TENSOR_KEY}' of FSDP2, and as 'tp' of "
+            "parallelism_config or 'tp_config'. One of them would have no effect. Take one out."
+        )
+    return {**others, "fsdp_config": {**block, TENSOR_KEY: tp}}
+
+
+def _check_groups(parsed: Mapping[str, Any], settings: FSDP2Config) -> None:
+    """Checks degrees and batch against the number of ranks, as the launcher has set it.
+
+    Collective: no.
+
+    Raises:
+        ConfigError: the degrees do not multiply to the ranks, or the groups cannot share a batch.
+    """
+    from composer_fsdp2.config.group_size import ranks_of_a_batch
+    from composer_fsdp2.plan.mesh_shape import MeshShape
+
+    ranks, size = int(os.environ.get("WORLD_SIZE", "1")), ranks_of_a_batch(settings)
+    shape = MeshShape.resolve(settings, ranks)
+    batch, groups = parsed.get("global_train_batch_size"), ranks // size
+    if isinstance(batch, int) and batch % groups:
+        raise ConfigError(
+            f"global_train_batch_size is {batch}, which the {groups} groups of {shape.describe()} "
+            f"cannot share: the {size} ranks of a group read the same samples. Use a "
+            f"multiple of {groups}, for example {-(-batch // groups) * groups}."
+        )
+    if "device_train_batch_size" in parsed:
+        raise ConfigError(
+            "LLM Foundry has divided the batch by the number of ranks before this package could "
+            "divide it by the number of groups. Every rank would read too little. Install "
+            "composer_fsdp2 with pip, so that LLM Foundry finds it first."
+        )
+
+
+def _same_data(parsed: Mapping[str, Any], degree: int) -> dict[str, Any]:
+    """Has the loaders give the ranks of a group the same samples; see [Note: groups in a run].
+
+    Loaders of other names stay as they are: ranks compare what they read in the first step.
+
+    Raises:
+        ConfigError: a loader has another `replication`.
+    """
+    changed = dict(parsed)
+    for key in _LOADERS:
+        given = parsed.get(key)
+        if isinstance(given, list):
+            changed[key] = [_replicated(f"{key}[{n}]", one, degree) for n, one in enumerate(given)]
+        elif isinstance(given, Mapping):
+            changed[key] = _replicated(key, given, degree)
+    return changed
+
+
+def _replicated(where: str, loader: Any, degree: int) -> Any:
+    if not isinstance(loader, Mapping) or loader.get("name") not in _KNOWN:
+        return loader
+    dataset = loader.get("dataset")
+    if not isinstance(dataset, Mapping):
+        return loader  # LLM Foundry says it better
+    blocks: dict[str, Any] = {f"{where}.dataset": dataset}
+    if isinstance(streams := dataset.get("streams"), Mapping):
+        blocks |= {f"{where}.dataset.streams.{name}": stream for name, stream in streams.items()}
+    for place, block in blocks.items():
+        given = block.get("replication") if isinstance(block, Mapping) else None
+        if given not in (None, degree):
+            raise ConfigError(
+                f"{place}.replication is {given!r}, and {degree} ranks read one batch. Ranks of "
+                "a group would read different samples, or groups the same. Leave it out: it is set "
+                "to the number of ranks that read one batch."
+            )
+    return {**loader, "dataset": {**dataset, "replication": degree}}

@@ -22,7 +22,7 @@ from composer_fsdp2.blocks.transformation import (
     Transformation,
     plan_transformations,
 )
-from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, open_pretrained
+from composer_fsdp2.checkpoint.pretrained import PretrainedWeights
 from composer_fsdp2.config.schema import FSDP2Config, describe_values
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.elementwise import check_optimizer_state, is_known
@@ -179,7 +179,7 @@ class PreparePlan:
             "plan of transformations": self.describe_transformations(),
             "optimizer": describe_optimizer(self.optimizer) if self.optimizer else "none",
             "groups of the optimizer": self.groups.text if self.groups else "",
-            "plan of pretrained weights": str(self.weights.plan) if self.weights else "none",
+            "plan of pretrained weights": str(self.weights) if self.weights else "none",
             "~meta": dataclasses.astuple(MetaDeviceReport.read(self.tree, self.weights or ())),
             "~seed": shared_seed(),
         }
@@ -221,11 +221,11 @@ def _check_offload(settings: FSDP2Config, device_type: str) -> None:
 
 
 def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
-    weights = open_pretrained(path, tree)
-    if weights.plan.skipped and dist.get_global_rank() == 0:
+    weights = PretrainedWeights(path, tree)
+    if weights.skipped and dist.get_global_rank() == 0:
         warnings.warn(
             f"'{path}' was saved with a head that this model has not: its "
-            f"{', '.join(weights.plan.skipped[:20])} will not be read.",
+            f"{', '.join(weights.skipped[:20])} will not be read.",
             stacklevel=5,
         )
     return weights

@@ -30,7 +30,7 @@ from composer_fsdp2 import (
     plan_wrapping,
     prepare_fully_shard,
 )
-from composer_fsdp2.checkpoint.pretrained import PretrainedFolder, StoredTensor, open_pretrained
+from composer_fsdp2.checkpoint.pretrained import PretrainedWeights, StoredTensor
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.shard import weight_source
 from tests.support.models import VOCAB, llama_config
@@ -345,12 +345,11 @@ def test_a_file_that_goes_away_on_one_rank(tmp_path: Path):
     folder = saved(tmp_path)
     model = built("llama, untied")
     plan = plan_wrapping(model, [])
-    weights = open_pretrained(str(folder), ModuleTree.read(model))
+    weights = PretrainedWeights(str(folder), ModuleTree.read(model))
     dist.barrier()
     if dist.get_rank() == 1:
-        file = weights.folder.tensors["lm_head.weight"].file
-        weights.folder = PretrainedFolder(folder, {**weights.folder.tensors})
-        weights.folder.tensors["lm_head.weight"] = StoredTensor(
+        file = weights.tensors["lm_head.weight"].file
+        weights.tensors["lm_head.weight"] = StoredTensor(
             file.with_name("gone.safetensors"), (VOCAB, 12), "F32"
         )
     mesh = init_device_mesh("cpu", (2,))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import composer_fsdp2
-from composer_fsdp2.cli.quickstart import write_quickstart
+from composer_fsdp2.cli.init import write_quickstart
 from tests.support.limits import scaled
 from tests.unit.cli.test_quickstart import READY
 

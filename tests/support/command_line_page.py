@@ -5,14 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from enum import Enum
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from typer.core import TyperGroup, TyperOption
 from typer.main import get_command
 
-from composer_fsdp2.cli.exit_codes import ExitCode
+from composer_fsdp2.cli.console import ExitCode
 from composer_fsdp2.cli.main import app
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "command-line.md"
@@ -119,8 +118,8 @@ def _takes(kind: Any) -> str:
     """The value of an option, by the type of the function's argument."""
     kinds = {kind, *get_args(kind)} - {type(None)}
     for one in kinds:
-        if isinstance(one, type) and issubclass(one, Enum):
-            return "|".join(str(choice.value) for choice in one)
+        if get_origin(one) is Literal:
+            return "|".join(get_args(one))
     return next((text for known, text in _TAKES.items() if known in kinds), "TEXT")
 
 

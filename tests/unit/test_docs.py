@@ -204,10 +204,10 @@ def _check(given: dict[str, Any]) -> None:
     assert (ROOT / file).is_file()
     if importlib.util.find_spec("llmfoundry") is None:
         return  # it reads the run
-    from composer_fsdp2.foundry.run_file import load_run, read_run
+    from composer_fsdp2.foundry.run_file import read_parallelism, read_run
 
     overrides = given.get("overrides") or []
-    load_run(ROOT / file, overrides)
+    read_parallelism(read_run(ROOT / file, overrides, jobs=False))
     top = set(yaml.safe_load((ROOT / file).read_text()))
     assert {*read_run(ROOT / file, overrides)} <= top
 

@@ -358,8 +358,9 @@ def test_a_comparison_tells_its_progress(small: Path):
     told: list[tuple[int, int]] = []
     pair = open_checkpoint(small), open_checkpoint(small)
     compare_checkpoints(*pair, lambda done, total: told.append((done, total)))
-    assert told == sorted(told)
-    assert told[0][0] < told[-1][0] == told[-1][1]
+    totals = {total for _, total in told}
+    assert totals == {sum(done for done, _ in told)}
+    assert len(told) > 2
 
 
 def test_equal_to_itself(small: Path):

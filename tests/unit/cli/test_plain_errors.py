@@ -11,8 +11,8 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import main
-from composer_fsdp2.cli.exit_codes import ExitCode
-from composer_fsdp2.cli.plain_errors import PlainTyper, plain_message
+from composer_fsdp2.cli.console import ExitCode
+from composer_fsdp2.cli.options import PlainTyper, plain_message
 
 # What belongs to the libraries that read a command line.
 _ALIEN = ("Value error", "Input should", "unable to parse", "validation error")

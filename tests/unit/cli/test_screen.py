@@ -15,8 +15,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import console, main
-from composer_fsdp2.cli.console import progress, reported
-from composer_fsdp2.cli.exit_codes import EXIT_CODES, ExitCode
+from composer_fsdp2.cli.console import EXIT_CODES, ExitCode, progress, reported
 from composer_fsdp2.cli.launch import RankError
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.engine import DIALECTS
@@ -171,8 +170,8 @@ def test_progress_in_a_file_says_nothing(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     with progress("Reading") as advance:
-        for done in range(100):
-            advance(done, 100)
+        for _ in range(100):
+            advance(1, 100)
     assert stream.getvalue() == ""
 
 
@@ -184,7 +183,7 @@ def test_progress_on_a_terminal_has_speed_and_time_left(monkeypatch, unit, speed
     with progress("Reading", unit) as advance:
         advance(1_000_000, 10_000_000)
         time.sleep(0.05)
-        advance(5_000_000, 10_000_000)
+        advance(4_000_000, 10_000_000)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())
     assert "Reading" in text
     assert speed in text

@@ -29,10 +29,17 @@ def check(cfg: dict[str, Any]) -> dict[str, Any]:
     from composer_fsdp2.foundry.names import refuse_unknown
     from composer_fsdp2.foundry.registered import register, register_names
 
-    with save_registry():
+    error = None
+    with save_registry():  # restores nothing when an error passes through it
         register()
         register_names()
-        return refuse_unknown(cfg)
+        try:
+            cfg = refuse_unknown(cfg)
+        except ConfigError as failed:
+            error = failed
+    if error is not None:
+        raise error
+    return cfg
 
 
 def test_known_names_pass(good: dict[str, Any]):
