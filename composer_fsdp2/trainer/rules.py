@@ -135,11 +135,14 @@ def _adapters(tree: ModuleTree) -> set[int]:
 
 def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
     """Asks `fsdp_wrap_fn` of each top module for everything inside it, but not for itself."""
-    asked: dict[int, Callable[[nn.Module], Any]] = {}
-    for top in tops:
-        hook = getattr(top, "fsdp_wrap_fn", None)
-        if callable(hook):
-            asked.update((id(module), hook) for module in top.modules() if module is not top)
+    hooks = [(top, getattr(top, "fsdp_wrap_fn", None)) for top in tops]
+    asked = {
+        id(module): hook
+        for top, hook in hooks
+        if callable(hook)
+        for module in top.modules()
+        if module is not top
+    }
     if not asked:
         return None
 
@@ -204,11 +207,8 @@ def activation_choice(
     `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
     it lies in. A model with neither is checkpointed at its FSDP blocks, see `WrapPlan.blocks`.
     """
-    asked: dict[int, Callable[[nn.Module], Any]] = {}
-    for top in _tops(tree.root):
-        hook = getattr(top, "activation_checkpointing_fn", None)
-        if callable(hook):
-            asked.update((id(module), hook) for module in top.modules())
+    hooks = [(top, getattr(top, "activation_checkpointing_fn", None)) for top in _tops(tree.root)]
+    asked = {id(m): hook for top, hook in hooks if callable(hook) for m in top.modules()}
     own = (attribute_of(module, "_activation_checkpointing", ...) for _, module in tree.modules())
     if not asked and all(one is ... for one in own):
         return lambda name, _module: name in blocks
