@@ -97,15 +97,15 @@ def remove_keys(values: StateDict, keys: Sequence[str]) -> None:
     _, ways = flatten(values)
     for key in keys:
         if key in ways:
-            *outer, last = ways[key]
-            holders: list[Any] = [values]
-            for part in outer:
-                holders.append(holders[-1][part])
-            del holders[-1][last]
-            for holder, part in zip(reversed(holders[:-1]), reversed(outer), strict=True):
-                if holder[part] != {}:
-                    break
-                del holder[part]
+            _remove(values, ways[key])
+
+
+def _remove(holder: Any, way: Sequence[str | int]) -> None:
+    first, *rest = way
+    if rest:
+        _remove(holder[first], rest)
+    if not rest or holder[first] == {}:
+        del holder[first]
 
 
 def lossy_notes(saved: Checkpoint, flat: Mapping[str, Any]) -> Iterator[str]:

@@ -60,17 +60,20 @@ def trainer_rules(
     tree = ModuleTree.read(model)
     model = tree.root
     tops = _tops(model)
-    rules: list[Rule] = [] if model in tops else [_metric_rule(model)]
+    metrics = {
+        id(module): Decision(wrap=False, reason="metric")
+        for child in model.children()
+        if model not in tops and _is_metric(child)
+        for module in child.modules()
+    }
     ends = find_embedding_and_head(tree, policy)
     marked, marked_ends = _marked(tree, tops, ends)
-    rules.append(lambda _name, module: marked.get(id(module)))
-    rules += policy_rules(tree, policy)
+    rules = [_decided(metrics), _decided(marked), *policy_rules(tree, policy)]
     if not policy.selects_blocks:
         hooks = _hook_rule(tops, shape)
         blocks = hooks or by_hf_blocks(tree)
         rules += [blocks] if blocks else []
-    rules.append(lambda _name, module: ends.get(id(module)))
-    rules.append(lambda _name, module: marked_ends.get(id(module)))
+    rules += [_decided(ends), _decided(marked_ends)]
     rules.append(root_rule if model in tops else _direct_child_rule(tops))
     return with_fp32_islands(tree, keep_fp32, gathered_in, rules)
 
@@ -86,15 +89,9 @@ def _is_metric(module: nn.Module) -> bool:
     return isinstance(module, Metric | MetricCollection)
 
 
-def _metric_rule(model: nn.Module) -> Rule:
-    inside = {
-        id(module) for child in model.children() if _is_metric(child) for module in child.modules()
-    }
-
-    def rule(_name: str, module: nn.Module) -> Decision | None:
-        return Decision(wrap=False, reason="metric") if id(module) in inside else None
-
-    return rule
+def _decided(decisions: Mapping[int, Decision]) -> Rule:
+    """Returns a rule for decisions of single modules, as `id(module): decision`."""
+    return lambda _name, module: decisions.get(id(module))
 
 
 def _marked(
@@ -138,11 +135,14 @@ def _adapters(tree: ModuleTree) -> set[int]:
 
 def _hook_rule(tops: list[nn.Module], shape: MeshShape | None) -> Rule | None:
     """Asks `fsdp_wrap_fn` of each top module for everything inside it, but not for itself."""
-    asked: dict[int, Callable[[nn.Module], Any]] = {}
-    for top in tops:
-        hook = getattr(top, "fsdp_wrap_fn", None)
-        if callable(hook):
-            asked.update((id(module), hook) for module in top.modules() if module is not top)
+    hooks = [(top, getattr(top, "fsdp_wrap_fn", None)) for top in tops]
+    asked = {
+        id(module): hook
+        for top, hook in hooks
+        if callable(hook)
+        for module in top.modules()
+        if module is not top
+    }
     if not asked:
         return None
 
@@ -193,16 +193,10 @@ def _check_mesh(name: str, mesh: Any, shape: MeshShape | None) -> None:
 def _direct_child_rule(tops: list[nn.Module]) -> Rule:
     """Containers cannot be units, and a grandchild registered again stays in its own parent."""
     inside = {id(module) for top in tops for module in top.modules() if module is not top}
-    ids = {id(top) for top in tops if has_forward(top) and id(top) not in inside}
-
-    def rule(_name: str, module: nn.Module) -> Decision | None:
-        return (
-            Decision(wrap=True, reason="direct child", is_block=False)
-            if id(module) in ids
-            else None
-        )
-
-    return rule
+    decision = Decision(wrap=True, reason="direct child", is_block=False)
+    return _decided(
+        {id(top): decision for top in tops if has_forward(top) and id(top) not in inside}
+    )
 
 
 def activation_choice(
@@ -213,11 +207,8 @@ def activation_choice(
     `_activation_checkpointing` on a module, then `activation_checkpointing_fn` of the direct child
     it lies in. A model with neither is checkpointed at its FSDP blocks, see `WrapPlan.blocks`.
     """
-    asked: dict[int, Callable[[nn.Module], Any]] = {}
-    for top in _tops(tree.root):
-        hook = getattr(top, "activation_checkpointing_fn", None)
-        if callable(hook):
-            asked.update((id(module), hook) for module in top.modules())
+    hooks = [(top, getattr(top, "activation_checkpointing_fn", None)) for top in _tops(tree.root)]
+    asked = {id(m): hook for top, hook in hooks if callable(hook) for m in top.modules()}
     own = (attribute_of(module, "_activation_checkpointing", ...) for _, module in tree.modules())
     if not asked and all(one is ... for one in own):
         return lambda name, _module: name in blocks
