@@ -382,7 +382,8 @@ class Comparison:
             is_edge = not _EDGE <= index < count - _EDGE
             if is_edge or index % every == 0 or number in worst:
                 columns = (
-                    f"   {old:#12.6g}{new:#12.6g}{share:10.1e}{'*' if share > self.tolerance else ' '}"
+                    f"   {old:#12.6g}{new:#12.6g}{share:10.1e}"
+                    + ("*" if share > self.tolerance else " ")
                     for old, new, share in step
                 )
                 lines.append(f"{number:5}{''.join(columns)}".rstrip())

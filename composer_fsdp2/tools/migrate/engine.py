@@ -439,7 +439,7 @@ def _resolve(document: Document) -> dict[str, Any]:
 
     data = _without_long_lists(document.data)
     try:
-        tree = OmegaConf.create(data)
+        tree: Any = OmegaConf.create(data)
     except (OmegaConfBaseException, ValueError):
         return document.data
     # The platform hands a run on as a file, in which `${...}` start from its own top.
