@@ -251,7 +251,7 @@ def _finish(context: Context) -> None:
 
 
 def _ignore_strategy(context: Context, words: Entry) -> None:
-    """Drops the words of a strategy, which version 2 does not read: `reshard_after_forward` says it."""
+    """Drops the words of a strategy: version 2 reads `reshard_after_forward` instead."""
     named = [word for word in _strategies(words.value) if word != "full_shard"]
     if "config.reshard_after_forward" in context.entries:
         words.becomes = {k: v for k, v in words.becomes.items() if k == "cpu_offload"}
