@@ -439,7 +439,7 @@ def _resolve(document: Document) -> dict[str, Any]:
 
     data = _without_long_lists(document.data)
     try:
-        tree: Any = OmegaConf.create(data)
+        tree = OmegaConf.create(data)
     except (OmegaConfBaseException, ValueError):
         return document.data
     # The platform hands a run on as a file, in which `${...}` start from its own top.
@@ -451,7 +451,8 @@ def _resolve(document: Document) -> dict[str, Any]:
         if not isinstance(value, str) or "${" not in value:
             return value
         inside = inner is not None and path[0] == _JOB
-        start, place = (inner, path[1:]) if inside else (tree, path)
+        start: Any = inner if inside else tree
+        place = path[1:] if inside else path
         try:
             found: Any = OmegaConf.select(start, ".".join(place), default=value)
             return (
