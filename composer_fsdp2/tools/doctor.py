@@ -88,11 +88,11 @@ class Run:
 
     @property
     def nodes(self) -> int:
-        """Nodes it takes."""
+        """Returns the number of nodes."""
         return -(-self.ranks // self.ranks_per_node)
 
     def value(self, key: str) -> Any:
-        """One of `KEYS`, or LLM Foundry's default, or `None`."""
+        """Returns the value of one of `KEYS`, or LLM Foundry's default, or `None`."""
         return self.others.get(key, _DEFAULTS.get(key))
 
 

@@ -119,7 +119,7 @@ class Job:
         self.precision = str(self.value("precision", _DEFAULT_PRECISION))
 
     def value(self, key: str, default: Any = None) -> Any:
-        """A setting, interpolations resolved; the default for what is missing or null."""
+        """Returns a setting, interpolations resolved; the default for a missing one and null."""
         found = OmegaConf.select(self.config, key)
         return default if found is None else found
 

@@ -83,10 +83,11 @@ def _line(cells: Iterable[str]) -> str:
 def _cells(row: Row, entry: Entry, rows: tuple[Row, ...]) -> tuple[str, ...]:
     is_first = next(other for other in rows if other.key == row.key) is row
     # An option names the key as the file has it, and the page without the mappings around it.
-    around = f"{'.'.join(entry.path[:-1])}."
-    decide = ", ".join(_option(option.removeprefix(around)) for option in entry.options)
+    key = _key(row, entry)
+    options = (option.replace(f"{entry.key}=", f"{key}=", 1) for option in entry.options)
+    decide = ", ".join(map(_option, options))
     return (
-        f"`{_key(row, entry)}`",
+        f"`{key}`",
         _values(row, entry, "any" if is_first else _OTHER),
         _becomes(row, entry),
         row.status.value,

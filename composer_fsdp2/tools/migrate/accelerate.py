@@ -443,7 +443,7 @@ _VERSION1_ALONE = {
 
 
 def _ignore_version1(context: Context) -> None:
-    """Accelerate reads some keys in version 1 alone, and words for true and false in 2."""
+    """Drops keys that Accelerate reads in version 1 alone, and refuses their words in version 2."""
     for key, instead in _VERSION1_ALONE.items():
         if entry := context.entries.get(f"config.{key}"):
             entry.become(NOT_NEEDED, f"Accelerate ignores it with fsdp_version: 2; {instead}")

@@ -251,7 +251,7 @@ def _finish(context: Context) -> None:
 
 
 def _ignore_strategy(context: Context, words: Entry) -> None:
-    """Version 2 is told by `reshard_after_forward` what version 1 is told by a word."""
+    """Drops the words of a strategy: version 2 reads `reshard_after_forward` instead."""
     named = [word for word in _strategies(words.value) if word != "full_shard"]
     if "config.reshard_after_forward" in context.entries:
         words.becomes = {k: v for k, v in words.becomes.items() if k == "cpu_offload"}

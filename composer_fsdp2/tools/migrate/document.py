@@ -195,7 +195,7 @@ class Document:
         node = self.pairs[path][1] if path in self.pairs else None if path else self.root
         return node if isinstance(node, MappingNode) else None
 
-    def _span(self, key: Node, value: Node) -> tuple[int, int]:
+    def _span(self, key: Any, value: Any) -> tuple[int, int]:
         """Returns the lines of a key and its value, without remarks behind them."""
         # An alias has its anchor's marks, which lie before the key. A block ends at the next key.
         end = max(key.end_mark, value.end_mark, key=lambda mark: mark.index)

@@ -110,7 +110,9 @@ def migrate(
             f"'{name}' says {', '.join(map(repr, twice[:5]))} more than once. Which one counts "
             "depends on the reader. Remove all but one."
         )
-    outside = list(work.outside(document.data, (), sites))
+    keys = {(*site.parent, key) for site in sites for key in site.keys}
+    around = {(), *(site.parent for site in sites)}
+    outside = list(work.outside(document.data, (), keys, around))
     entries += outside
     left = [entry for entry in outside if entry.is_open]
     if spoken is _NOTHING and not left and (sign := foreign_sign(data)):
@@ -192,11 +194,9 @@ class _Work:
             known |= new
 
     def outside(
-        self, data: Mapping[str, Any], path: Path, sites: Sequence[Site]
+        self, data: Mapping[str, Any], path: Path, replaced: set[Path], around: set[Path]
     ) -> Iterator[Entry]:
-        """Yields entries of all keys that are in no site."""
-        replaced = {(*site.parent, key) for site in sites for key in site.keys}
-        parents = {(), *(site.parent for site in sites)}
+        """Yields entries of all keys that are not replaced; `around` are the sites' mappings."""
         for key, value in data.items():
             entry = Entry((*path, key), value, KEPT, _OUTSIDE)
             name = entry.key
@@ -209,12 +209,12 @@ class _Work:
                 if name == row.key or (row.key[:2] == "*." and f".{name}".endswith(row.key[1:]))
             ]
             if isinstance(value, Mapping) and value and not rows:
-                yield from self.outside(value, entry.path, sites)
+                yield from self.outside(value, entry.path, replaced, around)
                 continue
             row = next((row for row in rows if row.matches(value)), None)
             if row is not None:
                 entry.follow(row, value)
-            elif reason := sharding_in(self.document.data, entry.path, value, parents):
+            elif reason := sharding_in(self.document.data, entry.path, value, around):
                 entry.decide(reason, "remove it", "move its settings to where the run reads them")
             self._check_twice(entry)
             yield entry
@@ -451,7 +451,8 @@ def _resolve(document: Document) -> dict[str, Any]:
         if not isinstance(value, str) or "${" not in value:
             return value
         inside = inner is not None and path[0] == _JOB
-        start, place = (inner, path[1:]) if inside else (tree, path)
+        start: Any = inner if inside else tree
+        place = path[1:] if inside else path
         try:
             found: Any = OmegaConf.select(start, ".".join(place), default=value)
             return (

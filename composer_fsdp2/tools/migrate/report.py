@@ -87,7 +87,7 @@ class Row:
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values it names one by one."""
+        """Returns the values that the row names one by one."""
         return self.when if isinstance(self.when, tuple) else ()
 
 
@@ -118,7 +118,7 @@ class Entry:
 
     @property
     def key(self) -> str:
-        """The path with dots."""
+        """Returns the path with dots."""
         return ".".join(self.path)
 
     @property
@@ -183,7 +183,7 @@ class Context:
     added: list[Entry] = field(default_factory=list)
 
     def value(self, key: str, default: Any = None) -> Any:
-        """The input's value of a key of the table."""
+        """Returns the input's value of a key of the table."""
         return self.entries[key].value if key in self.entries else default
 
     @property
@@ -249,5 +249,5 @@ class Report:
     """about the file as a whole"""
 
     def having(self, *statuses: Status) -> list[Entry]:
-        """The entries with one of these statuses."""
+        """Returns the entries with one of these statuses."""
         return [entry for entry in self.entries if entry.status in statuses]

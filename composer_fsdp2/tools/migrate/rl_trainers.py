@@ -67,7 +67,7 @@ def _dtype_row(key: str, name: str, trainer: Any = None) -> Row:
 
 
 def _precision(value: Any) -> dict[str, Any]:
-    """ROLL computes under autocast in its `param_dtype`; LLM Foundry's default is bf16."""
+    """Returns the precision of ROLL's autocast, which is its `param_dtype`; bf16 is the default."""
     names = {"torch.float16": "amp_fp16", "torch.float32": "fp32"}
     name = names.get(str(DTYPES[_dtype(value)]))
     return {"precision": name} if name else {}

@@ -79,7 +79,7 @@ def sharding_in(data: Mapping[str, Any], path: Path, value: Any, sites: Collecti
 
 
 def foreign_sign(data: Mapping[str, Any], path: Path = ()) -> str:
-    """The first key that says how another trainer shards a run, with dots; "" if there is none."""
+    """Returns the first key that says how another trainer shards a run, with dots, or ""."""
     for key, value in data.items():
         here = (*path, key)
         if key in _SERVERS or _is_empty(value):

@@ -616,6 +616,14 @@ def test_a_long_list_costs_little_more_where_something_is_interpolated():
 
 
 @pytest.mark.matrix
+def test_many_roles_take_linear_time():
+    """The whole file was read again for each of them."""
+    role = "m{n}:\n  strategy_config:\n    fsdp_size: 4\n"
+    report = in_linear_time(lambda n: "".join(role.format(n=i) for i in range(n)))
+    assert report.text.count("data_parallel_shard_degree: 4") == 600
+
+
+@pytest.mark.matrix
 def test_a_long_list_in_json_takes_linear_time():
     def text(number: int) -> str:
         items = [{"a": item, "b": "no"} for item in range(number)]
