@@ -392,9 +392,10 @@ class Muon(torch.optim.Optimizer):
             *_, rows, columns = part.matrix.shape
             sizes = (columns, rows) if update.division.layout.transposed else (rows, columns)
             ratio = lr_ratio(update.group["adjust_lr_fn"], *sizes)
-            result = result.to(update.local.device)
-            target = update.local[part.here]
-            update.local[part.here] = target.add(result, alpha=-float(update.group["lr"]) * ratio)
+            result, target = result.to(update.local.device), update.local[part.here]
+            target.add_(result, alpha=-float(update.group["lr"]) * ratio)
+            if not isinstance(part.here[0], slice):  # a copy
+                update.local[part.here] = target
 
         ranks, process_group = (Ranks(), None) if mesh is None else ranks_of(mesh, axes)
         exchange = plan_exchange(tuple(update.division for update in updates), ranks, limit)
