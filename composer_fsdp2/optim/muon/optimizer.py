@@ -181,7 +181,8 @@ class Muon(torch.optim.Optimizer):
             matrices = with_entries(group, [entry for entry in entries if entry[0].ndim > 1])
             others = with_entries(group, [entry for entry in entries if entry[0].ndim < 2])
             others.update(for_adamw, algorithm="adamw")
-            parts = [matrices, others] if matrices["params"] else [others]
+            # Both, where there may be matrices.
+            parts = [part for part in (matrices, others) if matrices["params"] or part["params"]]
         elif group["algorithm"] == "adamw":
             group.update(for_adamw)
         else:
@@ -194,7 +195,7 @@ class Muon(torch.optim.Optimizer):
                     )
                     for index, (param, _) in enumerate(entries)
                 ]
-        for part in parts if entries else ():
+        for part in parts:
             self.param_groups.append(part)
             self._layouts.append(layouts[: len(part["params"])])
             if self._layout_of:
@@ -391,9 +392,10 @@ class Muon(torch.optim.Optimizer):
             *_, rows, columns = part.matrix.shape
             sizes = (columns, rows) if update.division.layout.transposed else (rows, columns)
             ratio = lr_ratio(update.group["adjust_lr_fn"], *sizes)
-            result = result.to(update.local.device)
-            target = update.local[part.here]
-            update.local[part.here] = target.add(result, alpha=-float(update.group["lr"]) * ratio)
+            result, target = result.to(update.local.device), update.local[part.here]
+            target.add_(result, alpha=-float(update.group["lr"]) * ratio)
+            if not isinstance(part.here[0], slice):  # a copy
+                update.local[part.here] = target
 
         ranks, process_group = (Ranks(), None) if mesh is None else ranks_of(mesh, axes)
         exchange = plan_exchange(tuple(update.division for update in updates), ranks, limit)
