@@ -13,7 +13,6 @@ import os
 import traceback
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -186,7 +185,7 @@ def _casting(run: Run) -> list[str]:
 _NOT_THE_USERS = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, errors.__file__))
 
 
-def _frame_of(error: Exception) -> Any:
+def _frame_of(error: Exception) -> traceback.FrameSummary | None:
     """Returns the user's last line of code: the last that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = (one for one in reversed(frames) if not one.filename.startswith(_NOT_THE_USERS))

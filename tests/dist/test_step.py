@@ -85,6 +85,9 @@ def test_a_listener_of_ones_own():
     assert run is not None
     heard = Reductions(run)
     run.listen(heard)
+    before = StepListener(run)
+    run.listen(before, first=True)
+    assert (run.listeners[0], run.listeners[-1]) == (before, heard)
     ids, targets = batches(1, 4)[0]
     lm_loss(model(ids), targets).backward()
     assert vars(model)["reduced"] == ["blocks.1", "blocks.0", ""]
