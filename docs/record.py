@@ -40,8 +40,8 @@ def record_plan() -> dict[str, Any]:
 
     from composer_fsdp2 import plan_wrapping
     from composer_fsdp2.config.wrapping import WrapPolicy
-    from composer_fsdp2.plan.unit_size import frozen_elements
     from composer_fsdp2.plan.rules import by_class, find_embedding_and_head, root_rule
+    from composer_fsdp2.plan.unit_size import frozen_elements
 
     with torch.device("meta"):
         model = PaliGemmaForConditionalGeneration(PaliGemmaConfig())
