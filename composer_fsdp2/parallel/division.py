@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -235,7 +235,7 @@ class BatchGroup:
 
 def _digest(inputs: Any) -> str:
     found = hashlib.sha256()
-    for leaf in _leaves(inputs):
+    for leaf in tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor):
             data = leaf.detach().cpu().contiguous()
             found.update(f"{tuple(data.shape)} {data.dtype}".encode())
@@ -243,13 +243,7 @@ def _digest(inputs: Any) -> str:
                 found.update(data.flatten().view(torch.uint8).numpy().tobytes())
         elif isinstance(leaf, int | float | str | bool):
             found.update(repr(leaf).encode())
+        elif isinstance(leaf, Mapping) and leaf:
+            # Batches of transformers are mappings that torch does not look into.
+            found.update(_digest(dict(leaf)).encode())
     return found.hexdigest()
-
-
-def _leaves(inputs: Any) -> Iterator[Any]:
-    for leaf in tree_leaves(inputs):
-        # Batches of transformers are mappings that torch does not look into.
-        if isinstance(leaf, Mapping) and leaf:
-            yield from _leaves(dict(leaf))
-        else:
-            yield leaf

@@ -299,7 +299,7 @@ class SequenceGroup(RankGroup):
             PlanError: the same on every rank, if any of them differs.
         """
         name = _inputs_of(given)
-        local = self._parts_of(given[name].shape[1]).local
+        local = self._parts_of(given[name].shape[1]).padded // self.size
         inputs = given[name][:1, : max(local, self.size)]
         modes = [(module, module.training) for module in self._entry.modules()]
         self._entry.eval()

@@ -56,11 +56,6 @@ class SequenceParts:
         """Positions with padding."""
         return self.count * -(-self.length // self.count)
 
-    @property
-    def local(self) -> int:
-        """Positions of one rank."""
-        return self.padded // self.degree
-
     def parts_of(self, rank: int) -> tuple[int, ...]:
         """Returns the numbers of a rank's parts, in the order in which it holds them."""
         return (rank, self.count - 1 - rank) if self.is_balanced else (rank,)
