@@ -63,7 +63,7 @@ NOT_TORCHS = {
     *("_keys_to_ignore_on_load_unexpected", "_no_split_modules"),
     "_prepare_encoder_decoder_kwargs_for_generation",
     # torchao, Python
-    *("_precomputed_scale", "_exit", "_getframe"),
+    *("_precomputed_scale", "_exit"),
     # fields of ours that a file reads of a class in the file beside it
     *("_enter", "_places"),
 }

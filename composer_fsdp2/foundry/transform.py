@@ -12,6 +12,7 @@ by the number of groups, and every loader is told how many ranks next to each ot
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -79,6 +80,9 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
     patches.install()
     if os.environ.get("WORLD_SIZE", "1") == "1":
         patches.check_one_rank()
+        # The only call of the script's `dist.get_world_size` follows, and drops the settings.
+        # https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L320
+        vars(importlib.import_module("llmfoundry.command_utils.train"))["dist"].keeps = True
     parsed = read_in_slices(parsed)
     degree = written_group_size(parsed["fsdp_config"])
     if degree > 1:

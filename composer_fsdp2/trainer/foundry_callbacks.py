@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -52,11 +51,13 @@ def read_evaluation(
 class SharesAlone(View):
     """For the training script, which drops the FSDP settings of a run on one rank."""
 
+    keeps = False
+    """whether the settings of the run that starts next are FSDP2's"""
+
     def get_world_size(self) -> int:
-        """Returns at least 2 to a caller that would drop FSDP2's settings, a local variable."""
-        block = sys._getframe(1).f_locals.get("fsdp_config")
-        keeps = isinstance(block, dict) and block.get("version") == 2
-        return max(2, self.wrapped.get_world_size()) if keeps else self.wrapped.get_world_size()
+        """Returns at least 2, once for each run that keeps its settings."""
+        ranks, keeps, self.keeps = self.wrapped.get_world_size(), self.keeps, False
+        return max(2, ranks) if keeps else ranks
 
 
 class ReducedNorms(View):
