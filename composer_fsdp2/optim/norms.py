@@ -115,7 +115,8 @@ class Shards:
         known: dict[Any, tuple[list[torch.Tensor], bool]] = {}
         for tensor, grad, layout in zip(found, grads, layouts_of(found), strict=True):
             placed = () if layout is None else layout.placements
-            key = None if layout is None else (id(layout.mesh), placed)
+            # By the mesh's value: torch hands out equal meshes whose objects and groups differ.
+            key = None if layout is None else (layout.mesh, placed)
             if key not in known:
                 is_sum = any(map(Placement.is_partial, placed))
                 known[key] = self.terms.setdefault(groups_of(tensor), []), is_sum
