@@ -115,7 +115,7 @@ class Shards:
         known: dict[Any, tuple[list[torch.Tensor], bool]] = {}
         for tensor, grad, layout in zip(found, grads, layouts_of(found), strict=True):
             placed = () if layout is None else layout.placements
-            # By value: torch hands out layouts of equal meshes again, whose objects differ.
+            # By the mesh's value: torch hands out equal meshes whose objects and groups differ.
             key = None if layout is None else (layout.mesh, placed)
             if key not in known:
                 is_sum = any(map(Placement.is_partial, placed))
