@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import statistics
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -149,7 +150,9 @@ def test_a_group_of_all_ranks_is_made_once(config: dict[str, Any]):
         world = dist.group.WORLD
         assert found.group not in (None, world)
         assert dist.get_process_group_ranks(found.group) == [0, 1, 2, 3]
-        assert timeout_of(found.group, CPU) == timeout_of(world, CPU)
+        # Torch rounds to milliseconds on the way to the backend, down or up.
+        told, given = (timeout_of(group, CPU) for group in (found.group, world))
+        assert abs(told - given) < datetime.timedelta(seconds=0.1)
         assert found.total([dist.get_rank(), 1]) == [6, 4]
         assert found.min_max(dist.get_rank()) == (0, 3)
         assert found.any_rank(dist.get_rank() == 2)
