@@ -19,8 +19,8 @@ if TYPE_CHECKING:
         PatchError,
         PlanError,
     )
-    from composer_fsdp2.optim.clipping import clip_grad_norm_
     from composer_fsdp2.optim.muon.optimizer import Muon
+    from composer_fsdp2.optim.norms import clip_grad_norm_
     from composer_fsdp2.parallel.sequence.attention import sequence_attention
     from composer_fsdp2.plan.module_tree import tied_groups
     from composer_fsdp2.plan.planner import plan_wrapping

@@ -13,27 +13,385 @@ the ranks tell each other what the loss needs: see [Note: divided vocabulary] in
 
 from __future__ import annotations
 
+import math
 import warnings
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import DTensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.checkpoint import checkpoint
 
-from composer_fsdp2.blocks.chunked_logits import ChunkedHead
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
+from composer_fsdp2.blocks.vocabulary_loss import (
+    Statistics,
+    VocabularyPart,
+    parallel_cross_entropy,
+)
 from composer_fsdp2.config.blocks import ChunkingSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.plan.rules import output_heads
 from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.shard.torch_private.tensors import (
+    TENSOR_FACTS,
+    TORCH_FUNCTION_OFF,
+    make_wrapper_subclass,
+    tree_leaves,
+)
 
 __all__ = [
+    "ChunkedHead",
+    "ChunkedLogits",
     "ChunkedLoss",
     "ChunkingPlan",
     "kept_for_loss",
     "plan_chunking",
 ]
+
+
+# --- Logits that are computed a few tokens at a time, inside the loss. ---
+
+
+@dataclass(slots=True, eq=False)
+class ChunkedHead:
+    """The forward of a head, which computes nothing yet when a loss will follow."""
+
+    name: str
+    module: nn.Module
+    whole: Callable[..., Any]
+    chunks: int
+    called: bool = False
+    """in training"""
+
+    @torch.compiler.disable  # a compiler could not see when the loss comes
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns `ChunkedLogits` in training, and the logits themselves otherwise."""
+        hidden = next((a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)), None)
+        if hidden is None or not (
+            self.module.training and torch.is_grad_enabled() and hidden.is_floating_point()
+        ):
+            return self.whole(*args, **kwargs)
+        if not args or args[0] is not hidden:
+            raise PlanError(
+                f"The head '{self.name}' (chunked_loss) is not called with the hidden states as "
+                "its first argument. It is not known where the tokens are. Write the name of the "
+                "output head in chunked_loss.names, or leave chunked_loss out."
+            )
+        self.called, mesh = True, None
+        if isinstance(hidden, DTensor):
+            # As the hook of a divided layer leaves it: whole, on each rank of the tensor group.
+            mesh, hidden = hidden.device_mesh, hidden.to_local(grad_placements=[Replicate()])
+        kind = hidden.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        def run(part: Tensor) -> Tensor:
+            # The loss may be computed outside of the autocast in which the head was called. Weights
+            # cast for the first chunk and kept would be missed when it is computed again.
+            with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+                if mesh is not None:
+                    part = DTensor.from_local(part, mesh, [Replicate()], run_check=False)
+                return self.whole(part, *args[1:], **kwargs)
+
+        with torch.no_grad():
+            nothing = run(hidden.reshape(-1, hidden.size(-1))[:0])
+        token = torch.zeros((), device=hidden.device, requires_grad=True)
+        call = HeadCall(self.name, run, self.chunks, token, nothing.size(-1), nothing.dtype)
+        # In one piece, so that rows are found again by where they are.
+        return ChunkedLogits(call, hidden.contiguous())
+
+
+Change = Callable[[Tensor], Tensor]
+"""what is done to the logits between head and loss, for each token alone"""
+
+
+@dataclass(slots=True, eq=False)
+class HeadCall:
+    """One forward of a head, up to its backward."""
+
+    head: str
+    run: Callable[[Tensor], Tensor]
+    chunks: int
+    token: Tensor
+    """a leaf that gets its gradient before anything else in backward: what watches for the
+    gradient of the logits watches this, and has the weights there before they are needed"""
+    vocabulary: int
+    dtype: torch.dtype
+    done: bool = False
+    """backward has begun"""
+    known: tuple[Tensor, Tensor, Tensor, Tensor] | None = field(default=None, repr=False)
+    """rows, targets, losses and likeliest classes of the loss that was computed last"""
+
+    def losses_of(
+        self, rows: Tensor, changes: Sequence[Change], targets: Tensor, ignored: int
+    ) -> Tensor:
+        """Returns the loss of each token, `(tokens,)`, computed again only for new ones."""
+        known = None if torch.is_grad_enabled() else self.result_of(rows)
+        if known is not None and torch.equal(known[0], targets):
+            return known[1]
+        if self.done:
+            raise PlanError(
+                f"Another loss of the logits of '{self.head}' was asked for after backward. With "
+                "chunked_loss they are gone by then, and so are the weights. Compute it before, or "
+                "take chunked_loss out."
+            )
+        predicted: list[Tensor] = []
+        chunks = max(1, min(self.chunks, len(rows)))  # an empty one costs a whole head
+        pairs = zip(rows.tensor_split(chunks), targets.tensor_split(chunks), strict=True)
+        losses = torch.cat(
+            [self._losses(part, changes, target, ignored, predicted) for part, target in pairs]
+        )
+        self.known = rows.detach(), targets, losses.detach(), torch.cat(predicted[:chunks])
+        return PrependZeroGrad.apply(self.token, losses, self)  # pyright: ignore[reportReturnType]
+
+    def _losses(
+        self,
+        rows: Tensor,
+        changes: Sequence[Change],
+        targets: Tensor,
+        ignored: int,
+        predicted: list[Tensor],
+    ) -> Tensor:
+        """Returns the losses of one chunk, whose head is computed again in backward."""
+        known: list[Statistics] = []
+
+        def loss(part: Tensor) -> Tensor:
+            logits, own = self.run(part), None
+            if isinstance(logits, DTensor):
+                own = VocabularyPart.of(logits)
+                logits = logits.to_local() if own is not None else logits.full_tensor()
+            for change in changes:
+                logits = change(logits)
+            if own is not None:
+                if not known:  # ranks do not ask each other again in backward
+                    known.append(Statistics.of(logits, targets, ignored, own))
+                    predicted.append(known[0].predicted)
+                return parallel_cross_entropy(logits, targets, ignored, own, known[0])
+            losses = F.cross_entropy(logits, targets, ignore_index=ignored, reduction="none")
+            # The last thing, which backward has no need to do again.
+            predicted.append(logits.detach().argmax(-1))
+            return losses
+
+        if self.chunks == 1:
+            return loss(rows)
+        computed: Any = checkpoint(loss, rows, use_reentrant=False)
+        return computed
+
+    def result_of(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Returns targets, losses and likeliest classes, if the last loss had these rows."""
+        if self.known is None or self.known[0].shape != rows.shape:
+            return None
+        return self.known[1:] if self.known[0].data_ptr() == rows.data_ptr() else None
+
+
+class PrependZeroGrad(torch.autograd.Function):
+    """Gives a token a gradient of zero before all else that follows from the losses."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, losses: Tensor, call: HeadCall) -> Tensor:
+        ctx.call = call
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.call.done = True
+        return torch.zeros_like(ctx.call.token), grads[0], None
+
+
+class ChunkedLogits(Tensor):
+    """Logits `(..., vocabulary)` that are not there: see [Note: chunked logits].
+
+    They have a shape and a dtype, can be cast, scaled, capped by tanh, and cut or viewed in all
+    dimensions but the last, and given to `cross_entropy`; after it, `argmax` over the last
+    dimension is known too. Anything else is a `PlanError`.
+    """
+
+    _call: HeadCall
+    _hidden: Tensor
+    _changes: tuple[Change, ...]
+
+    @staticmethod
+    def __new__(  # noqa: D102  (made here alone)
+        cls: type[ChunkedLogits],
+        call: HeadCall,
+        hidden: Tensor,
+        changes: tuple[Change, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> ChunkedLogits:
+        logits = make_wrapper_subclass(
+            cls,
+            (*hidden.shape[:-1], call.vocabulary),
+            dtype=dtype or call.dtype,
+            device=hidden.device,
+            # FSDP2 puts its hook on outputs that need a gradient: `_watched` gets it.
+            requires_grad=True,
+        )
+        logits._call, logits._hidden, logits._changes = call, hidden, changes
+        return logits
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given, found = kwargs or {}, NotImplemented
+        if func in _FACTS:
+            with TORCH_FUNCTION_OFF():
+                return func(*args, **given)
+        if func in _OF_EACH:
+            found = _changed(func, args, given)
+        elif func in _KNOWN:
+            found = _KNOWN[func](*args, **given)
+        if found is NotImplemented:
+            raise _not_there(func, (args, given))
+        return found
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        raise _not_there(func, (args, kwargs))
+
+    def _with(self, hidden: Tensor) -> ChunkedLogits:
+        return ChunkedLogits(self._call, hidden, self._changes, self.dtype)
+
+    def _rows(self) -> Tensor:
+        return self._hidden.reshape(-1, self._hidden.size(-1))
+
+
+def _not_there(func: Any, given: Any) -> PlanError:
+    head = next(leaf for leaf in tree_leaves(given) if isinstance(leaf, ChunkedLogits))._call.head
+    name = getattr(func, "__qualname__", None) or str(func)
+    if name.endswith("__get__"):
+        name = f"Tensor.{func.__self__.__name__}"
+    return PlanError(
+        f"{name} was asked of the logits of '{head}'. With chunked_loss they are only there a few "
+        "tokens at a time, inside torch.nn.functional.cross_entropy, and whatever else reads them "
+        "would have nothing to read. Take out what reads them (another loss, a metric, a "
+        "callback), or chunked_loss."
+    )
+
+
+_IN_PLACE: dict[Any, Any] = {Tensor.mul_: torch.mul, Tensor.div_: torch.div}
+_OF_EACH = {
+    *(Tensor.float, Tensor.to, Tensor.tanh, torch.tanh),
+    *(Tensor.__mul__, Tensor.__rmul__, Tensor.mul, torch.mul),
+    *(Tensor.__truediv__, Tensor.div, torch.div, *_IN_PLACE),
+}
+"""functions of each logit alone, which the chunks go through later"""
+
+
+def _changed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Returns logits to which a function of numbers and dtypes is applied."""
+    given = [None if isinstance(value, ChunkedLogits) else value for value in args]
+    others = [value for value in (*given, *kwargs.values()) if value is not None]
+    if len(others) != len(args) + len(kwargs) - 1 or not all(
+        isinstance(value, int | float | torch.dtype) for value in others
+    ):
+        return NotImplemented
+    logits = args[given.index(None)]
+
+    def change(part: Tensor) -> Tensor:
+        # Not in place, where the function before may need its result in backward.
+        arguments = (part if value is None else value for value in given)
+        return _IN_PLACE.get(func, func)(*arguments, **kwargs)
+
+    changes = (*logits._changes, change)
+    if func in _IN_PLACE:
+        logits._changes = changes
+        return logits
+    dtype = change(torch.empty(0, dtype=logits.dtype)).dtype
+    return ChunkedLogits(logits._call, logits._hidden, changes, dtype)
+
+
+def _same(logits: ChunkedLogits) -> ChunkedLogits:
+    return logits
+
+
+def _viewed(logits: ChunkedLogits, *shape: Any) -> Any:
+    sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+    if not isinstance(sizes, Sequence) or not sizes:
+        return NotImplemented
+    known = math.prod(size for size in sizes if size != -1)
+    new = [logits.numel() // known if size == -1 else size for size in sizes]
+    if new[-1] != logits.size(-1):
+        return NotImplemented
+    return logits._with(logits._hidden.reshape(*new[:-1], logits._hidden.size(-1)))
+
+
+def _flattened(logits: ChunkedLogits, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim in (-1, logits.dim() - 1):
+        return NotImplemented
+    return logits._with(logits._hidden.flatten(start_dim, end_dim))
+
+
+def _cut(logits: ChunkedLogits, key: Any) -> Any:
+    keys = key if isinstance(key, tuple) else (key,)
+    if not all(part is Ellipsis or isinstance(part, slice) for part in keys):
+        return NotImplemented
+    to_the_last = Ellipsis in keys[:-1] or len(keys) == logits.dim()
+    if to_the_last and keys[-1] not in (slice(None), Ellipsis):
+        return NotImplemented
+    return logits._with(logits._hidden[keys])
+
+
+def _cross_entropy(
+    input: Any,
+    target: Tensor,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    logits = input
+    plain = (weight, size_average, reduce) == (None, None, None) and not label_smoothing
+    rows_of_classes = isinstance(logits, ChunkedLogits) and logits.dim() == 2
+    if not plain or not rows_of_classes or target.is_floating_point():
+        return NotImplemented
+    losses = logits._call.losses_of(logits._rows(), logits._changes, target, ignore_index)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total / (target != ignore_index).sum() if reduction == "mean" else total
+
+
+def _argmax(logits: ChunkedLogits, dim: int | None = None, keepdim: bool = False) -> Any:
+    known = logits._call.result_of(logits._rows())
+    if known is None or keepdim or dim not in (-1, logits.dim() - 1):
+        return NotImplemented
+    return known[2].view(logits.shape[:-1])
+
+
+def _watched(logits: ChunkedLogits, hook: Any) -> Any:
+    return logits._call.token.register_hook(hook)
+
+
+_ATTRIBUTES = ("shape", "dtype", "device", "ndim", "layout", "is_cuda", "requires_grad")
+_FACTS = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
+    *(torch.is_floating_point, *TENSOR_FACTS),
+    *(getattr(Tensor, name).__get__ for name in _ATTRIBUTES),
+}
+"""what is known without the values"""
+
+_KNOWN: dict[Any, Callable[..., Any]] = {
+    Tensor.contiguous: _same,
+    Tensor.view: _viewed,
+    Tensor.reshape: _viewed,
+    Tensor.flatten: _flattened,
+    torch.flatten: _flattened,
+    Tensor.__getitem__: _cut,
+    Tensor.argmax: _argmax,
+    torch.argmax: _argmax,
+    Tensor.register_hook: _watched,
+    F.cross_entropy: _cross_entropy,
+}
+"""what else can be done with logits that are not there"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -265,8 +265,7 @@ def _read_machine() -> Machine:
     """Looks at the installation. Imports Composer, whose sources are compared."""
     import torch
 
-    from composer_fsdp2.shard.communication import nccl_version
-    from composer_fsdp2.shard.nccl_environment import VARIABLES
+    from composer_fsdp2.shard.communication import VARIABLES, nccl_version
     from composer_fsdp2.shard.torch_private.members import member_states
     from composer_fsdp2.tools.doctor import Gpu, Machine
     from composer_fsdp2.trainer.patches import patch_states

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from composer_fsdp2.blocks.chunked_logits import ChunkedHead
+from composer_fsdp2.blocks.chunked_loss import ChunkedHead
 from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = ["UnusedHead"]

@@ -20,7 +20,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.shard.sharded_tensor import sharded_like
+from composer_fsdp2.shard.layout import sharded_like
 from composer_fsdp2.shard.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     local_gradients,

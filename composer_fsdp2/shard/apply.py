@@ -24,7 +24,6 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
-from composer_fsdp2.shard.averaging import MakeHook, probe_reduction
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, Place, place_of
 from composer_fsdp2.shard.torch_private.members import check_private_members
@@ -33,7 +32,13 @@ from composer_fsdp2.shard.torch_private.tensors import (
     post_accumulate_hooks,
     tensor_hooks,
 )
-from composer_fsdp2.shard.unit_hooks import InputCast, hook_after_sharding, hook_before_sharding
+from composer_fsdp2.shard.unit_hooks import (
+    InputCast,
+    MakeHook,
+    hook_after_sharding,
+    hook_before_sharding,
+    probe_reduction,
+)
 from composer_fsdp2.shard.weight_source import WeightSource
 
 __all__ = [

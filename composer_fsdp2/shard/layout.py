@@ -6,12 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 
-__all__ = ["Layout", "Place", "place_of"]
+__all__ = ["Layout", "Place", "place_of", "sharded_like"]
+
 
 Place = tuple[nn.Module, str]
 """A module and the attribute a parameter sits in; holds no parameter, so sharding can free it."""
@@ -137,3 +140,19 @@ def _add_everything_below(
         for unit in above[ref.path_index]:
             if owner_of.get(ref.name) != unit:
                 foreign[unit].append(place_of(tree, ref))
+
+
+# --- Makes a sharded tensor of this rank's part. ---
+
+
+def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Returns a DTensor of `like`'s shape and placements that holds `local`. Collective: no."""
+    # Without a shape torch takes every shard for as large as this one; its check may send.
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )

@@ -20,8 +20,7 @@ from composer_fsdp2.parallel.row_order import RowOrder, order_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
-from composer_fsdp2.shard.layout import Place, place_of
-from composer_fsdp2.shard.sharded_tensor import sharded_like
+from composer_fsdp2.shard.layout import Place, place_of, sharded_like
 
 __all__ = ["SourcedWeights", "WeightSource"]
 

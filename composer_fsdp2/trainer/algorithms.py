@@ -20,8 +20,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.optim.clipping import clip_grad_norm_, clip_grad_value_
-from composer_fsdp2.optim.norms import clip_by_unit_norm_, gradient_norm, local_part
+from composer_fsdp2.optim.norms import (
+    clip_by_unit_norm_,
+    clip_grad_norm_,
+    clip_grad_value_,
+    gradient_norm,
+    local_part,
+)
 from composer_fsdp2.parallel.row_order import RowOrder, order_of, to_model_order, to_ranks_order
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like

@@ -24,8 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.algorithms import ACTIVE, holds_averages
-from composer_fsdp2.checkpoint.load import Fit, check_fit, check_groups, load_sharded
-from composer_fsdp2.checkpoint.muon_from_adamw import MuonFromAdamW
+from composer_fsdp2.checkpoint.load import Fit, MuonFromAdamW, check_fit, check_groups, load_sharded
 from composer_fsdp2.checkpoint.source import (
     Checkpoint,
     FileCheckpoint,

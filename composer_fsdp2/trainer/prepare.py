@@ -34,11 +34,10 @@ from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.guards.explain import ExplainErrors
-from composer_fsdp2.guards.order_check import OrderCheck, Watchdog
+from composer_fsdp2.guards.order_check import OrderCheck, Watchdog, is_broken
 from composer_fsdp2.guards.out_of_memory import OOMGuard
 from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
 from composer_fsdp2.guards.unused_head import UnusedHead
-from composer_fsdp2.guards.watchdog import is_broken
 from composer_fsdp2.optim.elementwise import apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.muon.optimizer import Muon
@@ -51,21 +50,23 @@ from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.apply import apply_plan, collector_paused
 from composer_fsdp2.shard.communication import apply_communication
 from composer_fsdp2.shard.device_mesh import build_mesh, with_cpu_backend
-from composer_fsdp2.shard.fp8_gather import gather_in_float8
 from composer_fsdp2.shard.initial_weights import MetaDeviceReport, check_meta_device_reports
 from composer_fsdp2.shard.optimizer import (
     detach_optimizer,
     reattach_optimizer,
 )
-from composer_fsdp2.shard.precision import cast_buffers
+from composer_fsdp2.shard.precision import cast_buffers, gather_in_float8
 from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.unit_hooks import force_backward_through
 from composer_fsdp2.step.agreement import agreement_of
-from composer_fsdp2.step.divisions import Divisions
-from composer_fsdp2.step.gathered_units import SecondBackward, StaleGathers
-from composer_fsdp2.step.prefetch import Prefetch
+from composer_fsdp2.step.listeners import (
+    Divisions,
+    Prefetch,
+    SecondBackward,
+    StaleGathers,
+    UnannouncedMicrobatches,
+)
 from composer_fsdp2.step.run import Run, StepListener
-from composer_fsdp2.step.unannounced import UnannouncedMicrobatches
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.groups import count_flops_once

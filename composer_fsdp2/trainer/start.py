@@ -7,22 +7,32 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from composer import Trainer
 from composer.core import State
-from composer.utils import ensure_tuple
+from composer.utils import dist, ensure_tuple
+from composer.utils.file_helpers import format_name_with_dist, parse_uri
+from composer.utils.misc import partial_format
 
+from composer_fsdp2.checkpoint.metadata import METADATA
+from composer_fsdp2.checkpoint.pickles import is_refusal
+from composer_fsdp2.checkpoint.source import Checkpoint, open_checkpoint
+from composer_fsdp2.checkpoint.staging import REPLACED
+from composer_fsdp2.checkpoint.write import point_to
 from composer_fsdp2.config.schema import FSDP2Config
-from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.optim.lion_state import save_lions_as_text
+from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.torch_private.tensors import is_compiled
 from composer_fsdp2.trainer.algorithms import move_averages
-from composer_fsdp2.trainer.autoresume import settle_autoresume
 from composer_fsdp2.trainer.config import asks_for_fsdp2, concerns_fsdp2
 from composer_fsdp2.trainer.extensions import check_extensions, items_of
+from composer_fsdp2.trainer.load import load_checkpoint
 from composer_fsdp2.trainer.load_steps import set_node_rank
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
@@ -33,9 +43,12 @@ __all__ = [
     "apply_fsdp",
     "check_arguments",
     "init",
+    "load_any_checkpoint",
+    "settle_autoresume",
     "warn_of_shared_store",
     "wrap_model",
 ]
+
 
 ARGUMENTS = "_fsdp2_arguments"
 """attribute of a Trainer that is being built: what it was given, by name"""
@@ -139,3 +152,165 @@ def apply_fsdp(original: Callable[[State], None], state: State) -> None:
     original(state)
     if state.fsdp_config_version == 2:
         move_averages(state)
+
+
+# Autoresume takes the newest checkpoint that is good, not the one a link happens to point to.
+
+
+_CANDIDATES = "_fsdp2_candidates"
+"""attribute of a State: good checkpoints, the newest first, and the link to that which is taken"""
+_PLACEHOLDER = re.compile(r"\\\{[^{}]*\\\}")
+
+
+def settle_autoresume(state: State, arguments: Mapping[str, Any]) -> None:
+    """Points `latest` to the newest complete checkpoint of a run that is to resume from it.
+
+    Collective: yes. What is newer and incomplete has been named in a warning then.
+
+    Args:
+        state: of the run.
+        arguments: of the Trainer.
+
+    Raises:
+        CheckpointError: on every rank, when the folder cannot be searched.
+    """
+    given, latest = arguments.get("save_folder"), arguments.get("save_latest_filename")
+    asked = arguments.get("autoresume") and given is not None and latest is not None
+    if not asked or parse_uri(str(given))[0]:
+        return
+    folder = Path(format_name_with_dist(str(given), state.run_name))
+    link = folder / format_name_with_dist(str(latest), state.run_name)
+    found: list[Any] = [()]
+    error = None
+    if dist.get_global_rank() == 0 and folder.is_dir():
+        try:
+            found = [_settle(folder, link, str(arguments["save_filename"]), state)]
+        except Exception as failed:  # the other ranks wait for what rank 0 finds
+            error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
+    raise_on_all_ranks({}, error)
+    dist.broadcast_object_list(found, src=0)
+    setattr(state, _CANDIDATES, (link, found[0]))
+
+
+def _settle(folder: Path, link: Path, filename: str, state: State) -> tuple[Path, ...]:
+    """Returns complete checkpoints, the newest first; `latest` points to the first of them."""
+    for replaced in folder.glob(f"{REPLACED}*"):  # killed while another took its place
+        place_of = folder / replaced.name.removeprefix(REPLACED)
+        if not place_of.exists():
+            replaced.rename(place_of)
+    config: Any = state.fsdp_config
+    files = _pattern_of(filename, state)
+    folders = None if config is None else _pattern_of(config.sharded_ckpt_prefix_dir, state)
+    good: list[tuple[int, float, Path]] = []
+    for path in sorted(folder.iterdir()):
+        pattern = folders if path.is_dir() else files
+        if pattern is None or not pattern.fullmatch(path.name) or path.is_symlink():
+            continue
+        try:
+            batch = _batch_of(open_checkpoint(path))
+        except CheckpointError as error:
+            if is_refusal(error):  # whether to trust somebody is for the user to say
+                raise
+            _set_aside(path, str(error))
+            continue
+        if batch is not None:
+            good.append((batch, path.stat().st_mtime, path))
+    paths = tuple(path for *_, path in sorted(good, reverse=True))
+    if paths and (not link.exists() or link.resolve() != paths[0].resolve()):
+        warnings.warn(
+            f"Autoresume: '{link}' does not point to the newest complete checkpoint, which is "
+            f"'{paths[0]}'. It does now.",
+            stacklevel=2,
+        )
+        point_to(link, paths[0])
+    return paths
+
+
+def _pattern_of(name: str, state: State) -> re.Pattern[str]:
+    """Returns a pattern of the names that a save of this run gives, at any time of training."""
+    # Braces of everything but the run's name and ranks, which stay the same, are doubled.
+    same = "run_name|rank|local_rank|world_size|local_world_size|node_rank"
+    name = re.sub(rf"\{{(?!(?:{same})\}})([^{{}}]*)\}}", r"{{\1}}", name)
+    written = re.escape(format_name_with_dist(name, state.run_name))
+    return re.compile(_PLACEHOLDER.sub("[0-9]+", written))
+
+
+def _batch_of(saved: Checkpoint) -> int | None:
+    """Returns the batch a checkpoint was saved after; None if it holds weights only."""
+    key = next((k for k in saved.under("state", "timestamp") if k.endswith(".batch")), None)
+    batch = None if key is None else saved.object(key)
+    if batch is not None and type(batch) is not int:
+        raise CheckpointError(
+            f"'{saved.path}' was saved after batch {ascii(batch)[:100]}, which is no number. Its "
+            "timestamp is damaged. Take another checkpoint."
+        )
+    return batch
+
+
+def _set_aside(path: Path, reason: str) -> None:
+    """Keeps a damaged checkpoint, under a name that nobody resumes from or stumbles over."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    path.rename(aside)
+    warnings.warn(
+        f"Autoresume passes over '{path}', which is not good and is called '{aside.name}' now. "
+        f"{reason}",
+        stacklevel=2,
+    )
+
+
+def load_any_checkpoint(
+    original: Callable[..., Any],
+    path: str,
+    state: State,
+    logger: Any,
+    object_store: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Replaces `load_checkpoint`; of what autoresume has found and is damaged, takes the next one.
+
+    Collective: yes. Runs without FSDP2 keep Composer's own loading, but for folders of shards,
+    which Composer cannot read without FSDP.
+
+    Raises:
+        CheckpointError: on every rank, when it cannot be loaded exactly.
+    """
+    given = (state, logger, object_store, *args)
+    folder = Path(partial_format(path, run_name=state.run_name))
+    alone = state.fsdp_config is None and object_store is None and (folder / METADATA).is_file()
+    if state.fsdp_config_version != 2 and not alone:
+        return original(path, *given, **kwargs)
+    found: tuple[Path, tuple[Path, ...]] = getattr(state, _CANDIDATES, (Path(), ()))
+    link, paths = found
+    if Path(path).resolve() not in (item.resolve() for item in paths):
+        return load_checkpoint(path, *given, **kwargs)
+    for number, candidate in enumerate(paths):
+        try:
+            states = load_checkpoint(str(candidate), *given, **kwargs)
+        except CheckpointError as error:
+            if not _is_damaged(candidate):
+                raise
+            if dist.get_global_rank() == 0:
+                _set_aside(candidate, str(error))
+            continue
+        if dist.get_global_rank() == 0 and number > 0:
+            point_to(link, candidate)
+        return states
+    raise CheckpointError(
+        f"No checkpoint in '{link.parent}' is good. Starting anew would lose what was "
+        "trained. Restore one of them, or start the run in another save_folder."
+    )
+
+
+def _is_damaged(path: Path) -> bool:
+    """Whether any byte is wrong; ranks divide the work. Collective: yes."""
+    damaged = False
+    try:
+        open_checkpoint(path).check((dist.get_global_rank(), dist.get_world_size()))
+    except CheckpointError as error:
+        # Whether to trust somebody is for the user to say, and no older checkpoint helps.
+        damaged = not is_refusal(error)
+    return any(dist.all_gather_object(damaged))

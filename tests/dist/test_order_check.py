@@ -20,7 +20,7 @@ from torch import nn
 
 from composer_fsdp2 import PlanError, installed, prepare_fully_shard
 from composer_fsdp2.guards import order_check
-from composer_fsdp2.guards.watchdog import rank_text
+from composer_fsdp2.guards.order_check import rank_text
 from tests.support.limits import scaled
 from tests.support.models import Block, TinyComposer
 from tests.support.pool import WorkerPool

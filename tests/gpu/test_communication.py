@@ -10,8 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.config.placement import Communication
-from composer_fsdp2.shard.communication import METHODS, nccl_version
-from composer_fsdp2.shard.nccl_environment import missing_for
+from composer_fsdp2.shard.communication import METHODS, missing_for, nccl_version
 from tests.support.models import TinyLM, batches, lm_loss
 
 pytestmark = [

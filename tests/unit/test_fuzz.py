@@ -224,7 +224,6 @@ def test_values_without_end(text: str):
         "model: {a: 1}\nmodel: {a: 2}\n",
         "model:\n  a: 1\n  a: 1\n",
         "model: [{a: 1, a: 2}]\n",
-        "model: {1: a, 1: b}\n",
         '{"model": {"a": 1, "a": 2}}',
         '{"model": 1, "model": 2}',
     ],

@@ -22,8 +22,7 @@ from composer_fsdp2.blocks.fp8 import without_float8
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.division import RankGroup
 from composer_fsdp2.parallel.sequence.attention import attend, gather_sequence, whole_loss
-from composer_fsdp2.parallel.sequence.composer_models import connect_composer_model
-from composer_fsdp2.parallel.sequence.kinds import calls_loss_function
+from composer_fsdp2.parallel.sequence.kinds import calls_loss_function, connect_composer_model
 from composer_fsdp2.parallel.sequence.masks import (
     AttentionCall,
     MaskRules,

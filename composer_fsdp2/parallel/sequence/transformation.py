@@ -20,9 +20,8 @@ from composer_fsdp2.config.parallel import SequenceSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.division import DRAWN, DRAWS, Divided, Division
-from composer_fsdp2.parallel.sequence.composer_models import own_loss
 from composer_fsdp2.parallel.sequence.group import SequenceGroup
-from composer_fsdp2.parallel.sequence.kinds import MPT, Kind, calls_loss_function, kind_of
+from composer_fsdp2.parallel.sequence.kinds import MPT, Kind, calls_loss_function, kind_of, own_loss
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of
 from composer_fsdp2.plan.rules import output_heads
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
     checkpoint_wrapper,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -49,6 +51,7 @@ __all__ = [
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
+    "root_mesh",
     "storage_id",
     "storage_info",
     "tensor_hooks",
@@ -60,6 +63,7 @@ __all__ = [
     "without_fsdp_hooks_after_load",
     "wrapped_module",
 ]
+
 
 default_store: Callable[[], Any] = _get_default_store
 """returns the store at which the ranks met"""
@@ -270,3 +274,12 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> datetime.timed
     """Returns after how long its collectives give up; `None` where the backend does not say."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
+
+
+# --- Device meshes that are cut out of others. ---
+
+
+def root_mesh(mesh: Any) -> DeviceMesh:
+    """Returns the mesh that another one was cut out of, else the mesh itself. Collective: no."""
+    get = getattr(mesh, "_get_root_mesh", None)  # of newer torch, which warns about the other way
+    return device_mesh._mesh_resources.get_root_mesh(mesh) if get is None else get()

@@ -13,9 +13,12 @@ from contextlib import AbstractContextManager
 from composer_fsdp2.trainer.patches import engine
 from composer_fsdp2.trainer.patches.checkpoint import CHECKPOINT_ROWS
 from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, PatchState
-from composer_fsdp2.trainer.patches.extensions import ALGORITHM_ROWS, CALLBACK_ROWS
+from composer_fsdp2.trainer.patches.extensions import (
+    ALGORITHM_ROWS,
+    CALLBACK_ROWS,
+    HUGGINGFACE_ROWS,
+)
 from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RANK
-from composer_fsdp2.trainer.patches.huggingface import HUGGINGFACE_ROWS
 from composer_fsdp2.trainer.patches.trainer import TRAINER_ROWS
 
 __all__ = [

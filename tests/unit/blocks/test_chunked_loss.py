@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composer_fsdp2.blocks.chunked_logits import ChunkedLogits
 from composer_fsdp2.blocks.chunked_loss import (
+    ChunkedLogits,
     ChunkedLoss,
     ChunkingPlan,
     kept_for_loss,

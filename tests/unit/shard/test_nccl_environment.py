@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from composer_fsdp2.config.placement import Communication
-from composer_fsdp2.shard.nccl_environment import VARIABLES, missing_for
+from composer_fsdp2.shard.communication import VARIABLES, missing_for
 
 ASKED = Communication(symmetric_memory=True)
 NEW, POLICY = (2, 30, 7), {"NCCL_CTA_POLICY": "2"}

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from composer_fsdp2.config.setting import count, null_or
-from composer_fsdp2.guards import watchdog
+from composer_fsdp2.guards import order_check
 from tests.support import mutated
 
-FILE = "composer_fsdp2/guards/watchdog.py"
+FILE = "composer_fsdp2/guards/order_check.py"
 SPANS = "rank - 1:"
 
 
@@ -25,7 +25,7 @@ def mutant():
 
 
 def spans() -> str:
-    return watchdog.rank_text([0, 1])
+    return order_check.rank_text([0, 1])
 
 
 def test_it_is_planted_and_taken_out(mutant, ranks):
@@ -37,10 +37,10 @@ def test_it_is_planted_and_taken_out(mutant, ranks):
 
 
 def test_methods_and_wrapped_functions_are_found():
-    module = mutated._function_objects(watchdog)
+    module = mutated._function_objects(order_check)
     names = {function.__qualname__ for function in module}
     assert {"rank_text", "CollectiveWatchdog.look"} <= names
-    assert Path(str(watchdog.__file__)) == mutated.ROOT / FILE
+    assert Path(str(order_check.__file__)) == mutated.ROOT / FILE
 
 
 def test_a_closure_that_was_made_before_is_another_one():

@@ -1,0 +1,315 @@
+"""Units that stay gathered: between two backwards, and between a backward and the step.
+
+[Note: second backward] Autograd's graph of a gradient reads the weights without asking the unit to
+gather them, for no hook of the unit is in it. So after a backward that builds such a graph
+(`create_graph=True`), and after one that runs inside the model's forward, units stay gathered and
+reduce nothing. The backward that comes last reduces, and frees them at its end. Memory for that
+time: whole parameters of the units the first backward went through. The hooks of a unit are on
+what its forward takes and returns:
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_state.py#L318
+https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L564
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.shard.torch_private.units import (
+    backward_number,
+    gathered_param,
+    has_run,
+    is_gathered,
+    is_idle,
+    params_of,
+    sharded_param,
+)
+from composer_fsdp2.step.run import Run, StepListener
+
+__all__ = ["Divisions", "Prefetch", "SecondBackward", "StaleGathers", "UnannouncedMicrobatches"]
+
+
+class SecondBackward(StepListener):
+    """Keeps units gathered between two backwards; see [Note: second backward]."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._kept: dict[Any, list[int]] = {}
+        """groups, with the versions of their shards when they were gathered"""
+        self._keeps = False
+        self._backward = -1
+
+    def before_backward(self, unit: str, group: Any) -> None:
+        """Learns from the grad mode which kind of backward runs. Collective: no."""
+        if backward_number() == self._backward:
+            return
+        self._backward = backward_number()
+        # Autograd turns grad mode on in backward only under `create_graph=True`.
+        self._keeps = torch.is_grad_enabled() or self.run.depth > 0
+
+    def may_reduce(self, unit: str, group: Any) -> bool:
+        """Whether this is the last backward. Collective: no.
+
+        Raises:
+            PlanError: for a gradient of a parameter that autograd could differentiate.
+        """
+        if not self._keeps:
+            return True
+        for param in params_of(group):
+            grad = gathered_param(param).grad if has_run(param) else None
+            if grad is not None and grad.requires_grad:
+                raise PlanError(
+                    "backward(create_graph=True) leaves a graph in the gradients of parameters. "
+                    "FSDP2 reduces those gradients over the ranks outside autograd, so nothing "
+                    "could be differentiated through them. Take the gradient of inputs or of "
+                    "activations: torch.autograd.grad(outputs, inputs, create_graph=True), and "
+                    "call backward without create_graph on the loss that is made of it."
+                )
+        if is_gathered(group):
+            self._kept.setdefault(group, _versions(group))
+        return False
+
+    def may_free(self, unit: str, group: Any) -> bool:
+        """Whether no backward waits for the group; if so, it is taken for freed."""
+        if group in self._kept and not is_idle(group):
+            return False
+        self._kept.pop(group, None)
+        return True
+
+    def begin_forward(self) -> None:
+        """Frees units that are old by now, because the optimizer has stepped. Collective: no."""
+        for group, versions in list(self._kept.items()):
+            if versions != _versions(group):
+                group.reshard()
+
+    def end_of_backward(self) -> None:
+        """Frees all units after the last backward. Collective: no."""
+        for group in [] if self._keeps else list(self._kept):
+            group.reshard()
+
+
+def _versions(group: Any) -> list[int]:
+    return [sharded_param(param)._version for param in params_of(group)]
+
+
+class StaleGathers(StepListener):
+    """Frees units that a forward gathered between backward and step.
+
+    Whoever clips gradients reads those of `model.parameters()`. The gradients are at the shards,
+    and a unit that a forward without gradients left gathered shows whole parameters without one.
+    After the step its parameters would be those from before the step.
+    """
+
+    _gradients_wait = False
+
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Learns that gradients may wait for a step. Collective: no."""
+        self._gradients_wait = self._gradients_wait or torch.is_grad_enabled()
+
+    def after_group_forward(self, unit: str, group: Any) -> None:
+        """Frees a unit after a forward without gradients. Collective: no."""
+        if self._gradients_wait and not torch.is_grad_enabled() and is_gathered(group):
+            group.reshard()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Frees all units. Collective: no."""
+        for name, groups in self.run.groups.items():
+            if any(map(is_gathered, groups)):
+                self.run.units[name].reshard()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Learns that no gradient waits. Collective: no."""
+        self._gradients_wait = False
+
+
+# --- Tells the divisions of a model between ranks that a forward begins. ---
+
+
+class Divisions(StepListener):
+    """Lets ranks that compute one batch compare it, and draw alike; see `parallel.division`."""
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Where a model is divided."""
+        return bool(run.divisions)
+
+    def begin_forward(self) -> None:
+        """Collective: as `Divided.before_forward`."""
+        for division in self.run.divisions:
+            division.before_forward(self.run.model, self.run.inputs)
+
+
+# --- Warns of a loop that does not say which microbatch is the last of its batch. ---
+
+
+class UnannouncedMicrobatches(StepListener):
+    """Warns once when a setting of `gradient_sync` cannot take effect."""
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Says whether gradients wait for the last microbatch."""
+        return run.settings.gradient_sync != "every"
+
+    _warned = False
+
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Looks whether a forward of training belongs to a microbatch. Collective: no."""
+        module = self.run.units[unit]
+        assert isinstance(module, nn.Module)
+        outside = torch.is_grad_enabled() and not self.run.accumulation.inside
+        if self._warned or not (outside and module.training):
+            return
+        self._warned = True
+        warnings.warn(
+            f"gradient_sync is {self.run.settings.gradient_sync!r}, and the model runs outside of "
+            "`microbatch()`. Gradients are reduced in every backward. Train through Composer's "
+            "Trainer, or put each microbatch into "
+            "`run_of(model).accumulation.microbatch(last=...)`.",
+            stacklevel=2,
+        )
+
+
+# --- Gathers units before they are needed, in the order in which they really run. ---
+#
+# [Note: recorded order] The order of registration is not that of running: a decoder may be
+# registered before its encoder, and backward follows autograd. So the first forward and backward
+# of training are watched with torch's own prefetching, the ranks compare what they saw, and from
+# then on each unit starts the gathers of those that come next. Evaluation is left alone: it may
+# call a part of the model, and a gather nobody waits for would be used later, with weights that
+# are old by then.
+
+
+class Prefetch(StepListener):
+    """Has units gather the units that run next, once a step of training has shown the order.
+
+    The second forward of training is a collective over the default group, and raises PlanError on
+    every rank when the units ran in another order on some rank.
+    """
+
+    @classmethod
+    def wanted(cls, run: Run) -> bool:
+        """Says whether a setting asks for units to be gathered ahead."""
+        return bool(run.settings.forward_prefetch or run.settings.backward_prefetch)
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._units = {name: run.units[name] for name in run.groups}
+        self._counts = run.settings.forward_prefetch or 0, run.settings.backward_prefetch or 0
+        """how many units ahead; 0 leaves it to torch"""
+        self._running = False
+        self._ran: list[str] = []
+        self._came_back: list[str] = []
+        self._order: list[str] | None = None
+        self._ahead: dict[str, list[str]] = {}
+        self._ahead_in_backward: dict[str, list[str]] = {}
+        self._warned = False
+
+    def begin_forward(self) -> None:
+        """Sets which units gather which. Collective: yes, the second time in training."""
+        self._running = torch.is_grad_enabled()
+        if not self._running:
+            return
+        if self._order is None and self._ran:
+            # Now, not at the end of backward: a backward may be left, or come in several parts.
+            self._settle()
+        self._ran, self._came_back = [], []
+        self._set_forward(self._ahead)
+
+    def before_forward(self, unit: str, group: Any) -> None:
+        """Records the order of forward. Collective: no."""
+        # Newer torch has several groups in one unit, and calls this for each of them.
+        if self._running and group is self.run.groups[unit][0]:
+            self._ran.append(unit)
+
+    def before_backward(self, unit: str, group: Any) -> None:
+        """Records the order of backward. Collective: no."""
+        # Torch comes here once for each output of the unit, and again in a recomputed block.
+        if unit not in self._came_back:
+            self._came_back.append(unit)
+
+    def aborted(self) -> None:
+        """Starts anew: each rank has left the step at another place, and may know no order yet."""
+        self._running, self._ran, self._came_back = False, [], []
+        self._set_forward(dict.fromkeys(self._ahead, ()))
+        for name in self._ahead_in_backward:
+            self._units[name].set_modules_to_backward_prefetch([])
+        self._order, self._ahead, self._ahead_in_backward = None, {}, {}
+
+    def end_forward(self) -> None:
+        """Ends the prefetching of this forward. Collective: no, unless a unit did not run."""
+        if not self._running:
+            return
+        self._running = False
+        # Torch keeps these lists, and would prefetch by them in an evaluation as well.
+        self._set_forward(dict.fromkeys(self._ahead, ()))
+        if self._order is not None:
+            self._free_unused()
+            self._compare(self._order)
+
+    def _settle(self) -> None:
+        """Turns the recorded order into prefetching. Collective: yes."""
+        raise_on_all_ranks(
+            {
+                "order of units in forward": "\n".join(self._ran),
+                "order of units in backward": "\n".join(self._came_back),
+            }
+        )
+        if not self._came_back:
+            return  # a forward for its own sake; the next one may be of training
+        self._order = self._ran
+        forward, backward = self._counts
+        times = Counter(self._ran)
+        self._ahead = _units_ahead(list(times), forward, times)
+        self._ahead_in_backward = _units_ahead(self._came_back, backward, times)
+        for name, targets in self._ahead_in_backward.items():
+            modules = [self._units[target] for target in targets]
+            # A unit that is given nothing here prefetches by torch's own order, as before.
+            self._units[name].set_modules_to_backward_prefetch(modules)
+
+    def _set_forward(self, ahead: Mapping[str, Sequence[str]]) -> None:
+        for name, targets in ahead.items():
+            modules = [self._units[target] for target in targets]
+            self._units[name].set_modules_to_forward_prefetch(modules)
+
+    def _free_unused(self) -> None:
+        """Drops gathers that were started for units which did not run after all."""
+        # Torch would take such a gather for that of the next forward, after the optimizer's step.
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L252
+        started = {target for name in self._ran for target in self._ahead.get(name, ())}
+        for name in sorted(started.difference(self._ran)):
+            self._units[name].unshard()  # waits for what is on its way
+            self._units[name].reshard()
+
+    def _compare(self, order: list[str]) -> None:
+        if self._warned or self._ran == order:
+            return
+        self._warned = True
+        where = next(
+            (i for i, (a, b) in enumerate(zip(order, self._ran, strict=False)) if a != b),
+            min(len(order), len(self._ran)),
+        )
+        was, now = (
+            f"'{names[where]}'" if where < len(names) else "none" for names in (order, self._ran)
+        )
+        warnings.warn(
+            f"FSDP units ran in another order than in the first step: {now} in place {where} where "
+            f"{was} was. forward_prefetch and backward_prefetch keep the first order, and gather "
+            "units too early or for nothing. Leave them out if the order changes often.",
+            stacklevel=2,
+        )
+
+
+def _units_ahead(order: list[str], count: int, times: Mapping[str, int]) -> dict[str, list[str]]:
+    """Returns the units whose gather each unit starts.
+
+    One that runs several times starts nothing: it would gather again what has long been used.
+    """
+    places = enumerate(order, 1) if count else ()
+    return {name: order[after : after + count] for after, name in places if times[name] == 1}
