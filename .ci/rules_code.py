@@ -16,7 +16,7 @@ Found = tuple[int, str]
 """Line and text of an offender."""
 
 ORDER = (
-    *("errors", "fingerprint", "progress", "ranks", "text", "config", "plan", "blocks"),
+    *("errors", "fingerprint", "torch_private", "progress", "ranks", "text", "config", "plan", "blocks"),
     *(
         "parallel",
         "shard",
@@ -32,17 +32,15 @@ ORDER = (
     ),
 )
 """Stages of the way a model takes. Each may import itself and those before it."""
-ROOM = "shard/torch_private/"
-"""The only folder that names private members of torch. It imports the modules of `BELOW` alone, so
-stages before `shard` may use it too."""
-BELOW = {"errors", "fingerprint"}
+ROOM = "torch_private/"
+"""The only folder that names private members of torch."""
 GLUE = {
     "trainer": {"composer", "transformers"},
     "foundry": {"composer", "llmfoundry", "transformers"},
     "cli": {"composer", "llmfoundry", "transformers"},
 }
 """The libraries we plug into, and the only stages that may know them."""
-TORCH_ALONE = {"ranks", "text", *ORDER[ORDER.index("config") : ORDER.index("checkpoint")]}
+TORCH_ALONE = {"torch_private", "ranks", "text", *ORDER[ORDER.index("config") : ORDER.index("checkpoint")]}
 CHECKPOINT_ALONE = {"huggingface_hub", "numpy", "safetensors", "torch", "tqdm"}
 """Libraries that these stages, and checkpoint, may import; no other."""
 REPLACING = (ROOM, "trainer/patches/")
@@ -115,18 +113,13 @@ class Source:
 
 
 def wrong_arrows(source: Source) -> Iterator[Found]:
-    """Yields imports that lead up, or out of the room of private members."""
+    """Yields imports that lead up."""
     if source.part not in {*ORDER, "__init__"}:
         yield 1, f"'{source.part}' is no stage of ORDER in .ci/rules.py"
     for line, name in source.own_imports:
         part = name.partition(".")[0]
-        if part not in ORDER or f"{name}.".startswith(ROOM.replace("/", ".")):
-            continue  # a name of the package itself, or the room
-        if source.own.startswith(ROOM):
-            up = part not in BELOW
-        else:
-            up = source.part in ORDER and ORDER.index(part) > ORDER.index(source.part)
-        if up:
+        known = part in ORDER and source.part in ORDER  # no name of the package itself
+        if known and ORDER.index(part) > ORDER.index(source.part):
             yield line, f"'{source.part}' may not import '{name}'"
 
 

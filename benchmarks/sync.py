@@ -29,8 +29,8 @@ from composer.utils import dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import composer_fsdp2
-from composer_fsdp2.shard.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 
 GOAL = 1.0
 COUNTED = ("all_reduce", "barrier", "broadcast", "all_gather_object", "broadcast_object_list")

@@ -33,7 +33,7 @@ from composer_fsdp2.config.blocks import ActivationSpec
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, Recall, has_forward, is_wrapper
 from composer_fsdp2.plan.patterns import block_ids, block_positions, outer_names, select_modules
-from composer_fsdp2.shard.torch_private.tensors import (
+from composer_fsdp2.torch_private.tensors import (
     PROFILER_MARKS,
     OffloadWrapper,
     base_of,

@@ -37,7 +37,7 @@ from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.plan.rules import output_heads
 from composer_fsdp2.plan.wrap_plan import WrapPlan
-from composer_fsdp2.shard.torch_private.tensors import (
+from composer_fsdp2.torch_private.tensors import (
     TENSOR_FACTS,
     TORCH_FUNCTION_OFF,
     make_wrapper_subclass,

@@ -19,7 +19,7 @@ from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, is_wrapper
-from composer_fsdp2.shard.torch_private.tensors import (
+from composer_fsdp2.torch_private.tensors import (
     OffloadWrapper,
     compile_within,
     compiler_backends,

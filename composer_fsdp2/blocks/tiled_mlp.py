@@ -25,7 +25,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
 from composer_fsdp2.plan.patterns import outer_names, select_modules
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.shard.torch_private.tensors import BatchNorm
+from composer_fsdp2.torch_private.tensors import BatchNorm
 
 __all__ = ["TiledMLP", "TilingPlan", "plan_tiling"]
 

@@ -39,8 +39,8 @@ from composer_fsdp2.checkpoint.source import (
 )
 from composer_fsdp2.checkpoint.staging import staged
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.tensors import storage_info
+from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.torch_private.tensors import storage_info
 
 __all__ = ["Advance", "map_copies", "nest", "prove_whole", "write_full", "write_sharded"]
 

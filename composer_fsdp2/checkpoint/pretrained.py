@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
-from composer_fsdp2.shard.torch_private.tensors import non_persistent_buffers
 from composer_fsdp2.text import listed
+from composer_fsdp2.torch_private.tensors import non_persistent_buffers
 
 __all__ = ["PretrainedWeights", "StoredTensor", "find_keys", "read_folder"]
 

@@ -43,9 +43,9 @@ from composer_fsdp2.checkpoint.pickles import (
 )
 from composer_fsdp2.checkpoint.staging import sync
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.tensors import flatten_state_dict
 from composer_fsdp2.text import listed
+from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.torch_private.tensors import flatten_state_dict
 
 __all__ = [
     "CHECKSUMS",

@@ -266,8 +266,8 @@ def _read_machine() -> Machine:
     import torch
 
     from composer_fsdp2.shard.communication import VARIABLES, nccl_version
-    from composer_fsdp2.shard.torch_private.members import member_states
     from composer_fsdp2.tools.doctor import Gpu, Machine
+    from composer_fsdp2.torch_private.members import member_states
     from composer_fsdp2.trainer.patches import patch_states
 
     count = torch.cuda.device_count()

@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import errors
 from composer_fsdp2.errors import PlanError, ShardReadError
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.units import (
     gathered_param,
     has_run,
     is_gathered,
     params_of,
     sharded_param,
 )
-from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = ["ExplainErrors", "explained", "explained_reading"]
 

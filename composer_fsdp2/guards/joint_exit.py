@@ -33,16 +33,16 @@ import torch.distributed as dist
 
 from composer_fsdp2.guards.order_check import CollectiveWatchdog, rank_text, watchdog_of
 from composer_fsdp2.guards.out_of_memory import is_out_of_memory
-from composer_fsdp2.shard.torch_private.collectives import (
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.torch_private.collectives import (
     Collective,
     Joined,
     around_collectives,
     group_named,
     join,
 )
-from composer_fsdp2.shard.torch_private.tensors import default_store
-from composer_fsdp2.shard.torch_private.units import backward_number
-from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.torch_private.tensors import default_store
+from composer_fsdp2.torch_private.units import backward_number
 
 __all__ = ["JointExit", "joint_exit_of"]
 

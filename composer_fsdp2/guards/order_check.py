@@ -31,10 +31,10 @@ from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.torch_private.tensors import default_store, timeout_of
-from composer_fsdp2.shard.torch_private.units import backward_number
 from composer_fsdp2.step.agreement import agreement_of, gloo_group
 from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.tensors import default_store, timeout_of
+from composer_fsdp2.torch_private.units import backward_number
 
 __all__ = [
     "CollectiveWatchdog",

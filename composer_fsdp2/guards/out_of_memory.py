@@ -17,12 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.torch_private.units import (
     reserve_gather,
     reserve_reduction,
 )
-from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = [
     "REMOTE_OOM_MESSAGE",

@@ -27,8 +27,10 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown
-from composer_fsdp2.shard.torch_private.tensors import storage_id, tree_leaves
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.tensors import storage_id, tree_leaves
+from composer_fsdp2.torch_private.units import (
     backward_number,
     frees_after_forward,
     gathered_memory,
@@ -40,8 +42,6 @@ from composer_fsdp2.shard.torch_private.units import (
     places_of,
     stands_in,
 )
-from composer_fsdp2.step.agreement import agreement_of
-from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = ["AddedParameters", "GatheredParameters"]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.layout import sharded_like
-from composer_fsdp2.shard.torch_private.tensors import (
+from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     local_gradients,
     local_tensor,

@@ -34,7 +34,7 @@ from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
-from composer_fsdp2.shard.torch_private.tensors import tree_leaves
+from composer_fsdp2.torch_private.tensors import tree_leaves
 
 __all__ = ["DRAWN", "DRAWS", "BatchGroup", "Divided", "Division", "GroupSizes", "RankGroup"]
 

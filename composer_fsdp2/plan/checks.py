@@ -33,8 +33,8 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, memory_of
 from composer_fsdp2.plan.unit_size import FROZEN_MAY_DIFFER
 from composer_fsdp2.plan.wrap_plan import ShardUnit
-from composer_fsdp2.shard.torch_private.tensors import forward_pre_hooks
 from composer_fsdp2.text import child_name, listed
+from composer_fsdp2.torch_private.tensors import forward_pre_hooks
 
 __all__ = ["check_model", "held_tensors", "left_whole", "refuse_gradients", "refuse_unreadable"]
 

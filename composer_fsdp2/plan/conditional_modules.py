@@ -23,8 +23,8 @@ from composer_fsdp2.config.wrapping import UnitSettings
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import select_modules
 from composer_fsdp2.plan.wrap_plan import LEFT_OUT, Decision
-from composer_fsdp2.shard.torch_private.tensors import compiled_call, is_compiled, is_whole_graph
 from composer_fsdp2.text import listed
+from composer_fsdp2.torch_private.tensors import compiled_call, is_compiled, is_whole_graph
 
 __all__ = ["conditional_modules", "move_units"]
 

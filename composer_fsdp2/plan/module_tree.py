@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.shard.torch_private.tensors import storage_id
 from composer_fsdp2.text import child_name
+from composer_fsdp2.torch_private.tensors import storage_id
 
 __all__ = [
     "ModulePath",

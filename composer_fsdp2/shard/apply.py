@@ -26,12 +26,6 @@ from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, Place, place_of
-from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.reading import guard_reading
-from composer_fsdp2.shard.torch_private.tensors import (
-    post_accumulate_hooks,
-    tensor_hooks,
-)
 from composer_fsdp2.shard.unit_hooks import (
     InputCast,
     MakeHook,
@@ -40,6 +34,12 @@ from composer_fsdp2.shard.unit_hooks import (
     probe_reduction,
 )
 from composer_fsdp2.shard.weight_source import WeightSource
+from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.torch_private.reading import guard_reading
+from composer_fsdp2.torch_private.tensors import (
+    post_accumulate_hooks,
+    tensor_hooks,
+)
 
 __all__ = [
     "apply_plan",

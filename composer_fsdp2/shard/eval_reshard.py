@@ -7,7 +7,7 @@ from collections.abc import Generator, Mapping
 
 from torch.distributed.fsdp import FSDPModule
 
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.torch_private.units import (
     free_after_forward,
     frees_after_forward,
     lazy_init,

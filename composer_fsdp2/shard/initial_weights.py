@@ -26,9 +26,9 @@ from composer_fsdp2.parallel.row_order import shape_in_model, whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.ranks import any_rank, broadcast_from_rank0, is_fake, raise_on_all_ranks
 from composer_fsdp2.shard.layout import Place, place_of
-from composer_fsdp2.shard.torch_private.tensors import copy_hooks
 from composer_fsdp2.shard.weight_source import SourcedWeights, WeightSource
 from composer_fsdp2.text import child_name, listed
+from composer_fsdp2.torch_private.tensors import copy_hooks
 
 __all__ = [
     "InitialWeights",

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from composer_fsdp2.blocks.fp8 import Float8Plan, torchao_module
 from composer_fsdp2.config.precision import DTYPES, PrecisionSpec
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.torch_private.units import (
     init_all_gather_extensions,
     local_shard,
     param_groups,

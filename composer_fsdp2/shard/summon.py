@@ -31,15 +31,15 @@ from composer_fsdp2.parallel.row_order import (
 )
 from composer_fsdp2.shard.apply import is_sharded
 from composer_fsdp2.shard.optimizer import shard_like
-from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.tensors import without_fsdp_hooks_after_load
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.shard.unit_hooks import hooks_around
+from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.torch_private.tensors import without_fsdp_hooks_after_load
+from composer_fsdp2.torch_private.units import (
     CHANGES_PARAMETERS,
     is_busy,
     is_inside_unit,
     is_root,
 )
-from composer_fsdp2.shard.unit_hooks import hooks_around
 
 __all__ = ["holds_shards", "is_shown", "is_summoned", "summon_full_params"]
 

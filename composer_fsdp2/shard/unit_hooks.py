@@ -26,14 +26,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.device_mesh import note_copies
-from composer_fsdp2.shard.torch_private.tensors import (
+from composer_fsdp2.torch_private.tensors import (
     is_view,
     root_mesh,
     tree_leaves,
     tree_map,
     unsafe_view,
 )
-from composer_fsdp2.shard.torch_private.units import gather_again, hear_backward, is_root, lazy_init
+from composer_fsdp2.torch_private.units import gather_again, hear_backward, is_root, lazy_init
 
 __all__ = [
     "AverageOverReplicas",

@@ -16,7 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.config.schema import GradientSync
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.shard.unit_hooks import AverageOverReplicas
+from composer_fsdp2.torch_private.units import (
     all_reduce_hook,
     drop_unreduced,
     has_run,
@@ -26,7 +27,6 @@ from composer_fsdp2.shard.torch_private.units import (
     partial_reduction,
     reset_iteration,
 )
-from composer_fsdp2.shard.unit_hooks import AverageOverReplicas
 
 __all__ = ["Accumulation", "reset"]
 

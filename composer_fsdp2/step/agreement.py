@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.ranks import any_rank, is_fake
-from composer_fsdp2.shard.torch_private.tensors import timeout_of
+from composer_fsdp2.torch_private.tensors import timeout_of
 
 __all__ = ["Agreement", "agreement_of", "gloo_group"]
 

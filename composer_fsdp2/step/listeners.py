@@ -22,7 +22,8 @@ from torch import nn
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.units import (
     backward_number,
     gathered_param,
     has_run,
@@ -31,7 +32,6 @@ from composer_fsdp2.shard.torch_private.units import (
     params_of,
     sharded_param,
 )
-from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = ["Divisions", "Prefetch", "SecondBackward", "StaleGathers", "UnannouncedMicrobatches"]
 

@@ -22,13 +22,13 @@ from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.shard.eval_reshard import resharding
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.step.accumulation import Accumulation, reset
+from composer_fsdp2.torch_private.units import (
     after_backward,
     attach,
     backward_number,
     param_groups,
 )
-from composer_fsdp2.step.accumulation import Accumulation, reset
 
 __all__ = ["Run", "StepListener", "run_of"]
 

@@ -26,8 +26,10 @@ import torch
 import torch.distributed as dist
 
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.torch_private.tensors import default_store
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.tensors import default_store
+from composer_fsdp2.torch_private.units import (
     add_zero_gradients,
     all_reduce_hook,
     all_reduces,
@@ -40,8 +42,6 @@ from composer_fsdp2.shard.torch_private.units import (
     trained_params,
     will_get_gradient,
 )
-from composer_fsdp2.step.agreement import agreement_of
-from composer_fsdp2.step.run import Run, StepListener
 
 __all__ = ["UnusedParameters"]
 

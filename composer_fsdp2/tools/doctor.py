@@ -18,11 +18,11 @@ from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.communication import missing_for
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
-from composer_fsdp2.shard.torch_private.members import EVERY_RUN
+from composer_fsdp2.torch_private.members import EVERY_RUN
 from composer_fsdp2.trainer.patches import describe_patches
 
 if TYPE_CHECKING:
-    from composer_fsdp2.shard.torch_private.members import MemberState
+    from composer_fsdp2.torch_private.members import MemberState
     from composer_fsdp2.trainer.patches import PatchState
 
 __all__ = [

@@ -30,7 +30,7 @@ from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.shard.apply import reshard
 from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
-from composer_fsdp2.shard.torch_private.tensors import default_store
+from composer_fsdp2.torch_private.tensors import default_store
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = ["generate", "own_class", "save_pretrained", "summon_shards"]

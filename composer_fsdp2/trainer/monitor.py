@@ -16,15 +16,15 @@ from torch import nn
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.norms import local_part
-from composer_fsdp2.shard.torch_private.members import check_private_members
-from composer_fsdp2.shard.torch_private.units import (
+from composer_fsdp2.step.run import Run, StepListener, run_of
+from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.torch_private.units import (
     all_reduce_hook,
     all_reduces,
     gather_bytes,
     holds_gathered,
     reduction_bytes,
 )
-from composer_fsdp2.step.run import Run, StepListener, run_of
 
 __all__ = ["NAME", "FSDP2Monitor"]
 

@@ -56,7 +56,6 @@ from composer_fsdp2.shard.optimizer import (
     reattach_optimizer,
 )
 from composer_fsdp2.shard.precision import cast_buffers, gather_in_float8
-from composer_fsdp2.shard.torch_private.members import check_private_members
 from composer_fsdp2.shard.unit_hooks import force_backward_through
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.listeners import (
@@ -68,6 +67,7 @@ from composer_fsdp2.step.listeners import (
 )
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.step.unused_parameters import UnusedParameters
+from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.groups import count_flops_once
 from composer_fsdp2.trainer.prepare_plan import PreparePlan

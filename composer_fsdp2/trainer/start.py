@@ -28,7 +28,7 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.optim.lion_state import save_lions_as_text
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.shard.torch_private.tensors import is_compiled
+from composer_fsdp2.torch_private.tensors import is_compiled
 from composer_fsdp2.trainer.algorithms import move_averages
 from composer_fsdp2.trainer.config import asks_for_fsdp2, concerns_fsdp2
 from composer_fsdp2.trainer.extensions import check_extensions, items_of

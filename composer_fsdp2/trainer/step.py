@@ -40,12 +40,12 @@ from composer_fsdp2.guards.explain import explained, explained_reading
 from composer_fsdp2.guards.joint_exit import joint_exit_of
 from composer_fsdp2.guards.order_check import OrderCheck, add_rank_report
 from composer_fsdp2.guards.out_of_memory import OOMGuard, is_out_of_memory
-from composer_fsdp2.shard.torch_private.tensors import tree_leaves
 from composer_fsdp2.step.accumulation import reset
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.step.snapshot import Snapshot
 from composer_fsdp2.step.unused_parameters import UnusedParameters
+from composer_fsdp2.torch_private.tensors import tree_leaves
 from composer_fsdp2.trainer.groups import counting_groups, refuse_auto
 from composer_fsdp2.trainer.load_steps import check_trains_own_weights
 from composer_fsdp2.trainer.override_attribute import override_attribute

@@ -16,10 +16,10 @@ from composer.callbacks import NaNMonitor
 from composer.core import Callback, State
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.shard.torch_private.collectives import Collective, around_collectives
-from composer_fsdp2.shard.torch_private.tensors import timeout_of
 from composer_fsdp2.step import agreement
 from composer_fsdp2.step.agreement import agreement_of, takes_cpu_tensors
+from composer_fsdp2.torch_private.collectives import Collective, around_collectives
+from composer_fsdp2.torch_private.tensors import timeout_of
 from tests.support.experts import Sparse, choose
 from tests.support.models import TinyComposer, TinyLM
 from tests.support.training import built, samples_of, trainer_for

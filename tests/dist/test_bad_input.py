@@ -28,7 +28,7 @@ from composer_fsdp2 import (
 )
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.shard.apply import apply_plan
-from composer_fsdp2.shard.torch_private import members
+from composer_fsdp2.torch_private import members
 from tests.support.models import TinyComposer, TinyLM
 from tests.support.training import samples_of, trainer_for
 

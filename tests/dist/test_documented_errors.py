@@ -25,8 +25,8 @@ from composer_fsdp2 import (
     prepare_fully_shard,
     summon_full_params,
 )
-from composer_fsdp2.shard.torch_private import members
 from composer_fsdp2.tools.migrate.engine import migrate
+from composer_fsdp2.torch_private import members
 from composer_fsdp2.trainer import hugging_face, patches
 from composer_fsdp2.trainer.config import parse_parallelism_config
 from tests.dist import test_explain, test_gathered

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from composer_fsdp2 import CheckpointError, installed, prepare_fully_shard, summon_full_params
-from composer_fsdp2.shard.torch_private.units import is_gathered, param_groups
+from composer_fsdp2.torch_private.units import is_gathered, param_groups
 from composer_fsdp2.trainer import hugging_face
 from tests.support.models import llama_config
 from tests.support.parity import OPTIMIZERS

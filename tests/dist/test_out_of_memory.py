@@ -29,9 +29,9 @@ from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.guards import out_of_memory as oom
 from composer_fsdp2.guards.out_of_memory import OOMGuard, sync_oom
-from composer_fsdp2.shard.torch_private.units import param_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.snapshot import Snapshot
+from composer_fsdp2.torch_private.units import param_groups
 from tests.support.faults_table import record
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import assert_same_values

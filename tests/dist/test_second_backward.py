@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import PlanError, prepare_fully_shard
-from composer_fsdp2.shard.torch_private.units import is_gathered, param_groups
+from composer_fsdp2.torch_private.units import is_gathered, param_groups
 from tests.support.parity import full
 
 WIDTH = 6

@@ -15,9 +15,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import installed, prepare_fully_shard
-from composer_fsdp2.shard.torch_private.tensors import default_store
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
+from composer_fsdp2.torch_private.tensors import default_store
 from tests.support.experts import FAMILIES, Sparse, choose, force
 from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches
 from tests.support.parity import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from composer_fsdp2.shard.communication import METHODS
-from composer_fsdp2.shard.torch_private.members import PRIVATE_MEMBERS
+from composer_fsdp2.torch_private.members import PRIVATE_MEMBERS
 from composer_fsdp2.trainer.patches import NEEDS
 from tests.support.supported_table import table
 

@@ -28,7 +28,7 @@ CODE: dict[str, tuple[Any, str, str, str | None]] = {
         "plan/x.py",
         "def f():\n    from composer_fsdp2.shard import apply",
         "from composer_fsdp2 import PlanError\nfrom composer_fsdp2.errors import PlanError\n"
-        "from composer_fsdp2.plan.rules import a\nfrom composer_fsdp2.shard.torch_private import b",
+        "from composer_fsdp2.plan.rules import a\nfrom composer_fsdp2.torch_private import b",
     ),
     "relative arrow": (
         code.wrong_arrows,
@@ -39,7 +39,7 @@ CODE: dict[str, tuple[Any, str, str, str | None]] = {
     "stage": (code.wrong_arrows, "utils/x.py", "", None),
     "room": (
         code.wrong_arrows,
-        "shard/torch_private/x.py",
+        "torch_private/x.py",
         "from composer_fsdp2.config import schema",
         "from composer_fsdp2.errors import PatchError",
     ),
@@ -54,7 +54,7 @@ CODE: dict[str, tuple[Any, str, str, str | None]] = {
     "checkpoint": (code.wrong_libraries, "checkpoint/x.py", "import rich", "import safetensors"),
     "private fsdp": (
         code.wrong_libraries,
-        "shard/torch_private/x.py",
+        "torch_private/x.py",
         "from torch.distributed.fsdp import _fully_shard",
         "from torch.distributed.fsdp import FSDPModule",
     ),
@@ -138,7 +138,7 @@ def test_rules_about_code_find_the_offender_alone():
 def test_a_private_member_is_found(line: str, found: str):
     source = code.Source("composer_fsdp2/shard/x.py", f"import torch\n{line}\n")
     assert list(code.private_members(source)) == [(2, found)]
-    room = code.Source("composer_fsdp2/shard/torch_private/x.py", source.text)
+    room = code.Source("composer_fsdp2/torch_private/x.py", source.text)
     assert not list(code.private_members(room))
 
 

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.shard.torch_private.tensors import local_tensor
+from composer_fsdp2.torch_private.tensors import local_tensor
 
 __all__ = ["BLOCK", "Form", "Place", "Stored", "read", "write"]
 

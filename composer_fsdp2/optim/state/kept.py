@@ -23,7 +23,7 @@ from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.optim.local import LocalStep, class_step, local_value
 from composer_fsdp2.optim.state.form import Form, Place, Stored, read, write
 from composer_fsdp2.shard.layout import sharded_like
-from composer_fsdp2.shard.torch_private.tensors import local_tensor
+from composer_fsdp2.torch_private.tensors import local_tensor
 
 __all__ = ["SMALL", "KeptState", "KeptSteps"]
 

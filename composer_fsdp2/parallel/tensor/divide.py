@@ -34,7 +34,7 @@ from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0, is_fake
-from composer_fsdp2.shard.torch_private.tensors import copy_hooks
+from composer_fsdp2.torch_private.tensors import copy_hooks
 
 __all__ = ["divide_layers", "draws"]
 

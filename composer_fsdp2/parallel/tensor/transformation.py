@@ -37,7 +37,7 @@ from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.shard.torch_private.tensors import root_mesh
+from composer_fsdp2.torch_private.tensors import root_mesh
 
 __all__ = ["TensorParallel", "draw_together"]
 

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2 import PatchError
-from composer_fsdp2.shard.torch_private import members
-from composer_fsdp2.shard.torch_private.members import (
+from composer_fsdp2.torch_private import members
+from composer_fsdp2.torch_private.members import (
     EVERY_RUN,
     PRIVATE_MEMBERS,
     PrivateMember,
@@ -91,7 +91,7 @@ def test_either_of_two_names_will_do(monkeypatch: pytest.MonkeyPatch):
 def test_looking_costs_little():
     code = (
         "import time; from composer_fsdp2.trainer import prepare as p;"
-        "from composer_fsdp2.shard.torch_private.members import check_private_members as check;"
+        "from composer_fsdp2.torch_private.members import check_private_members as check;"
         "start = time.perf_counter(); check(['unused_parameters', 'gradient_sync']);"
         "print(time.perf_counter() - start)"
     )

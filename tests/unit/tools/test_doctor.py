@@ -17,14 +17,14 @@ from composer_fsdp2.cli import main
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.foundry.findings import Finding
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.shard.torch_private import members
-from composer_fsdp2.shard.torch_private.members import (
+from composer_fsdp2.tools.doctor import Machine, Run, describe_run, examine, mesh_of
+from composer_fsdp2.torch_private import members
+from composer_fsdp2.torch_private.members import (
     EVERY_RUN,
     PRIVATE_MEMBERS,
     MemberState,
     PrivateMember,
 )
-from composer_fsdp2.tools.doctor import Machine, Run, describe_run, examine, mesh_of
 from composer_fsdp2.trainer import patches
 from composer_fsdp2.trainer.patches import PATCHES, PatchState
 

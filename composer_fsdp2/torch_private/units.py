@@ -11,7 +11,7 @@ from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.shard.torch_private.tensors import local_tensor, storage_id
+from composer_fsdp2.torch_private.tensors import local_tensor, storage_id
 
 __all__ = [
     "CHANGES_PARAMETERS",
