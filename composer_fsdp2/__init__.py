@@ -50,7 +50,7 @@ _HOMES = {
     "WrapPlan": "plan.wrap_plan",
     "apply_activation": "blocks.activation",
     "apply_plan": "shard.apply",
-    "clip_grad_norm_": "optim.clipping",
+    "clip_grad_norm_": "optim.norms",
     "full_tensor": "shard.full_tensor",
     "install": "trainer.patches",
     "installed": "trainer.patches",

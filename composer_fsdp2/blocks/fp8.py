@@ -95,7 +95,7 @@ def torchao_module(name: str) -> Any:
 class Float8Linear(Transformation[Float8Plan]):
     """Multiplies in fp8 in linear layers: `fp8`.
 
-    Weights that are sent in fp8 are cast after sharding, by `shard.fp8_gather`.
+    Weights that are sent in fp8 are cast after sharding, by `shard.precision`.
     """
 
     def plan(self, facts: ModelFacts) -> Float8Plan | None:

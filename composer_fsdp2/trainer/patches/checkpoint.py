@@ -42,7 +42,7 @@ def _always(*_args: Any, **_kwargs: Any) -> bool:
 CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_CHECKPOINT}:load_checkpoint",
-        replacement="trainer.autoresume:load_any_checkpoint",
+        replacement="trainer.start:load_any_checkpoint",
         feature=CORE,
         why="takes the kind of a checkpoint from a setting, and loads some wrongly in silence",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L406",

@@ -118,7 +118,7 @@ ALGORITHM_ROWS: tuple[PatchPoint, ...] = (
 CALLBACK_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_CALLBACKS}.load_checkpoint:load_checkpoint",
-        replacement="trainer.autoresume:load_any_checkpoint",
+        replacement="trainer.start:load_any_checkpoint",
         feature=_feature("callbacks", "load_checkpoint", "LoadCheckpoint"),
         why="takes the kind of a checkpoint from a setting (a second name of the same function)",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L406",
