@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from composer_fsdp2.parallel.expert.mesh import holders_of
+from composer_fsdp2.shard.device_mesh import whole_mesh
 from composer_fsdp2.shard.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,
@@ -48,10 +50,12 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups_of(tensor: torch.Tensor) -> Groups:
-    """The process groups between whose ranks a tensor is divided."""
+    """The process groups between whose ranks a tensor is divided, or the experts that it is of."""
     if not isinstance(tensor, DTensor):
         return ()
-    return _groups(tensor.device_mesh, tensor.placements, _divides)
+    groups = _groups(tensor.device_mesh, tensor.placements, _divides)
+    others = holders_of(whole_mesh(tensor.device_mesh))
+    return groups if others is None else (*groups, others)
 
 
 def _divides(placement: Placement) -> bool:

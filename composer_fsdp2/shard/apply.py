@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.expert.experts import Experts
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.shard.averaging import GradientReduction, probe_reduction
@@ -269,6 +270,7 @@ def apply_plan(
     tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     full = MixedPrecisionPolicy()
+    of_experts: GradientReduction | None = None
     with weights.seeded(), weights.shown(), fast_chunking():
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
@@ -281,7 +283,14 @@ def apply_plan(
             is_embedding = unit.role == "embedding" or type(module) is nn.Embedding
             frozen = layout.is_frozen(unit)
             ignored = layout.ignored_by(unit)
-            casts[module] = _shard_unit(module, unit, ignored, reduction, policy, **kwargs)
+            how = reduction
+            if isinstance(module, Experts):
+                module.keep_own()
+                # Every list of experts has the same ranks.
+                how = of_experts = of_experts or probe_reduction(
+                    module.mesh.shards, module.mesh.degree
+                )
+            casts[module] = _shard_unit(module, unit, ignored, how, policy, **kwargs)
             _spare_backward_gather(_unit(module), frozen, is_embedding)
             weights.read_parameters(unit.params)
         weights.fill(tree.modules())

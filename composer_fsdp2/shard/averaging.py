@@ -36,7 +36,7 @@ class GradientReduction:
     """of one unit, for `set_all_reduce_hook`; `None` when the backend needs no help"""
 
 
-def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
+def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> GradientReduction:
     """Finds out how gradients can be averaged on a 1-D or (replicate, shard) mesh.
 
     Collective: yes, over every group of the mesh.
@@ -44,11 +44,18 @@ def probe_reduction(mesh: DeviceMesh) -> GradientReduction:
     A 2-D mesh whose backend cannot run torch's own HSDP is sharded on its shard axis, and the hook
     averages over the replicate axis: the same arithmetic, with parameters that are DTensors on the
     shard axis alone.
+
+    Args:
+        mesh: of the ranks between which gradients are reduced.
+        sources: ranks whose tokens a gradient on one rank is of, as that of an expert is. It is an
+            average over them too.
     """
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
     sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
-    divide = _Division(shard_group.size()) if sums else None
+    divide = _Division(shard_group.size() if sums else 1, sources)
+    if divide.size == sources == 1:
+        divide = None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
         return GradientReduction(mesh, lambda: divide)
     shard_mesh = root_of(mesh)[mesh.mesh_dim_names[1]]  # pyright: ignore[reportOptionalSubscript]
@@ -96,10 +103,14 @@ def _records_events(device_type: str) -> bool:
 class _Division:
     """Makes a sum over the shards an average, in place."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, sources: int = 1) -> None:
+        self.size, self._sources = size, sources
 
     def __call__(self, reduced: torch.Tensor) -> None:
+        if self._sources > 1:
+            # Not torch's own factor, which divides twice where one rank has all of a gradient:
+            # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+            reduced.div_(self._sources)
         # FSDP2 asks for an average of these two only; others it sums and divides itself.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
         if self.size > 1 and reduced.dtype in (torch.float32, torch.bfloat16):

@@ -178,7 +178,8 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
     optimizer = detached.optimizer
     for group, places in zip(optimizer.param_groups, detached.groups, strict=True):
         params = [getattr(module, attribute) for module, attribute in places]
-        group["params"] = _without_aliases(params)
+        # Parameters of experts that other ranks hold are gone.
+        group["params"] = _without_aliases([param for param in params if param is not None])
     for (module, attribute), shape, state in detached.states:
         param = getattr(module, attribute)
         if param in optimizer.state:
@@ -204,7 +205,7 @@ def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return list(kept.values())
 
 
-def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any:
+def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter | None) -> Any:
     """The part of a state tensor that belongs to this rank's shard of the parameter."""
     if not isinstance(value, torch.Tensor) or value.shape != full_shape or value.ndim == 0:
         return value

@@ -43,6 +43,7 @@ from composer_fsdp2.guards.watchdog import Watchdog, is_broken
 from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
+from composer_fsdp2.parallel.expert.transformation import ExpertParallel
 from composer_fsdp2.parallel.row_order import show_usual_state
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel
 from composer_fsdp2.parallel.tensor import TensorParallel
@@ -77,6 +78,7 @@ __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     TensorParallel(),
+    ExpertParallel(),
     SequenceParallel(),
     TiledMLP(),
     ChunkedLoss(),
