@@ -120,12 +120,12 @@ def fsdp2_settings(parsed: Mapping[str, Any]) -> FSDP2Config:
 
 def _spread(cfg: Mapping[str, Any]) -> dict[str, Any]:
     """Moves every key of `parallelism_config` to its place, FSDP2's with the marker."""
-    from composer_fsdp2.config.group_size import with_sequence_parallel
+    from composer_fsdp2.config.group_size import with_keys_inside
 
     parsed = {key: value for key, value in cfg.items() if key != _BLOCK}
     block = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
     _check_block(block)
-    block = with_sequence_parallel(block)
+    block = with_keys_inside(block)
     for key, value in block.items():
         if value is None and key != "fsdp2":
             continue
@@ -140,9 +140,9 @@ def _check_block(block: Any) -> None:
             f"'{_BLOCK}' is {block!r}, but it takes a mapping. Nothing in it could be applied. "
             f"Write {_BLOCK}: {{fsdp2: {{}}}} for FSDP2 with default settings."
         )
-    from composer_fsdp2.config.group_size import SEQUENCE_KEY
+    from composer_fsdp2.config.group_size import BESIDE
 
-    unknown = [str(key) for key in block if key not in (*_PLACES, SEQUENCE_KEY)]
+    unknown = [str(key) for key in block if key not in (*_PLACES, *BESIDE)]
     if unknown:
         from composer_fsdp2.config.messages import nearest
 

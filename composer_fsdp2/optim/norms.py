@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from composer_fsdp2.parallel.expert.mesh import holders_of
+from composer_fsdp2.parallel.expert.held import is_elsewhere
+from composer_fsdp2.parallel.expert.mesh import divided_between
 from composer_fsdp2.shard.device_mesh import whole_mesh
 from composer_fsdp2.shard.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
@@ -53,9 +54,10 @@ def groups_of(tensor: torch.Tensor) -> Groups:
     """The process groups between whose ranks a tensor is divided, or the experts that it is of."""
     if not isinstance(tensor, DTensor):
         return ()
-    groups = _groups(tensor.device_mesh, tensor.placements, _divides)
-    others = holders_of(whole_mesh(tensor.device_mesh))
-    return groups if others is None else (*groups, others)
+    of_experts = divided_between(whole_mesh(tensor.device_mesh))
+    if of_experts is not None:
+        return of_experts
+    return _groups(tensor.device_mesh, tensor.placements, _divides)
 
 
 def _divides(placement: Placement) -> bool:
@@ -242,6 +244,8 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
     """
     held: list[tuple[torch.Tensor, Groups]] = []
     for param in params:
+        if is_elsewhere(param):
+            continue
         groups = _row_groups(param)
         # The other ranks may have a gradient where this one has none.
         if param.grad is not None or (groups and param.requires_grad):

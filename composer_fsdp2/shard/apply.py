@@ -285,7 +285,7 @@ def apply_plan(
             ignored = layout.ignored_by(unit)
             how = reduction
             if isinstance(module, Experts):
-                module.keep_own()
+                ignored |= module.keep_own()
                 # Every list of experts has the same ranks.
                 how = of_experts = of_experts or probe_reduction(
                     module.mesh.shards, module.mesh.degree

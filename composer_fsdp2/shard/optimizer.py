@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.expert.held import is_elsewhere
 from composer_fsdp2.parallel.row_order import order_of, part_of
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
@@ -178,15 +179,14 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
     optimizer = detached.optimizer
     for group, places in zip(optimizer.param_groups, detached.groups, strict=True):
         params = [getattr(module, attribute) for module, attribute in places]
-        # Parameters of experts that other ranks hold are gone.
-        group["params"] = _without_aliases([param for param in params if param is not None])
+        group["params"] = _without_aliases(params)
     for (module, attribute), shape, state in detached.states:
         param = getattr(module, attribute)
         if param in optimizer.state:
             continue
-        optimizer.state[param] = {
-            key: _shard_state(value, shape, param) for key, value in state.items()
-        }
+        found = {key: _shard_state(value, shape, param) for key, value in state.items()}
+        if not is_elsewhere(param):
+            optimizer.state[param] = found
 
 
 def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -205,7 +205,7 @@ def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
     return list(kept.values())
 
 
-def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter | None) -> Any:
+def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any:
     """The part of a state tensor that belongs to this rank's shard of the parameter."""
     if not isinstance(value, torch.Tensor) or value.shape != full_shape or value.ndim == 0:
         return value
@@ -219,7 +219,7 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter | None)
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """This rank's part of a whole tensor, as a copy divided like another one. Collective: no."""
-    if not isinstance(like, DTensor):
+    if not isinstance(like, DTensor) or is_elsewhere(like):
         return full.to(like.device)
     if len([place for place in like.placements if not place.is_replicate()]) > 1:
         # Divided by tensor parallelism first, some in another order of rows.

@@ -14,7 +14,7 @@ from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from composer.utils.parallelism import FSDPConfig, ParallelismConfig, TPConfig
 
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
-from composer_fsdp2.config.group_size import with_sequence_parallel
+from composer_fsdp2.config.group_size import BESIDE, with_keys_inside
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
 from composer_fsdp2.errors import ConfigError
@@ -160,7 +160,7 @@ def parse_parallelism_config(
         # An empty `fsdp2:` in YAML is null, and asks for it with default settings.
         if "fsdp2" in given and given["fsdp2"] is None:
             given["fsdp2"] = {}
-        given = with_sequence_parallel(given)
+        given = with_keys_inside(given)
     _check_keys(given)
     fsdp, fsdp2, tp = given.get("fsdp"), given.get("fsdp2"), given.get("tp")
     if fsdp is not None and _means_fsdp2(fsdp):
@@ -204,8 +204,8 @@ def concerns_fsdp2(config: Any) -> bool:
 
 
 def _may_mean_fsdp2(key: str) -> bool:
-    if key in ("fsdp", "fsdp2", "tp"):
-        return key == "fsdp2"
+    if key in ("fsdp", "fsdp2", "tp", *BESIDE):
+        return key == "fsdp2" or key in BESIDE
     return "'fsdp2'" in nearest(key, ("fsdp", "fsdp2", "tp"))
 
 

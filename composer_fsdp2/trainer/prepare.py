@@ -44,6 +44,7 @@ from composer_fsdp2.optim.choose import apply_local_step
 from composer_fsdp2.optim.muon import Muon
 from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.parallel.expert.transformation import ExpertParallel
+from composer_fsdp2.parallel.expert.views import show_all_states
 from composer_fsdp2.parallel.row_order import show_usual_state
 from composer_fsdp2.parallel.sequence.plan import SequenceParallel
 from composer_fsdp2.parallel.tensor import TensorParallel
@@ -287,6 +288,7 @@ def apply_to_model(
     if detached is not None:
         reattach_optimizer(detached)
         show_usual_state(detached.optimizer)
+        show_all_states(detached.optimizer)
     start_run(tree, plan, units)
     _connect_optimizer(model, plan)
     return units

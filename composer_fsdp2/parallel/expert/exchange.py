@@ -1,9 +1,9 @@
 """Tokens travel to the ranks of their experts, and back.
 
-[Note: exchange] A rank sorts its pairs of token and expert by the expert, and sends the rows of each
-expert to the rank that holds it. Ranks first tell each other how many rows come, which the host
-reads once for both ways. Sorting is stable, so an expert sees its tokens in the order of the ranks
-and of their batches. What comes back lies as it was sent, and the sender multiplies it by the
+[Note: exchange] A rank sorts its pairs of token and expert by the expert, and sends the rows of
+each expert to the rank that holds it. Ranks first tell each other how many rows come, which the
+host reads once for both ways. Sorting is stable, so an expert sees its tokens in the order of the
+ranks and of their batches. What comes back lies as it was sent, and the sender multiplies it by the
 router's weights: their gradient needs no other rank.
 
 Every rank of the group takes part in every exchange of forward and backward, also with no row.

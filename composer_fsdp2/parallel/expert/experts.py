@@ -1,4 +1,4 @@
-"""A rank's experts of one layer: the unit that FSDP2 shards, under the names that they always had."""
+"""The experts of one layer that a rank holds, under the names that they always had."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ import torch
 from torch import nn
 
 from composer_fsdp2.parallel.expert.exchange import Routing, exchange
+from composer_fsdp2.parallel.expert.held import Held, put_elsewhere
 from composer_fsdp2.parallel.expert.mesh import ExpertMesh
+from composer_fsdp2.parallel.expert.views import show_all_experts
 from composer_fsdp2.shard.torch_private.units import backward_number
 
 __all__ = ["Experts"]
@@ -30,27 +32,39 @@ class Experts(nn.Module):
 
     def __init__(self, experts: nn.ModuleList, mesh: ExpertMesh, *, calls_all: bool) -> None:
         super().__init__()
-        for name, expert in experts.named_children():
-            self.add_module(name, expert)
-        self.training = experts.training
         self.mesh = mesh
         self.count = len(experts)
+        self.training = experts.training
+        for number, (name, expert) in enumerate(experts.named_children()):
+            self.add_module(name, expert)
+            for param in expert.parameters():
+                Held(mesh, number // self._share).note(param)
+        show_all_experts(self)
         self._calls_all = calls_all
         self._routings: list[weakref.ref[Routing]] = []
 
-    def keep_own(self) -> None:
-        """Drops the experts of other ranks; other holders of them see no parameter any more.
+    @property
+    def _share(self) -> int:
+        return self.count // self.mesh.degree
+
+    @property
+    def _own(self) -> list[nn.Module]:
+        """The experts of this rank."""
+        begin = self.mesh.place * self._share
+        return list(self.children())[begin : begin + self._share]
+
+    def keep_own(self) -> set[nn.Parameter]:
+        """Frees the experts of other ranks; see [Note: experts elsewhere] in `held`.
 
         Collective: no. Just before the unit is sharded, when every rank has the same weights.
+
+        Returns:
+            What FSDP2 is to leave alone.
         """
-        share = self.count // self.mesh.degree
-        own = range(self.mesh.place * share, (self.mesh.place + 1) * share)
-        for number, (name, expert) in enumerate(list(self.named_children())):
-            if number in own:
-                continue
-            del self._modules[name]
-            for module in expert.modules():
-                module._parameters.update(dict.fromkeys(module._parameters))
+        others = [expert for expert in self.children() if expert not in self._own]
+        for expert in others:
+            put_elsewhere(expert, self.mesh)
+        return {param for expert in others for param in expert.parameters()}
 
     def compute(
         self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
@@ -88,7 +102,7 @@ class Experts(nn.Module):
             rows: (rows, width), sorted by the expert.
             sizes: rows for each expert.
         """
-        parts = zip(self.children(), rows.split(list(sizes)), strict=True)
+        parts = zip(self._own, rows.split(list(sizes)), strict=True)
         made = [expert(part) for expert, part in parts if len(part) or self._calls_all]
         # An empty result that depends on the rows, so that backward passes through the unit.
         return torch.cat(made) if made else rows.clone()
@@ -112,4 +126,4 @@ class Experts(nn.Module):
             self._routings.append(weakref.ref(routing))
 
     def _is_trained(self) -> bool:
-        return any(param.requires_grad for param in self.parameters())
+        return any(param.requires_grad for expert in self._own for param in expert.parameters())

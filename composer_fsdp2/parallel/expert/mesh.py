@@ -10,13 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from composer_fsdp2.parallel.axis import data_axes
 from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS
 
-__all__ = ["EXPERT_AXIS", "SHARD_AXIS", "ExpertMesh", "holders_of"]
+__all__ = ["ExpertMesh", "divided_between"]
 
-EXPERT_AXIS = "ep"
-SHARD_AXIS = "efsdp"
-
-_HOLDERS = "_fsdp2_expert_group"
-"""attribute of the mesh of a rank's experts, for `holders_of`"""
+_EXPERTS, _SHARDS = "ep", "efsdp"
+_GROUPS = "_fsdp2_expert_groups"
+"""attribute of the mesh of an expert's parameters, for `divided_between`"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,24 +25,32 @@ class ExpertMesh:
     """the ranks that FSDP2 shards the same experts over, with the copies of HSDP around them"""
     group: dist.ProcessGroup
     """the ranks that hold all experts of a layer between them, next to each other"""
+    usual: DeviceMesh
+    """the ranks that FSDP2 shards other weights over"""
+    elsewhere: DeviceMesh
+    """some rank that is not this one"""
 
     @classmethod
-    def build(cls, mesh: DeviceMesh, degree: int) -> ExpertMesh:
+    def build(cls, usual: DeviceMesh, degree: int) -> ExpertMesh:
         """Divides the ranks of a run once more. Collective: yes (creates process groups).
 
         Args:
-            mesh: the axes that FSDP2 shards other weights over.
+            usual: the axes that FSDP2 shards other weights over.
             degree: ranks that hold the experts between them; divides the last axis.
         """
-        ranks = mesh.mesh
+        ranks = usual.mesh
         sizes = (*ranks.shape[:-1], ranks.shape[-1] // degree, degree)
-        names = (REPLICATE_AXIS, SHARD_AXIS, EXPERT_AXIS)[-len(sizes) :]
+        names = (REPLICATE_AXIS, _SHARDS, _EXPERTS)[-len(sizes) :]
         # A second root: one parameter may not lie on axes of two, and no expert lies on `ep`.
-        root = DeviceMesh(mesh.device_type, ranks.reshape(sizes), mesh_dim_names=names)
-        shards, group = data_axes(root), root.get_group(EXPERT_AXIS)
+        root = DeviceMesh(usual.device_type, ranks.reshape(sizes), mesh_dim_names=names)
+        single = [DeviceMesh(usual.device_type, [rank]) for rank in (0, 1)]
+        made = cls(
+            data_axes(root), root.get_group(_EXPERTS), usual, single[int(dist.get_rank() == 0)]
+        )
         # FSDP2 gives this very mesh to the parameters that it shards.
-        setattr(shards, _HOLDERS, group)
-        return cls(shards, group)
+        for mesh in (made.shards, made.elsewhere):
+            setattr(mesh, _GROUPS, (root.get_group(_SHARDS), made.group))
+        return made
 
     @property
     def degree(self) -> int:
@@ -57,10 +63,10 @@ class ExpertMesh:
         return self.group.rank()
 
 
-def holders_of(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """Returns the ranks that hold other experts of the same layers. Collective: no.
+def divided_between(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...] | None:
+    """Returns the groups over which sums over all experts of a layer are taken. Collective: no.
 
     Args:
         mesh: of a parameter, with all copies; `None` for one that is no expert's.
     """
-    return getattr(mesh, _HOLDERS, None)
+    return getattr(mesh, _GROUPS, None)

@@ -1,4 +1,4 @@
-"""Expert parallelism: the transformation of a model whose experts are held by ranks between them."""
+"""Expert parallelism: the transformation of a model whose experts ranks hold between them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class ExpertParallel(Transformation[ExpertPlan]):
         for held in plan.lists:
             block, experts = modules[held.name.rpartition(".")[0]], modules[held.name]
             known = known_block(block)
-            assert known is not None and isinstance(experts, nn.ModuleList)
+            assert known is not None
+            assert isinstance(experts, nn.ModuleList)
             own = Experts(experts, ranks, calls_all=known.calls_all)
             block.experts = own
             known.connect(block, own)

@@ -64,6 +64,17 @@ _DRAWS = frozenset(
 """Algorithms that draw random numbers of their own, also outside of the model's forward."""
 
 
+_LOST = {"tensor": "fused weights in another order", "expert": "the experts of one rank alone"}
+
+
+def _kind_of(settings: FSDP2Config) -> str | None:
+    """Returns what divides layers between ranks, `None` where FSDP2 alone shards them."""
+    if degree_of(settings) > 1:
+        return "tensor"
+    experts = settings.expert_parallel
+    return "expert" if experts is not None and experts.degree > 1 else None
+
+
 def tried() -> list[str]:
     """Returns the names of callbacks and algorithms that go with tensor parallelism."""
     return sorted(_TRIED)
@@ -75,10 +86,11 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
     Raises:
         ConfigError: naming the first one that has not been tried.
     """
-    if degree_of(settings) > 1 and microbatch_size == "auto":
+    divides = _kind_of(settings)
+    if divides is not None and microbatch_size == "auto":
         raise ConfigError(
-            "device_train_microbatch_size is auto, and tensor parallelism is asked for. One rank "
-            "that runs out of memory in the middle of a layer would leave its group waiting. Write "
+            f"device_train_microbatch_size is auto, and {divides} parallelism is asked for. One "
+            "rank that runs out of memory in the middle of a layer would leave its group waiting. Write "
             "a number of samples."
         )
     for item in items:
@@ -86,7 +98,7 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
         foreign = isinstance(item, torch.optim.Optimizer) or not kind.__module__.startswith(
             _COMPOSERS
         )
-        if not foreign and name not in _TRIED:
+        if not foreign and (name not in _TRIED or (name == "EMA" and divides == "expert")):
             _refuse(name, settings)
 
 
@@ -102,6 +114,12 @@ def _refuse(name: str, settings: FSDP2Config) -> None:
             f"{name} and tensor parallelism are both asked for. {why} Leave it out, "
             f"or take 'tp' out of parallelism_config. These go with it: {', '.join(tried())}."
         )
+    if _kind_of(settings) == "expert":
+        raise ConfigError(
+            f"{name} and expert parallelism are both asked for. It may read or change weights, and "
+            "a rank has those of its own experts alone. Leave it out, or take 'ep' out of "
+            "parallelism_config."
+        )
     if draws:
         raise ConfigError(
             f"{name} and sequence parallelism are both asked for. {why} Leave it out, or take "
@@ -115,8 +133,16 @@ def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) 
     Raises:
         PlanError: for such an optimizer.
     """
-    if degree_of(settings) == 1 or optimizer is None or isinstance(optimizer, Muon):
+    kind = _kind_of(settings)
+    if kind is None or optimizer is None or (isinstance(optimizer, Muon) and kind == "tensor"):
         return
+    if kind == "expert" and not is_known(optimizer):
+        raise PlanError(
+            f"{type(optimizer).__name__} and expert parallelism are both asked for. It is not "
+            "known to compute each element by itself, and torch steps no experts of a rank together with "
+            "weights of all ranks. Use AdamW, Lion, SGD or another optimizer that steps element by "
+            "element."
+        )
     if not is_known(optimizer):
         raise PlanError(
             f"{type(optimizer).__name__} and tensor parallelism are both asked for. It is not "
@@ -132,9 +158,9 @@ def check_scale(settings: FSDP2Config, compute: torch.dtype) -> torch.dtype:
     Raises:
         ConfigError: for amp_fp16.
     """
-    if degree_of(settings) > 1 and compute == torch.float16:
+    if (kind := _kind_of(settings)) is not None and compute == torch.float16:
         raise ConfigError(
-            "The precision is amp_fp16, and tensor parallelism is asked for. Torch does not tell "
+            f"The precision is amp_fp16, and {kind} parallelism is asked for. Torch does not tell "
             "all ranks of both axes that one gradient is infinite: some of them would step, and "
             "have another scale of gradients from then on. Write amp_bf16."
         )
@@ -148,7 +174,7 @@ def refuse_later_optimizers(
 
     Its checkpoints would hold fused projections in the order of the ranks.
     """
-    if degree_of(settings) == 1:
+    if (kind := _kind_of(settings)) is None:
         return
     known = weakref.WeakSet(() if optimizer is None else (optimizer,))
     held = weakref.ref(model)
@@ -159,9 +185,9 @@ def refuse_later_optimizers(
         ours = {id(param) for param in sharded.parameters()}
         if any(id(param) in ours for group in stepped.param_groups for param in group["params"]):
             raise PlanError(
-                f"{type(stepped).__name__} was built after the model was prepared with tensor "
-                "parallelism. Its checkpoints would hold fused weights in another order. Give it "
-                "to prepare_fully_shard, or to the Trainer."
+                f"{type(stepped).__name__} was built after the model was prepared with {kind} "
+                f"parallelism. Its checkpoints would hold {_LOST[kind]}. Give it to "
+                "prepare_fully_shard, or to the Trainer."
             )
         known.add(stepped)
 

@@ -1,0 +1,365 @@
+"""Experts over ranks, against one process that computes the batch of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.expert.experts import Experts
+from composer_fsdp2.parallel.expert.held import is_elsewhere
+from composer_fsdp2.step.run import run_of
+from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
+from tests.support.models import VOCAB
+from tests.support.parity import OPTIMIZERS, TOLERANCE, assert_close, assert_same_values, full
+
+RANKS, STEPS, ROWS, LENGTH = 4, 20, 2, 6
+COMPARED = 3
+"""steps whose gradients are compared, beside all weights at the end"""
+EXACT = 1e-12
+
+Batch = list[torch.Tensor]
+"""token ids of each rank"""
+
+pytestmark = [
+    pytest.mark.world_size(RANKS),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+]
+
+
+def batches(steps: int = STEPS, lengths: Sequence[int] = (LENGTH,) * RANKS) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [torch.randint(0, VOCAB, (ROWS, length), generator=generator) for length in lengths]
+        for _ in range(steps)
+    ]
+
+
+def pair(family: str, dtype: torch.dtype = torch.float32, *, forced: bool = False) -> list[Any]:
+    """Two models of equal weights whose loss has the balance of experts in it, if they have one."""
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model: Any = FAMILIES[family][0]().to(dtype)
+        if hasattr(model.config, "router_aux_loss_coef"):
+            model.config.output_router_logits = True
+            model.config.router_aux_loss_coef = 0.5
+        models.append(force(model) if forced else model)
+    return models
+
+
+def backward(model: Any, ids: Batch, parts: int = 1) -> torch.Tensor:
+    """The mean loss of what is given, with its gradients."""
+    total = torch.zeros(())
+    rows = [part for one in ids for part in one.chunk(parts)]
+    for part in rows:
+        loss = model(part, labels=part).loss / len(rows)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of all ranks' parameters, whole."""
+    named = model.named_parameters()
+    own = {
+        name.replace("_checkpoint_wrapped_module.", ""): full(param.grad)
+        for name, param in named
+        if param.grad is not None
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return {name: grad for one in everyone for name, grad in one.items()}
+
+
+def same_gradients(oracle: nn.Module, model: nn.Module, tolerance: float) -> None:
+    expected, got = gradients(oracle), gradients(model)
+    assert expected.keys() == got.keys()
+    for name, grad in expected.items():
+        assert_close(f"gradient of {name}", grad, got[name], tolerance)
+
+
+def same_state(
+    oracle: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, tolerance: float
+) -> None:
+    expected, got = oracle.state_dict(), optimizer.state_dict()
+    assert expected["param_groups"] == got["param_groups"]
+    assert expected["state"].keys() == got["state"].keys()
+    for number, entry in expected["state"].items():
+        assert entry.keys() == got["state"][number].keys()
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                assert_close(
+                    f"{key} of {number}", value, full(got["state"][number][key]), tolerance
+                )
+
+
+def train(
+    models: list[Any],
+    config: dict[str, Any],
+    optimizer: str = "sgd",
+    *,
+    data: list[Batch] | None = None,
+    routes: Sequence[Sequence[int]] = (),
+    tolerance: float = TOLERANCE,
+    microbatches: int = 1,
+    clip: float | None = None,
+) -> None:
+    """Trains both and asserts at every step that they agree."""
+    oracle, model = models
+    optimizers = [OPTIMIZERS[optimizer](one.parameters()) for one in models]
+    prepare_fully_shard(model, optimizers[1], config, precision="fp32", device="cpu")
+    run, rank = run_of(model), dist.get_rank()
+    assert run is not None
+    for step, ids in enumerate(data or batches()):
+        if routes:
+            route = list(routes[step % len(routes)])
+            total = torch.zeros(())
+            for number, one in enumerate(ids):
+                choose(oracle, route[number * ROWS : (number + 1) * ROWS])
+                loss = oracle(one, labels=one).loss / len(ids)
+                loss.backward()
+                total += loss.detach()
+            choose(model, route[rank * ROWS : (rank + 1) * ROWS])
+        else:
+            total = backward(oracle, ids, microbatches)
+        own = ids[rank].chunk(microbatches)
+        got = torch.zeros(())
+        with run.accumulation.batch():
+            for number, part in enumerate(own, 1):
+                with run.accumulation.microbatch(last=number == microbatches):
+                    loss = model(part, labels=part).loss / microbatches
+                    loss.backward()
+                    got += loss.detach()
+        assert_close(f"loss of step {step}", total, mean_over_ranks(got), max(tolerance, 1e-6))
+        if step < COMPARED or clip is not None:
+            same_gradients(oracle, model, tolerance)
+        if clip is not None:
+            norms = [
+                clip_grad_norm_(model.parameters(), clip),
+                torch.nn.utils.clip_grad_norm_(oracle.parameters(), clip),
+            ]
+            assert norms[1] > clip
+            assert_close("norm", norms[1], full(norms[0]), tolerance)
+            same_gradients(oracle, model, tolerance)
+        for stepped in optimizers:
+            stepped.step()
+            stepped.zero_grad()
+    assert_same_values(oracle, model, tolerance)
+    same_state(*optimizers, 10 * tolerance)
+
+
+LAYOUTS = pytest.mark.parametrize("degree", [4, 2])
+
+
+@pytest.mark.table("adamw-Mixtral-4", "sgd-DeepSeek-V3-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_as_in_one_process(family: str, degree: int, optimizer: str):
+    """Weights, gradients of routers and of the balance of experts, and optimizer state."""
+    train(pair(family), {"expert_parallel": {"degree": degree}}, optimizer)
+
+
+@pytest.mark.table("Qwen3-MoE-2", "OLMoE-4")
+@LAYOUTS
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "DeepSeek-V3"])
+def test_in_double(family: str, degree: int, monkeypatch: pytest.MonkeyPatch):
+    """Without rounding by the way: these routers take their softmax in single precision.
+
+    A number that is rounded up in one process and down on a rank differs by 1e-8. DeepSeek's blocks
+    cannot be computed in double, for they add up in single precision.
+    """
+    monkeypatch.setattr(torch, "float", torch.float64)
+    models = pair(family, torch.float64)
+    train(models, {"expert_parallel": degree}, "adamw", tolerance=EXACT)
+
+
+ROUTES = {
+    "all to one": [[3] * 8],
+    "a rank gets none": [[0, 1, 2, 0, 1, 2, 0, 1], [1] * 8],
+    "an expert is dead": [[0, 0, 2, 2, 3, 3, 2, 0]],
+    "dead for some steps": [[0, 1, 0, 1, 0, 1, 0, 1], [2, 3, 2, 3, 2, 3, 2, 3], [0, 1, 2, 3] * 2],
+}
+
+
+@pytest.mark.table("Mixtral-a rank gets none-2", "DeepSeek-V3-dead for some steps-2")
+@LAYOUTS
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_routes(family: str, routes: str, degree: int):
+    """An expert without a token has the gradient that the model gives it: zeros, or none."""
+    models = pair(family, forced=True)
+    config = {"expert_parallel": degree}
+    train(models, config, "adamw", data=batches(6), routes=ROUTES[routes])
+
+
+@pytest.mark.table("Qwen3-MoE-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lengths_of_each_rank(family: str, degree: int):
+    models = pair(family)
+    for model in models:
+        model.config.output_router_logits = False
+    train(models, {"expert_parallel": degree}, data=batches(6, (1, 7, 3, 12)))
+
+
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clipping(family: str, degree: int):
+    train(pair(family), {"expert_parallel": degree}, data=batches(5), clip=0.05)
+
+
+WITH: dict[str, dict[str, Any]] = {
+    "recomputed": {"activation_checkpointing": True},
+    "selected": {"activation_checkpointing": {"mode": "selective"}},
+    "kept": {"reshard_after_forward": False},
+    "prefetched": {"forward_prefetch": 1, "backward_prefetch": 1},
+    "last": {"gradient_sync": "last"},
+    "every": {"gradient_sync": "every"},
+    "copies": {"data_parallel_replicate_degree": 2},
+    "reduce_scatter_only": {
+        "data_parallel_replicate_degree": 2,
+        "gradient_sync": "reduce_scatter_only",
+    },
+}
+
+
+@pytest.mark.table("DeepSeek-V3-recomputed", "Mixtral-copies")
+@pytest.mark.parametrize("with_", WITH)
+@pytest.mark.parametrize("family", ["Mixtral", "DeepSeek-V3"])
+def test_beside(family: str, with_: str):
+    config = {"expert_parallel": 2, **WITH[with_]}
+    train(pair(family), config, "adamw", data=batches(5), microbatches=2)
+
+
+def test_a_rank_has_its_experts():
+    model = pair("Mixtral")[0]
+    prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
+    found = [module for module in model.modules() if isinstance(module, Experts)]
+    assert found
+    place = dist.get_rank() % 2
+    for experts in found:
+        assert isinstance(experts, FSDPModule)
+        names = {
+            name.split(".")[0]
+            for name, param in experts.named_parameters()
+            if not is_elsewhere(param)
+        }
+        assert names == {str(place * 2), str(place * 2 + 1)}
+        held = sum(p.to_local().numel() for p in experts.parameters() if isinstance(p, DTensor))
+        assert held == sum(param.numel() for param in experts.parameters()) // RANKS
+
+
+@torch.no_grad()
+def test_evaluation():
+    oracle, model = pair("Qwen3-MoE")
+    prepare_fully_shard(model, None, {"expert_parallel": 4}, device="cpu")
+    for one in (oracle, model):
+        one.eval()
+    ids = batches(1)[0]
+    expected = sum(oracle(one, labels=one).loss for one in ids) / RANKS
+    own = ids[dist.get_rank()]
+    got = mean_over_ranks(model(own, labels=own).loss)
+    assert_close("loss", torch.as_tensor(expected), got)
+
+
+# --- What is refused ---
+
+
+class Renamed(nn.Module):
+    """A block whose router nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def _mixtral() -> nn.Module:
+    return pair("Mixtral")[0]
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
+    "ranks": (_mixtral, {"expert_parallel": 3}, ConfigError, "does not divide the 4 ranks"),
+    "experts": (
+        lambda: FAMILIES["Mixtral"][0](),
+        {"expert_parallel": {"degree": 8}},
+        ConfigError,
+        "does not divide the 4 ranks",
+    ),
+    "no experts": (
+        lambda: nn.Sequential(nn.Linear(2, 2)),
+        {"expert_parallel": 2},
+        PlanError,
+        "has no list of experts",
+    ),
+    "router": (Renamed, {"expert_parallel": 2}, PlanError, "not known how Mixture"),
+    "no match": (
+        _mixtral,
+        {"expert_parallel": {"degree": 2, "modules": ["*.gate"]}},
+        PlanError,
+        "matches no list of experts",
+    ),
+    "no name": (
+        _mixtral,
+        {"expert_parallel": {"degree": 2, "modules": ["*.mlp"]}},
+        PlanError,
+        "matches no module name",
+    ),
+    "tensor": (
+        _mixtral,
+        {"expert_parallel": 2, "tensor_parallel": 2},
+        ConfigError,
+        "'tensor_parallel' is set beside 'expert_parallel'",
+    ),
+    "unused": (
+        _mixtral,
+        {"expert_parallel": 2, "unused_parameters": False},
+        ConfigError,
+        "'unused_parameters' is false beside 'expert_parallel'",
+    ),
+    "units inside": (
+        _mixtral,
+        {"expert_parallel": 2, "reshard_after_forward": 2},
+        PlanError,
+        "reshard_after_forward is a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str):
+    """On every rank, before the model is changed."""
+    make, config, kind, text = REFUSED[case]
+    model = make()
+    before = [id(param) for param in model.parameters()]
+    with pytest.raises(kind, match=text):
+        prepare_fully_shard(model, None, config, device="cpu")
+    assert [id(param) for param in model.parameters()] == before
+
+
+def test_ranks_with_other_experts_are_refused():
+    model: Any = pair("Mixtral")[0]
+    if dist.get_rank() == 1:
+        model.model.layers[0].block_sparse_moe.experts = nn.ModuleList(
+            list(model.model.layers[0].block_sparse_moe.experts)[: EXPERTS // 2]
+        )
+    with pytest.raises(PlanError):
+        prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
