@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer_fsdp2.config.setting import ValueType, setting
+from composer_fsdp2.config.state import OptimizerState
 from composer_fsdp2.config.value_types import check_patterns, count, mapping, one_or_more
 
 __all__ = ["EXPERT_PARALLEL", "ExpertSpec", "check_expert_parallel_together"]
@@ -74,6 +75,10 @@ _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "unused_parameters": (
         lambda given: given is False,
         "an expert may get tokens on one rank alone",
+    ),
+    "optimizer_state": (
+        lambda given: given != OptimizerState(),
+        "checkpoints would show state of other ranks' experts in that form",
     ),
     "local_step": (
         lambda given: given is False,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2 import clip_grad_norm_, prepare_fully_shard
+from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.expert.experts import Experts
 from composer_fsdp2.parallel.expert.held import is_elsewhere
@@ -276,6 +277,40 @@ def test_evaluation():
     own = ids[dist.get_rank()]
     got = mean_over_ranks(model(own, labels=own).loss)
     assert_close("loss", torch.as_tensor(expected), got)
+
+
+@torch.no_grad()
+def test_generate():
+    """Prompts of each rank's own length."""
+    install()
+    oracle, model = pair("Mixtral")
+    for one in (oracle, model):
+        one.config.output_router_logits = False
+        one.eval()
+    prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
+    prompt = torch.arange(1, 3 + dist.get_rank())[None]
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(oracle.generate(prompt, **how), model.generate(prompt, **how))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+def test_adapters_of_experts(family: str, degree: int):
+    """An adapter for each expert; experts themselves, and all before them, are frozen."""
+    layers = {"Mixtral": ["w1", "w2", "gate"], "Qwen3-MoE": ["up_proj", "down_proj"]}[family]
+    models = [
+        peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="CAUSAL_LM", r=2, target_modules=layers, init_lora_weights=False
+            ),
+        )
+        for model in pair(family)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    train(models, {"expert_parallel": degree}, "adamw", data=batches(5))
 
 
 # --- What is refused ---

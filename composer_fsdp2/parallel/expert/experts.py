@@ -21,7 +21,7 @@ class Experts(nn.Module):
     """Takes the place of a list of experts, all of them until `keep_own` is called.
 
     A plain module, because torch 2.7 takes no kind of list as a unit, with a forward or without:
-    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_init.py#L99
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L185
 
     Args:
         experts: of one layer.

@@ -37,7 +37,7 @@ class _Part:
 def _rows(count: int, ranks: int, rank: int) -> range:
     """The rows that FSDP2 gives a rank.
 
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L320
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L372
     """
     step = -(-count // ranks)
     return range(min(rank * step, count), min((rank + 1) * step, count))
@@ -170,7 +170,8 @@ def _before_loading(
         if not isinstance(value, torch.Tensor) or value.shape != param.shape:
             continue  # torch says what is wrong
         if isinstance(value, DTensor):
-            spread[name] = param, held
+            if not _is_own(value, param):
+                spread[name] = param, held
         elif held.place != held.mesh.place:
             state[name] = param.detach()
         else:
@@ -179,6 +180,11 @@ def _before_loading(
     parts = [_Part(h, p.shape, _local(state[name], p)) for name, (p, h) in spread.items()]
     for (name, (param, _)), local in zip(spread.items(), _moved(parts, to_all=False), strict=True):
         state[name] = _own(local, param)
+
+
+def _is_own(value: DTensor, param: torch.Tensor) -> bool:
+    """Whether somebody has taken it from the parameters, and not from a state dict."""
+    return isinstance(param, DTensor) and value.device_mesh == param.device_mesh
 
 
 def _own(local: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -268,9 +274,9 @@ def _before_loading_state(held: torch.optim.Optimizer, state: dict[str, Any]) ->
         for key, value in entry.items():
             if not isinstance(value, torch.Tensor) or value.shape != param.shape:
                 continue
-            if isinstance(value, DTensor):
+            if isinstance(value, DTensor) and not _is_own(value, param):
                 parts[number, key] = _Part(owner, param.shape, _local(value, param))
-            elif own:
+            elif own and not isinstance(value, DTensor):
                 assert isinstance(param, DTensor)
                 changed[number][key] = part_of(value, param.device_mesh, param.placements)
     moved = _moved(list(parts.values()), to_all=False)

@@ -90,8 +90,8 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
     if divides is not None and microbatch_size == "auto":
         raise ConfigError(
             f"device_train_microbatch_size is auto, and {divides} parallelism is asked for. One "
-            "rank that runs out of memory in the middle of a layer would leave its group waiting. Write "
-            "a number of samples."
+            "rank that runs out of memory in the middle of a layer would leave its group waiting. "
+            "Write a number of samples."
         )
     for item in items:
         kind, name = type(item), type(item).__name__
@@ -139,8 +139,8 @@ def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) 
     if kind == "expert" and not is_known(optimizer):
         raise PlanError(
             f"{type(optimizer).__name__} and expert parallelism are both asked for. It is not "
-            "known to compute each element by itself, and torch steps no experts of a rank together with "
-            "weights of all ranks. Use AdamW, Lion, SGD or another optimizer that steps element by "
+            "known to compute each element by itself, and torch steps no experts together with "
+            "other weights. Use AdamW, Lion, SGD or another optimizer that steps element by "
             "element."
         )
     if not is_known(optimizer):
