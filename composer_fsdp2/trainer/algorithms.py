@@ -22,12 +22,17 @@ from torch.distributed.tensor import DTensor
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.clipping import clip_grad_norm_, clip_grad_value_
 from composer_fsdp2.optim.norms import clip_by_unit_norm_, gradient_norm, local_part
-from composer_fsdp2.parallel.row_order import RowOrder
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.torch_private.tensors import tree_leaves, tree_map_only
 from composer_fsdp2.trainer.load_steps import plain_name
-from composer_fsdp2.trainer.parallelism.averages import as_in_model, as_on_ranks, orders_of
+from composer_fsdp2.trainer.parallelism.averages import (
+    Form,
+    as_in_model,
+    as_on_ranks,
+    orders_of,
+    shape_of,
+)
 
 __all__ = [
     "ascent_norm",
@@ -245,12 +250,12 @@ def _sharded(tensors: Iterable[Any]) -> bool:
 
 @torch.no_grad()
 def _fill(
-    own: _Tensors, given: Mapping[str, torch.Tensor], orders: Mapping[str, RowOrder] | None = None
+    own: _Tensors, given: Mapping[str, torch.Tensor], orders: Mapping[str, Form] | None = None
 ) -> None:
     named = dict(_named(given))
     for name, tensor in own.items():
         value, order = named.get(plain_name(name)), (orders or {}).get(name)
-        shape = tensor.shape if order is None else order.shape_in_model(tensor.shape)
+        shape = shape_of(tensor, order)
         if value is None or value.shape != shape:
             raise CheckpointError(
                 f"The checkpoint has no average of '{plain_name(name)}' in the shape "

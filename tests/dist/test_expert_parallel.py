@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutput
 
-from composer_fsdp2 import clip_grad_norm_, install, prepare_fully_shard
+from composer_fsdp2 import Muon, clip_grad_norm_, install, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.expert.experts import Experts
 from composer_fsdp2.parallel.expert.held import is_elsewhere
@@ -120,10 +120,11 @@ def train(
     tolerance: float = TOLERANCE,
     microbatches: int = 1,
     clip: float | None = None,
+    optimizers: list[Any] | None = None,
 ) -> None:
     """Trains both and asserts at every step that they agree."""
     oracle, model = models
-    optimizers = [OPTIMIZERS[optimizer](one.parameters()) for one in models]
+    optimizers = optimizers or [OPTIMIZERS[optimizer](one.parameters()) for one in models]
     prepare_fully_shard(model, optimizers[1], config, precision="fp32", device="cpu")
     run, rank = run_of(model), dist.get_rank()
     assert run is not None
@@ -294,6 +295,18 @@ def test_a_rank_has_its_experts():
         assert names == {str(place * 2), str(place * 2 + 1)}
         held = sum(p.to_local().numel() for p in experts.parameters() if isinstance(p, DTensor))
         assert held == sum(param.numel() for param in experts.parameters()) // RANKS
+
+
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", ["Mixtral", "DeepSeek-V3"])
+def test_muon(family: str, degree: int):
+    """Each matrix of an expert is orthogonalised by the ranks that shard it."""
+    models = pair(family)
+    how: dict[str, Any] = {"lr": 0.01, "iteration_dtype": "fp32"}
+    optimizers = [Muon(one, **how) for one in models]
+    config = {"expert_parallel": degree}
+    train(models, config, optimizers=optimizers, data=batches(5), tolerance=1e-5)
 
 
 @torch.no_grad()

@@ -189,15 +189,37 @@ def test_whole_weights_are_shown_and_written():
     assert _difference(weights(model), {name: 2 * value for name, value in expected.items()}) == 0.0
 
 
-@pytest.mark.parametrize("item", ["EMA", "OptimizerMonitor"])
-def test_items_that_have_not_been_tried_are_refused(item: str):
+def test_items_that_have_not_been_tried_are_refused():
     install()
-    given: dict[str, Any] = {
-        "EMA": {"algorithms": [EMA(half_life="1ba")]},
-        "OptimizerMonitor": {"callbacks": [OptimizerMonitor()]},
-    }[item]
-    with pytest.raises(ConfigError, match=f"{item} and expert parallelism"):
-        trainer_of({"ep": {"degree": 2}, "fsdp2": {}}, **given)
+    with pytest.raises(ConfigError, match="OptimizerMonitor and expert parallelism"):
+        trainer_of({"ep": {"degree": 2}, "fsdp2": {}}, callbacks=[OptimizerMonitor()])
+
+
+def _averages(trainer: Any) -> dict[str, torch.Tensor]:
+    """Whole averages by name. Collective: yes."""
+    (ema,) = trainer.state.algorithms
+    named = ema.state_dict()["ema_model"]["named_parameters_dict"]
+    return {name: full(tensor).clone() for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_averages_go_on_in_another_layout(kind: str, tmp_path: Path):
+    install()
+    before, after = (_with_kind(LAYOUTS[name], kind) for name in ("EP 2 x FSDP 2", "FSDP 4"))
+    found: list[Any] = []
+    for number, (one, other) in enumerate([(before, after), (after, before)]):
+        folder = tmp_path / str(number)
+        algorithms = {"algorithms": [EMA(half_life="2ba")]}
+        saving = trainer_of(one, save_folder=str(folder), save_interval="1ep", **algorithms)
+        saving.fit()
+        found.append(_averages(saving))
+        (path,) = [saved for saved in folder.iterdir() if not saved.is_symlink()]
+        algorithms = {"algorithms": [EMA(half_life="2ba")]}
+        loading = trainer_of(other, load_path=str(path), **algorithms)
+        loading.fit("1ep")
+        assert loading.state.timestamp.batch.value == 2 * STEPS
+        found.append(_averages(loading))
+    assert max(_difference(found[0], found[2]), _difference(found[1], found[3])) <= TOLERANCE
 
 
 def test_settings_that_stand_twice_are_refused():

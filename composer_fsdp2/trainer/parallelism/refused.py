@@ -98,7 +98,7 @@ def check_items(settings: FSDP2Config, items: Iterable[Any], microbatch_size: An
         foreign = isinstance(item, torch.optim.Optimizer) or not kind.__module__.startswith(
             _COMPOSERS
         )
-        if not foreign and (name not in _TRIED or (name == "EMA" and divides == "expert")):
+        if not foreign and name not in _TRIED:
             _refuse(name, settings)
 
 
@@ -134,7 +134,7 @@ def check_known(settings: FSDP2Config, optimizer: torch.optim.Optimizer | None) 
         PlanError: for such an optimizer.
     """
     kind = _kind_of(settings)
-    if kind is None or optimizer is None or (isinstance(optimizer, Muon) and kind == "tensor"):
+    if kind is None or optimizer is None or isinstance(optimizer, Muon):
         return
     if kind == "expert" and not is_known(optimizer):
         raise PlanError(
