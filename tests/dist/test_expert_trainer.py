@@ -135,7 +135,7 @@ def test_checkpoints_of_another_layout(
     loading = trainer_of(after, family, load_path=str(path))
     assert _difference(values, weights(loading.state.model)) == 0.0
     assert _difference(state, _state_as("sharded", loading)) == 0.0
-    loading.fit("1ep")
+    loading.fit(duration="1ep")
 
 
 def _with_kind(layout: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -181,7 +181,9 @@ def test_whole_weights_are_shown_and_written():
     names = [name for name, _ in model.named_parameters() if "experts.2" in name]
     assert names
     for name in names:
-        assert torch.equal(full_tensor(model, name), expected[name])
+        whole = full_tensor(model, name)
+        assert whole is not None
+        assert torch.equal(whole, expected[name])
     with summon_full_params(model):
         for name, param in model.named_parameters():
             assert torch.equal(param, expected[name]), name
@@ -209,14 +211,14 @@ def test_averages_go_on_in_another_layout(kind: str, tmp_path: Path):
     found: list[Any] = []
     for number, (one, other) in enumerate([(before, after), (after, before)]):
         folder = tmp_path / str(number)
-        algorithms = {"algorithms": [EMA(half_life="2ba")]}
-        saving = trainer_of(one, save_folder=str(folder), save_interval="1ep", **algorithms)
+        ema: dict[str, Any] = {"algorithms": [EMA(half_life="2ba")]}
+        saving = trainer_of(one, save_folder=str(folder), save_interval="1ep", **ema)
         saving.fit()
         found.append(_averages(saving))
         (path,) = [saved for saved in folder.iterdir() if not saved.is_symlink()]
-        algorithms = {"algorithms": [EMA(half_life="2ba")]}
-        loading = trainer_of(other, load_path=str(path), **algorithms)
-        loading.fit("1ep")
+        ema = {"algorithms": [EMA(half_life="2ba")]}
+        loading = trainer_of(other, load_path=str(path), **ema)
+        loading.fit(duration="1ep")
         assert loading.state.timestamp.batch.value == 2 * STEPS
         found.append(_averages(loading))
     assert max(_difference(found[0], found[2]), _difference(found[1], found[3])) <= TOLERANCE

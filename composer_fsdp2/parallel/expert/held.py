@@ -75,7 +75,8 @@ def whole_expert(held: Held, value: torch.Tensor | None) -> torch.Tensor | None:
         value: the parameter, its gradient or state; only the expert's own ranks are asked for it.
     """
     own, group = held.place == held.mesh.place, held.mesh.group
-    whole = value.detach().full_tensor() if own and isinstance(value, DTensor) else None
+    sharded: Any = value if own else None
+    whole: torch.Tensor | None = None if sharded is None else sharded.detach().full_tensor()
     source = dist.get_global_rank(group, held.place)
     facts: list[Any] = [None if whole is None else (whole.shape, whole.dtype)]
     dist.broadcast_object_list(facts, src=source, group=group)

@@ -83,7 +83,11 @@ def _route_by_groups(block: Any, experts: Experts) -> None:
         return made.type(hidden_states.dtype)
 
     choose = block.gate.get_topk_indices
-    block.gate.get_topk_indices = lambda scores: experts.recall(choose(scores))
+
+    def choose_again(scores: torch.Tensor) -> torch.Tensor:
+        return experts.recall(choose(scores))
+
+    block.gate.get_topk_indices = choose_again
     block.moe = MethodType(moe, block)
 
 

@@ -277,10 +277,9 @@ def _after_saving_state(held: torch.optim.Optimizer, state: dict[str, Any]) -> d
             if dtype is not None:
                 value = entries[number].get(key)
                 empty = torch.empty(0, dtype=dtype, device=owner.mesh.usual.device_type)
-                own = owner.place == owner.mesh.place and value is not None
-                parts[number, key] = _Part(
-                    owner, param.shape, _local(value, param) if own else empty
-                )
+                own = owner.place == owner.mesh.place
+                local = _local(value, param) if own and value is not None else empty
+                parts[number, key] = _Part(owner, param.shape, local)
     moved = dict(zip(parts, _moved(list(parts.values()), to_all=True), strict=True))
     changed = {number: entry for number, entry in state["state"].items() if number not in params}
     for number, (param, owner) in params.items():
