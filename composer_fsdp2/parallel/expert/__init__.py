@@ -1,1 +1,1 @@
-"""Experts over ranks: each rank of a group holds some of them, and tokens travel to theirs."""
+"""Divides the experts of a layer between ranks, to which their tokens travel."""

@@ -79,7 +79,8 @@ def exchange(
         group: of the ranks that hold the experts between them.
         back: from the experts to the tokens.
     """
-    return _Exchange.apply(rows, routing, group, back)
+    arrived: Any = _Exchange.apply(rows, routing, group, back)
+    return arrived
 
 
 class _Exchange(torch.autograd.Function):

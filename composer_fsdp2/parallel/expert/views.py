@@ -340,7 +340,7 @@ def _described(value: Any, param: torch.Tensor) -> tuple[torch.dtype | None, Any
 def _told(
     kept: Mapping[int, Mapping[Any, tuple[torch.dtype | None, Any]]], mesh: ExpertMesh
 ) -> dict[int, dict[Any, tuple[torch.dtype | None, Any]]]:
-    """What ranks hold of the state of their experts. Collective: yes, over the ranks of a layer."""
+    """Returns what ranks hold of the state of their experts. Collective: yes, over their group."""
     everyone: list[Any] = [None] * mesh.degree
     dist.all_gather_object(everyone, kept, group=mesh.group)
     return {number: entry for one in everyone for number, entry in one.items()}
