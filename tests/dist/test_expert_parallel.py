@@ -161,7 +161,7 @@ def train(
             stepped.step()
             stepped.zero_grad()
     assert_same_values(oracle, model, tolerance)
-    same_state(*optimizers, 10 * tolerance)
+    same_state(optimizers[0], optimizers[1], 10 * tolerance)
 
 
 LAYOUTS = pytest.mark.parametrize("degree", [4, 2])
