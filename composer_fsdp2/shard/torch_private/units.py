@@ -45,6 +45,7 @@ __all__ = [
     "reset_iteration",
     "runs_backward",
     "sharded_param",
+    "shards_of",
     "trained_params",
     "will_get_gradient",
 ]
@@ -104,6 +105,11 @@ def reduction_bytes(group: Any) -> int:
     grads = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
     dtype = grads[0].reduce_dtype or grads[0].param_dtype or grads[0].orig_dtype
     return sum(param._sharded_param_data.numel() for param in grads) * dtype.itemsize
+
+
+def shards_of(group: Any) -> int:
+    """Returns between how many ranks the group's parameters are divided."""
+    return group.mesh_info.shard_mesh_size
 
 
 def device_of(group: Any) -> torch.device:
