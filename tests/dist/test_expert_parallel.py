@@ -20,7 +20,14 @@ from composer_fsdp2.parallel.expert.held import is_elsewhere
 from composer_fsdp2.step.run import run_of
 from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
 from tests.support.models import VOCAB
-from tests.support.parity import OPTIMIZERS, TOLERANCE, assert_close, assert_same_values, full
+from tests.support.parity import (
+    OPTIMIZERS,
+    TOLERANCE,
+    AutocastCPU,
+    assert_close,
+    assert_same_values,
+    full,
+)
 
 RANKS, STEPS, ROWS, LENGTH = 4, 20, 2, 6
 COMPARED = 3
@@ -224,7 +231,9 @@ def test_clipping(family: str, degree: int):
 WITH: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "selected": {"activation_checkpointing": {"mode": "selective"}},
+    "offloaded": {"activation_checkpointing": True, "activation_cpu_offload": True},
     "kept": {"reshard_after_forward": False},
+    "norms in fp32": {"keep_fp32": ["*norm*"]},
     "prefetched": {"forward_prefetch": 1, "backward_prefetch": 1},
     "last": {"gradient_sync": "last"},
     "every": {"gradient_sync": "every"},
@@ -289,6 +298,20 @@ def test_a_rank_has_its_experts():
 
 @pytest.mark.table("Mixtral-2")
 @LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_is_that_of_fsdp_alone(family: str, degree: int):
+    """Gradients of a step in bf16, which other sums round otherwise."""
+    models, ids = pair(family), batches(1)[0][dist.get_rank()]
+    for model, config in zip(models, ({}, {"expert_parallel": degree}), strict=True):
+        prepare_fully_shard(model, None, config, precision="amp_bf16", device=AutocastCPU())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+    same_gradients(models[0], models[1], 1e-2)
+
+
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
 @pytest.mark.parametrize("family", ["Mixtral", "DeepSeek-V3"])
 def test_muon(family: str, degree: int):
     """Each matrix of an expert is orthogonalised by the ranks that shard it."""
@@ -326,13 +349,21 @@ def test_generate():
     assert torch.equal(oracle.generate(prompt, **how), model.generate(prompt, **how))
 
 
+ADAPTED = {
+    "Mixtral": ["w1", "w2", "gate"],
+    "Qwen3-MoE": ["up_proj", "down_proj"],
+    "DeepSeek-V3": ["up_proj"],
+    "OLMoE": ["q_proj"],
+}
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.table("Mixtral-2")
 @LAYOUTS
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
-def test_adapters_of_experts(family: str, degree: int):
-    """An adapter for each expert; experts themselves, and all before them, are frozen."""
-    layers = {"Mixtral": ["w1", "w2", "gate"], "Qwen3-MoE": ["up_proj", "down_proj"]}[family]
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters(family: str, degree: int):
+    """An adapter for each expert, where all before it is frozen; or for attention alone."""
+    layers = ADAPTED[family]
     models = [
         peft.get_peft_model(
             model,
