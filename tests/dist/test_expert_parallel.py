@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -27,6 +28,7 @@ from tests.support.parity import (
     assert_close,
     assert_same_values,
     full,
+    gathered,
 )
 
 RANKS, STEPS, ROWS, LENGTH = 4, 20, 2, 6
@@ -251,6 +253,31 @@ WITH: dict[str, dict[str, Any]] = {
 def test_beside(family: str, with_: str):
     config = {"expert_parallel": 2, **WITH[with_]}
     train(pair(family), config, "adamw", data=batches(5), microbatches=2)
+
+
+@pytest.mark.parametrize("start", ["everywhere", "on rank 0", "nowhere", "in a folder"])
+def test_first_weights_are_those_of_fsdp_alone(start: str, tmp_path: Path):
+    """Wherever the weights are before: each rank gets those of its own experts."""
+    config: dict[str, Any] = {}
+    if start == "in a folder":
+        config["pretrained_weights"] = str(tmp_path)
+        if dist.get_rank() == 0:
+            FAMILIES["DeepSeek-V3"][0]().save_pretrained(tmp_path)
+        dist.barrier()
+    meta = start in ("nowhere", "in a folder") or (start == "on rank 0" and dist.get_rank() > 0)
+    found: list[dict[str, torch.Tensor]] = []
+    for degree in (1, 4):
+        torch.manual_seed(5)
+        with torch.device("meta" if meta else "cpu"):
+            model = FAMILIES["DeepSeek-V3"][0]()
+        torch.manual_seed(5)
+        prepare_fully_shard(model, None, {**config, "expert_parallel": degree}, device="cpu")
+        found.append(gathered(model))
+    alone, over_ranks = found
+    assert alone.keys() == over_ranks.keys()
+    for name, value in alone.items():
+        assert torch.equal(value, over_ranks[name]), name
+        assert value.any() or "weight" not in name
 
 
 def test_recomputation_keeps_the_routes():
