@@ -54,7 +54,11 @@ def batches(steps: int = STEPS, lengths: Sequence[int] = (LENGTH,) * RANKS) -> l
 
 
 def pair(family: str, dtype: torch.dtype = torch.float32, *, forced: bool = False) -> list[Any]:
-    """Two models of equal weights whose loss has the balance of experts in it, if they have one."""
+    """Two models of equal weights whose loss has the balance of experts in it, if they have one.
+
+    A token has two experts, but for routes by force: the weight of a single one may be 1 whatever
+    the router says, and give it no gradient.
+    """
     models: list[Any] = []
     for _ in range(2):
         torch.manual_seed(0)
@@ -62,6 +66,10 @@ def pair(family: str, dtype: torch.dtype = torch.float32, *, forced: bool = Fals
         if hasattr(model.config, "router_aux_loss_coef"):
             model.config.output_router_logits = True
             model.config.router_aux_loss_coef = 0.5
+        for module in () if forced else model.modules():
+            for name in ("top_k", "num_experts_per_tok"):
+                if hasattr(module, name):
+                    setattr(module, name, 2)
         models.append(force(model) if forced else model)
     return models
 
