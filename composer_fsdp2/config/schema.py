@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from composer_fsdp2.config import blocks, parallel
+from composer_fsdp2.config import blocks, expert, parallel
 from composer_fsdp2.config.fsdp1 import FSDP1_ONLY, fsdp1_answer
 from composer_fsdp2.config.messages import ascii_repr, raise_errors, unknown_keys
 from composer_fsdp2.config.placement import (
@@ -289,6 +289,16 @@ class FSDP2Config:
         since="0.3.0",
         saves="Degree 4: three quarters of the activations of a sequence.",
         costs="Two exchanges an attention layer in forward, and in backward.",
+    )
+    expert_parallel: expert.ExpertSpec | None = setting(
+        None,
+        expert.EXPERT_PARALLEL,
+        "Ranks hold the experts of a layer between them; tokens travel to their experts.",
+        check_together=expert.check_expert_parallel_together,
+        see="recipes/experts.md",
+        since="0.3.0",
+        saves="Degree 4: three quarters of the experts that a rank gathers for a layer.",
+        costs="Two exchanges of tokens a layer of experts in forward, and in backward.",
     )
     activation_checkpointing: bool | blocks.ActivationSpec = setting(
         False,

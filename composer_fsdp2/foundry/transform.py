@@ -101,12 +101,12 @@ def parse_run_config(cfg: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an unknown key, two places for one thing, or wrong FSDP2 settings.
     """
-    from composer_fsdp2.config.group_size import with_sequence_parallel
+    from composer_fsdp2.config.group_size import with_keys_inside
 
     parsed = {key: value for key, value in cfg.items() if key != _BLOCK}
     given = {} if cfg.get(_BLOCK) is None else cfg[_BLOCK]
     _check_block(given)
-    given = with_sequence_parallel(given)
+    given = with_keys_inside(given)
     for key, value in given.items():
         if value is not None or key == "fsdp2":
             _check_free(parsed, given, key)
@@ -158,9 +158,9 @@ def _check_block(block: Any) -> None:
             f"'{_BLOCK}' is {block!r}, but it takes a mapping. Nothing in it could be applied. "
             f"Write {_BLOCK}: {{fsdp2: {{}}}} for FSDP2 with default settings."
         )
-    from composer_fsdp2.config.group_size import SEQUENCE_KEY
+    from composer_fsdp2.config.group_size import BESIDE
 
-    unknown = [str(key) for key in block if key not in (*_PLACES, SEQUENCE_KEY)]
+    unknown = [str(key) for key in block if key not in (*_PLACES, *BESIDE)]
     if unknown:
         names = ", ".join(f"'{name}'" for name in unknown)
         hint = "".join(nearest(name, _PLACES) for name in unknown)

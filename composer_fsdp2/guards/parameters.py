@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.expert.held import held_by
 from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown
@@ -234,20 +235,21 @@ class AddedParameters(StepListener):
 
         Raises:
             PlanError: for a trainable parameter that is not sharded, and was not there before; for
-                an optimizer that was built later, where tensor parallelism divides a layer.
+                an optimizer that was built later, where ranks divide a layer or its experts.
         """
         params = _params_of(optimizer)
         found = [id(param) for param in params]
         if self._seen.get(optimizer) == found:
             return
         names = {id(param): f"'{name}'" for name, param in self.run.model.named_parameters()}
-        own = (param for param in params if id(param) in names)
+        own = [param for param in params if id(param) in names]
         is_given = optimizer is self.run.optimizer
-        if not is_given and any(group_dividing(param) is not None for param in own):
+        if not is_given and (effect := _effect_on_checkpoints(own)) is not None:
+            kind, held = effect
             raise PlanError(
-                f"{type(optimizer).__name__} was built after the model was prepared with tensor "
-                "parallelism. Its checkpoints would hold fused weights in another order. Give it "
-                "to prepare_fully_shard, or to the Trainer."
+                f"{type(optimizer).__name__} was built after the model was prepared with {kind} "
+                f"parallelism. Its checkpoints would hold {held}. Give it to prepare_fully_shard, "
+                "or to the Trainer."
             )
         added = [p for p in params if _is_plain(p) and p.requires_grad and id(p) not in self._whole]
         for param in added:
@@ -261,6 +263,15 @@ class AddedParameters(StepListener):
                 "to the optimizer before prepare_fully_shard, or before the Trainer is made."
             )
         self._seen[optimizer] = found
+
+
+def _effect_on_checkpoints(params: list[Any]) -> tuple[str, str] | None:
+    """Returns what divides them between ranks, and how an optimizer that is not told saves them."""
+    if any(group_dividing(param) is not None for param in params):
+        return "tensor", "fused weights in another order"
+    if any(held_by(param) is not None for param in params):
+        return "expert", "the experts of one rank alone"
+    return None
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from composer_fsdp2.parallel.expert.held import held_by, is_elsewhere
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,
@@ -51,14 +52,18 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:
-    """The process groups between whose ranks a tensor is divided.
+    """The process groups between whose ranks a tensor is divided, or the experts of a list.
 
     Args:
-        tensor: sharded or not.
+        tensor: sharded or not; of an expert the parameter, because a gradient does not know it.
         rows: between whose ranks a single row of it is divided, which is a whole vector.
     """
     if not isinstance(tensor, DTensor):
         return ()
+    if not rows and (held := held_by(tensor)) is not None:
+        # Its own mesh is one on each rank, and torch may have exchanged it for an older equal one,
+        # whose groups are those of another model.
+        return held.mesh.groups
     between_rows = rows and tensor.ndim > 1
     return _groups(
         tensor,
@@ -117,13 +122,15 @@ class Shards:
             self.dtypes = set(map(attrgetter("dtype"), found))
             self.device = found[0].device if found else torch.device("cpu")
         known: dict[Any, tuple[list[torch.Tensor], bool]] = {}
-        for tensor, grad, layout in zip(found, grads, layouts_of(found), strict=True):
+        for param, grad, layout in zip(held, grads, layouts_of(found), strict=True):
             placed = () if layout is None else layout.placements
             # By the mesh's value: torch hands out equal meshes whose objects and groups differ.
-            key = None if layout is None else (layout.mesh, placed)
+            of = held_by(param)
+            key = None if layout is None else (layout.mesh, placed, of and of.mesh)
             if key not in known:
                 is_sum = any(map(Placement.is_partial, placed))
-                known[key] = self.terms.setdefault(groups_of(tensor), []), is_sum
+                divided = groups_of(param) if grad is None or of else groups_of(grad)
+                known[key] = self.terms.setdefault(divided, []), is_sum
             terms, is_sum = known[key]
             if grad is not None:
                 local = grad if layout is None else local_tensor(grad)
@@ -227,6 +234,8 @@ def clip_by_unit_norm_(params: Iterable[torch.Tensor], threshold: float) -> None
     """
     held: list[tuple[torch.Tensor, Groups]] = []
     for param in params:
+        if is_elsewhere(param):
+            continue
         groups = groups_of(param, rows=True)
         # The other ranks may have a gradient where this one has none.
         if param.grad is not None or (groups and param.requires_grad):

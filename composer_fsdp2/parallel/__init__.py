@@ -1,1 +1,1 @@
-"""Divides layers and sequences between ranks: tensor and sequence parallelism."""
+"""Divides layers, sequences and experts between ranks: tensor, sequence, expert parallelism."""

@@ -1,6 +1,7 @@
 """The interface between the ways to divide a model between ranks and all other rooms.
 
-[Note: dividing] Tensor and sequence parallelism live in a folder each. Other rooms know of them:
+[Note: dividing] Tensor, expert and sequence parallelism live in a folder each. Other rooms know of
+them:
 
 - the entry in `TRANSFORMATIONS`: a `Division`, which refuses, plans and changes the model;
 - the `Divided` that its `apply_on` returns: it is told when the model is sharded, when the
@@ -8,9 +9,10 @@
 - `run_of(model).batch_group`: the ranks that read one batch, by which the Trainer deals data and
   counts samples. They are a `RankGroup`, the kind of `Divided` that says so;
 - `row_order.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
-  checkpoints for one parameter at a time.
+  checkpoints for one parameter at a time;
+- `expert/held.py`: which ranks hold an expert, asked by the same rooms and by norms.
 
-So another way to divide a model is a folder beside these two, its setting, and one line in
+So another way to divide a model is a folder beside these three, its setting, and one line in
 `TRANSFORMATIONS`.
 """
 
@@ -19,7 +21,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -36,7 +38,17 @@ from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake, raise_on_all_ranks
 from composer_fsdp2.torch_private.tensors import tree_leaves
 
-__all__ = ["DRAWN", "DRAWS", "BatchGroup", "Divided", "Division", "GroupSizes", "RankGroup"]
+__all__ = [
+    "DRAWN",
+    "DRAWS",
+    "TRIED",
+    "BatchGroup",
+    "Divided",
+    "Division",
+    "GroupSizes",
+    "RankGroup",
+    "untried_items",
+]
 
 Plan = TypeVar("Plan")
 
@@ -50,6 +62,24 @@ DRAWS = {
 """Composer's algorithms that draw random numbers of their own, also outside of the forward."""
 DRAWN = "It draws on each rank by itself, and the ranks of a group need the same batch."
 """why the ranks of a group cannot have them"""
+TRIED = (
+    *("CheckpointSaver", "EMA", "EarlyStopper", "EnvironmentLoggingCallback", "FreeOutputs"),
+    *("GradientClipping", "HuggingFaceCheckpointer", "LRMonitor", "MemoryMonitor"),
+    *("MemorySnapshot", "NaNMonitor", "OOMObserver", "RunTimeoutCallback", "RuntimeEstimator"),
+    *("SWA", "ScheduledGarbageCollector", "SpeedMonitor", "SystemMetricsMonitor"),
+    "ThresholdStopper",
+)
+"""Callbacks and algorithms of Composer and LLM Foundry that read no weights but those of state
+dicts, or only add up what `optim.norms` knows to be divided."""
+
+
+def untried_items(items: Iterable[Any]) -> Iterator[str]:
+    """Yields the names of those of Composer and LLM Foundry that are not in `TRIED`."""
+    for item in items:
+        kind = type(item)
+        theirs = kind.__module__.startswith(("composer.", "llmfoundry."))
+        if theirs and kind.__name__ not in TRIED and not isinstance(item, torch.optim.Optimizer):
+            yield kind.__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.expert.experts import Experts
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
@@ -256,6 +257,7 @@ def apply_plan(
     tree.params.clear()  # or every full parameter would live until the last unit is sharded
     casts: dict[nn.Module, InputCast] = {}
     full = MixedPrecisionPolicy()
+    of_experts: tuple[DeviceMesh, MakeHook] | None = None
     with weights.seeded(), weights.sourced.shown():
         if source is not None:
             # While parameters are on meta: an initialiser may reach into modules below its own.
@@ -265,9 +267,12 @@ def apply_plan(
             weights.fill(layout.modules_of(unit))
             policy = precision_of(unit) if precision_of else full
             module = layout.modules[unit.modules[0]]
-            casts[module] = _shard_unit(
-                module, unit, layout, make_hook, mesh=shard_mesh, mp_policy=policy, **kwargs
-            )
+            between = shard_mesh, make_hook
+            if isinstance(module, Experts):
+                # Every list of experts has the same ranks.
+                of_experts = of_experts or probe_reduction(module.mesh.shards, module.mesh.degree)
+                between = of_experts
+            casts[module] = _shard_unit(module, unit, layout, *between, mp_policy=policy, **kwargs)
             weights.sourced.read_parameters(unit.params)
         weights.fill(tree.modules())
         weights.sourced.read_parameters(plan.ignored)
@@ -308,9 +313,9 @@ def _shard_unit(
     module: nn.Module,
     unit: ShardUnit,
     layout: Layout,
+    mesh: DeviceMesh,
     make_hook: MakeHook,
     *,
-    mesh: DeviceMesh,
     mp_policy: MixedPrecisionPolicy,
     **kwargs: Any,
 ) -> InputCast:
@@ -325,7 +330,10 @@ def _shard_unit(
     Source: the prefetch goes by the order of the forward, whether a unit is in backward or not:
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
     """
-    if ignored := layout.ignored_by(unit):
+    ignored = layout.ignored_by(unit)
+    if isinstance(module, Experts):
+        ignored |= module.keep_own()
+    if ignored:
         kwargs["ignored_params"] = ignored
     # Before it is sharded, which gives the module another class.
     is_embedding = unit.role == "embedding" or type(module) is nn.Embedding

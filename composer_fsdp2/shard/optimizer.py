@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.expert.held import is_elsewhere
 from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
@@ -244,9 +245,9 @@ def reattach_optimizer(detached: DetachedOptimizer) -> None:
         param = getattr(module, attribute)
         if param in optimizer.state:
             continue
-        optimizer.state[param] = {
-            key: _shard_state(value, shape, param) for key, value in state.items()
-        }
+        found = {key: _shard_state(value, shape, param) for key, value in state.items()}
+        if not is_elsewhere(param):
+            optimizer.state[param] = found
 
 
 def _without_aliases(params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -279,7 +280,7 @@ def _shard_state(value: Any, full_shape: torch.Size, param: nn.Parameter) -> Any
 
 def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, divided like another one. Collective: no."""
-    if not isinstance(like, DTensor):
+    if not isinstance(like, DTensor) or is_elsewhere(like):
         return full.to(like.device)
     if len([place for place in like.placements if not place.is_replicate()]) > 1:
         # Divided by tensor parallelism first, some in another order of rows.

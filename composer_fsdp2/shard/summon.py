@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.expert.held import Held, held_by, is_elsewhere, whole_expert
 from composer_fsdp2.parallel.row_order import (
     RowOrder,
     order_of,
@@ -266,6 +267,8 @@ class _Whole:
         """Gives the shard the values of the whole tensor while a forward runs."""
         assert self.full is not None
         # In place: FSDP2 gathers padded memory of its own, of which the local tensor is a view.
+        if is_elsewhere(self.shard):
+            return
         local, part = _local(self.shard), _local(shard_like(self.full, self.shard))
         if not torch.equal(local, part):
             self.own = local.clone() if self.own is None else self.own
@@ -280,6 +283,8 @@ class _Whole:
     def write(self, with_grads: bool) -> None:
         """Copies this rank's part of the whole tensor to the shard. Collective: no."""
         assert self.full is not None
+        if is_elsewhere(self.shard):
+            return
         _local(self.shard).copy_(_local(shard_like(self.full, self.shard)))
         if with_grads:
             grad = self.full.grad
@@ -342,11 +347,13 @@ class _Summoned:
 
     def _gather(self, shard: nn.Parameter, offload_to_cpu: bool) -> nn.Parameter:
         order = order_of(shard)
-        whole = _whole(shard, order, offload_to_cpu)
+        held = held_by(shard)
+        whole = _whole(shard, order, offload_to_cpu, held)
+        assert whole is not None
         full = nn.Parameter(whole, requires_grad=shard.requires_grad)
         vars(full).update(without_order(vars(shard)))
-        if self.with_grads and shard.grad is not None:
-            full.grad = _whole(shard.grad, order, offload_to_cpu)
+        if self.with_grads and (shard.grad is not None or held is not None):
+            full.grad = _whole(shard.grad, order, offload_to_cpu, held)
         return full
 
     def enter(self) -> None:
@@ -435,8 +442,13 @@ _BLOCKS: list[_Summoned] = []
 """blocks that are running, inner ones last"""
 
 
-def _whole(tensor: torch.Tensor, order: RowOrder | None, on_cpu: bool) -> torch.Tensor:
+def _whole(
+    tensor: torch.Tensor | None, order: RowOrder | None, on_cpu: bool, held: Held | None
+) -> torch.Tensor | None:
     """Gathers a tensor into memory of its own, as the model has it. Collective: yes."""
+    if held is not None:
+        found = whole_expert(held, tensor)
+        return found if found is None or not on_cpu else found.cpu()
     assert isinstance(tensor, DTensor)
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     full = full if order is None else order.to_model(full)

@@ -278,13 +278,22 @@ class _Anchored(torch.autograd.Function):
 
 
 class Division:
-    """Makes a sum over the shards an average, in place."""
+    """Makes a sum over the shards an average, in place.
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    Args:
+        size: ranks over which the backend takes a sum where FSDP2 asks for an average.
+        sources: ranks whose tokens a gradient on one rank is of, as that of an expert is.
+    """
+
+    def __init__(self, size: int, sources: int = 1) -> None:
+        self.size, self._sources = size, sources
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Divides. Collective: no."""
+        if self._sources > 1:
+            # Not torch's own factor, which divides twice where one rank has all of a gradient:
+            # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
+            reduced.div_(self._sources)
         # FSDP2 asks for an average of these two only; others it sums and divides itself.
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
         if self.size > 1 and reduced.dtype in (torch.float32, torch.bfloat16):
@@ -353,7 +362,7 @@ MakeHook = Callable[[], Callable[[torch.Tensor], None] | None]
 """makes what a unit gives to `set_all_reduce_hook`; `None` where the backend needs no help"""
 
 
-def probe_reduction(mesh: DeviceMesh) -> tuple[DeviceMesh, MakeHook]:
+def probe_reduction(mesh: DeviceMesh, sources: int = 1) -> tuple[DeviceMesh, MakeHook]:
     """Finds out how gradients can be averaged on a 1-D or (replicate, shard) mesh.
 
     Collective: yes, over every group of the mesh.
@@ -362,13 +371,19 @@ def probe_reduction(mesh: DeviceMesh) -> tuple[DeviceMesh, MakeHook]:
     averages over the replicate axis: the same arithmetic, with parameters that are DTensors on the
     shard axis alone.
 
+    Args:
+        mesh: of the ranks between which gradients are reduced.
+        sources: ranks whose tokens a gradient on one rank is of, as that of an expert is. It is an
+            average over them too.
+
     Returns:
         The mesh to give to `fully_shard`, and what makes a hook for each unit.
     """
     shard_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
     sums = not _averages_reduce_scatter(shard_group, mesh.device_type)
-    divide = Division(shard_group.size()) if sums else None
+    size = shard_group.size() if sums else 1
+    divide = Division(size, sources) if sums or sources > 1 else None
     if replicate_group is None or _runs_hsdp(replicate_group, mesh.device_type):
         return mesh, lambda: divide
     # Torch 2.7 cuts axes out of a whole mesh alone.

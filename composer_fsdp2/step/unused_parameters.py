@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2.parallel.expert.experts import Experts
 from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import Run, StepListener
@@ -87,6 +88,13 @@ class UnusedParameters(StepListener):
         """whether backward has left a group since its last end"""
         self._complete = 0
         """number of the backward for the store's keys, the same on all ranks"""
+        self._places = {
+            param: (unit.mesh.place, unit.mesh.degree)
+            for name, groups in run.groups.items()
+            if isinstance(unit := run.units[name], Experts)
+            for param in self._params(groups)
+        }
+        """number of this rank among those that hold other experts there, and how many hold them"""
         self._indices = {id(param): n for n, param in enumerate(self._params(self._groups))}
         # Of the store's keys: ranks prepare the same models in the same order.
         rank = dist.get_rank()
@@ -152,7 +160,11 @@ class UnusedParameters(StepListener):
                     sharded_param(param).grad = None
             if self._comparing:
                 self._comparing = False
-                left_out = {p for p, c in zip(params, counts, strict=True) if c < self._size}
+                left_out = {
+                    param
+                    for param, count in zip(params, counts, strict=True)
+                    if count * self._places.get(param, (0, 1))[1] < self._size
+                }
                 self._always.update(g for g in groups if left_out.intersection(params_of(g)))
         for waiting in (self._used, self._fresh):
             if len(complete) == len(self._groups):
@@ -178,7 +190,11 @@ class UnusedParameters(StepListener):
 
     def _agree(self, params: list[Any]) -> list[int]:
         """Returns by how many ranks each parameter was used. Collective: yes."""
-        flags = [int(param in self._used) for param in params]
+        flags, own = list[int](), list[int]()
+        for param in params:
+            place, holders = self._places.get(param, (0, 1))
+            own.append(len(flags) + place)
+            flags += [int(param in self._used and place == other) for other in range(holders)]
         # A sum with one summand is rank 0's number, in the collective that is sent anyway.
         number = 0 if dist.get_rank() else self._complete
         self.run.tell("before_agreement", "the agreement on unused parameters")
@@ -186,7 +202,7 @@ class UnusedParameters(StepListener):
         if self._comparing:
             # After a step that was aborted ranks may be a backward apart, and old keys be left.
             self._complete = number + 2
-        return counts
+        return [counts[index] for index in own]
 
     def aborted(self) -> None:
         """Starts anew. Collective: no."""

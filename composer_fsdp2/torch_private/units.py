@@ -56,6 +56,7 @@ __all__ = [
     "reset_iteration",
     "runs_backward",
     "sharded_param",
+    "shards_of",
     "stands_in",
     "trained_params",
     "will_get_gradient",
@@ -124,6 +125,11 @@ def reduction_bytes(group: Any) -> int:
         for param in group.fsdp_params
         if param.sharded_param.requires_grad
     )
+
+
+def shards_of(group: Any) -> int:
+    """Returns between how many ranks the group's parameters are divided."""
+    return group.mesh_info.shard_mesh_size
 
 
 def device_of(group: Any) -> torch.device:

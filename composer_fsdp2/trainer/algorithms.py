@@ -27,6 +27,8 @@ from composer_fsdp2.optim.norms import (
     gradient_norm,
     local_part,
 )
+from composer_fsdp2.parallel.expert.held import Held, held_by
+from composer_fsdp2.parallel.expert.views import seen_by_all, taken_from_all
 from composer_fsdp2.parallel.row_order import RowOrder, order_of, to_model_order, to_ranks_order
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
@@ -49,8 +51,10 @@ __all__ = [
 ]
 
 _Tensors = dict[str, torch.Tensor]
-_ORDERS = "_fsdp2_orders"
-"""attribute of `EMAParameters`: by name, the orders of rows that are not the model's"""
+_Form = RowOrder | Held
+"""the order of rows under tensor parallelism, or the ranks that hold an expert"""
+_FORMS = "_fsdp2_forms"
+"""attribute of `EMAParameters`: by name, the forms that are not those of checkpoints"""
 
 
 def clip_gradients(
@@ -127,32 +131,36 @@ def weights_of(original: Callable[..., Any], model: nn.Module) -> Any:
 def start_averages(
     original: Callable[..., None], averages: EMAParameters, model: nn.Module | None
 ) -> None:
-    """Replaces `EMAParameters.__init__`: notes in which order ranks hold the rows of averages.
+    """Replaces `EMAParameters.__init__`: notes in which form ranks hold averages.
 
     Collective: no.
     """
     original(averages, model)
     named = () if model is None else model.named_parameters()
-    orders = {name: order for name, param in named if (order := order_of(param)) is not None}
-    setattr(averages, _ORDERS, orders)
+    found = {name: order_of(param) or held_by(param) for name, param in named}
+    setattr(averages, _FORMS, {name: form for name, form in found.items() if form is not None})
 
 
 def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
-    """Replaces `EMA.state_dict`: names and order are those of the model without wrappers.
+    """Replaces `EMA.state_dict`: names and form are those of the model without wrappers.
 
-    Collective: yes, with tensor parallelism.
+    Collective: yes, with tensor or expert parallelism.
     """
     values = original(ema)
     average = values.get("ema_model")
     if average is None or not _sharded(average["named_parameters_dict"].values()):
         return values
-    orders = getattr(ema.ema_model, _ORDERS, {})
+    forms = getattr(ema.ema_model, _FORMS, {})
     for part, tensors in average.items():
         average[part] = {
-            plain_name(name): to_model_order(tensor, orders.get(name))
+            plain_name(name): _as_in_model(tensor, forms.get(name))
             for name, tensor in tensors.items()
         }
     return values
+
+
+def _as_in_model(tensor: torch.Tensor, form: _Form | None) -> torch.Tensor:
+    return seen_by_all(form, tensor) if isinstance(form, Held) else to_model_order(tensor, form)
 
 
 def load_ema(
@@ -160,7 +168,7 @@ def load_ema(
 ) -> None:
     """Replaces `EMA.load_state_dict`: whole tensors, or shards, go into the run's shards.
 
-    Collective: yes, with tensor parallelism.
+    Collective: yes, with tensor or expert parallelism.
 
     Raises:
         CheckpointError: a parameter has no average.
@@ -171,7 +179,7 @@ def load_ema(
         return
     values = dict(ema.ensure_compatible_state_dict(state))
     average = values.pop("ema_model")
-    _fill(own.named_parameters_dict, average["named_parameters_dict"], getattr(own, _ORDERS, {}))
+    _fill(own.named_parameters_dict, average["named_parameters_dict"], getattr(own, _FORMS, {}))
     _fill(own.named_buffers_dict, average["named_buffers_dict"])
     original(ema, values, strict)
 
@@ -263,24 +271,28 @@ def _sharded(tensors: Iterable[Any]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-_NO_ORDERS: Mapping[str, RowOrder] = {}
+_NO_FORMS: Mapping[str, _Form] = {}
 
 
 @torch.no_grad()
 def _fill(
-    own: _Tensors, given: Mapping[str, torch.Tensor], orders: Mapping[str, RowOrder] = _NO_ORDERS
+    own: _Tensors, given: Mapping[str, torch.Tensor], forms: Mapping[str, _Form] = _NO_FORMS
 ) -> None:
     named = dict(_named(given))
     for name, tensor in own.items():
-        value, order = named.get(plain_name(name)), orders.get(name)
-        shape = tensor.shape if order is None else order.shape_in_model(tensor.shape)
+        value, form = named.get(plain_name(name)), forms.get(name)
+        ordered = isinstance(form, RowOrder)
+        shape = form.shape_in_model(tensor.shape) if ordered else tensor.shape
         if value is None or value.shape != shape:
             raise CheckpointError(
                 f"The checkpoint has no average of '{plain_name(name)}' in the shape "
                 f"{tuple(shape)}. The average would go on from another model's. Leave the "
                 "algorithms out with load_ignore_keys: [state/algorithms]."
             )
-        value = to_ranks_order(value, order, tensor)
+        if isinstance(form, Held):
+            value = taken_from_all(form, value, tensor)
+        else:
+            value = to_ranks_order(value, form, tensor)
         tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))
 
 

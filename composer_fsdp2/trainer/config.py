@@ -16,7 +16,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from composer_fsdp2.config.fsdp1 import FSDP1_KEYS, convert_fsdp1
-from composer_fsdp2.config.group_size import with_sequence_parallel
+from composer_fsdp2.config.group_size import BESIDE, with_keys_inside
 from composer_fsdp2.config.messages import ascii_repr, nearest
 from composer_fsdp2.config.parallel import check_strategy
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, parse_config
@@ -163,7 +163,7 @@ def parse_parallelism_config(
         # An empty `fsdp2:` in YAML is null, and asks for it with default settings.
         if "fsdp2" in given and given["fsdp2"] is None:
             given["fsdp2"] = {}
-        given = with_sequence_parallel(given)
+        given = with_keys_inside(given)
     _check_known(
         given,
         _KEYS,
@@ -222,6 +222,8 @@ def concerns_fsdp2(config: Any) -> bool:
 
 
 def _may_mean_fsdp2(key: str) -> bool:
+    if key in BESIDE:
+        return True
     return key == "fsdp2" if key in _KEYS else "'fsdp2'" in nearest(key, _KEYS)
 
 

@@ -24,6 +24,7 @@ from composer_fsdp2.torch_private.units import (
     gather_bytes,
     holds_gathered,
     reduction_bytes,
+    shards_of,
 )
 
 __all__ = ["NAME", "FSDP2Monitor"]
@@ -152,7 +153,7 @@ class _Traffic(StepListener):
     def before_reduce(self, unit: str, group: Any) -> None:
         """Collective: no."""
         shape, part = self.run.shape, reduction_bytes(group)
-        self.counts.update(collectives=1, reduced_bytes=part * shape.shard)
+        self.counts.update(collectives=1, reduced_bytes=part * shards_of(group))
         # A hook averages over replicas where torch's own HSDP cannot.
         due = getattr(all_reduce_hook(group), "due", True)
         if (shape.replicate or 1) > 1 and all_reduces(group) and due:

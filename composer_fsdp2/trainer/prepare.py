@@ -42,6 +42,7 @@ from composer_fsdp2.optim.elementwise import apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.parallel.division import BatchGroup, Divided, RankGroup
+from composer_fsdp2.parallel.expert.transformation import ExpertParallel
 from composer_fsdp2.parallel.sequence.transformation import SequenceParallel
 from composer_fsdp2.parallel.tensor.transformation import TensorParallel
 from composer_fsdp2.plan.module_tree import ModuleTree, has_forward
@@ -76,6 +77,7 @@ __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
     TensorParallel(),
+    ExpertParallel(),
     SequenceParallel(),
     TiledMLP(),
     ChunkedLoss(),

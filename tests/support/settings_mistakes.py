@@ -34,6 +34,7 @@ WRITTEN = (
     "sequence_parallel: {degree: 2, method: ring}",
     "sequence_parallel: 2, compile: {fullgraph: true}",
     "sequence_parallel: 2, compile: true, activation_checkpointing: {mode: selective}",
+    "expert_parallel: 2, fp8: true",
     "tiled_mlp: {shards: 1}",
     "chunked_loss: {chunks: 0}",
     "compile: inductor",

@@ -132,6 +132,11 @@ SETTINGS: dict[str, Pair] = {
     ),
     "tiled_mlp": Pair(settings={"tiled_mlp": {"shards": 2}}),
     "unused_parameters: true": Pair(settings={"unused_parameters": True}),
+    "expert_parallel": Pair(
+        settings={"expert_parallel": 2},
+        refused="tokens would be sent once for each rank",
+        why="tokens would be sent once for each rank that divides a layer",
+    ),
     "sequence_parallel": Pair(
         test="test_sequence_parallel.py::test_with_tensor_parallel",
         why="of the heads that tensor parallelism leaves a rank",

@@ -23,10 +23,12 @@ from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.division import (
     DRAWN,
     DRAWS,
+    TRIED,
     Divided,
     Division,
     GroupSizes,
     RankGroup,
+    untried_items,
 )
 from composer_fsdp2.parallel.row_order import group_dividing, show_usual_state
 from composer_fsdp2.parallel.tensor.divide import divide_layers
@@ -42,16 +44,6 @@ from composer_fsdp2.torch_private.tensors import root_mesh
 __all__ = ["TensorParallel", "draw_together"]
 
 log = logging.getLogger(__name__)
-
-_TRIED = (
-    *("CheckpointSaver", "EMA", "EarlyStopper", "EnvironmentLoggingCallback", "FreeOutputs"),
-    *("GradientClipping", "HuggingFaceCheckpointer", "LRMonitor", "MemoryMonitor"),
-    *("MemorySnapshot", "NaNMonitor", "OOMObserver", "RunTimeoutCallback", "RuntimeEstimator"),
-    *("SWA", "ScheduledGarbageCollector", "SpeedMonitor", "SystemMetricsMonitor"),
-    "ThresholdStopper",
-)
-"""Callbacks and algorithms of Composer and LLM Foundry that read no weights but those of state
-dicts, or only add up what `optim.norms` knows to be divided."""
 
 
 class TensorParallel(Division[LayerPlan]):
@@ -69,19 +61,15 @@ class TensorParallel(Division[LayerPlan]):
                 "rank that runs out of memory in the middle of a layer would leave its group "
                 "waiting. Write a number of samples."
             )
-        for item in items:
-            kind, name = type(item), type(item).__name__
-            theirs = kind.__module__.startswith(("composer.", "llmfoundry."))
-            if theirs and name not in _TRIED and not isinstance(item, torch.optim.Optimizer):
-                weights = (
-                    "It may read or change weights, of which a rank has a part in an order of its "
-                    "own."
-                )
-                raise ConfigError(
-                    f"{name} and tensor parallelism are both asked for. "
-                    f"{DRAWN if name in DRAWS else weights} Leave it out, or take 'tp' out of "
-                    f"parallelism_config. These go with it: {', '.join(_TRIED)}."
-                )
+        for name in untried_items(items):
+            weights = (
+                "It may read or change weights, of which a rank has a part in an order of its own."
+            )
+            raise ConfigError(
+                f"{name} and tensor parallelism are both asked for. "
+                f"{DRAWN if name in DRAWS else weights} Leave it out, or take 'tp' out of "
+                f"parallelism_config. These go with it: {', '.join(TRIED)}."
+            )
 
     def plan(self, facts: ModelFacts) -> LayerPlan | None:
         """Returns the layers to divide."""

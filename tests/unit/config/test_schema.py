@@ -19,6 +19,7 @@ from composer_fsdp2.config.blocks import (
     Float8Spec,
     TilingSpec,
 )
+from composer_fsdp2.config.expert import ExpertSpec
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.config.parallel import SequenceSpec, TensorSpec
 from composer_fsdp2.config.placement import Communication, CPUOffload, OptimizerState
@@ -57,6 +58,7 @@ GOOD = {
     "compile": [True, False, CompileSpec(), CompileSpec(backend="eager", dynamic=True)],
     "tensor_parallel": [None, TensorSpec(), TensorSpec(layer_plan=(("*.up", "colwise"),))],
     "sequence_parallel": [None, SequenceSpec(), SequenceSpec(degree=4, method="ulysses")],
+    "expert_parallel": [None, ExpertSpec(), ExpertSpec(degree=4, modules=("*.experts",))],
     "tiled_mlp": [None, TilingSpec(shards=2), TilingSpec(shards=4, names=("*.mlp",))],
     "chunked_loss": [None, ChunkingSpec(chunks=1), ChunkingSpec(chunks=8, names=("head",))],
     "fp8": [
@@ -148,6 +150,13 @@ BAD = {
         True,
         *(SequenceSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
         SequenceSpec(method="ring"),
+    ],
+    "expert_parallel": [
+        "2",
+        True,
+        *(ExpertSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
+        ExpertSpec(modules=(1,)),
+        ExpertSpec(modules=("re:(",)),
     ],
     "tiled_mlp": [
         2,

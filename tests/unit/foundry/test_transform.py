@@ -135,6 +135,14 @@ def test_every_loader_gives_a_group_the_same(monkeypatch):
         transform(cfg)
 
 
+def test_ep_is_a_setting_of_fsdp2():
+    block = {"ep": {"degree": 4}, "fsdp2": {}}
+    parsed = parse_run_config({**OTHERS, "parallelism_config": block})
+    assert parsed["fsdp_config"]["expert_parallel"] == {"degree": 4}
+    with pytest.raises(ConfigError, match="are set"):
+        parse_run_config({"parallelism_config": {"ep": 2, "fsdp2": {"expert_parallel": 2}}})
+
+
 def test_an_empty_fsdp2_is_fsdp2_with_default_settings():
     empty = {"parallelism_config": {"fsdp2": None}, "tp_config": {}}
     assert parse_run_config(empty) == parse_run_config(

@@ -1,0 +1,1 @@
+"""Divides the experts of a layer between ranks, to which their tokens travel."""

@@ -1,0 +1,130 @@
+"""The experts of one layer that a rank holds, under the names that they always had."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from composer_fsdp2.parallel.expert.exchange import Routing, exchange
+from composer_fsdp2.parallel.expert.held import Held, put_elsewhere
+from composer_fsdp2.parallel.expert.mesh import ExpertMesh
+from composer_fsdp2.parallel.expert.views import show_all_experts
+from composer_fsdp2.torch_private.units import backward_number
+
+__all__ = ["Experts"]
+
+
+class Experts(nn.Module):
+    """Takes the place of a list of experts, all of them until `keep_own` is called.
+
+    A plain module, because torch 2.7 takes no kind of list as a unit, with a forward or without:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L185
+
+    Args:
+        experts: of one layer.
+        mesh: the ranks that hold them.
+        calls_all: whether the model calls an expert without a token, which then has a gradient of
+            zeros; otherwise it has none.
+    """
+
+    def __init__(self, experts: nn.ModuleList, mesh: ExpertMesh, *, calls_all: bool) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.count = len(experts)
+        self.training = experts.training
+        for number, (name, expert) in enumerate(experts.named_children()):
+            self.add_module(name, expert)
+            for param in expert.parameters():
+                Held(mesh, number // self._share).note(param)
+        show_all_experts(self)
+        self._calls_all = calls_all
+        self._routings: list[weakref.ref[Routing]] = []
+
+    @property
+    def _share(self) -> int:
+        return self.count // self.mesh.degree
+
+    @property
+    def _own(self) -> list[nn.Module]:
+        """The experts of this rank."""
+        begin = self.mesh.place * self._share
+        return list(self.children())[begin : begin + self._share]
+
+    def keep_own(self) -> set[nn.Parameter]:
+        """Frees the experts of other ranks; see [Note: experts elsewhere] in `held`.
+
+        Collective: no. Just before the unit is sharded, when every rank has the same weights.
+
+        Returns:
+            What FSDP2 is to leave alone.
+        """
+        others = [expert for expert in self.children() if expert not in self._own]
+        for expert in others:
+            put_elsewhere(expert, self.mesh)
+        return {param for expert in others for param in expert.parameters()}
+
+    @torch.compiler.disable  # ranks exchange, and the host reads how many rows
+    def compute(
+        self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Returns for each token the sum of what its experts make of it, each times its weight.
+
+        Collective: yes, over the ranks that hold the experts; see [Note: exchange].
+
+        Args:
+            tokens: (tokens, width), of this rank.
+            chosen: experts of each token, (tokens, experts of a token).
+            weights: of the same shape.
+            dtype: in which the sum is taken.
+        """
+        group = self.mesh.group
+        routing = Routing.agree(chosen, self.count, group)
+        self._remember(routing)
+        token = routing.order // chosen.shape[1]
+        rows = tokens.index_select(0, token)
+        if torch.is_grad_enabled() and not rows.requires_grad and self._is_trained():
+            # Backward must come to both exchanges on a rank without a token for its experts too.
+            rows.requires_grad_()
+        arrived = exchange(rows, routing, group).index_select(0, routing.by_expert)
+        made = self(arrived, routing.sizes)
+        made = made.index_select(0, torch.argsort(routing.by_expert))
+        returned = exchange(made, routing, group, back=True)
+        weighted = returned * weights.flatten()[routing.order, None]
+        total = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
+        return total.index_add(0, token, weighted.to(dtype))
+
+    def forward(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Computes the rows of each expert of this rank, one expert after the other.
+
+        Args:
+            rows: (rows, width), sorted by the expert.
+            sizes: rows for each expert.
+        """
+        parts = zip(self._own, rows.split(list(sizes)), strict=True)
+        made = [expert(part) for expert, part in parts if len(part) or self._calls_all]
+        # An empty result that depends on the rows, so that backward passes through the unit.
+        return torch.cat(made) if made else rows.clone()
+
+    def recall(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Returns the experts that were chosen in forward, where a block is computed again.
+
+        A router that rounds otherwise the second time would send other rows than those for which
+        gradients come. After several forwards nobody knows which one is meant. Collective: no.
+        """
+        if backward_number() < 0:
+            return chosen
+        found = [routing for ref in self._routings if (routing := ref()) is not None]
+        known = len(found) == 1 and found[0].chosen.shape == chosen.shape
+        return found[0].chosen if known else chosen
+
+    def _remember(self, routing: Routing) -> None:
+        """Keeps the routing as long as the graph of this forward lives, which holds it."""
+        if torch.is_grad_enabled() and backward_number() < 0:
+            self._routings = [ref for ref in self._routings if ref() is not None]
+            self._routings.append(weakref.ref(routing))
+
+    def _is_trained(self) -> bool:
+        return any(param.requires_grad for expert in self._own for param in expert.parameters())

@@ -1,0 +1,198 @@
+"""Decides which lists of experts are held by ranks between them, on names and numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from composer_fsdp2.config.expert import ExpertSpec
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.expert.routers import BLOCKS, known_block
+from composer_fsdp2.plan.conditional_modules import conditional_modules
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.patterns import matcher, unmatched_names
+from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+
+__all__ = ["REASON", "ExpertList", "ExpertPlan", "plan_experts", "with_expert_units"]
+
+REASON = "experts of a rank"
+"""of units that hold them"""
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertList:
+    """The experts of one layer."""
+
+    name: str
+    count: int
+    """of its experts"""
+    elements: int
+    """of all their parameters"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan:
+    """Lists of experts that ranks hold between them."""
+
+    degree: int
+    lists: tuple[ExpertList, ...]
+
+    def __str__(self) -> str:
+        """The line of `verbose`: what a rank holds of each list."""
+        counts = sorted({found.count // self.degree for found in self.lists})
+        each = " or ".join(map(str, counts))
+        return (
+            f"expert_parallel: {len(self.lists)} lists of experts over {self.degree} ranks, "
+            f"{each} experts of a list on each: {', '.join(found.name for found in self.lists)}"
+        )
+
+
+def plan_experts(tree: ModuleTree, spec: ExpertSpec, shard_ranks: int) -> ExpertPlan:
+    """Finds the lists of experts and checks that ranks can hold them between them.
+
+    Collective: no.
+
+    Args:
+        tree: of the model.
+        spec: the setting.
+        shard_ranks: ranks that share one copy of the parameters.
+
+    Raises:
+        ConfigError: the degree fits neither the ranks nor the experts.
+        PlanError: there are no experts, or those of a kind that is not known.
+    """
+    if shard_ranks % spec.degree:
+        raise ConfigError(
+            f"expert_parallel.degree is {spec.degree}, which does not divide the {shard_ranks} "
+            "ranks that share one copy of the model. They hold the experts between them, and no "
+            f"rank may be left over. Use one of {_divisors(shard_ranks)}."
+        )
+    modules = dict(tree.modules())
+    found = _chosen(tree, spec, modules)
+    for name in found:
+        if (why := _why_not(name, modules)) is not None:
+            raise PlanError(
+                f"expert_parallel has degree {spec.degree}, and {why}. Tokens would go to other "
+                "experts than in one process. Leave that list out with `modules`, or leave "
+                "expert_parallel out for this model."
+            )
+    lists = tuple(_measured(name, modules[name]) for name in found)
+    for held in lists:
+        if held.count % spec.degree:
+            raise ConfigError(
+                f"expert_parallel.degree is {spec.degree}, which does not divide the {held.count} "
+                f"experts of '{held.name}'. Every rank holds as many as the others. Use one of "
+                f"{_divisors(shard_ranks, held.count)}."
+            )
+    return ExpertPlan(degree=spec.degree, lists=lists)
+
+
+def _measured(name: str, experts: nn.Module) -> ExpertList:
+    elements = sum(param.numel() for param in experts.parameters())
+    return ExpertList(name=name, count=len(list(experts.children())), elements=elements)
+
+
+def _divisors(*numbers: int) -> str:
+    ranks = range(1, min(numbers) + 1)
+    return ", ".join(str(n) for n in ranks if not any(number % n for number in numbers))
+
+
+def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -> list[str]:
+    """Names of the lists that are asked for."""
+    if problems := list(unmatched_names(tree, spec.modules, "expert_parallel.modules")):
+        raise PlanError("\n".join(problems))
+    lists = [name for name in conditional_modules(tree) if isinstance(modules[name], _LISTS)]
+    matchers = [matcher(pattern) for pattern in spec.modules]
+    found = [name for name in lists if not matchers or any(m(name) for m in matchers)]
+    unmet = [p for p, m in zip(spec.modules, matchers, strict=True) if not any(map(m, lists))]
+    if unmet:
+        raise PlanError(
+            f"expert_parallel.modules holds '{unmet[0]}', which matches no list of experts. It "
+            f"would have no effect. Lists of experts in this model: {', '.join(lists) or 'none'}."
+        )
+    if not found:
+        raise PlanError(_without_lists(modules))
+    return found
+
+
+def _without_lists(modules: dict[str, nn.Module]) -> str:
+    stacked = [
+        f"'{name}' ({type(module).__name__})"
+        for name, module in modules.items()
+        if "expert" in name.rpartition(".")[2].lower()
+        and any(p is not None and p.ndim == 3 for p in module._parameters.values())
+    ]
+    if stacked:
+        return (
+            f"expert_parallel is asked for, and {stacked[0]} holds its experts in one tensor with "
+            "three dimensions. Ranks can hold lists of experts between them, not parts of such a "
+            "tensor. Leave expert_parallel out: FSDP2 shards the tensor as any other."
+        )
+    return (
+        "expert_parallel is asked for, and the model has no list of experts. It would have no "
+        "effect. Leave it out."
+    )
+
+
+def _why_not(name: str, modules: dict[str, nn.Module]) -> str | None:
+    above, _, attribute = name.rpartition(".")
+    experts, block = modules[name], modules[above]
+    kind = type(block).__name__
+    if attribute != "experts" or type(experts) is not nn.ModuleList or known_block(block) is None:
+        known = ", ".join(sorted(BLOCKS))
+        return (
+            f"it is not known how {kind} ('{above}') routes to '{name}'; these blocks of "
+            f"transformers are known: {known}"
+        )
+    return None
+
+
+def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
+    """Returns units in which each list of experts is one of its own. Collective: no.
+
+    Raises:
+        PlanError: a part of a list is a unit already, or tied to something outside.
+    """
+    changed: list[ShardUnit] = []
+    by_start = {f"{held.name}.": held for held in plan.lists}
+    starts = tuple(by_start)
+    for unit in units.units:
+        inside = next((start for start in starts if unit.modules[0].startswith(start)), None)
+        if inside is not None:
+            raise PlanError(
+                f"'{unit.modules[0]}' lies in the experts '{inside[:-1]}' and was chosen as a unit "
+                f"({unit.reason}). The experts of a rank are gathered together, for an expert may "
+                "get no token. Choose the block around them."
+            )
+        outside, taken = tuple(n for n in unit.params if not n.startswith(starts)), 0
+        for start in starts if len(outside) < len(unit.params) else ():
+            own = tuple(name for name in unit.params if name.startswith(start))
+            if own:
+                changed.append(_unit_of_experts(by_start[start], own, unit))
+                taken += by_start[start].elements
+        changed.append(replace(unit, params=outside, numel=unit.numel - taken))
+    made = {unit.modules[0] for unit in changed if unit.reason == REASON}
+    for names in units.tied:
+        if any(name.startswith(f"{unit}.") for name in names for unit in made):
+            raise PlanError(
+                f"{' and '.join(map(repr, names))} are one weight, and at least one of them "
+                "belongs to an expert. A rank holds some of the experts alone, so the weight would "
+                "be untied. Leave expert_parallel out for this model."
+            )
+    return replace(units, units=tuple(changed))
+
+
+def _unit_of_experts(held: ExpertList, params: tuple[str, ...], around: ShardUnit) -> ShardUnit:
+    """Freed after forward as the block around it is, unless that is the whole model."""
+    return ShardUnit(
+        modules=(held.name,),
+        params=params,
+        numel=held.elements,
+        reshard_after_forward=around.reshard_after_forward or around.top_level,
+        reason=REASON,
+        mixed_precision=around.mixed_precision,
+        is_block=False,
+    )

@@ -1,0 +1,120 @@
+"""Blocks of transformers that hold their experts in a list, and how each chooses among them.
+
+Source: https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/models/mixtral/modeling_mixtral.py#L115
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.fingerprint import fingerprint
+from composer_fsdp2.parallel.expert.experts import Experts
+
+__all__ = ["BLOCKS", "Block", "known_block"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A class of blocks."""
+
+    method: str
+    """the method that goes through all experts"""
+    code: frozenset[str]
+    """fingerprints of that method, as it was read"""
+    connect: Callable[[Any, Experts], None]
+    """has a block send its tokens to experts"""
+    calls_all: bool
+    """whether the method calls an expert without a token"""
+
+
+def known_block(block: nn.Module) -> Block | None:
+    """Returns what is known of the class of a block. Collective: no.
+
+    `None` for a class that is not known, and for code that is not the one that was read.
+    """
+    known = BLOCKS.get(type(block).__name__)
+    if known is None:
+        return None
+    function = getattr(type(block), known.method, None)
+    if getattr(getattr(block, known.method, None), "__func__", None) is not function:
+        return None  # somebody else has replaced it on this block
+    try:
+        return known if fingerprint(function) in known.code else None
+    except (OSError, TypeError):
+        return None
+
+
+def _route_by_softmax(block: Any, experts: Experts) -> None:
+    """Of Mixtral, Qwen3-MoE and OLMoE: `top_k` of a softmax, which Mixtral always normalises."""
+    normalises = getattr(block, "norm_topk_prob", True)
+    noise = getattr(block, "jitter_noise", 0.0)
+
+    def forward(block: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if block.training and noise > 0:
+            drawn = torch.empty_like(hidden_states).uniform_(1.0 - noise, 1.0 + noise)
+            hidden_states = hidden_states * drawn
+        tokens = hidden_states.view(-1, hidden_states.shape[-1])
+        logits = block.gate(tokens)
+        shares = torch.softmax(logits, dim=1, dtype=torch.float)
+        chosen = experts.recall(torch.topk(shares.detach(), block.top_k, dim=-1).indices)
+        weights = shares.gather(1, chosen)
+        if normalises:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights = weights.to(tokens.dtype)
+        made = experts.compute(tokens, chosen, weights, tokens.dtype)
+        return made.view(hidden_states.shape), logits
+
+    block.forward = MethodType(forward, block)
+
+
+def _route_by_groups(block: Any, experts: Experts) -> None:
+    """Of DeepSeek-V3, whose router is a module of its own, beside experts that all tokens share."""
+
+    def moe(
+        _block: Any, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        made = experts.compute(hidden_states, chosen, weights, weights.dtype)
+        return made.type(hidden_states.dtype)
+
+    choose = block.gate.get_topk_indices
+
+    def choose_again(scores: torch.Tensor) -> torch.Tensor:
+        return experts.recall(choose(scores))
+
+    block.gate.get_topk_indices = choose_again
+    block.moe = MethodType(moe, block)
+
+
+BLOCKS: dict[str, Block] = {
+    "MixtralSparseMoeBlock": Block(
+        method="forward",
+        code=frozenset({"e5c3c2e2c2f7c3ad"}),
+        connect=_route_by_softmax,
+        calls_all=True,
+    ),
+    "Qwen3MoeSparseMoeBlock": Block(
+        method="forward",
+        code=frozenset({"78e0f141832c1f74"}),
+        connect=_route_by_softmax,
+        calls_all=True,
+    ),
+    "OlmoeSparseMoeBlock": Block(
+        method="forward",
+        code=frozenset({"78e0f141832c1f74"}),
+        connect=_route_by_softmax,
+        calls_all=True,
+    ),
+    "DeepseekV3MoE": Block(
+        method="moe",
+        code=frozenset({"dd141367c437c48d"}),
+        connect=_route_by_groups,
+        calls_all=False,
+    ),
+}
+"""by the name of the class"""

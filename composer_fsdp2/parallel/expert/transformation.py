@@ -1,0 +1,118 @@
+"""Expert parallelism: the transformation of a model whose experts ranks hold between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2.blocks.transformation import ModelFacts
+from composer_fsdp2.config.schema import FSDP2Config
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.division import Divided, Division, untried_items
+from composer_fsdp2.parallel.expert.experts import Experts
+from composer_fsdp2.parallel.expert.mesh import ExpertMesh
+from composer_fsdp2.parallel.expert.plan import ExpertPlan, plan_experts, with_expert_units
+from composer_fsdp2.parallel.expert.routers import known_block
+from composer_fsdp2.parallel.expert.views import show_all_states
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+
+__all__ = ["ExpertParallel"]
+
+
+class ExpertParallel(Division[ExpertPlan]):
+    """Puts the experts of a rank in the place of each list of experts: `expert_parallel`."""
+
+    exchanges_modules: ClassVar[bool] = True
+
+    def check_items(
+        self, settings: FSDP2Config, items: Iterable[Any], microbatch_size: Any
+    ) -> None:
+        """Refuses callbacks and algorithms that have not been tried, and `auto`."""
+        if settings.expert_parallel is None or settings.expert_parallel.degree == 1:
+            return
+        if microbatch_size == "auto":
+            raise ConfigError(
+                "device_train_microbatch_size is auto, and expert parallelism is asked for. One "
+                "rank that runs out of memory in the middle of a layer would leave its group "
+                "waiting. Write a number of samples."
+            )
+        for name in untried_items(items):
+            raise ConfigError(
+                f"{name} and expert parallelism are both asked for. It may read or change weights, "
+                "and a rank has those of its own experts alone. Leave it out, or take 'ep' out of "
+                "parallelism_config."
+            )
+
+    def plan(self, facts: ModelFacts) -> ExpertPlan | None:
+        """Returns the lists of experts."""
+        spec = facts.settings.expert_parallel
+        if spec is None or spec.degree == 1:
+            return None
+        if facts.compute == torch.float16:
+            raise ConfigError(
+                "The precision is amp_fp16, and expert parallelism is asked for. Torch does not "
+                "tell all ranks that the gradient of an expert is infinite: some of them would "
+                "step, and have another scale of gradients from then on. Write amp_bf16."
+            )
+        if facts.odd_optimizer:
+            raise PlanError(
+                f"{facts.odd_optimizer} and expert parallelism are both asked for. It is not known "
+                "to compute each element by itself, and torch steps no experts together with other "
+                "weights. Use AdamW, Lion, SGD or another optimizer that steps element by element, "
+                "or composer_fsdp2.Muon."
+            )
+        plan = plan_experts(facts.tree, spec, facts.shard_ranks)
+        _refuse_quantised(facts.tree, plan)
+        return plan
+
+    def check(self, plan: ExpertPlan, facts: ModelFacts) -> None:
+        """Refuses groups of ranks that keep gathered weights: experts lie on other ranks."""
+        sizes = [facts.settings.reshard_after_forward]
+        sizes += [unit.reshard_after_forward for unit in facts.units.units]
+        if any(isinstance(size, int) and not isinstance(size, bool) for size in sizes):
+            raise PlanError(
+                "reshard_after_forward is a number beside expert_parallel, which has not been "
+                "tried: its groups are those of other weights. Ranks might keep other experts than "
+                "their own. Write true or false."
+            )
+
+    def adjust_units(self, plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
+        """Returns units of which the experts of each list are one."""
+        return with_expert_units(plan, units)
+
+    def apply_on(self, tree: ModuleTree, plan: ExpertPlan, mesh: DeviceMesh) -> Divided:
+        """Connects the blocks. Collective: yes, over the default group."""
+        modules = dict(tree.modules())
+        ranks = ExpertMesh.build(mesh, plan.degree)
+        for held in plan.lists:
+            block, experts = modules[held.name.rpartition(".")[0]], modules[held.name]
+            known = known_block(block)
+            assert known is not None
+            assert isinstance(experts, nn.ModuleList)
+            own = Experts(experts, ranks, calls_all=known.calls_all)
+            block.experts = own
+            known.connect(block, own)
+        return _DividedExperts()
+
+
+class _DividedExperts(Divided):
+    def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Has its state dicts show the experts as FSDP2 alone would shard them."""
+        show_all_states(optimizer)
+
+
+def _refuse_quantised(tree: ModuleTree, plan: ExpertPlan) -> None:
+    inside = tuple(f"{held.name}." for held in plan.lists)
+    for ref in tree.params:
+        whole = ref.param.is_floating_point() and type(ref.param.data).__name__ == "Tensor"
+        if ref.name.startswith(inside) and not whole:
+            raise PlanError(
+                f"'{ref.name}' is quantised or divided already, and belongs to an expert. It has "
+                "not been tried to send tokens to such experts. Leave expert_parallel out, or load "
+                "the weights in bf16 or fp32."
+            )

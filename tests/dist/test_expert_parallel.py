@@ -1,0 +1,504 @@
+"""Experts over ranks, against one process that computes the batch of every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from composer_fsdp2 import Muon, clip_grad_norm_, install, prepare_fully_shard
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.expert.experts import Experts
+from composer_fsdp2.parallel.expert.held import is_elsewhere
+from composer_fsdp2.step.run import run_of
+from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
+from tests.support.models import VOCAB
+from tests.support.parity import (
+    OPTIMIZERS,
+    TOLERANCE,
+    AutocastCPU,
+    assert_close,
+    assert_same_values,
+    full,
+    gathered,
+)
+
+RANKS, STEPS, ROWS, LENGTH = 4, 20, 2, 6
+COMPARED = 3
+"""steps whose gradients are compared, beside all weights at the end"""
+EXACT = 1e-12
+
+Batch = list[torch.Tensor]
+"""token ids of each rank"""
+
+pytestmark = [
+    pytest.mark.world_size(RANKS),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+]
+
+
+def batches(steps: int = STEPS, lengths: Sequence[int] = (LENGTH,) * RANKS) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [torch.randint(0, VOCAB, (ROWS, length), generator=generator) for length in lengths]
+        for _ in range(steps)
+    ]
+
+
+def pair(family: str, dtype: torch.dtype = torch.float32, *, forced: bool = False) -> list[Any]:
+    """Two models of equal weights whose loss has the balance of experts in it, if they have one.
+
+    A token has two experts, but for routes by force: the weight of a single one may be 1 whatever
+    the router says, and give it no gradient.
+    """
+    models: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        model: Any = FAMILIES[family][0]().to(dtype)
+        if hasattr(model.config, "router_aux_loss_coef"):
+            model.config.output_router_logits = True
+            model.config.router_aux_loss_coef = 0.5
+        for module in () if forced else model.modules():
+            for name in ("top_k", "num_experts_per_tok"):
+                if hasattr(module, name):
+                    setattr(module, name, 2)
+        models.append(force(model) if forced else model)
+    return models
+
+
+def backward(model: Any, ids: Batch, parts: int = 1) -> torch.Tensor:
+    """The mean loss of what is given, with its gradients."""
+    total = torch.zeros(())
+    rows = [part for one in ids for part in one.chunk(parts)]
+    for part in rows:
+        loss = model(part, labels=part).loss / len(rows)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def mean_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(value)
+    return value / dist.get_world_size()
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Those of all ranks' parameters, whole."""
+    named = model.named_parameters()
+    own = {
+        name.replace("_checkpoint_wrapped_module.", ""): full(param.grad)
+        for name, param in named
+        if param.grad is not None
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return {name: grad for one in everyone for name, grad in one.items()}
+
+
+def same_gradients(oracle: nn.Module, model: nn.Module, tolerance: float) -> None:
+    expected, got = gradients(oracle), gradients(model)
+    assert expected.keys() == got.keys()
+    for name, grad in expected.items():
+        assert_close(f"gradient of {name}", grad, got[name], tolerance)
+
+
+def same_state(
+    oracle: torch.optim.Optimizer, optimizer: torch.optim.Optimizer, tolerance: float
+) -> None:
+    expected, got = oracle.state_dict(), optimizer.state_dict()
+    assert expected["param_groups"] == got["param_groups"]
+    assert expected["state"].keys() == got["state"].keys()
+    for number, entry in expected["state"].items():
+        assert entry.keys() == got["state"][number].keys()
+        for key, value in entry.items():
+            if isinstance(value, torch.Tensor):
+                assert_close(
+                    f"{key} of {number}", value, full(got["state"][number][key]), tolerance
+                )
+
+
+def train(
+    models: list[Any],
+    config: dict[str, Any],
+    optimizer: str = "sgd",
+    *,
+    data: list[Batch] | None = None,
+    routes: Sequence[Sequence[int]] = (),
+    tolerance: float = TOLERANCE,
+    microbatches: int = 1,
+    clip: float | None = None,
+    optimizers: list[Any] | None = None,
+) -> None:
+    """Trains both and asserts at every step that they agree."""
+    oracle, model = models
+    optimizers = optimizers or [OPTIMIZERS[optimizer](one.parameters()) for one in models]
+    prepare_fully_shard(model, optimizers[1], config, precision="fp32", device="cpu")
+    run, rank = run_of(model), dist.get_rank()
+    assert run is not None
+    for step, ids in enumerate(data or batches()):
+        if routes:
+            route = list(routes[step % len(routes)])
+            total = torch.zeros(())
+            for number, one in enumerate(ids):
+                choose(oracle, route[number * ROWS : (number + 1) * ROWS])
+                loss = oracle(one, labels=one).loss / len(ids)
+                loss.backward()
+                total += loss.detach()
+            choose(model, route[rank * ROWS : (rank + 1) * ROWS])
+        else:
+            total = backward(oracle, ids, microbatches)
+        own = ids[rank].chunk(microbatches)
+        got = torch.zeros(())
+        with run.accumulation.batch():
+            for number, part in enumerate(own, 1):
+                with run.accumulation.microbatch(last=number == microbatches):
+                    loss = model(part, labels=part).loss / microbatches
+                    loss.backward()
+                    got += loss.detach()
+        assert_close(f"loss of step {step}", total, mean_over_ranks(got), max(tolerance, 1e-6))
+        if step < COMPARED or clip is not None:
+            same_gradients(oracle, model, tolerance)
+        if clip is not None:
+            norms = [
+                clip_grad_norm_(list(model.parameters()), clip),
+                torch.nn.utils.clip_grad_norm_(oracle.parameters(), clip),
+            ]
+            assert norms[1] > clip
+            assert_close("norm", norms[1], full(norms[0]), tolerance)
+            same_gradients(oracle, model, tolerance)
+        for stepped in optimizers:
+            stepped.step()
+            stepped.zero_grad()
+    assert_same_values(oracle, model, tolerance)
+    same_state(optimizers[0], optimizers[1], 10 * tolerance)
+
+
+LAYOUTS = pytest.mark.parametrize("degree", [4, 2])
+
+
+@pytest.mark.table("adamw-Mixtral-4", "sgd-DeepSeek-V3-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_as_in_one_process(family: str, degree: int, optimizer: str):
+    """Weights, gradients of routers and of the balance of experts, and optimizer state."""
+    train(pair(family), {"expert_parallel": {"degree": degree}}, optimizer)
+
+
+@pytest.mark.table("Mixtral-4", "Qwen3-MoE-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "DeepSeek-V3"])
+def test_in_double(family: str, degree: int):
+    """DeepSeek's blocks cannot be computed in double, for they add up in single precision."""
+    config = {"expert_parallel": degree, "mixed_precision": "FULL"}
+    train(pair(family, torch.float64), config, "adamw", tolerance=EXACT)
+
+
+ROUTES = {
+    "all to one": [[3] * 8],
+    "a rank gets none": [[0, 1, 2, 0, 1, 2, 0, 1], [1] * 8],
+    "an expert is dead": [[0, 0, 2, 2, 3, 3, 2, 0]],
+    "dead for some steps": [[0, 1, 0, 1, 0, 1, 0, 1], [2, 3, 2, 3, 2, 3, 2, 3], [0, 1, 2, 3] * 2],
+}
+
+
+@pytest.mark.table("Mixtral-a rank gets none-2", "DeepSeek-V3-dead for some steps-2")
+@LAYOUTS
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_routes(family: str, routes: str, degree: int):
+    """An expert without a token has the gradient that the model gives it: zeros, or none."""
+    models = pair(family, forced=True)
+    config = {"expert_parallel": degree}
+    train(models, config, "adamw", data=batches(6), routes=ROUTES[routes])
+
+
+@pytest.mark.table("Qwen3-MoE-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lengths_of_each_rank(family: str, degree: int):
+    models = pair(family)
+    for model in models:
+        model.config.output_router_logits = False
+    train(models, {"expert_parallel": degree}, data=batches(6, (2, 7, 3, 12)))
+
+
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_clipping(family: str, degree: int):
+    train(pair(family), {"expert_parallel": degree}, data=batches(5), clip=0.05)
+
+
+WITH: dict[str, dict[str, Any]] = {
+    "recomputed": {"activation_checkpointing": True},
+    "selected": {"activation_checkpointing": {"mode": "selective"}},
+    "offloaded": {"activation_checkpointing": True, "activation_cpu_offload": True},
+    "kept": {"reshard_after_forward": False},
+    "norms in fp32": {"keep_fp32": ["*norm*"]},
+    "prefetched": {"forward_prefetch": 1, "backward_prefetch": 1},
+    "last": {"gradient_sync": "last"},
+    "every": {"gradient_sync": "every"},
+    "copies": {"data_parallel_replicate_degree": 2},
+    "reduce_scatter_only": {
+        "data_parallel_replicate_degree": 2,
+        "gradient_sync": "reduce_scatter_only",
+    },
+}
+
+
+@pytest.mark.table("DeepSeek-V3-recomputed", "Mixtral-copies")
+@pytest.mark.parametrize("with_", WITH)
+@pytest.mark.parametrize("family", ["Mixtral", "DeepSeek-V3"])
+def test_beside(family: str, with_: str):
+    config = {"expert_parallel": 2, **WITH[with_]}
+    train(pair(family), config, "adamw", data=batches(5), microbatches=2)
+
+
+@pytest.mark.parametrize("start", ["everywhere", "on rank 0", "nowhere", "in a folder"])
+def test_first_weights_are_those_of_fsdp_alone(start: str, tmp_path: Path):
+    """Wherever the weights are before: each rank gets those of its own experts.
+
+    A model that has none starts from numbers drawn in another order than without experts over
+    ranks.
+    """
+    config: dict[str, Any] = {}
+    if start == "in a folder":
+        config["pretrained_weights"] = str(tmp_path)
+        if dist.get_rank() == 0:
+            saved: Any = FAMILIES["DeepSeek-V3"][0]()
+            saved.save_pretrained(tmp_path)
+        dist.barrier()
+    meta = start in ("nowhere", "in a folder") or (start == "on rank 0" and dist.get_rank() > 0)
+    found: list[dict[str, torch.Tensor]] = []
+    for degree in (2 if start == "nowhere" else 1, 4):
+        torch.manual_seed(5)
+        with torch.device("meta" if meta else "cpu"):
+            model = FAMILIES["DeepSeek-V3"][0]()
+        torch.manual_seed(5)
+        prepare_fully_shard(model, None, {**config, "expert_parallel": degree}, device="cpu")
+        found.append(gathered(model))
+    alone, over_ranks = found
+    assert alone.keys() == over_ranks.keys()
+    for name, value in alone.items():
+        assert torch.equal(value, over_ranks[name]), name
+        assert value.any() or "weight" not in name
+
+
+def test_recomputation_keeps_the_routes():
+    """Where the router would choose otherwise the second time, as rounding may have it on a GPU."""
+    model = pair("Mixtral")[0]
+    drawn = torch.Generator().manual_seed(dist.get_rank())
+    sizes: dict[nn.Module, list[Any]] = {}
+
+    def shift(_gate: Any, _args: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits + 5 * torch.randn(logits.shape, generator=drawn)
+
+    for module in model.modules():
+        if type(module).__name__ == "MixtralSparseMoeBlock":
+            module.get_submodule("gate").register_forward_hook(shift)
+    config = {"expert_parallel": 4, "activation_checkpointing": True}
+    prepare_fully_shard(model, None, config, device="cpu")
+    for module in model.modules():
+        if isinstance(module, Experts):
+            sizes[module] = []
+            module.register_forward_pre_hook(lambda m, args: sizes[m].append(args[1]))
+    own = batches(1)[0][dist.get_rank()]
+    model(own, labels=own).loss.backward()
+    assert sizes
+    for first, second in sizes.values():
+        assert first == second
+
+
+def test_a_rank_has_its_experts():
+    model = pair("Mixtral")[0]
+    prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
+    found = [module for module in model.modules() if isinstance(module, Experts)]
+    assert found
+    place = dist.get_rank() % 2
+    for experts in found:
+        assert isinstance(experts, FSDPModule)
+        names = {
+            name.split(".")[0]
+            for name, param in experts.named_parameters()
+            if not is_elsewhere(param)
+        }
+        assert names == {str(place * 2), str(place * 2 + 1)}
+        held = sum(p.to_local().numel() for p in experts.parameters() if isinstance(p, DTensor))
+        assert held == sum(param.numel() for param in experts.parameters()) // RANKS
+
+
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_autocast_is_that_of_fsdp_alone(family: str, degree: int):
+    """Gradients of a step in bf16, which other sums round otherwise."""
+    models, ids = pair(family), batches(1)[0][dist.get_rank()]
+    for model, config in zip(models, ({}, {"expert_parallel": degree}), strict=True):
+        prepare_fully_shard(model, None, config, precision="amp_bf16", device=AutocastCPU())
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(ids, labels=ids).loss
+        loss.backward()
+    same_gradients(models[0], models[1], 1e-2)
+
+
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+def test_muon(family: str, degree: int):
+    """Each matrix of an expert is orthogonalised by the ranks that shard it."""
+    models = pair(family)
+    how: dict[str, Any] = {"lr": 0.01, "iteration_dtype": "fp32"}
+    optimizers = [Muon(one, **how) for one in models]
+    config = {"expert_parallel": degree}
+    train(models, config, optimizers=optimizers, data=batches(5), tolerance=1e-5)
+
+
+@torch.no_grad()
+def test_evaluation():
+    oracle, model = pair("Qwen3-MoE")
+    prepare_fully_shard(model, None, {"expert_parallel": 4}, device="cpu")
+    for one in (oracle, model):
+        one.eval()
+    ids = batches(1)[0]
+    expected = sum(oracle(one, labels=one).loss for one in ids) / RANKS
+    own = ids[dist.get_rank()]
+    got = mean_over_ranks(model(own, labels=own).loss)
+    assert_close("loss", torch.as_tensor(expected), got)
+
+
+@torch.no_grad()
+def test_generate():
+    """Prompts of each rank's own length."""
+    install()
+    oracle, model = pair("Mixtral")
+    for one in (oracle, model):
+        one.config.output_router_logits = False
+        one.eval()
+    prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
+    prompt = torch.arange(1, 3 + dist.get_rank())[None]
+    how: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(oracle.generate(prompt, **how), model.generate(prompt, **how))
+
+
+ADAPTED = {
+    "Mixtral": ["w1", "w2", "gate"],
+    "Qwen3-MoE": ["up_proj", "down_proj"],
+    "DeepSeek-V3": ["up_proj"],
+    "OLMoE": ["q_proj"],
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", ADAPTED)
+def test_adapters(family: str, degree: int):
+    """An adapter for each expert, where all before it is frozen; or for attention alone."""
+    layers = ADAPTED[family]
+    models = [
+        peft.get_peft_model(
+            model,
+            peft.LoraConfig(
+                task_type="CAUSAL_LM", r=2, target_modules=layers, init_lora_weights=False
+            ),
+        )
+        for model in pair(family)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    train(models, {"expert_parallel": degree}, "adamw", data=batches(5))
+
+
+# --- What is refused ---
+
+
+class Renamed(nn.Module):
+    """A block whose router nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Sparse()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x)
+
+
+def _mixtral() -> nn.Module:
+    return pair("Mixtral")[0]
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
+    "ranks": (_mixtral, {"expert_parallel": 3}, ConfigError, "does not divide the 4 ranks"),
+    "experts": (
+        lambda: FAMILIES["Mixtral"][0](),
+        {"expert_parallel": {"degree": 8}},
+        ConfigError,
+        "does not divide the 4 ranks",
+    ),
+    "no experts": (
+        lambda: nn.Sequential(nn.Linear(2, 2)),
+        {"expert_parallel": 2},
+        PlanError,
+        "has no list of experts",
+    ),
+    "router": (Renamed, {"expert_parallel": 2}, PlanError, "not known how Mixture"),
+    "no match": (
+        _mixtral,
+        {"expert_parallel": {"degree": 2, "modules": ["*.gate"]}},
+        PlanError,
+        "matches no list of experts",
+    ),
+    "no name": (
+        _mixtral,
+        {"expert_parallel": {"degree": 2, "modules": ["*.mlp"]}},
+        PlanError,
+        "matches no module name",
+    ),
+    "tensor": (
+        _mixtral,
+        {"expert_parallel": 2, "tensor_parallel": 2},
+        ConfigError,
+        "'tensor_parallel' is set beside 'expert_parallel'",
+    ),
+    "unused": (
+        _mixtral,
+        {"expert_parallel": 2, "unused_parameters": False},
+        ConfigError,
+        "'unused_parameters' is false beside 'expert_parallel'",
+    ),
+    "units inside": (
+        _mixtral,
+        {"expert_parallel": 2, "reshard_after_forward": 2},
+        PlanError,
+        "reshard_after_forward is a number",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str):
+    """On every rank, before the model is changed."""
+    make, config, kind, text = REFUSED[case]
+    model = make()
+    before = [id(param) for param in model.parameters()]
+    with pytest.raises(kind, match=text):
+        prepare_fully_shard(model, None, config, device="cpu")
+    assert [id(param) for param in model.parameters()] == before
+
+
+def test_ranks_with_other_experts_are_refused():
+    model: Any = pair("Mixtral")[0]
+    if dist.get_rank() == 1:
+        model.model.layers[0].block_sparse_moe.experts = nn.ModuleList(
+            list(model.model.layers[0].block_sparse_moe.experts)[: EXPERTS // 2]
+        )
+    with pytest.raises(PlanError):
+        prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")

@@ -1,0 +1,253 @@
+"""Composer's Trainer with experts over ranks: settings, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms import EMA, GradientClipping
+from composer.callbacks import OptimizerMonitor, SpeedMonitor
+from composer.models import ComposerModel
+from torch import distributed as dist
+from torch.utils.data import TensorDataset
+
+from composer_fsdp2 import full_tensor, install, summon_full_params
+from composer_fsdp2.errors import ConfigError, PlanError
+from tests.support.experts import FAMILIES
+from tests.support.models import VOCAB
+from tests.support.parity import TOLERANCE, assert_close, full
+from tests.support.training import largest_difference, trainer_for, weights
+
+STEPS, SIZE = 3, 8
+
+pytestmark = [
+    pytest.mark.world_size(4),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.filterwarnings("ignore:.*are experts or towers"),
+]
+
+
+class Language(ComposerModel):
+    """A batch is (ids, ids)."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.net: Any = FAMILIES[family][0]()
+
+    def forward(self, batch: Any) -> Any:
+        return self.net(batch[0], use_cache=False)
+
+    def loss(self, outputs: Any, batch: Any, *_: Any) -> torch.Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, batch[0][:, 1:].flatten())
+
+
+def built(family: str = "Mixtral") -> Language:
+    torch.manual_seed(0)
+    return Language(family)
+
+
+def samples(steps: int = STEPS) -> TensorDataset:
+    ids = torch.randint(0, VOCAB, (steps * SIZE, 7), generator=torch.Generator().manual_seed(3))
+    return TensorDataset(ids, ids)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, eps=1e-5, weight_decay=0.1)
+
+
+def trainer_of(layout: dict[str, Any], family: str = "Mixtral", **kwargs: Any) -> Any:
+    model = built(family)
+    settings: dict[str, Any] = {"batch": SIZE // 4, "parallelism_config": layout}
+    return trainer_for(model, adamw(model), samples(), **(settings | kwargs))
+
+
+def trained_alone(family: str = "Mixtral") -> tuple[Language, torch.optim.Optimizer]:
+    model, data = built(family), samples()
+    optimizer = adamw(model)
+    for start in range(0, len(data), SIZE):
+        batch = data[start : start + SIZE]
+        model.loss(model(batch), batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def test_trainer_is_as_one_process():
+    install()
+    trainer = trainer_of(
+        {"ep": {"degree": 2}, "fsdp2": {}},
+        "DeepSeek-V3",
+        algorithms=[GradientClipping("norm", 100.0)],
+        callbacks=[SpeedMonitor()],
+        device_train_microbatch_size=1,
+    )
+    trainer.fit()
+    expected, _ = trained_alone("DeepSeek-V3")
+    assert trainer.state.timestamp.sample.value == STEPS * SIZE
+    assert largest_difference(trainer.state.model, expected) <= TOLERANCE
+
+
+# --- Checkpoints ---
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP 4": {"ep": {"degree": 4}, "fsdp2": {}},
+    "EP 2 x FSDP 2": {"ep": {"degree": 2}, "fsdp2": {}},
+    "FSDP 4": {"fsdp2": {}},
+    "HSDP 2 x 2": {"fsdp2": {"data_parallel_replicate_degree": 2}},
+    "EP 2 in HSDP": {"ep": {"degree": 2}, "fsdp2": {"data_parallel_replicate_degree": 2}},
+    "TP 2 x FSDP 2": {
+        # Their attention has one head of keys.
+        "tp": {"degree": 2, "layer_plan": {"*.self_attn.*": "whole"}},
+        "fsdp2": {},
+    },
+}
+
+PAIRS = [
+    (family, one, other)
+    for family in ("Mixtral", "DeepSeek-V3")
+    for one in LAYOUTS
+    for other in LAYOUTS
+    if "EP" in one + other and (family == "Mixtral" or "TP" not in one + other)
+]
+
+
+def _state(trainer: Any) -> dict[str, torch.Tensor]:
+    """Whole state of the optimizer, by name and key. Collective: yes."""
+    found: dict[str, torch.Tensor] = {}
+    values = trainer.state.get_optim_state_dict()["AdamW"]["state"]
+    for name, entry in values.items():
+        found.update({f"{name}/{key}": full(value).clone() for key, value in entry.items()})
+    return found
+
+
+def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+@pytest.mark.table("Mixtral-EP 2 x FSDP 2-FSDP 4-sharded", "DeepSeek-V3-FSDP 4-EP 4-full")
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("case", PAIRS, ids="-".join)
+def test_checkpoints_of_another_layout(case: tuple[str, str, str], kind: str, tmp_path: Path):
+    """At no difference at all, the state of the optimizer included."""
+    install()
+    family, *names = case
+    before, after = (_with_kind(LAYOUTS[name], kind) for name in names)
+    saving = trainer_of(before, family, save_folder=str(tmp_path), save_interval="1ep")
+    saving.fit()
+    values, state = weights(saving.state.model), _state_as("sharded", saving)
+    (path,) = [one for one in tmp_path.iterdir() if not one.is_symlink()]
+    loading = trainer_of(after, family, load_path=str(path))
+    assert _difference(values, weights(loading.state.model)) == 0.0
+    assert _difference(state, _state_as("sharded", loading)) == 0.0
+    loading.fit(duration="1ep")
+
+
+def _with_kind(layout: dict[str, Any], kind: str) -> dict[str, Any]:
+    return {**layout, "fsdp2": {**layout["fsdp2"], "state_dict_type": kind}}
+
+
+def _state_as(kind: str, trainer: Any) -> dict[str, torch.Tensor]:
+    config: Any = trainer.state.fsdp_config
+    asked, config.state_dict_type = config.state_dict_type, kind
+    found = _state(trainer)
+    config.state_dict_type = asked
+    return found
+
+
+def test_a_file_is_that_of_one_process(tmp_path: Path):
+    install()
+    layout = {"ep": 2, "fsdp2": {"state_dict_type": "full"}}
+    trainer = trainer_of(layout, save_folder=str(tmp_path), save_interval="1ep")
+    trainer.fit()
+    values = weights(trainer.state.model)
+    dist.barrier()
+    (path,) = [one for one in tmp_path.iterdir() if not one.is_symlink()]
+    saved = torch.load(path, weights_only=False)["state"]
+    assert _difference(values, saved["model"]) == 0.0
+    expected, optimizer = trained_alone()
+    names = [name for name, _ in expected.named_parameters()]
+    assert [
+        name for group in saved["optimizers"]["AdamW"]["param_groups"] for name in group["params"]
+    ] == names
+    for name, param in expected.named_parameters():
+        for key, value in optimizer.state[param].items():
+            assert_close(
+                f"{key} of {name}", value, saved["optimizers"]["AdamW"]["state"][name][key]
+            )
+
+
+def test_whole_weights_are_shown_and_written():
+    install()
+    trainer = trainer_of({"ep": {"degree": 4}, "fsdp2": {}})
+    trainer.fit()
+    model = trainer.state.model
+    expected = weights(model)
+    names = [name for name, _ in model.named_parameters() if "experts.2" in name]
+    assert names
+    for name in names:
+        whole = full_tensor(model, name)
+        assert whole is not None
+        assert torch.equal(whole, expected[name])
+    with summon_full_params(model):
+        for name, param in model.named_parameters():
+            assert torch.equal(param, expected[name]), name
+            param.data.mul_(2.0)
+    assert _difference(weights(model), {name: 2 * value for name, value in expected.items()}) == 0.0
+
+
+def test_items_that_have_not_been_tried_are_refused():
+    install()
+    with pytest.raises(ConfigError, match="OptimizerMonitor and expert parallelism"):
+        trainer_of({"ep": {"degree": 2}, "fsdp2": {}}, callbacks=[OptimizerMonitor()])
+
+
+def _averages(trainer: Any) -> dict[str, torch.Tensor]:
+    """Whole averages by name. Collective: yes."""
+    (ema,) = trainer.state.algorithms
+    named = ema.state_dict()["ema_model"]["named_parameters_dict"]
+    return {name: full(tensor).clone() for name, tensor in named.items()}
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+def test_averages_go_on_in_another_layout(kind: str, tmp_path: Path):
+    install()
+    before, after = (_with_kind(LAYOUTS[name], kind) for name in ("EP 2 x FSDP 2", "FSDP 4"))
+    found: list[Any] = []
+    for number, (one, other) in enumerate([(before, after), (after, before)]):
+        folder = tmp_path / str(number)
+        ema: dict[str, Any] = {"algorithms": [EMA(half_life="2ba")]}
+        saving = trainer_of(one, save_folder=str(folder), save_interval="1ep", **ema)
+        saving.fit()
+        found.append(_averages(saving))
+        (path,) = [saved for saved in folder.iterdir() if not saved.is_symlink()]
+        ema = {"algorithms": [EMA(half_life="2ba")]}
+        loading = trainer_of(other, load_path=str(path), **ema)
+        loading.fit(duration="1ep")
+        assert loading.state.timestamp.batch.value == 2 * STEPS
+        found.append(_averages(loading))
+    assert max(_difference(found[0], found[2]), _difference(found[1], found[3])) <= TOLERANCE
+
+
+def test_settings_that_stand_twice_are_refused():
+    install()
+    with pytest.raises(ConfigError, match=r"Both 'ep' and 'fsdp2\.expert_parallel'"):
+        trainer_of({"ep": {"degree": 2}, "fsdp2": {"expert_parallel": 2}})
+    with pytest.raises(ConfigError, match="has 'ep' without 'fsdp2'"):
+        trainer_of({"ep": {"degree": 2}})
+    with pytest.raises(ConfigError, match="is auto, and expert parallelism"):
+        trainer_of({"ep": {"degree": 2}, "fsdp2": {}}, device_train_microbatch_size="auto")
+
+
+def test_an_optimizer_that_was_built_later_is_refused():
+    from composer_fsdp2 import prepare_fully_shard
+
+    model = built()
+    prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
+    batch = samples()[:2]
+    model.loss(model(batch), batch).backward()
+    with pytest.raises(PlanError, match="the experts of one rank alone"):
+        adamw(model).step()
