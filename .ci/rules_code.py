@@ -16,8 +16,9 @@ Found = tuple[int, str]
 """Line and text of an offender."""
 
 ORDER = (
-    *("errors", "fingerprint", "torch_private", "progress", "ranks", "text", "config", "plan", "blocks"),
+    *("errors", "fingerprint", "torch_private", "progress", "ranks", "text", "config", "plan"),
     *(
+        "blocks",
         "parallel",
         "shard",
         "step",
@@ -40,7 +41,7 @@ GLUE = {
     "cli": {"composer", "llmfoundry", "transformers"},
 }
 """The libraries we plug into, and the only stages that may know them."""
-TORCH_ALONE = {"torch_private", "ranks", "text", *ORDER[ORDER.index("config") : ORDER.index("checkpoint")]}
+TORCH_ALONE = {"torch_private", *ORDER[ORDER.index("ranks") : ORDER.index("checkpoint")]}
 CHECKPOINT_ALONE = {"huggingface_hub", "numpy", "safetensors", "torch", "tqdm"}
 """Libraries that these stages, and checkpoint, may import; no other."""
 REPLACING = (ROOM, "trainer/patches/")
