@@ -45,6 +45,8 @@ class Traffic:
     gathered: int = 0
     reduced: int = 0
     averaged: int = 0
+    exchanged: int = 0
+    """rows that go to other ranks and those that stay, in `wire` neither"""
     wire: float = 0.0
     """what a ring sends: (n-1)/n of a gather or a scatter, twice that of an all-reduce"""
     calls: Counter[str] = field(default_factory=Counter)
@@ -100,6 +102,8 @@ class CountTraffic(TorchDispatchMode):
         elif name in ("all_reduce", "all_reduce_"):
             group = torch._C._distributed_c10d._resolve_process_group(args[2])
             self.traffic.average(_nbytes(args[0]), group.size())
+        elif name == "alltoall_base_":
+            self.traffic.exchanged += _nbytes(args[1])
         elif name not in _CONTROL:
             self.traffic.calls[f"other:{name}"] += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["child_name", "listed"]
+__all__ = ["child_name", "listed", "plain_name"]
 
 
 def listed(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
@@ -17,3 +17,10 @@ def listed(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
 def child_name(path: str, name: str) -> str:
     """Returns the full name of a child; the path of the root is empty."""
     return f"{path}.{name}" if path else name
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a parameter or module in the model without wrappers."""
+    # Of activation checkpointing, `torch.compile` and FSDP1.
+    wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
+    return ".".join(part for part in name.split(".") if part not in wrappers)

@@ -16,6 +16,7 @@ from typing import Any
 
 from composer_fsdp2.checkpoint.source import Checkpoint, FileCheckpoint
 from composer_fsdp2.errors import CheckpointError
+from composer_fsdp2.text import plain_name
 
 __all__ = [
     "ACTIVE",
@@ -29,8 +30,6 @@ __all__ = [
 ]
 
 ACTIVE = "ema_weights_active"
-# In the names: activation checkpointing, `torch.compile`, FSDP1.
-_WRAPPERS = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
 
 
 def vet_algorithms(state_dict: Mapping[str, Any]) -> None:
@@ -142,4 +141,4 @@ def _plain(name: str) -> str:
     # EMA takes the names of `state.model`; DDP, where it is around the model, adds this prefix.
     while name.startswith("module."):
         name = name.removeprefix("module.")
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return plain_name(name)

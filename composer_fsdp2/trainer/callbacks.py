@@ -20,7 +20,7 @@ from composer_fsdp2.optim.norms import Groups, groups_of, local_part, whole_metr
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.step.agreement import agreement_of
 from composer_fsdp2.step.run import run_of
-from composer_fsdp2.trainer.load_steps import plain_name
+from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
 __all__ = [

@@ -14,9 +14,9 @@ from composer.utils import dist, format_name_with_dist_and_time, reproducibility
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.checkpoint.write import together
+from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.config import TrainerFSDP2Config
 from composer_fsdp2.trainer.groups import View
-from composer_fsdp2.trainer.load_steps import plain_name
 from composer_fsdp2.trainer.override_attribute import override_attribute
 from composer_fsdp2.trainer.save import write_whole_file
 

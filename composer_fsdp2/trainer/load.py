@@ -41,6 +41,7 @@ from composer_fsdp2.optim.rates import set_rates_by_schedules
 from composer_fsdp2.parallel.row_order import order_of, whole_to_part
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
+from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.load_steps import (
     Ignore,
     StateDict,
@@ -49,7 +50,6 @@ from composer_fsdp2.trainer.load_steps import (
     left_out_notes,
     lossy_notes,
     mixes_averages,
-    plain_name,
     remove_keys,
     run_on_all_ranks,
     warn_on_rank_0,

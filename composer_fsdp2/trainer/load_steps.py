@@ -36,7 +36,6 @@ __all__ = [
     "left_out_notes",
     "lossy_notes",
     "mixes_averages",
-    "plain_name",
     "remove_keys",
     "run_on_all_ranks",
     "set_node_rank",
@@ -61,13 +60,6 @@ def run_on_all_ranks(act: Callable[[], Any]) -> Any:
         error.__cause__ = failed
     raise_on_all_ranks({}, error)
     return found
-
-
-def plain_name(name: str) -> str:
-    """Returns a parameter's name in the model without wrappers."""
-    # Of activation checkpointing, `torch.compile` and FSDP1.
-    wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
-    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def drop_keys(values: StateDict, ignore: Ignore) -> StateDict:

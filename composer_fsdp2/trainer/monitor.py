@@ -16,7 +16,9 @@ from torch import nn
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.norms import local_part
+from composer_fsdp2.parallel.expert.experts import Experts
 from composer_fsdp2.step.run import Run, StepListener, run_of
+from composer_fsdp2.text import plain_name
 from composer_fsdp2.torch_private.members import check_private_members
 from composer_fsdp2.torch_private.units import (
     all_reduce_hook,
@@ -45,6 +47,8 @@ class FSDP2Monitor(Callback):
     - `fsdp2/collectives`: their number.
     - `fsdp2/peak_unsharded_bytes`: the most that gathered units took at one time.
     - `fsdp2/peak_allocated_bytes`: of the CUDA allocator, since the process started.
+    - `fsdp2/expert_load/LAYER`: with `expert_parallel`, tokens of the expert with the most of them
+      over the mean of the layer's experts, on all ranks together.
     - `fsdp2/mfu`: as SpeedMonitor defines it, of this rank and the last batch.
 
     What runs between batches, such as an evaluation, is not counted. On rank 0 a line about the
@@ -111,7 +115,10 @@ class FSDP2Monitor(Callback):
         self._traffic.begin()
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Logs what was counted. With one rank there is no traffic."""
+        """Logs what was counted. With one rank there is no traffic.
+
+        Collective: yes, over the default group, with `expert_parallel`.
+        """
         found: dict[str, float] = dict(self._traffic.counts) if dist.get_world_size() > 1 else {}
         if state.device.name == "gpu":
             found["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
@@ -119,6 +126,7 @@ class FSDP2Monitor(Callback):
         flops = getattr(state.model, "flops_per_batch", None)
         if flops is not None and self.gpu_flops_available and seconds:
             found["mfu"] = float(flops(state.batch)) / (seconds * self.gpu_flops_available)
+        found |= _expert_loads(state.model)
         logger.log_metrics({f"fsdp2/{name}": value for name, value in found.items()})
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -165,6 +173,19 @@ class _Traffic(StepListener):
         self._gathered = {g: n for g, n in held if g is coming or holds_gathered(g)}
         peak = max(self.counts["peak_unsharded_bytes"], sum(self._gathered.values()))
         self.counts["peak_unsharded_bytes"] = peak
+
+
+def _expert_loads(model: nn.Module) -> dict[str, float]:
+    """How uneven the batch's tokens were shared between the experts of each layer; 1 is even."""
+    layers = {n: module for n, module in model.named_modules() if isinstance(module, Experts)}
+    if not layers:
+        return {}
+    tokens = torch.cat([experts.take_load() for experts in layers.values()])
+    dist.all_reduce(tokens)
+    parts = tokens.split([experts.count for experts in layers.values()])
+    busiest = torch.stack([part.max() / part.sum().clamp(min=1) * len(part) for part in parts])
+    names = (f"expert_load/{plain_name(name)}" for name in layers)
+    return dict(zip(names, busiest.tolist(), strict=True))
 
 
 def describe_sharding(model: nn.Module, run: Run) -> str:

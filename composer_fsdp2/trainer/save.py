@@ -37,9 +37,10 @@ from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
+from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
 from composer_fsdp2.trainer.hugging_face import own_class
-from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys, plain_name
+from composer_fsdp2.trainer.load_steps import Ignore, StateDict, drop_keys
 
 __all__ = [
     "check_saved_adapters",

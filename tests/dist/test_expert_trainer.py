@@ -9,18 +9,21 @@ import pytest
 import torch
 from composer.algorithms import EMA, GradientClipping
 from composer.callbacks import OptimizerMonitor, SpeedMonitor
+from composer.loggers import InMemoryLogger
 from composer.models import ComposerModel
+from composer.utils.dist import get_sampler
 from torch import distributed as dist
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from composer_fsdp2 import full_tensor, install, summon_full_params
+from composer_fsdp2 import FSDP2Monitor, full_tensor, install, summon_full_params
 from composer_fsdp2.errors import ConfigError, PlanError
-from tests.support.experts import FAMILIES
+from tests.support.experts import EXPERTS, FAMILIES
 from tests.support.models import VOCAB
 from tests.support.parity import TOLERANCE, assert_close, full
 from tests.support.training import largest_difference, trainer_for, weights
 
 STEPS, SIZE = 3, 8
+LAYER = "DeepseekV3DecoderLayer"
 
 pytestmark = [
     pytest.mark.world_size(4),
@@ -88,6 +91,34 @@ def test_trainer_is_as_one_process():
     expected, _ = trained_alone("DeepSeek-V3")
     assert trainer.state.timestamp.sample.value == STEPS * SIZE
     assert largest_difference(trainer.state.model, expected) <= TOLERANCE
+
+
+def test_loads_are_those_of_all_ranks():
+    """With microbatches and recomputation, of each batch by itself, and none of an evaluation."""
+    install()
+    logger = InMemoryLogger()
+    trainer_of(
+        {"ep": {"degree": 2}, "fsdp2": {"activation_checkpointing": {"classes": [LAYER]}}},
+        "DeepSeek-V3",
+        callbacks=[FSDP2Monitor()],
+        loggers=[logger],
+        device_train_microbatch_size=1,
+        eval_dataloader=DataLoader(samples(1), batch_size=2, sampler=get_sampler(samples(1))),
+        eval_interval="1ba",
+    ).fit()
+    model, data = built("DeepSeek-V3"), samples()
+    seen: dict[str, list[torch.Tensor]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".gate"):
+            seen[name.replace("gate", "experts")] = chosen = []
+            module.register_forward_hook(lambda _, __, out, chosen=chosen: chosen.append(out[0]))
+    model(data[:SIZE])
+    assert seen
+    for name, (chosen,) in seen.items():
+        tokens = chosen.flatten().bincount(minlength=EXPERTS)
+        metrics = logger.data[f"fsdp2/expert_load/{name}"]
+        assert len(metrics) == STEPS
+        assert metrics[0][1] == pytest.approx(tokens.max().item() / tokens.float().mean().item())
 
 
 # --- Checkpoints ---

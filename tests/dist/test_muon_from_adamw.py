@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.utils.data import TensorDataset
 
 from composer_fsdp2 import CheckpointError, Muon, installed
-from composer_fsdp2.trainer.load_steps import plain_name
+from composer_fsdp2.text import plain_name
 from tests.support.fsdp1_fixtures import NAMES, SAVED_AT, digest, expected, settings_of, tiny_model
 from tests.support.models import TinyComposer
 from tests.support.parity import full, gathered

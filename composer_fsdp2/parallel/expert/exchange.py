@@ -26,6 +26,8 @@ class Routing:
 
     chosen: torch.Tensor
     """experts of each token, (tokens, experts of a token)"""
+    counts: torch.Tensor
+    """rows for each expert of the group"""
     order: torch.Tensor
     """pairs of token and expert, sorted by the expert"""
     sent: list[int]
@@ -63,7 +65,7 @@ class Routing:
             held.repeat_interleave(theirs, output_size=sum(received)), stable=True
         )
         sizes = [sum(rows) for rows in zip(*numbers[1], strict=True)]
-        return cls(chosen, order, sent, received, sizes, by_expert)
+        return cls(chosen, mine, order, sent, received, sizes, by_expert)
 
 
 def exchange(

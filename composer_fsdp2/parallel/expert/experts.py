@@ -42,6 +42,7 @@ class Experts(nn.Module):
         show_all_experts(self)
         self._calls_all = calls_all
         self._routings: list[weakref.ref[Routing]] = []
+        self._load: torch.Tensor | int = 0
 
     @property
     def _share(self) -> int:
@@ -120,9 +121,19 @@ class Experts(nn.Module):
         known = len(found) == 1 and found[0].chosen.shape == chosen.shape
         return found[0].chosen if known else chosen
 
+    def take_load(self) -> torch.Tensor:
+        """Returns how many tokens of this rank each expert got in training, (experts,).
+
+        Of all forwards since the last call, what is computed again left out. Collective: no.
+        """
+        empty = torch.zeros(self.count, dtype=torch.int64, device=self.mesh.usual.device_type)
+        load, self._load = empty + self._load, 0
+        return load
+
     def _remember(self, routing: Routing) -> None:
         """Keeps the routing as long as the graph of this forward lives, which holds it."""
         if torch.is_grad_enabled() and backward_number() < 0:
+            self._load = self._load + routing.counts
             self._routings = [ref for ref in self._routings if ref() is not None]
             self._routings.append(weakref.ref(routing))
 
