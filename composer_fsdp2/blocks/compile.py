@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from composer_fsdp2.blocks.chunked_loss import ChunkedHead
 from composer_fsdp2.blocks.transformation import ModelFacts, Transformation
 from composer_fsdp2.config.blocks import ActivationSpec, CompileSpec
 from composer_fsdp2.config.messages import nearest
@@ -106,6 +107,8 @@ class CompileBlocks(Transformation[CompilePlan]):
             # that are entered when a block runs again.
             while isinstance(module, OffloadWrapper) or (tree.recalls and is_wrapper(module)):
                 module = wrapped_module(module)
+            if isinstance(module.forward, ChunkedHead):
+                continue  # which computes when the loss asks for it
             # `module.compile()` would compile the hooks too, and those of FSDP2 end a graph.
             module.forward = torch.compile(
                 module.forward, fullgraph=spec.fullgraph, dynamic=spec.dynamic, **arguments

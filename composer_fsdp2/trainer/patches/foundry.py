@@ -69,7 +69,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         replacement="trainer.groups:show_batch",
         feature=GROUPS,
         why="logs a batch that is multiplied, so that each group of ranks gets its share",
-        upstream=f"{_UPSTREAM}/utils/config_utils.py#L461",
+        upstream=f"{_UPSTREAM}/utils/config_utils.py#L465",
         takes={"cfg"},
     ),
     _row(

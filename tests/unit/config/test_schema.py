@@ -156,7 +156,6 @@ BAD = {
         True,
         *(ExpertSpec(degree=degree) for degree in (0, -1, 2.5, None, True)),
         ExpertSpec(modules=(1,)),
-        ExpertSpec(modules=("re:(",)),
     ],
     "tiled_mlp": [
         2,
@@ -750,6 +749,7 @@ def test_forms_of_the_settings_of_blocks():
     [
         ({"activation_checkpointing": {"class": ["A"]}}, "Did you mean 'classes'"),
         ({"activation_checkpointing": {"names": "re:("}}, "is no regular expression"),
+        ({"expert_parallel": {"degree": 2, "modules": "re:("}}, "is no regular expression"),
         ({"activation_checkpointing": {"memory_budget": 0.5}}, "Write compile: true"),
         (
             {"activation_checkpointing": {"memory_budget": 0.5, "every": 2}, "compile": True},
