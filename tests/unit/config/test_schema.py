@@ -749,7 +749,6 @@ def test_forms_of_the_settings_of_blocks():
     [
         ({"activation_checkpointing": {"class": ["A"]}}, "Did you mean 'classes'"),
         ({"activation_checkpointing": {"names": "re:("}}, "is no regular expression"),
-        ({"expert_parallel": {"degree": 2, "modules": "re:("}}, "is no regular expression"),
         ({"activation_checkpointing": {"memory_budget": 0.5}}, "Write compile: true"),
         (
             {"activation_checkpointing": {"memory_budget": 0.5, "every": 2}, "compile": True},
@@ -767,6 +766,7 @@ def test_forms_of_the_settings_of_blocks():
         ({"fp8": {"recipe": "rowwise", "all_gather": True}}, "one scale for the whole weight"),
         ({"fp8": True, "tiled_mlp": {"shards": 2}}, "'fp8' and 'tiled_mlp' are both set"),
         ({"fp8": {"all_gather": True}, "cpu_offload": True}, "torch loses track of the cast"),
+        ({"expert_parallel": {"degree": 2, "modules": "re:("}}, "is no regular expression"),
     ],
 )
 def test_mistakes_in_the_settings_of_blocks(written, said):
