@@ -96,8 +96,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         {
             _GROUP: "pre_forward post_forward unshard wait_for_unshard _to_unsharded _to_sharded "
             "_to_sharded_post_forward pre_backward post_backward",
-            _DISPATCHER: "_propagate_op_sharding_dispatch_slow_path|dispatch "
-            "_try_replicate_spec_for_scalar_tensor",
+            _DISPATCHER: "_propagate_op_sharding_dispatch_slow_path|dispatch",
         },
     ),
     *_rows(

@@ -193,22 +193,26 @@ def _guard_combining(guard: _Guard) -> None:
     A loop of one's own, and a backward, run outside of all hooks of the model.
     """
     dispatcher: Any = DTensor._op_dispatcher
-    # Newer torch dispatches in C++, which calls these where it needs Python.
-    newer = ("_propagate_op_sharding_dispatch_slow_path", "_try_replicate_spec_for_scalar_tensor")
-    for name in newer if hasattr(dispatcher, newer[0]) else ("dispatch",):
-        setattr(dispatcher, name, _explained(getattr(dispatcher, name), guard))
+    # Newer torch dispatches in C++, which calls Python to find out how a result is sharded, and
+    # refuses plain tensors itself: those of a penalty meet in the backward of the loss.
+    newer = "_propagate_op_sharding_dispatch_slow_path"
+    name = newer if hasattr(dispatcher, newer) else "dispatch"
+    setattr(dispatcher, name, _explained(getattr(dispatcher, name), guard))
+    DTensor.backward = _explained(DTensor.backward, guard)
 
 
 def _explained(original: Callable[..., Any], guard: _Guard) -> Callable[..., Any]:
     @functools.wraps(original)
-    def method(*args: Any) -> Any:
+    def method(*args: Any, **kwargs: Any) -> Any:
         try:
-            return original(*args)
+            return original(*args, **kwargs)
+        except ShardReadError:
+            raise
         except Exception as error:
             said = " ".join(str(error).split())
-            tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor | DeviceMesh))
-            meshes = [getattr(tensor, "device_mesh", tensor) for tensor in tensors]
-            if any(words in said for words in _NOT_TOGETHER) and guard.meshes.intersection(meshes):
+            tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor))
+            ours = guard.meshes.intersection(tensor.device_mesh for tensor in tensors)
+            if any(words in said for words in _NOT_TOGETHER) and ours:
                 raise ShardReadError(_COMBINED.format(said=said[:100])) from error
             raise
 
