@@ -108,7 +108,7 @@ are those of `llmfoundry train`.
 - `composer-fsdp2 train run.yaml --dry-run`: what doctor finds and the plan; nothing is started
 
 A problem that doctor finds stops the run before its ranks start; `--no-check` starts it all the
-same. Under torchrun doctor is not asked.
+same. Under torchrun rank 0 asks doctor, and the others wait for it.
 
 With `log_to_console: true`, which is the default, rank 0 prints one line every
 `console_log_interval`: loss, speed, MFU, memory and time left. `progress_bar: true` shows a bar on
@@ -204,6 +204,11 @@ def _start_or_join(
                     "--ranks or --log-dir is given, but a launcher has already started the ranks. "
                     "It would have no effect. Remove it, and give the launcher its own option."
                 )
+            if check and _begins_a_run():
+                # The others wait where ranks meet: `dist_timeout` at most.
+                limit = run_file.read_setting(read, "dist_timeout")
+                limit = limit / 2 if isinstance(limit, int | float) else 300
+                _ask_doctor(run, overrides, int(os.environ["WORLD_SIZE"]), limit)
             work = _train_from_yaml if command == "train" else _evaluate_from_yaml
             _run_here(work, run, overrides, cfg)
             return
@@ -218,10 +223,21 @@ def _start_or_join(
         _launch([command, str(run), *overrides], number, log_dir)
 
 
-def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
+def _begins_a_run() -> bool:
+    """Returns whether this is the first rank that another launcher has started, for the first time.
+
+    A run that goes on after a failure has been looked at.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return (os.environ["RANK"], restarts) == ("0", "0") and not launch.under_own_launcher()
+
+
+def _ask_doctor(
+    run: Path, overrides: list[str], ranks: int, limit_seconds: float | None = None
+) -> None:
     """Has doctor look at a run, in a process whose imports and memory are gone afterwards.
 
-    Not where another launcher has started the ranks: all of them would wait for one.
+    A doctor that needs longer than `limit_seconds` stops no run.
 
     Raises:
         ConfigError: doctor finds problems.
@@ -230,7 +246,16 @@ def _ask_doctor(run: Path, overrides: list[str], ranks: int) -> None:
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     say("[dim]Checking the run; `--no-check` leaves that out[/]")
     # What code of the user prints, a rank prints again.
-    done = subprocess.run([sys.executable, *command], env=alone, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            [sys.executable, *command],
+            env=alone,
+            capture_output=True,
+            text=True,
+            timeout=limit_seconds,
+        )
+    except subprocess.TimeoutExpired:
+        return
     # Another code is of doctor itself, which stops no run.
     if done.returncode != ExitCode.FAILED or not done.stdout:
         return

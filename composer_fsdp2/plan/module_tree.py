@@ -29,6 +29,7 @@ __all__ = [
     "attribute_of",
     "canonical_param_ids",
     "has_forward",
+    "inside_wrappers",
     "is_wrapper",
     "may_be_unit",
     "memory_of",
@@ -159,6 +160,13 @@ class ModuleTree:
 def is_wrapper(module: nn.Module) -> bool:
     """Whether it is an activation wrapper, which has the name of the module inside it."""
     return _WRAPPED in module._modules
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Returns the module inside of activation wrappers; one that has none as it is."""
+    while is_wrapper(module):
+        module = module.get_submodule(_WRAPPED)
+    return module
 
 
 def has_forward(module: nn.Module) -> bool:

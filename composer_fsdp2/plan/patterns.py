@@ -10,7 +10,7 @@ from torch import nn
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.plan.module_tree import ModuleTree, has_forward, is_wrapper
+from composer_fsdp2.plan.module_tree import ModuleTree, has_forward, inside_wrappers
 from composer_fsdp2.text import child_name, listed
 
 __all__ = [
@@ -107,9 +107,7 @@ def block_positions(tree: ModuleTree) -> dict[str, tuple[int, int]]:
 
 
 def _inside(module: nn.Module | None) -> nn.Module | None:
-    while module is not None and is_wrapper(module):
-        module = next(iter(module._modules.values()))
-    return module
+    return None if module is None else inside_wrappers(module)
 
 
 def outer_names(name: str) -> Iterator[str]:

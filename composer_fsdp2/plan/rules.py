@@ -18,6 +18,7 @@ from composer_fsdp2.plan.module_tree import (
     attribute_of,
     canonical_param_ids,
     has_forward,
+    inside_wrappers,
     may_be_unit,
 )
 from composer_fsdp2.plan.patterns import (
@@ -217,7 +218,7 @@ def _islands(
 ) -> dict[int, Decision | None]:
     """Returns a decision for each outermost module, and `None` for each module inside one."""
     decisions: dict[int, Decision | None] = {}
-    for module in wanted:
+    for module in map(inside_wrappers, wanted):
         first = next(module.parameters(), None)
         if id(module) in decisions or first is None or not has_forward(module):
             continue

@@ -40,6 +40,7 @@ _GROUP = f"{_SHARD}._fsdp_param_group:FSDPParamGroup"
 _STREAMS = f"{_SHARD}._fsdp_param_group:FSDPCommContext"
 _PARAM = f"{_SHARD}._fsdp_param:FSDPParam"
 _TENSOR = "torch:Tensor"
+_DISPATCHER = "torch.distributed.tensor._dispatch:OpDispatcher"
 _MODULE = "torch.nn:Module"
 _WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
@@ -83,7 +84,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _MODULE: "_forward_pre_hooks",
             "torch.ops.aten": "_unsafe_view _local_scalar_dense",
             "torch.distributed.tensor:DTensor": "_op_dispatcher _local_tensor _spec",
-            "torch.distributed.tensor._dispatch:OpDispatcher": "_custom_op_handlers",
+            _DISPATCHER: "_custom_op_handlers",
             "torch:UntypedStorage": "_cdata",
             "torch.distributed:ProcessGroup": "_get_backend",
             "torch.distributed.distributed_c10d": "_get_default_store",
@@ -94,7 +95,8 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
         "wrapped",
         {
             _GROUP: "pre_forward post_forward unshard wait_for_unshard _to_unsharded _to_sharded "
-            "_to_sharded_post_forward pre_backward post_backward"
+            "_to_sharded_post_forward pre_backward post_backward",
+            _DISPATCHER: "_propagate_op_sharding_dispatch_slow_path|dispatch",
         },
     ),
     *_rows(

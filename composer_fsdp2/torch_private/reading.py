@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ShardReadError
+from composer_fsdp2.torch_private.tensors import tree_leaves
 
 __all__ = ["guard_reading"]
 
@@ -72,6 +73,19 @@ _HOOKED = (
     "the gathered copy, so the hook would never run. Use `register_post_accumulate_grad_hook`, "
     "which gets the sharded gradient, or change the gradients before the step."
 )
+
+
+_COMBINED = (
+    "A sharded tensor was computed with another that is sharded over other ranks, or not at all "
+    "(torch: {said}). A penalty over `model.parameters()` in the loss does so, and torch's own "
+    "clip_grad_norm_ under tensor parallelism, and torch has no rule for it. A penalty is the "
+    "optimizer's weight_decay, or is computed with `param.full_tensor()` of each parameter that is "
+    "a DTensor; clip with composer_fsdp2.clip_grad_norm_; read whole parameters with "
+    "`composer_fsdp2.full_tensor(model, name)` on every rank, or inside `with "
+    "composer_fsdp2.summon_full_params(model):`."
+)
+_NOT_TOGETHER = ("mixed torch.Tensor and DTensor", "cross-mesh", "different mesh", "same mesh")
+"""words of torch about tensors that it cannot compute with together"""
 
 
 class _Guard:
@@ -131,6 +145,7 @@ def guard_reading(tensors: Iterable[torch.Tensor]) -> None:
         guard = _Guard(guard)
         handlers[_READ_NUMBER] = guard
         _guard_methods(guard)
+        _guard_combining(guard)
     # All have one of a few meshes, whose hash is of all its ranks.
     meshes = (tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor))
     for mesh in {id(mesh): mesh for mesh in meshes}.values():
@@ -170,6 +185,38 @@ def _guard_methods(guard: _Guard) -> None:
     data: Any = torch.Tensor.data
     assigned = property(data.__get__, _guarded(data.__set__, _ASSIGNED, assigns))
     DTensor.data = assigned  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _guard_combining(guard: _Guard) -> None:
+    """Has torch say what to write where it cannot compute with tensors together.
+
+    A loop of one's own, and a backward, run outside of all hooks of the model.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    # Newer torch dispatches in C++, which calls Python to find out how a result is sharded, and
+    # refuses plain tensors itself: those of a penalty meet in the backward of the loss.
+    newer = "_propagate_op_sharding_dispatch_slow_path"
+    name = newer if hasattr(dispatcher, newer) else "dispatch"
+    setattr(dispatcher, name, _explained(getattr(dispatcher, name), guard))
+    DTensor.backward = _explained(DTensor.backward, guard)
+
+
+def _explained(original: Callable[..., Any], guard: _Guard) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except ShardReadError:
+            raise
+        except Exception as error:
+            said = " ".join(str(error).split())
+            tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, DTensor))
+            ours = guard.meshes.intersection(tensor.device_mesh for tensor in tensors)
+            if any(words in said for words in _NOT_TOGETHER) and ours:
+                raise ShardReadError(_COMBINED.format(said=said[:100])) from error
+            raise
+
+    return method
 
 
 def _leaves_rows_whole(tensor: DTensor, index: Any) -> bool:

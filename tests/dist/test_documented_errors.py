@@ -132,6 +132,12 @@ def nothing_to_checkpoint() -> None:
     prepare(nn.Sequential(nn.Linear(2, 2)), {"activation_checkpointing": True})
 
 
+def penalty_in_backward() -> None:
+    prepare(model := TinyLM())
+    loss = model(batches(1, 2)[0][0]).sum()
+    (loss + sum(param.square().sum() for param in model.parameters())).backward()
+
+
 def copied() -> None:
     model = TinyLM()
     prepare(model)
@@ -387,6 +393,7 @@ TRIGGERS: dict[str, Callable[[Path], object]] = {
     "hold a different plan": lambda _: prepare(TinyLM(layers=2 + dist.get_rank())),
     "The next collective is": lambda _: another_order(),
     "computed with this rank's shard of": lambda _: another_method(),
+    "A sharded tensor was computed with another": lambda _: penalty_in_backward(),
     "was changed in place while": lambda _: in_forward(lambda block: block.up.weight.data.mul_(2)),
     "Another tensor was put in the place of": lambda _: in_forward(test_gathered.assign_module),
     "returns its parameter": lambda _: returned(),

@@ -17,7 +17,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from transformers import LlamaForCausalLM
 
-from composer_fsdp2 import PlanError, clip_grad_norm_, installed, prepare_fully_shard
+from composer_fsdp2 import (
+    PlanError,
+    clip_grad_norm_,
+    full_tensor,
+    installed,
+    prepare_fully_shard,
+)
 from composer_fsdp2.errors import ShardReadError
 from composer_fsdp2.guards.explain import explained as explaining
 from composer_fsdp2.guards.explain import explained_reading
@@ -312,6 +318,33 @@ def test_a_penalty_as_the_error_says():
     oracle = WholePenalized()
     train_alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1), samples_of(3, 8), 8)
     assert largest_difference(fitted(WholePenalized), oracle) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:Found a non-scalar tensor with numel=1")  # torch 2.7
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("config", [{}, {"tensor_parallel": 2}], ids=["shards", "tensor parallel"])
+def test_a_penalty_and_a_clip_in_a_loop_of_ones_own(config: dict[str, Any]):
+    torch.manual_seed(0)
+    oracle = LlamaPenalized(llama_config(False, num_key_value_heads=2))
+    model = copy.deepcopy(oracle)
+    prepare_fully_shard(model, None, config)
+    ids = torch.arange(6).view(2, 3)
+
+    def loss_of(model: nn.Module) -> torch.Tensor:
+        return model(ids, labels=ids, use_cache=False).loss
+
+    with pytest.raises(ShardReadError, match=r"penalty is the .*param\.full_tensor\(\)"):
+        (loss_of(model) + model.penalty()).backward()
+    model.zero_grad()
+    for one in (oracle, model):
+        (loss_of(one) + 0.1 * WholePenalized.penalty(one)).backward()
+    for name, param in oracle.named_parameters():
+        assert torch.allclose(full_tensor(model, name, gradient=True), param.grad, atol=1e-6), name
+    norm = nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+    if config:
+        with pytest.raises(ShardReadError, match=r"clip with composer_fsdp2\.clip_grad_norm_"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.allclose(clip_grad_norm_(model.parameters(), 1.0), norm)
 
 
 COPIES: dict[str, Any] = {

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from composer_fsdp2.errors import PlanError
+from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.local import local_gradient
 from composer_fsdp2.optim.muon.exchange import Division, Part, Ranks, plan_exchange, ranks_of
 from composer_fsdp2.optim.muon.groups import (
@@ -165,10 +165,16 @@ class Muon(torch.optim.Optimizer):
             param_group: `params` and settings.
 
         Raises:
-            ConfigError: for a wrong value.
+            ConfigError: for a wrong value, and for `blocks` without `algorithm: muon`.
             PlanError: for a vector in a group of Muon.
         """
         blocks = param_group.pop("blocks", None)
+        if blocks is not None and param_group.get("algorithm") != "muon":
+            raise ConfigError(
+                "A group of Muon has 'blocks' without algorithm: muon. They would have no effect. "
+                "Write algorithm: muon in the group, or name the parameters in the optimizer's own "
+                "blocks."
+            )
         for_adamw = {k: v for k, v in self._for_adamw.items() if k not in param_group}
         super().add_param_group(param_group)
         group = self.param_groups.pop()

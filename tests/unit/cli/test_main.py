@@ -173,6 +173,24 @@ def test_as_a_rank_it_says_when_fsdp2_is_not_requested(train, write, monkeypatch
     assert said is None or said in " ".join(result.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("rank", "restarts", "options", "asks"),
+    [("0", "0", (), 1), ("0", "0", ("--no-check",), 0), ("0", "1", (), 0), ("1", "0", (), 0)],
+)
+def test_the_first_rank_of_another_launcher_asks_doctor(
+    train, write, monkeypatch, rank, restarts, options, asks
+):
+    asked = []
+    given = {"RANK": rank, "WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": restarts}
+    for name, value in {**given, "TOKENIZERS_PARALLELISM": "false"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(main, "_ask_doctor", lambda *args: asked.append(args))
+    monkeypatch.setattr(main, "_train_from_yaml", lambda *args: None)
+    path = write("parallelism_config: {fsdp2: {}}\ndist_timeout: 60")
+    assert train(path, *options).exit_code == 0
+    assert asked == [(path, [], 2, 30)] * asks
+
+
 def broken(*_args: object) -> None:
     raise ValueError("of somebody else")
 

@@ -327,6 +327,8 @@ def test_groups_of_one_algorithm():
                 {"params": vectors, "algorithm": "muon"},
             ]
         )
+    with pytest.raises(ConfigError, match="has 'blocks' without algorithm: muon"):
+        Muon([{"params": matrices, "blocks": 2}])
     with pytest.raises(ConfigError, match="Did you mean 'muon'"):
         Muon([{"params": matrices, "algorithm": "muons"}])
     named = [(name, p) for name, p in model.named_parameters() if "norm" in name]

@@ -9,6 +9,9 @@ import torch
 import transformers
 from composer.models import HuggingFaceModel
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import PlanError
@@ -361,3 +364,13 @@ def test_what_hugging_face_lists_is_for_fp16_unless_strict():
         "decoder.final_layer_norm",
         "encoder.final_layer_norm",
     ]
+
+
+def test_a_module_that_a_user_has_wrapped_is_kept_too():
+    config = transformers.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=1, vocab_size=31)
+    model = transformers.T5ForConditionalGeneration(config)
+    apply_activation_checkpointing(
+        model, check_fn=lambda module: module is model.decoder.final_layer_norm
+    )
+    model._keep_in_fp32_modules_strict = ["final_layer_norm"]
+    assert sorted(kept(model, None)) == ["decoder.final_layer_norm", "encoder.final_layer_norm"]
