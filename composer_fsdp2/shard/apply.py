@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import gc
 from collections.abc import Callable, Generator, Iterable
@@ -22,7 +23,8 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert.experts import Experts
+from composer_fsdp2.parallel.expert.experts import layer_of
+from composer_fsdp2.parallel.expert.held import shard_of
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
@@ -268,9 +270,9 @@ def apply_plan(
             policy = precision_of(unit) if precision_of else full
             module = layout.modules[unit.modules[0]]
             between = shard_mesh, make_hook
-            if isinstance(module, Experts):
+            if (layer := layer_of(module)) is not None:
                 # Every list of experts has the same ranks.
-                of_experts = of_experts or probe_reduction(module.mesh.shards, module.mesh.degree)
+                of_experts = of_experts or probe_reduction(layer.mesh.shards, layer.mesh.degree)
                 between = of_experts
             casts[module] = _shard_unit(module, unit, layout, *between, mp_policy=policy, **kwargs)
             weights.sourced.read_parameters(unit.params)
@@ -331,8 +333,11 @@ def _shard_unit(
     https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py#L491
     """
     ignored = layout.ignored_by(unit)
-    if isinstance(module, Experts):
-        ignored |= module.keep_own()
+    if (layer := layer_of(module)) is not None:
+        ignored |= layer.keep_own()
+        kwargs["shard_placement_fn"] = shard_of
+        # Their inputs are not those of a unit without it: a router's weights stay as they are.
+        mp_policy = dataclasses.replace(mp_policy, cast_forward_inputs=False)
     if ignored:
         kwargs["ignored_params"] = ignored
     # Before it is sharded, which gives the module another class.

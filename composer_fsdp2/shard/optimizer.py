@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert.held import is_elsewhere
+from composer_fsdp2.parallel.expert.held import held_by, is_elsewhere
 from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0
@@ -282,6 +282,8 @@ def shard_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a whole tensor, divided like another one. Collective: no."""
     if not isinstance(like, DTensor) or is_elsewhere(like):
         return full.to(like.device)
+    if (held := held_by(like)) is not None:
+        full = held.own(full)
     if len([place for place in like.placements if not place.is_replicate()]) > 1:
         # Divided by tensor parallelism first, some in another order of rows.
         return whole_to_part(full, like).to(like.device)

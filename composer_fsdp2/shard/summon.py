@@ -254,10 +254,11 @@ class _Whole:
 
     def is_ours(self) -> bool:
         """Whether nothing but the whole tensor was written to."""
-        full = self.full
+        full, held = self.full, held_by(self.shard)
+        shape = held.whole_shape(self.shard.shape) if held else shape_in_model(self.shard)
         return (
             full is not None
-            and full.shape == shape_in_model(self.shard)
+            and full.shape == shape
             and all(module._parameters[name] is full for module, name in self.places)
             and self.shard._version == self.version
         )

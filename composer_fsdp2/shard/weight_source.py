@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composer_fsdp2.parallel.expert.held import Held, held_by
 from composer_fsdp2.parallel.row_order import RowOrder, order_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes
@@ -64,6 +65,8 @@ class SourcedWeights:
         """parameter name -> every place of that parameter"""
         self._orders: dict[str, RowOrder] = {}
         """parameter name -> the order of its rows, where tensor parallelism changed it"""
+        self._held: dict[str, Held] = {}
+        """parameter name -> which of its experts this rank has"""
         self._failure: Exception | None = None
         self._total_bytes = 0
         """of all parameters that are read, on all ranks together"""
@@ -75,6 +78,8 @@ class SourcedWeights:
                 self._places[ref.name].append(place_of(tree, ref))
                 if (order := order_of(ref.param)) is not None:
                     self._orders[ref.name] = order
+                if (held := held_by(ref.param)) is not None:
+                    self._held[ref.name] = held
         for ref in tree.params:
             if (places := by_param.pop(id(ref.param), None)) is not None:
                 self._total_bytes += ref.param.nbytes
@@ -135,11 +140,14 @@ class SourcedWeights:
             return whole
         # Torch's checkpoints ask this way where a shard begins; each rank has a single shard.
         (chunk,) = param.__create_chunk_list__()
+        offsets = list(chunk.offsets)
+        if name in self._held:
+            offsets[0] += self._held[name].begin(param.shape)
         local = torch.zeros(param.to_local().shape, dtype=param.dtype, device=self._shards_on)
         if (order := self._orders.get(name)) is None:
-            self._fill(name, local, chunk.offsets)
+            self._fill(name, local, offsets)
         else:
-            self._fill_runs(name, local, chunk.offsets, order)
+            self._fill_runs(name, local, offsets, order)
         return sharded_like(local, param)
 
     def _fill_runs(

@@ -281,8 +281,10 @@ def _fill(
     named = dict(_named(given))
     for name, tensor in own.items():
         value, form = named.get(plain_name(name)), forms.get(name)
-        ordered = isinstance(form, RowOrder)
-        shape = form.shape_in_model(tensor.shape) if ordered else tensor.shape
+        shape = tensor.shape
+        if form is not None:
+            is_held = isinstance(form, Held)
+            shape = form.whole_shape(shape) if is_held else form.shape_in_model(shape)
         if value is None or value.shape != shape:
             raise CheckpointError(
                 f"The checkpoint has no average of '{plain_name(name)}' in the shape "

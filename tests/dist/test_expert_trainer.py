@@ -136,8 +136,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 
+SMOKE = [("Mixtral", "EP 2 x FSDP 2", "FSDP 4"), ("Mixtral", "FSDP 4", "EP 4")]
 PAIRS = [
-    (family, one, other)
+    pytest.param(
+        found := (family, one, other),
+        id="-".join(found),
+        marks=pytest.mark.smoke if found in SMOKE else (),
+    )
     for family in ("Mixtral", "DeepSeek-V3")
     for one in LAYOUTS
     for other in LAYOUTS
@@ -161,7 +166,7 @@ def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.mark.table("Mixtral-EP 2 x FSDP 2-FSDP 4-sharded", "DeepSeek-V3-FSDP 4-EP 4-full")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-@pytest.mark.parametrize("case", PAIRS, ids="-".join)
+@pytest.mark.parametrize("case", PAIRS)
 def test_checkpoints_of_another_layout(case: tuple[str, str, str], kind: str, tmp_path: Path):
     """At no difference at all, the state of the optimizer included."""
     install()
@@ -217,7 +222,7 @@ def test_whole_weights_are_shown_and_written():
     trainer.fit()
     model = trainer.state.model
     expected = weights(model)
-    names = [name for name, _ in model.named_parameters() if "experts.2" in name]
+    names = [name for name, _ in model.named_parameters() if ".experts." in name]
     assert names
     for name in names:
         whole = full_tensor(model, name)

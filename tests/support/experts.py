@@ -59,23 +59,23 @@ def choose(model: nn.Module, chosen: list[int]) -> None:
 SIZES = {**models.SIZES, "num_experts_per_tok": 1}
 
 
-def _mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=EXPERTS)
+def _mixtral(experts: int = EXPERTS) -> nn.Module:
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=experts)
     return transformers.MixtralForCausalLM(config)
 
 
-def _qwen3() -> nn.Module:
+def _qwen3(experts: int = EXPERTS) -> nn.Module:
     config = transformers.Qwen3MoeConfig(
-        **SIZES, head_dim=6, num_experts=EXPERTS, moe_intermediate_size=16, mlp_only_layers=[]
+        **SIZES, head_dim=6, num_experts=experts, moe_intermediate_size=16, mlp_only_layers=[]
     )
     return transformers.Qwen3MoeForCausalLM(config)
 
 
-def _olmoe() -> nn.Module:
-    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, num_experts=EXPERTS))
+def _olmoe(experts: int = EXPERTS) -> nn.Module:
+    return transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**SIZES, num_experts=experts))
 
 
-def _deepseek() -> nn.Module:
+def _deepseek(experts: int = EXPERTS) -> nn.Module:
     attention = {"kv_lora_rank": 4, "q_lora_rank": 4, "v_head_dim": 6}
     heads = {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6}
     groups = {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
@@ -84,18 +84,30 @@ def _deepseek() -> nn.Module:
         **attention,
         **heads,
         **groups,
-        n_routed_experts=EXPERTS,
+        n_routed_experts=experts,
         moe_intermediate_size=16,
     )
     return transformers.DeepseekV3ForCausalLM(config)
 
 
-FAMILIES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+def _gpt_oss(experts: int = EXPERTS) -> nn.Module:
+    library: Any = transformers  # 4.51 has none
+    config = library.GptOssConfig(**SIZES, head_dim=6, num_local_experts=experts)
+    model = library.GptOssForCausalLM(config)
+    for name, param in model.named_parameters():
+        if "bias" in name or "sinks" in name:
+            torch.nn.init.normal_(param, std=0.02)
+    return model
+
+
+FAMILIES: dict[str, tuple[Callable[..., nn.Module], str]] = {
     "Mixtral": (_mixtral, "MixtralBlockSparseTop2MLP"),
     "Qwen3-MoE": (_qwen3, "Qwen3MoeMLP"),
     "OLMoE": (_olmoe, "OlmoeMLP"),
     "DeepSeek-V3": (_deepseek, "DeepseekV3MLP"),
 }
+if hasattr(transformers, "GptOssConfig"):
+    FAMILIES["GPT-OSS"] = _gpt_oss, "GptOssExperts"
 """and the class of one expert"""
 
 

@@ -14,58 +14,58 @@ from composer_fsdp2.parallel.expert.mesh import ExpertMesh
 from composer_fsdp2.parallel.expert.views import show_all_experts
 from composer_fsdp2.torch_private.units import backward_number
 
-__all__ = ["Experts"]
+__all__ = ["ExpertLayer", "Experts", "layer_of"]
+
+LAYER = "_fsdp2_experts"
+"""attribute of a module that holds experts without being an `ExpertLayer`, for `layer_of`"""
 
 
-class Experts(nn.Module):
-    """Takes the place of a list of experts, all of them until `keep_own` is called.
+def layer_of(module: object) -> ExpertLayer | None:
+    """Returns how a module shares its experts with other ranks. Collective: no."""
+    return module if isinstance(module, ExpertLayer) else getattr(module, LAYER, None)
 
-    A plain module, because torch 2.7 takes no kind of list as a unit, with a forward or without:
-    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L185
 
-    Args:
-        experts: of one layer.
-        mesh: the ranks that hold them.
-        calls_all: whether the model calls an expert without a token, which then has a gradient of
-            zeros; otherwise it has none.
-    """
+class ExpertLayer:
+    """The experts of one layer, to which ranks send their tokens."""
 
-    def __init__(self, experts: nn.ModuleList, mesh: ExpertMesh, *, calls_all: bool) -> None:
-        super().__init__()
-        self.mesh = mesh
-        self.count = len(experts)
-        self.training = experts.training
-        for number, (name, expert) in enumerate(experts.named_children()):
-            self.add_module(name, expert)
-            for param in expert.parameters():
-                Held(mesh, number // self._share).note(param)
-        show_all_experts(self)
-        self._calls_all = calls_all
+    mesh: ExpertMesh
+    """the ranks that hold them"""
+    count: int
+    """of all experts"""
+
+    def begin(self, mesh: ExpertMesh, count: int) -> None:
+        """Sets what every layer has."""
+        self.mesh, self.count = mesh, count
         self._routings: list[weakref.ref[Routing]] = []
         self._load: torch.Tensor | int = 0
 
     @property
-    def _share(self) -> int:
+    def share(self) -> int:
+        """Experts of each rank."""
         return self.count // self.mesh.degree
 
-    @property
-    def _own(self) -> list[nn.Module]:
-        """The experts of this rank."""
-        begin = self.mesh.place * self._share
-        return list(self.children())[begin : begin + self._share]
-
     def keep_own(self) -> set[nn.Parameter]:
-        """Frees the experts of other ranks; see [Note: experts elsewhere] in `held`.
+        """Frees the experts of other ranks; see the notes in `held`.
 
         Collective: no. Just before the unit is sharded, when every rank has the same weights.
 
         Returns:
             What FSDP2 is to leave alone.
         """
-        others = [expert for expert in self.children() if expert not in self._own]
-        for expert in others:
-            put_elsewhere(expert, self.mesh)
-        return {param for expert in others for param in expert.parameters()}
+        raise NotImplementedError
+
+    def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Returns what this rank's experts make of rows. Collective: no.
+
+        Args:
+            rows: (rows, width), sorted by the expert.
+            sizes: rows for each expert.
+        """
+        raise NotImplementedError
+
+    def is_trained(self) -> bool:
+        """Whether an expert of this rank is trained."""
+        raise NotImplementedError
 
     @torch.compiler.disable  # ranks exchange, and the host reads how many rows
     def compute(
@@ -86,28 +86,16 @@ class Experts(nn.Module):
         self._remember(routing)
         token = routing.order // chosen.shape[1]
         rows = tokens.index_select(0, token)
-        if torch.is_grad_enabled() and not rows.requires_grad and self._is_trained():
+        if torch.is_grad_enabled() and not rows.requires_grad and self.is_trained():
             # Backward must come to both exchanges on a rank without a token for its experts too.
             rows.requires_grad_()
         arrived = exchange(rows, routing, group).index_select(0, routing.by_expert)
-        made = self(arrived, routing.sizes)
+        made = self.made_of(arrived, routing.sizes)
         made = made.index_select(0, torch.argsort(routing.by_expert))
         returned = exchange(made, routing, group, back=True)
         weighted = returned * weights.flatten()[routing.order, None]
         total = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
         return total.index_add(0, token, weighted.to(dtype))
-
-    def forward(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Computes the rows of each expert of this rank, one expert after the other.
-
-        Args:
-            rows: (rows, width), sorted by the expert.
-            sizes: rows for each expert.
-        """
-        parts = zip(self._own, rows.split(list(sizes)), strict=True)
-        made = [expert(part) for expert, part in parts if len(part) or self._calls_all]
-        # An empty result that depends on the rows, so that backward passes through the unit.
-        return torch.cat(made) if made else rows.clone()
 
     def recall(self, chosen: torch.Tensor) -> torch.Tensor:
         """Returns the experts that were chosen in forward, where a block is computed again.
@@ -137,5 +125,61 @@ class Experts(nn.Module):
             self._routings = [ref for ref in self._routings if ref() is not None]
             self._routings.append(weakref.ref(routing))
 
-    def _is_trained(self) -> bool:
+
+class Experts(ExpertLayer, nn.Module):
+    """Takes the place of a list of experts, all of them until `keep_own` is called.
+
+    A plain module, because torch 2.7 takes no kind of list as a unit, with a forward or without:
+    https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fully_shard.py#L185
+
+    Args:
+        experts: of one layer.
+        mesh: the ranks that hold them.
+        calls_all: whether the model calls an expert without a token, which then has a gradient of
+            zeros; otherwise it has none.
+    """
+
+    def __init__(self, experts: nn.ModuleList, mesh: ExpertMesh, *, calls_all: bool) -> None:
+        super().__init__()
+        self.begin(mesh, len(experts))
+        self.training = experts.training
+        for number, (name, expert) in enumerate(experts.named_children()):
+            self.add_module(name, expert)
+            for param in expert.parameters():
+                Held(mesh, number // self.share).note(param)
+        show_all_experts(self)
+        self._calls_all = calls_all
+
+    @property
+    def _own(self) -> list[nn.Module]:
+        """The experts of this rank."""
+        begin = self.mesh.place * self.share
+        return list(self.children())[begin : begin + self.share]
+
+    def keep_own(self) -> set[nn.Parameter]:
+        """Frees the experts of other ranks; see [Note: experts elsewhere] in `held`."""
+        others = [expert for expert in self.children() if expert not in self._own]
+        for expert in others:
+            put_elsewhere(expert, self.mesh)
+        return {param for expert in others for param in expert.parameters()}
+
+    def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Calls the unit, which gathers the experts of this rank."""
+        made: torch.Tensor = self(rows, sizes)
+        return made
+
+    def forward(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Computes the rows of each expert of this rank, one expert after the other.
+
+        Args:
+            rows: (rows, width), sorted by the expert.
+            sizes: rows for each expert.
+        """
+        parts = zip(self._own, rows.split(list(sizes)), strict=True)
+        made = [expert(part) for expert, part in parts if len(part) or self._calls_all]
+        # An empty result that depends on the rows, so that backward passes through the unit.
+        return torch.cat(made) if made else rows.clone()
+
+    def is_trained(self) -> bool:
+        """Whether an expert of this rank is trained."""
         return any(param.requires_grad for expert in self._own for param in expert.parameters())

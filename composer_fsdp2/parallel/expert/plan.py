@@ -9,6 +9,7 @@ from torch import nn
 from composer_fsdp2.config.expert import ExpertSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.expert.routers import BLOCKS, known_block
+from composer_fsdp2.parallel.expert.stacked import holds_stack, stack_size
 from composer_fsdp2.plan.conditional_modules import conditional_modules
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.patterns import matcher, unmatched_names
@@ -92,7 +93,9 @@ def plan_experts(tree: ModuleTree, spec: ExpertSpec, shard_ranks: int) -> Expert
 
 def _measured(name: str, experts: nn.Module) -> ExpertList:
     elements = sum(param.numel() for param in experts.parameters())
-    return ExpertList(name=name, count=len(list(experts.children())), elements=elements)
+    stacked = stack_size(experts)
+    count = len(list(experts.children())) if stacked is None else stacked
+    return ExpertList(name=name, count=count, elements=elements)
 
 
 def _divisors(*numbers: int) -> str:
@@ -101,10 +104,17 @@ def _divisors(*numbers: int) -> str:
 
 
 def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -> list[str]:
-    """Names of the lists that are asked for."""
+    """Names of the lists, and of modules with tensors of experts, that are asked for."""
     if problems := list(unmatched_names(tree, spec.modules, "expert_parallel.modules")):
         raise PlanError("\n".join(problems))
-    lists = [name for name in conditional_modules(tree) if isinstance(modules[name], _LISTS)]
+    optional = set(conditional_modules(tree))
+    lists = [
+        name
+        for name, module in modules.items()
+        if (name in optional and isinstance(module, _LISTS))
+        or holds_stack(name, module)
+        or stack_size(module) is not None
+    ]
     matchers = [matcher(pattern) for pattern in spec.modules]
     found = [name for name in lists if not matchers or any(m(name) for m in matchers)]
     unmet = [p for p, m in zip(spec.modules, matchers, strict=True) if not any(map(m, lists))]
@@ -114,32 +124,25 @@ def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -
             f"would have no effect. Lists of experts in this model: {', '.join(lists) or 'none'}."
         )
     if not found:
-        raise PlanError(_without_lists(modules))
-    return found
-
-
-def _without_lists(modules: dict[str, nn.Module]) -> str:
-    stacked = [
-        f"'{name}' ({type(module).__name__})"
-        for name, module in modules.items()
-        if "expert" in name.rpartition(".")[2].lower()
-        and any(p is not None and p.ndim == 3 for p in module._parameters.values())
-    ]
-    if stacked:
-        return (
-            f"expert_parallel is asked for, and {stacked[0]} holds its experts in one tensor with "
-            "three dimensions. Ranks can hold lists of experts between them, not parts of such a "
-            "tensor. Leave expert_parallel out: FSDP2 shards the tensor as any other."
+        raise PlanError(
+            "expert_parallel is asked for, and the model has no list of experts, and no tensor of "
+            "them, that ranks can hold between them. It would have no effect: megablocks' mb_dmoe "
+            "sends tokens itself, over moe_world_size ranks. Leave it out."
         )
-    return (
-        "expert_parallel is asked for, and the model has no list of experts. It would have no "
-        "effect. Leave it out."
-    )
+    return found
 
 
 def _why_not(name: str, modules: dict[str, nn.Module]) -> str | None:
     above, _, attribute = name.rpartition(".")
     experts, block = modules[name], modules[above]
+    if stack_size(experts) is not None:
+        return None
+    if holds_stack(name, experts):
+        return (
+            f"it is not known how {type(experts).__name__} ('{name}') computes its experts, which "
+            "lie in one tensor; classes of transformers 5 are known whose forward it exchanges "
+            "(`use_experts_implementation`)"
+        )
     kind = type(block).__name__
     if attribute != "experts" or type(experts) is not nn.ModuleList or known_block(block) is None:
         known = ", ".join(sorted(BLOCKS))

@@ -17,6 +17,7 @@ from composer_fsdp2.parallel.expert.experts import Experts
 from composer_fsdp2.parallel.expert.mesh import ExpertMesh
 from composer_fsdp2.parallel.expert.plan import ExpertPlan, plan_experts, with_expert_units
 from composer_fsdp2.parallel.expert.routers import known_block
+from composer_fsdp2.parallel.expert.stacked import StackedExperts
 from composer_fsdp2.parallel.expert.views import show_all_states
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -91,9 +92,11 @@ class ExpertParallel(Division[ExpertPlan]):
         ranks = ExpertMesh.build(mesh, plan.degree)
         for held in plan.lists:
             block, experts = modules[held.name.rpartition(".")[0]], modules[held.name]
+            if not isinstance(experts, nn.ModuleList):
+                StackedExperts(experts, ranks)
+                continue
             known = known_block(block)
             assert known is not None
-            assert isinstance(experts, nn.ModuleList)
             own = Experts(experts, ranks, calls_all=known.calls_all)
             block.experts = own
             known.connect(block, own)

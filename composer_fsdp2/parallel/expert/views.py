@@ -8,6 +8,7 @@ from one layout to the other in an all-to-all, so no rank has more of a state di
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ __all__ = ["seen_by_all", "show_all_experts", "show_all_states", "taken_from_all
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """This rank's part of a tensor of one expert; empty where it has none."""
+    """This rank's part of a tensor of an expert, or of all of them; empty where it has none."""
 
     held: Held
     shape: torch.Size
+    """of the whole tensor"""
     local: torch.Tensor
 
 
@@ -43,9 +45,38 @@ def _rows(count: int, ranks: int, rank: int) -> range:
     return range(min(rank * step, count), min((rank + 1) * step, count))
 
 
-def _shared(one: range, other: range) -> range:
-    return range(
-        max(one.start, other.start), max(one.start, other.start, min(one.stop, other.stop))
+_Block = tuple[range, ...]
+"""of each dimension of a tensor"""
+
+
+def _own_block(part: _Part, shards: int, shard: int, place: int) -> _Block:
+    """Returns what FSDP2 gives a rank of those that hold the experts of a place."""
+    block, dim = list(map(range, part.shape)), part.held.dim or 0
+    if part.held.dim is not None:
+        share = part.shape[0] // part.held.mesh.degree
+        block[0] = range(place * share, (place + 1) * share)
+    elif place != part.held.place:
+        block[0] = range(0)
+    rows = _rows(len(block[dim]), shards, shard)
+    block[dim] = block[dim][rows.start : rows.stop]
+    return tuple(block)
+
+
+def _shared(one: _Block, other: _Block) -> _Block:
+    return tuple(
+        range(first := max(a.start, b.start), max(first, min(a.stop, b.stop)))
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _size(block: _Block) -> int:
+    return math.prod(map(len, block))
+
+
+def _within(block: _Block, around: _Block) -> tuple[slice, ...]:
+    return tuple(
+        slice(own.start - whole.start, own.stop - whole.start)
+        for own, whole in zip(block, around, strict=True)
     )
 
 
@@ -73,46 +104,41 @@ def _moved_alike(parts: Sequence[_Part], to_all: bool) -> list[torch.Tensor]:
     group = mesh.usual.get_group(mesh.usual.ndim - 1)
     here, ranks = group.rank(), range(group.size())
 
-    def own_rows(part: _Part, rank: int) -> range:
+    def own_block(part: _Part, rank: int) -> _Block:
         """Of a rank among those of its expert; ranks of one group are next to each other."""
         shard, place = divmod(rank, mesh.degree)
-        rows = _rows(part.shape[0], len(ranks) // mesh.degree, shard)
-        return rows if place == part.held.place else range(0)
+        return _own_block(part, len(ranks) // mesh.degree, shard, place)
 
-    def all_rows(part: _Part, rank: int) -> range:
-        return _rows(part.shape[0], len(ranks), rank)
+    def usual_block(part: _Part, rank: int) -> _Block:
+        return (_rows(part.shape[0], len(ranks), rank), *map(range, part.shape[1:]))
 
-    before, after = (own_rows, all_rows) if to_all else (all_rows, own_rows)
-
-    def width(part: _Part) -> int:
-        return part.shape.numel() // max(1, part.shape[0])
-
+    before, after = (own_block, usual_block) if to_all else (usual_block, own_block)
     pieces: list[torch.Tensor] = []
     sent = [0] * len(ranks)
     for rank in ranks:
         for part in parts:
             mine = before(part, here)
-            rows = _shared(mine, after(part, rank))
-            if rows:
-                piece = part.local[rows.start - mine.start : rows.stop - mine.start]
-                pieces.append(piece.reshape(-1))
-                sent[rank] += piece.numel()
+            if size := _size(common := _shared(mine, after(part, rank))):
+                pieces.append(part.local[_within(common, mine)].reshape(-1))
+                sent[rank] += size
     plan = [
-        (rank, number, len(_shared(before(part, rank), after(part, here))) * width(part))
+        (rank, number, _shared(before(part, rank), after(part, here)))
         for rank in ranks
         for number, part in enumerate(parts)
     ]
-    received = [sum(size for source, _, size in plan if source == rank) for rank in ranks]
+    sizes = [_size(common) for *_, common in plan]
+    received = [0] * len(ranks)
+    for (rank, *_), size in zip(plan, sizes, strict=True):
+        received[rank] += size
     empty = parts[0].local.new_empty(0)
     arrived = empty.new_empty(sum(received))
     dist.all_to_all_single(arrived, torch.cat([empty, *pieces]), received, sent, group=group)
-    found: list[list[torch.Tensor]] = [[] for _ in parts]
-    for (_, number, _), piece in zip(plan, arrived.split([size for *_, size in plan]), strict=True):
-        found[number].append(piece)
-    return [
-        torch.cat(rows).view(len(after(part, here)), *part.shape[1:])
-        for part, rows in zip(parts, found, strict=True)
-    ]
+    found = [empty.new_empty([len(side) for side in after(part, here)]) for part in parts]
+    for (_, number, common), piece in zip(plan, arrived.split(sizes), strict=True):
+        if len(piece):
+            shape = [len(side) for side in common]
+            found[number][_within(common, after(parts[number], here))] = piece.view(shape)
+    return found
 
 
 def _to_all(held: Held, shape: torch.Size, local: torch.Tensor) -> DTensor:
@@ -144,8 +170,9 @@ def seen_by_all(held: Held, value: torch.Tensor) -> torch.Tensor:
         held: of its parameter.
         value: as a rank holds it, divided as the parameter is.
     """
-    (local,) = _moved([_Part(held, value.shape, _local(value, value))], to_all=True)
-    return _to_all(held, value.shape, local)
+    shape = held.whole_shape(value.shape)
+    (local,) = _moved([_Part(held, shape, _local(value, value))], to_all=True)
+    return _to_all(held, shape, local)
 
 
 def taken_from_all(held: Held, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -159,12 +186,13 @@ def taken_from_all(held: Held, value: torch.Tensor, like: torch.Tensor) -> torch
         like: divided as the parameter is.
     """
     if isinstance(value, DTensor):
-        (local,) = _moved([_Part(held, like.shape, _local(value, like))], to_all=False)
+        part = _Part(held, held.whole_shape(like.shape), _local(value, like))
+        (local,) = _moved([part], to_all=False)
         return _own(local, like)
     if held.place != held.mesh.place:
         return like
     assert isinstance(like, DTensor)
-    return part_of(value, like.device_mesh, like.placements)
+    return part_of(held.own(value), like.device_mesh, like.placements)
 
 
 # --- Models ---
@@ -185,7 +213,7 @@ def _after_saving(experts: nn.Module, state: dict[str, Any], prefix: str, *_args
     if any(isinstance(state[name], nn.Parameter) for name in params):
         return  # `keep_vars`: the parameters themselves are asked for
     parts = [
-        _Part(held, param.shape, _local(state[name], param))
+        _Part(held, held.whole_shape(param.shape), _local(state[name], param))
         for name, (param, held) in params.items()
     ]
     for name, part, local in zip(params, parts, _moved(parts, to_all=True), strict=True):
@@ -199,8 +227,12 @@ def _before_loading(
     spread: dict[str, tuple[torch.Tensor, Held]] = {}
     for name, (param, held) in _params(experts, state, prefix).items():
         value = state[name]
-        if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+        shape = held.whole_shape(param.shape)
+        if not isinstance(value, torch.Tensor) or value.shape != shape:
             continue  # torch says what is wrong
+        if held.dim is not None and isinstance(value, DTensor) and _is_own(value, param):
+            # Torch has divided a whole tensor of a file as it divides this rank's slice.
+            value = value.full_tensor()
         if isinstance(value, DTensor):
             if not _is_own(value, param):
                 spread[name] = param, held
@@ -208,8 +240,11 @@ def _before_loading(
             state[name] = param.detach()
         else:
             assert isinstance(param, DTensor)
-            state[name] = part_of(value, param.device_mesh, param.placements)
-    parts = [_Part(h, p.shape, _local(state[name], p)) for name, (p, h) in spread.items()]
+            state[name] = part_of(held.own(value), param.device_mesh, param.placements)
+    parts = [
+        _Part(held, held.whole_shape(param.shape), _local(state[name], param))
+        for name, (param, held) in spread.items()
+    ]
     for (name, (param, _)), local in zip(spread.items(), _moved(parts, to_all=False), strict=True):
         state[name] = _own(local, param)
 
@@ -279,12 +314,14 @@ def _after_saving_state(held: torch.optim.Optimizer, state: dict[str, Any]) -> d
                 empty = torch.empty(0, dtype=dtype, device=owner.mesh.usual.device_type)
                 own = owner.place == owner.mesh.place
                 local = _local(value, param) if own and value is not None else empty
-                parts[number, key] = _Part(owner, param.shape, local)
+                parts[number, key] = _Part(owner, owner.whole_shape(param.shape), local)
     moved = dict(zip(parts, _moved(list(parts.values()), to_all=True), strict=True))
     changed = {number: entry for number, entry in state["state"].items() if number not in params}
-    for number, (param, owner) in params.items():
+    for number, (_, owner) in params.items():
         entry = {
-            key: value if dtype is None else _to_all(owner, param.shape, moved[number, key])
+            key: value
+            if dtype is None
+            else _to_all(owner, parts[number, key].shape, moved[number, key])
             for key, (dtype, value) in known[number].items()
         }
         if entry:
@@ -302,14 +339,16 @@ def _before_loading_state(held: torch.optim.Optimizer, state: dict[str, Any]) ->
         own = owner.place == owner.mesh.place
         if own and entry:
             changed[number] = dict(entry)
+        shape = owner.whole_shape(param.shape)
         for key, value in entry.items():
-            if not isinstance(value, torch.Tensor) or value.shape != param.shape:
+            if not isinstance(value, torch.Tensor) or value.shape != shape:
                 continue
             if isinstance(value, DTensor) and not _is_own(value, param):
-                parts[number, key] = _Part(owner, param.shape, _local(value, param))
+                parts[number, key] = _Part(owner, shape, _local(value, param))
             elif own and not isinstance(value, DTensor):
                 assert isinstance(param, DTensor)
-                changed[number][key] = part_of(value, param.device_mesh, param.placements)
+                whole = owner.own(value)
+                changed[number][key] = part_of(whole, param.device_mesh, param.placements)
     moved = _moved(list(parts.values()), to_all=False)
     for (number, key), local in zip(parts, moved, strict=True):
         if number in changed:

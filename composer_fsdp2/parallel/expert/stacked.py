@@ -1,0 +1,146 @@
+"""Experts of one layer that lie in tensors with all of them: transformers 5, `torch_dmoe`.
+
+Classes of transformers take tokens, the experts of each and their weights, and transformers can
+exchange the forward of any of them for one that goes by their attributes. So tokens can travel in
+front of it, and the class computes the experts of a rank as if the layer had no others: biases,
+transposed weights, gates with limits and grouped products are the class's own. LLM Foundry's class
+goes through its experts one after the other, which is the same.
+
+Source: https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/integrations/moe.py
+https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/models/layers/dmoe.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.fingerprint import fingerprint
+from composer_fsdp2.parallel.expert.experts import LAYER, ExpertLayer
+from composer_fsdp2.parallel.expert.held import Held
+from composer_fsdp2.parallel.expert.mesh import ExpertMesh
+from composer_fsdp2.parallel.expert.views import show_all_experts
+
+__all__ = ["StackedExperts", "holds_stack", "stack_size"]
+
+_FOUNDRY = {
+    "DroplessMLP": "b867609e321e19fe",
+    "GLU": "edea7a985d72818c",
+    "MLP": "dc511ea5b0992159",
+}
+"""classes of `torch_dmoe`, with fingerprints of their forward, as it was read"""
+
+
+def holds_stack(name: str, module: nn.Module) -> bool:
+    """Whether a module seems to hold experts in a tensor with three dimensions. Collective: no."""
+    params = [param for param in module._parameters.values() if param is not None]
+    return "expert" in name.rpartition(".")[2].lower() and any(p.ndim == 3 for p in params)
+
+
+def stack_size(experts: Any) -> int | None:
+    """Returns how many experts each parameter of a module holds; `None` if that is not known.
+
+    Collective: no. A class that has a forward of its own is not known, though it inherits from one
+    that is.
+    """
+    if "forward" in vars(experts):
+        return None
+    if _is_of_foundry(experts):
+        return experts.moe_num_experts
+    if not (hasattr(type(experts).forward, "__wrapped__") and hasattr(experts, "is_transposed")):
+        return None
+    count, named = getattr(experts, "num_experts", None), dict(experts.named_parameters())
+    stacks = [param.ndim > 1 and param.shape[0] == count for param in named.values()]
+    return count if stacks and all(stacks) and not any("." in name for name in named) else None
+
+
+def _is_of_foundry(experts: Any) -> bool:
+    if type(experts).__module__ != "llmfoundry.models.layers.dmoe":
+        return False
+    found = {type(part).__name__: _forward_code(part) for part in experts.modules()}
+    return found.items() <= _FOUNDRY.items() and "DroplessMLP" in found
+
+
+def _forward_code(module: nn.Module) -> str:
+    try:
+        return fingerprint(type(module).forward)
+    except (OSError, TypeError):
+        return ""
+
+
+class StackedExperts(ExpertLayer):
+    """Sends the tokens of a module to the ranks that hold its experts.
+
+    The module keeps its class and its names. It is the unit, so its parameters are gathered while
+    tokens travel.
+
+    Args:
+        experts: of which `stack_size` is known.
+        mesh: the ranks that hold them.
+    """
+
+    def __init__(self, experts: Any, mesh: ExpertMesh) -> None:
+        count = stack_size(experts)
+        assert count is not None
+        self.begin(mesh, count)
+        self._experts, self._compute = experts, experts.forward
+        self._is_of_foundry = _is_of_foundry(experts)
+        setattr(experts, LAYER, self)
+        experts.forward = self._forward_of_foundry if self._is_of_foundry else self._forward
+        for part in experts.modules():
+            for name in {"num_experts", "moe_num_experts"} & vars(part).keys():
+                setattr(part, name, self.share)
+        self._held: dict[str, Held] = {}
+        for name, param in experts.named_parameters():
+            sizes = (param.shape[0] // mesh.degree, *param.shape[1:])
+            even = (dim for dim, size in enumerate(sizes) if size % mesh.shards.size(-1) == 0)
+            self._held[name] = Held(mesh, mesh.place, next(even, 0))
+            self._held[name].note(param)
+        show_all_experts(experts)
+
+    def keep_own(self) -> set[nn.Parameter]:
+        """Cuts this rank's slice out of each parameter; see [Note: stacked experts] in `held`."""
+        for name, held in self._held.items():
+            param = self._experts.get_parameter(name)
+            # A copy, for a view would keep the experts of all ranks.
+            own = nn.Parameter(held.own(param.detach()).clone(), param.requires_grad)
+            held.note(own)
+            path, _, attribute = name.rpartition(".")
+            self._experts.get_submodule(path)._parameters[attribute] = own
+        return set()
+
+    def _forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Takes the place of the module's forward. Collective: yes, as `compute`."""
+        chosen = self.recall(top_k_index)
+        return self.compute(hidden_states, chosen, top_k_weights, hidden_states.dtype)
+
+    def _forward_of_foundry(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        expert_weights: torch.Tensor,
+        top_experts: torch.Tensor,
+    ) -> torch.Tensor:
+        return self._forward(x.view(-1, x.shape[-1]), top_experts, expert_weights).view(x.shape)
+
+    def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+        """Has the class compute each row for one expert, with a weight of one."""
+        count, numbers = len(rows), torch.arange(self.share, device=rows.device)
+        chosen = numbers.repeat_interleave(torch.tensor(sizes, device=rows.device))
+        if not count:
+            # One process has a gradient of zeros for experts without a token, for others have some:
+            # a row that nobody gets gives every parameter its own.
+            rows, chosen = torch.cat((rows, rows.new_zeros(1, rows.shape[1]))), numbers[:1]
+        chosen, weights = chosen[:, None], rows.new_ones(len(rows), 1)
+        given = (None, weights, chosen) if self._is_of_foundry else (chosen, weights)
+        made: torch.Tensor = self._compute(rows, *given)
+        return made[:count]
+
+    def is_trained(self) -> bool:
+        """Whether a parameter is trained."""
+        return any(param.requires_grad for param in self._experts.parameters())
