@@ -207,10 +207,11 @@ _SUMMON = Feature(
 )
 
 
-def _holds_shards(model: Any, *_args: Any, **_kwargs: Any) -> bool:
+def _holds_shards(*args: Any, **kwargs: Any) -> bool:
     from composer_fsdp2.shard.summon import holds_shards
 
-    return holds_shards(model)
+    model = args[0] if args else kwargs.get("module")  # FSDP1's name of it
+    return model is not None and holds_shards(model)
 
 
 HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
