@@ -81,11 +81,6 @@ def migrate(
 
     - `composer-fsdp2 migrate --code src --check`: exit code 1 if something has to be changed
     """
-    from composer_fsdp2.tools.migrate.python_code.files import (
-        code_as_dict,
-        describe_code,
-        migrate_code,
-    )
     from composer_fsdp2.tools.migrate.report import Status
 
     with reported():
@@ -100,17 +95,8 @@ def migrate(
                 "--strict": strict,
                 "--force": force,
             }
-            if given := [name for name, value in others.items() if value]:
-                raise ConfigError(
-                    f"{', '.join(given)} cannot be given together with --code. It is about "
-                    "configurations and would have no effect. Take it out, or run the command once "
-                    "for each."
-                )
-            files = migrate_code(code)
-            as_dict = json.dumps(code_as_dict(files), indent=2) if as_json else None
-            typer.echo(as_dict or describe_code(files))
-            needs_work = check and any(file.needs_work for file in files)
-            raise typer.Exit(ExitCode.FAILED if needs_work else ExitCode.OK)
+            given = [name for name, value in others.items() if value]
+            raise typer.Exit(_migrate_code(code, given, check=check, as_json=as_json))
         if config is None:
             raise ConfigError(
                 "Neither CONFIG nor --code is given. There is nothing to migrate. Write the path "
@@ -139,6 +125,26 @@ def migrate(
         elif output is None and not check:
             refused.clear()
         raise typer.Exit(ExitCode.FAILED if report.having(*refused) else ExitCode.OK)
+
+
+def _migrate_code(code: Path, given: list[str], *, check: bool, as_json: bool) -> ExitCode:
+    """Prints the uses of FSDP1 in Python code; `given` are options that are not about code."""
+    from composer_fsdp2.tools.migrate.python_code.files import (
+        code_as_dict,
+        describe_code,
+        migrate_code,
+    )
+
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} cannot be given together with --code. It is about configurations "
+            "and would have no effect. Take it out, or run the command once for each."
+        )
+    files = migrate_code(code)
+    as_dict = json.dumps(code_as_dict(files), indent=2) if as_json else None
+    typer.echo(as_dict or describe_code(files))
+    needs_work = check and any(file.needs_work for file in files)
+    return ExitCode.FAILED if needs_work else ExitCode.OK
 
 
 def _migrate_config(config: Path, output: Path | None, force: bool, **settings: Any) -> Report:

@@ -79,14 +79,14 @@ def transform(cfg: dict[str, Any]) -> dict[str, Any]:
 
     patches.install()
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        patches.check_one_rank()
+        patches.check_feature(patches.ONE_RANK)
         # The only call of the script's `dist.get_world_size` follows, and drops the settings.
         # https://github.com/mosaicml/llm-foundry/blob/v0.22.0/llmfoundry/command_utils/train.py#L320
         vars(importlib.import_module("llmfoundry.command_utils.train"))["dist"].keeps = True
     parsed = read_in_slices(parsed)
     degree = written_group_size(parsed["fsdp_config"])
     if degree > 1:
-        patches.check_groups_in_runs()
+        patches.check_feature(patches.GROUPS)
         _check_groups(parsed, fsdp2_settings(parsed))
         parsed = _same_data(parsed, degree)
         if isinstance(batch := parsed.get("global_train_batch_size"), int):

@@ -25,9 +25,10 @@ from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     local_gradients,
     local_tensor,
+    local_value,
 )
 
-__all__ = ["LocalStep", "class_step", "local_gradient", "local_value"]
+__all__ = ["LocalStep", "class_step", "local_gradient"]
 
 
 class _Shard:
@@ -217,15 +218,6 @@ class LocalStep:
 
     def step_alone(self, optimizer: torch.optim.Optimizer) -> None:
         """Steps the parameters that `params_of` leaves out, after all others."""
-
-
-def local_value(value: Any, param: DTensor) -> Any:
-    """Returns a value of the state as a step on this rank's shard needs it."""
-    if not isinstance(value, DTensor):
-        return value
-    if value.placements != param.placements:
-        value = value.redistribute(param.device_mesh, param.placements)
-    return local_tensor(value)
 
 
 def local_gradient(param: Any) -> torch.Tensor | None:

@@ -21,7 +21,7 @@ from composer_fsdp2.parallel.division import BatchGroup, Divided
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
-from composer_fsdp2.shard.eval_reshard import resharding
+from composer_fsdp2.shard.apply import resharding
 from composer_fsdp2.step.accumulation import Accumulation, reset
 from composer_fsdp2.torch_private.units import (
     after_backward,
@@ -162,6 +162,12 @@ class Run:
         """Torch's groups of parameters, by the names of the units that have parameters."""
         names = [unit.modules[0] for unit in self.plan.units if unit.params]
         return {name: param_groups(self.units[name]) for name in names}
+
+    @functools.cached_property
+    def first_copy(self) -> torch.distributed.ProcessGroup | None:
+        """The ranks that hold the first copy of the model. Collective: yes, the first time."""
+        # Copies are the outermost axis of the mesh.
+        return torch.distributed.new_group(list(range(self.shape.shard * self.shape.tensor)))
 
     @functools.cached_property
     def accumulation(self) -> Accumulation:

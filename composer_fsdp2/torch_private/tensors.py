@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib
-import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -47,7 +46,7 @@ __all__ = [
     "layouts_of",
     "local_gradients",
     "local_tensor",
-    "local_tensors",
+    "local_value",
     "make_wrapper_subclass",
     "non_persistent_buffers",
     "post_accumulate_hooks",
@@ -114,9 +113,13 @@ def local_tensor(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
-def local_tensors(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Returns the tensors that DTensors hold."""
-    return list(map(operator.attrgetter("_local_tensor"), tensors))
+def local_value(value: Any, param: DTensor) -> Any:
+    """Returns a value of an optimizer's state as a step on this rank's shard needs it."""
+    if not isinstance(value, DTensor):
+        return value
+    if value._spec.placements != param._spec.placements:
+        value = value.redistribute(param.device_mesh, param.placements)
+    return value._local_tensor
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[Any]:

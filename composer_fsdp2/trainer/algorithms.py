@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from composer.algorithms import EMA, SWA
@@ -53,8 +54,8 @@ __all__ = [
 _Tensors = dict[str, torch.Tensor]
 _Form = RowOrder | Held
 """the order of rows under tensor parallelism, or the ranks that hold an expert"""
-_FORMS = "_fsdp2_forms"
-"""attribute of `EMAParameters`: by name, the forms that are not those of checkpoints"""
+_forms: WeakKeyDictionary[EMAParameters, Mapping[str, _Form]] = WeakKeyDictionary()
+"""the forms of averages that are not those of checkpoints, by name"""
 
 
 def clip_gradients(
@@ -138,7 +139,7 @@ def start_averages(
     original(averages, model)
     named = () if model is None else model.named_parameters()
     found = {name: order_of(param) or held_by(param) for name, param in named}
-    setattr(averages, _FORMS, {name: form for name, form in found.items() if form is not None})
+    _forms[averages] = {name: form for name, form in found.items() if form is not None}
 
 
 def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any]:
@@ -147,10 +148,10 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
     Collective: yes, with tensor or expert parallelism.
     """
     values = original(ema)
-    average = values.get("ema_model")
-    if average is None or not _sharded(average["named_parameters_dict"].values()):
+    average, own = values.get("ema_model"), ema.ema_model
+    if average is None or own is None or not _sharded(average["named_parameters_dict"].values()):
         return values
-    forms = getattr(ema.ema_model, _FORMS, {})
+    forms = _forms.get(own, {})
     for part, tensors in average.items():
         average[part] = {
             plain_name(name): _as_in_model(tensor, forms.get(name))
@@ -179,7 +180,7 @@ def load_ema(
         return
     values = dict(ema.ensure_compatible_state_dict(state))
     average = values.pop("ema_model")
-    _fill(own.named_parameters_dict, average["named_parameters_dict"], getattr(own, _FORMS, {}))
+    _fill(own.named_parameters_dict, average["named_parameters_dict"], _forms.get(own, {}))
     _fill(own.named_buffers_dict, average["named_buffers_dict"])
     original(ema, values, strict)
 
@@ -271,16 +272,13 @@ def _sharded(tensors: Iterable[Any]) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors)
 
 
-_NO_FORMS: Mapping[str, _Form] = {}
-
-
 @torch.no_grad()
 def _fill(
-    own: _Tensors, given: Mapping[str, torch.Tensor], forms: Mapping[str, _Form] = _NO_FORMS
+    own: _Tensors, given: Mapping[str, torch.Tensor], forms: Mapping[str, _Form] | None = None
 ) -> None:
     named = dict(_named(given))
     for name, tensor in own.items():
-        value, form = named.get(plain_name(name)), forms.get(name)
+        value, form = named.get(plain_name(name)), (forms or {}).get(name)
         shape = tensor.shape
         if form is not None:
             is_held = isinstance(form, Held)

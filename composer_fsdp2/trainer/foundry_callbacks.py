@@ -43,8 +43,7 @@ def read_evaluation(
     icl_tasks_required: bool = False,
 ) -> Any:
     """Replaces `make_dataclass_and_log_config` of the evaluation script."""
-    if "parallelism_config" in cfg:
-        transforms = [TRANSFORM, *(transforms or ())]
+    transforms = [TRANSFORM, *(transforms or ())]
     return original(cfg, dataclass_constructor, dataclass_fields, transforms, icl_tasks_required)
 
 

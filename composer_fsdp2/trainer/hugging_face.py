@@ -29,7 +29,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.parallel.tensor.transformation import draw_together
 from composer_fsdp2.ranks import any_rank, raise_on_all_ranks
 from composer_fsdp2.shard.apply import reshard
-from composer_fsdp2.shard.summon import holds_shards, is_summoned, summon_full_params
+from composer_fsdp2.shard.summon import is_summoned, summon_full_params
 from composer_fsdp2.torch_private.tensors import default_store
 from composer_fsdp2.trainer.override_attribute import override_attribute
 
@@ -50,8 +50,6 @@ def save_pretrained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     Raises:
         CheckpointError: it could not be written, or not all ranks called; on every rank that did.
     """
-    if not args or not holds_shards(args[0]):
-        return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     model, folder = given.args[0], given.arguments["save_directory"]
@@ -155,10 +153,9 @@ def _decide(store: Store, key: str, decision: str) -> None:
 # --- Generating, and summoning by the name that FSDP1 has for it. ---
 
 
-def summon_shards(original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+def summon_shards(_original: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces `FullyShardedDataParallel.summon_full_params`. Collective: yes."""
-    chosen = summon_full_params if holds_shards(module) else original
-    return chosen(module, *args, **kwargs)
+    return summon_full_params(module, *args, **kwargs)
 
 
 def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -171,8 +168,6 @@ def generate(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
     Raises:
         PlanError: the ranks of a tensor group have different prompts.
     """
-    if not holds_shards(model):
-        return original(model, *args, **kwargs)
     draw_together(model, (args, kwargs))
     try:
         if dist.get_world_size() == 1 or kwargs.get("synced_gpus") is False:

@@ -37,7 +37,6 @@ from composer_fsdp2.checkpoint.write import Staging
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.optim.muon.optimizer import Muon
-from composer_fsdp2.optim.rates import set_rates_by_schedules
 from composer_fsdp2.parallel.row_order import order_of, whole_to_part
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
@@ -52,6 +51,7 @@ from composer_fsdp2.trainer.load_steps import (
     mixes_averages,
     remove_keys,
     run_on_all_ranks,
+    set_rates_by_schedules,
     warn_on_rank_0,
 )
 from composer_fsdp2.trainer.override_attribute import override_attribute

@@ -18,6 +18,7 @@ from composer.utils import dist
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import extract_path_from_symlink, is_tar
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from composer_fsdp2.checkpoint.load import Fit
 from composer_fsdp2.checkpoint.metadata import METADATA
@@ -39,6 +40,7 @@ __all__ = [
     "remove_keys",
     "run_on_all_ranks",
     "set_node_rank",
+    "set_rates_by_schedules",
     "warn_on_rank_0",
 ]
 
@@ -132,6 +134,27 @@ def warn_on_rank_0(notes: Iterable[str]) -> None:
     if dist.get_global_rank() == 0:
         for note in notes:
             warnings.warn(note, stacklevel=2)
+
+
+def set_rates_by_schedules(schedules: Iterable[LRScheduler]) -> None:
+    """Sets the rate of each group to what its schedule gives now.
+
+    Collective: no. Composer's schedules are functions of the timestamp, each a `LambdaLR`. When a
+    run goes on at a later time without the groups of a checkpoint, they hold the rate of batch 0,
+    often 0, until the schedule is asked again, which is after the next step. Other kinds of
+    schedules count their own steps, and are left alone.
+    """
+    for schedule in schedules:
+        if not isinstance(schedule, LambdaLR):
+            continue
+        rules = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+        rates = [base * rule(schedule.last_epoch) for base, rule in rules]
+        schedule.get_last_lr()[:] = rates
+        for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
 
 
 # --- Where a checkpoint is on this machine. ---

@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from composer.callbacks import CheckpointSaver
@@ -53,13 +54,11 @@ __all__ = [
     "write_whole_file",
 ]
 
-_BACKGROUND = "_fsdp2_background"
-"""attribute of a CheckpointSaver: its saves while training goes on"""
-_OWN = "_fsdp2_publications"
-"""attribute of a State: checkpoints that the run has written"""
-_FIRST_COPY = "_fsdp2_first_copy"
-"""attribute of a mesh: the process group of the ranks that hold the first copy of a model"""
 _LEAVE_SECONDS = 60.0
+_backgrounds: WeakKeyDictionary[CheckpointSaver, _Background] = WeakKeyDictionary()
+"""saves while training goes on"""
+_written: WeakKeyDictionary[State, Publications] = WeakKeyDictionary()
+"""checkpoints that a run has written"""
 
 
 def check_saved_adapters(state: State) -> None:
@@ -87,7 +86,7 @@ def check_saved_adapters(state: State) -> None:
 
 
 def save_checkpoint(
-    original: Callable[..., str | None],
+    _original: Callable[..., str | None],
     state: State,
     save_filename: str,
     *,
@@ -106,8 +105,6 @@ def save_checkpoint(
     """
     if isinstance(state, _Written):
         return state.saved_path
-    if state.fsdp_config_version != 2:
-        return original(state, save_filename, weights_only=weights_only, ignore_keys=ignore_keys)
     return _Snapshot(state, save_filename, weights_only, ignore_keys).write(_savers(state))
 
 
@@ -196,9 +193,6 @@ def make_save_folder(
     Raises:
         CheckpointError: nothing could be saved there; on every rank.
     """
-    if state.fsdp_config_version != 2:
-        original(saver, state, logger)
-        return
     error = None
     try:
         original(saver, state, logger)
@@ -216,7 +210,7 @@ def make_save_folder(
 
 def note_start(state: State) -> Publications:
     """Returns what the run has written since this was called first. Collective: no."""
-    return vars(state).setdefault(_OWN, Publications())
+    return _written.setdefault(state, Publications())
 
 
 def _savers(state: State) -> Savers:
@@ -233,11 +227,9 @@ def _savers(state: State) -> Savers:
         if TENSOR_AXIS not in names:
             group = mesh.get_group(shard)
         else:
-            # Ranks of the first copy; copies are the outermost axis.
-            if not hasattr(mesh, _FIRST_COPY):
-                copy = torch.distributed.new_group(mesh.mesh[0].flatten().tolist())
-                setattr(mesh, _FIRST_COPY, copy)
-            group = getattr(mesh, _FIRST_COPY)
+            run = run_of(state.model)
+            assert run is not None
+            group = run.first_copy
     first_on_node = dist.get_local_rank() == 0
     return Savers(None, group if writes else None, writes=writes, first_on_node=first_on_node)
 
@@ -361,10 +353,9 @@ def save_in_background(
         raise_on_all_ranks({}, error)
         return
     finish_background_save(original, saver, logger)
-    background: _Background | None = getattr(saver, _BACKGROUND, None)
+    background = _backgrounds.get(saver)
     if background is None:
-        background = _Background(state)
-        setattr(saver, _BACKGROUND, background)
+        background = _backgrounds[saver] = _Background(state)
     saver.last_checkpoint_batch = state.timestamp.batch
     name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
     # The checkpoint lists itself, as it does without a background.
@@ -385,7 +376,7 @@ def finish_background_save(
     Raises:
         CheckpointError: the save failed; on every rank.
     """
-    background: _Background | None = getattr(saver, _BACKGROUND, None)
+    background = _backgrounds.get(saver)
     written = None if background is None else background.finish()
     if written is not None:
         latest = saver.last_checkpoint_batch
@@ -412,7 +403,7 @@ def leave_background_save(
 
     Collective: no.
     """
-    background: _Background | None = getattr(saver, _BACKGROUND, None)
+    background = _backgrounds.get(saver)
     if background is not None and background.thread is not None:
         background.thread.join(_LEAVE_SECONDS)
     original(saver)

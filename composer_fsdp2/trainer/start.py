@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from composer import Trainer
 from composer.core import State
@@ -137,9 +138,6 @@ def wrap_model(
 
     Collective: yes.
     """
-    if trainer.state.fsdp_config_version != 2:
-        original(trainer, model, optimizers)
-        return
     note_start(trainer.state)
     save_lions_as_text(ensure_tuple(optimizers))
     check_saved_adapters(trainer.state)
@@ -157,8 +155,8 @@ def apply_fsdp(original: Callable[[State], None], state: State) -> None:
 # Autoresume takes the newest checkpoint that is good, not the one a link happens to point to.
 
 
-_CANDIDATES = "_fsdp2_candidates"
-"""attribute of a State: good checkpoints, the newest first, and the link to that which is taken"""
+_candidates: WeakKeyDictionary[State, tuple[Path, tuple[Path, ...]]] = WeakKeyDictionary()
+"""the link to the checkpoint that a run resumes from, and good checkpoints, the newest first"""
 _PLACEHOLDER = re.compile(r"\\\{[^{}]*\\\}")
 
 
@@ -189,7 +187,7 @@ def settle_autoresume(state: State, arguments: Mapping[str, Any]) -> None:
             error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
     raise_on_all_ranks({}, error)
     dist.broadcast_object_list(found, src=0)
-    setattr(state, _CANDIDATES, (link, found[0]))
+    _candidates[state] = link, found[0]
 
 
 def _settle(folder: Path, link: Path, filename: str, state: State) -> tuple[Path, ...]:
@@ -283,8 +281,7 @@ def load_any_checkpoint(
     alone = state.fsdp_config is None and object_store is None and (folder / METADATA).is_file()
     if state.fsdp_config_version != 2 and not alone:
         return original(path, *given, **kwargs)
-    found: tuple[Path, tuple[Path, ...]] = getattr(state, _CANDIDATES, (Path(), ()))
-    link, paths = found
+    link, paths = _candidates.get(state, (Path(), ()))
     if Path(path).resolve() not in (item.resolve() for item in paths):
         return load_checkpoint(path, *given, **kwargs)
     for number, candidate in enumerate(paths):

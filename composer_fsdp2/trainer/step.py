@@ -382,6 +382,13 @@ def _lower_size_that_thrashes(trainer: Any) -> None:
 # --- Training. ---
 
 
+def _run_of(trainer: Any) -> Run:
+    """Returns the run of a model that is sharded, as the table of patches asks."""
+    run = run_of(trainer.state.model)
+    assert run is not None
+    return run
+
+
 def train_loop(original: Callable[..., None], trainer: Any) -> None:
     """Replaces `Trainer._train_loop`. Collective: yes.
 
@@ -390,10 +397,7 @@ def train_loop(original: Callable[..., None], trainer: Any) -> None:
         CheckpointError: on every rank, when averages would be trained.
     """
     state: State = trainer.state
-    run = run_of(state.model)
-    if run is None:
-        original(trainer)
-        return
+    run = _run_of(trainer)
     if run.batch_group is not None:
         run.batch_group.begin()
     with explained_reading(), _leaving_together(run, state.auto_microbatching):
@@ -435,7 +439,9 @@ def _agree_on_length(state: State, run: Run) -> None:
         )
 
 
-def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerMode) -> Any:
+def iterate(
+    _original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerMode
+) -> Iterator[Any]:
     """Replaces `Trainer._iter_dataloader`. Collective: yes, for every batch.
 
     Raises:
@@ -443,10 +449,7 @@ def iterate(original: Callable[..., Iterator[Any]], trainer: Any, mode: TrainerM
             that compute one batch together read different ones.
     """
     state: State = trainer.state
-    run = run_of(state.model)
-    if run is None:
-        yield from original(trainer, mode)
-        return
+    run = _run_of(trainer)
     group = run.batch_group
     assert state.dataloader is not None
     length = None if state.dataloader_len is None else int(state.dataloader_len)
@@ -524,9 +527,7 @@ def train_microbatches(
     original: Callable[..., torch.Tensor], trainer: Any, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
     """Replaces `Trainer._train_microbatches`."""
-    run = run_of(trainer.state.model)
-    if run is None:
-        return original(trainer, *args, **kwargs)
+    run = _run_of(trainer)
     even = run.listener(EvenTraining)
     if even is not None:
         even.begin()
@@ -546,10 +547,7 @@ def train_microbatch(
     is_final_microbatch: bool,
 ) -> Mapping[str, torch.Tensor]:
     """Replaces `Trainer._train_microbatch`."""
-    model, given = trainer.state.model, (use_grad_scaling, current_batch_size, is_final_microbatch)
-    run = run_of(model)
-    if run is None:
-        return original(trainer, *given)
+    run, given = _run_of(trainer), (use_grad_scaling, current_batch_size, is_final_microbatch)
     even = run.listener(EvenTraining)
     with explained(run), run.accumulation.microbatch(last=is_final_microbatch):
         if even is None or not even.left:
@@ -564,10 +562,7 @@ def train_microbatch(
 
 def predict(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces `Trainer.predict`. Collective: yes."""
-    model = trainer.state.model
-    run = run_of(model)
-    if run is None:
-        return original(trainer, *args, **kwargs)
+    run = _run_of(trainer)
     with explained(run), run.evaluating():
         return original(trainer, *args, **kwargs)
 
@@ -586,10 +581,7 @@ def eval_loop(
         ConfigError: on every rank, where `auto` cannot be used.
     """
     state, model = trainer.state, trainer._original_model
-    run, auto = run_of(state.model), evaluator.auto_microbatching
-    if run is None:
-        original(trainer, evaluator, metrics, subset_num_batches)
-        return
+    run, auto = _run_of(trainer), evaluator.auto_microbatching
     refuse_auto(state.model, evaluator)
     with (
         counting_groups(state.model),

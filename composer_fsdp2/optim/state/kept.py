@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.placement import OptimizerState
-from composer_fsdp2.optim.local import LocalStep, class_step, local_value
+from composer_fsdp2.optim.local import LocalStep, class_step
 from composer_fsdp2.optim.state.form import Form, Place, Stored, read, write
 from composer_fsdp2.shard.layout import sharded_like
-from composer_fsdp2.torch_private.tensors import local_tensor
+from composer_fsdp2.torch_private.tensors import local_tensor, local_value
 
 __all__ = ["SMALL", "KeptState", "KeptSteps"]
 

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 from composer_fsdp2.trainer.patches import engine
 from composer_fsdp2.trainer.patches.checkpoint import CHECKPOINT_ROWS
-from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, PatchState
+from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, PatchState, check_feature
 from composer_fsdp2.trainer.patches.extensions import (
     ALGORITHM_ROWS,
     CALLBACK_ROWS,
@@ -22,13 +22,14 @@ from composer_fsdp2.trainer.patches.foundry import FOUNDRY_ROWS, GROUPS, ONE_RAN
 from composer_fsdp2.trainer.patches.trainer import TRAINER_ROWS
 
 __all__ = [
+    "GROUPS",
     "NEEDS",
+    "ONE_RANK",
     "PATCHES",
     "Feature",
     "PatchPoint",
     "PatchState",
-    "check_groups_in_runs",
-    "check_one_rank",
+    "check_feature",
     "describe_patches",
     "install",
     "installed",
@@ -99,24 +100,6 @@ def installed() -> AbstractContextManager[None]:
     """
     engine.check_versions(NEEDS)
     return engine.installed(PATCHES)
-
-
-def check_one_rank() -> None:
-    """Refuses LLM Foundry's training on one rank if that is switched off. Collective: no.
-
-    Raises:
-        PatchError: it would train without FSDP2.
-    """
-    engine.check_feature(ONE_RANK)
-
-
-def check_groups_in_runs() -> None:
-    """Refuses tensor parallelism in LLM Foundry's training if it is switched off. Collective: no.
-
-    Raises:
-        PatchError: it would train with another batch.
-    """
-    engine.check_feature(GROUPS)
 
 
 def patch_states() -> tuple[PatchState, ...]:

@@ -39,6 +39,11 @@ def _always(*_args: Any, **_kwargs: Any) -> bool:
     return True
 
 
+def _is_with_fsdp2(*args: Any, **kwargs: Any) -> bool:
+    states = (*args, *kwargs.values())
+    return any(getattr(value, "fsdp_config_version", None) == 2 for value in states)
+
+
 CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_CHECKPOINT}:load_checkpoint",
@@ -55,6 +60,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         why="writes into the place of the last checkpoint, which is lost if the run dies meanwhile",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L1023",
         fingerprints={"f8f92b97eb4cff40"},
+        asks=_is_with_fsdp2,
     ),
     _row(
         target=f"{_CHECKPOINT}:_torch_load_with_validation",
@@ -71,7 +77,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         why="executes code that a file contains (a second name of the same function)",
         upstream=f"{_UPSTREAM}/utils/checkpoint.py#L111",
         fingerprints={"950333d5ddc66c05", "90dcbf1eebbb927e"},
-        refused=_always,
+        asks=_always,
     ),
     _row(
         target="composer.checkpoint.load:load_resumption_checkpoint",
@@ -80,7 +86,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         why="executes code that a resumption.pkl contains",
         upstream=f"{_UPSTREAM}/checkpoint/load.py#L632",
         fingerprints={"0947da237203f9a8", "2f6caf961aa6656a"},
-        refused=_always,
+        asks=_always,
     ),
     _row(
         target=f"{_CHECKPOINT}:FileSystemReaderWithValidation.read_metadata",
@@ -121,6 +127,7 @@ CHECKPOINT_ROWS: tuple[PatchPoint, ...] = (
         why="raises on one rank, and leaves the others waiting, when the folder cannot be made",
         upstream=f"{_UPSTREAM}/callbacks/checkpoint_saver.py#L327",
         fingerprints={"692e66dc893a2141"},
+        asks=_is_with_fsdp2,
     ),
     _row(
         target=f"{_SAVER}._save_checkpoint",

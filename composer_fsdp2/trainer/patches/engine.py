@@ -4,7 +4,7 @@ It knows no table: rows are handed in. [Note: what an unknown source does] Rows 
 replaced or none is: without them no run with FSDP2 would be right. Rows of another feature whose
 source is unknown switch that feature off. None of its rows is installed, and a run that asks for
 the feature is refused by name: by `check_features` when a Trainer starts, or by the function
-itself, which then refuses the calls for which the row's `refused` is true and passes on all others.
+itself, which then refuses the calls for which the row's `asks` is true and passes on all others.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Feature:
     instead: str = ""
     """what to write when it is switched off: one sentence"""
     asked: Asks = lambda _items, _size, _settings: False
-    """rows with `refused` find in their calls whether they are asked for it"""
+    """rows with `asks` find in their calls whether they are asked for it"""
 
 
 CORE = Feature("core")
@@ -86,8 +86,8 @@ class PatchPoint:
     """of the package, for the message when none fits"""
     source: str = ""
     """what was read, where that is not the target itself"""
-    refused: Callable[..., bool] | None = None
-    """of a call's arguments: whether it asks for the feature"""
+    asks: Callable[..., bool] | None = None
+    """of a call's arguments: whether it asks for the feature; any other call is the original's"""
 
     @property
     def package(self) -> str:
@@ -149,8 +149,7 @@ def install(rows: Sequence[PatchPoint]) -> None:
 
 
 def _replace(row: PatchPoint) -> None:
-    off = row.feature in _off
-    if off and (row.refused is None or _missing(row) is not None):
+    if row.feature in _off and (row.asks is None or _missing(row) is not None):
         return
     owner, name = _locate(row.target)
     # `getattr` would take the function out of a static method, which has to be put back whole.
@@ -164,11 +163,10 @@ def _replace(row: PatchPoint) -> None:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not off:
-            return _resolve(row.replacement)(function, *args, **kwargs)
-        if row.refused is not None and row.refused(*args, **kwargs):
-            check_feature(row.feature)
-        return function(*args, **kwargs)
+        if row.asks is not None and not row.asks(*args, **kwargs):
+            return function(*args, **kwargs)
+        check_feature(row.feature)
+        return _resolve(row.replacement)(function, *args, **kwargs)
 
     setattr(owner, name, staticmethod(call) if static else call)
 

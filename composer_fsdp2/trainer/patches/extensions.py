@@ -207,10 +207,11 @@ _SUMMON = Feature(
 )
 
 
-def _holds_shards(model: Any, *_args: Any, **_kwargs: Any) -> bool:
+def _holds_shards(*args: Any, **kwargs: Any) -> bool:
     from composer_fsdp2.shard.summon import holds_shards
 
-    return holds_shards(model)
+    model = args[0] if args else kwargs.get("module")  # FSDP1's name of it
+    return model is not None and holds_shards(model)
 
 
 HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
@@ -222,7 +223,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L3199",
         takes={"save_directory", "is_main_process", "state_dict"},
         versions="transformers 4.51.3",
-        refused=_holds_shards,
+        asks=_holds_shards,
     ),
     PatchPoint(
         target="peft.peft_model:PeftModel.save_pretrained",
@@ -232,7 +233,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
         upstream="https://github.com/huggingface/peft/blob/v0.16.0/src/peft/peft_model.py#L178",
         takes={"save_directory", "is_main_process"},
         versions="peft 0.16.0",
-        refused=_holds_shards,
+        asks=_holds_shards,
     ),
     PatchPoint(
         target="transformers.generation.utils:GenerationMixin.generate",
@@ -242,7 +243,7 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
         upstream="https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/generation/utils.py#L2112",
         takes={"synced_gpus"},
         versions="transformers 4.51.3",
-        refused=_holds_shards,
+        asks=_holds_shards,
     ),
     PatchPoint(
         target="torch.distributed.fsdp:FullyShardedDataParallel.summon_full_params",
@@ -252,6 +253,6 @@ HUGGINGFACE_ROWS: tuple[PatchPoint, ...] = (
         upstream="https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/fully_sharded_data_parallel.py#L861",
         takes={"recurse", "writeback", "rank0_only", "offload_to_cpu", "with_grads"},
         versions="torch 2.7.0 to 2.15.0",
-        refused=_holds_shards,
+        asks=_holds_shards,
     ),
 )

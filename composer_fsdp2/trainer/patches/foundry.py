@@ -79,7 +79,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         why="refuses parallelism_config without asking the transform of any plugin",
         upstream=f"{_UPSTREAM}/utils/config_utils.py#L302",
         takes={"transforms"},
-        refused=_asks_for_parallelism,
+        asks=_asks_for_parallelism,
     ),
     _row(
         target=f"{_PACKAGE}.optim.adaptive_lion:dist",

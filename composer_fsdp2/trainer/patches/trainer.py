@@ -77,6 +77,10 @@ def _is_sharded(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
     return run_of(trainer.state.model) is not None
 
 
+def _is_with_fsdp2(trainer: Any, *_args: Any, **_kwargs: Any) -> bool:
+    return trainer.state.fsdp_config_version == 2
+
+
 TRAINER_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_TRAINER}:Trainer._parse_parallelism_config",
@@ -109,6 +113,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="lets autoresume, which comes next, follow a link that may point to a damaged file",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L1775",
         fingerprints={"2435a98fc7f5dec4"},
+        asks=_is_with_fsdp2,
     ),
     _row(
         target="composer.core.state:State._apply_fsdp",
@@ -125,6 +130,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="lets ranks run different numbers of microbatches, and wait for each other for ever",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2383",
         fingerprints={"71c0fc0ce3b828a4"},
+        asks=_is_sharded,
     ),
     _row(
         target=f"{_TRAINER}:Trainer._iter_dataloader",
@@ -133,6 +139,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="says nothing of data left out because that of another rank has ended",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3594",
         fingerprints={"05e8c2ab73c107bd"},
+        asks=_is_sharded,
     ),
     _row(
         target="composer.core.state:_create_device_mesh",
@@ -174,6 +181,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="leaves gradients of a batch that failed half way to the next one",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2779",
         takes={"microbatches"},
+        asks=_is_sharded,
     ),
     _row(
         target=f"{_TRAINER}:Trainer._train_microbatch",
@@ -182,6 +190,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="tells only DDP which microbatch is the last one",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L2870",
         takes={"is_final_microbatch"},
+        asks=_is_sharded,
     ),
     _row(
         target=f"{_TRAINER}:Trainer._eval_loop",
@@ -190,7 +199,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="gathers as training does, and leaves ranks waiting for one that runs out of memory",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3314",
         takes={"evaluator"},
-        refused=_is_sharded,
+        asks=_is_sharded,
     ),
     _row(
         target=f"{_TRAINER}:Trainer.predict",
@@ -199,7 +208,7 @@ TRAINER_ROWS: tuple[PatchPoint, ...] = (
         why="has no other choice between memory and gathers than training has",
         upstream=f"{_UPSTREAM}/trainer/trainer.py#L3016",
         takes={"dataloader"},
-        refused=_is_sharded,
+        asks=_is_sharded,
     ),
     _row(
         target=f"{_TRAINER}:Trainer._train_batch",

@@ -335,7 +335,7 @@ def test_an_unknown_source_switches_its_feature_off(monkeypatch, row: PatchPoint
         rest = {one.state for one in patch_states() if one.feature not in off}
         assert rest == {"installed"}
         assert f"switched off with {row.feature.name}: " in describe_patches()
-        ours = [one for one in PATCHES if one.feature is row.feature and one.refused is None]
+        ours = [one for one in PATCHES if one.feature is row.feature and one.asks is None]
         assert all(current(one.target) is before[one.target] for one in ours)
         with pytest.raises(PatchError) as caught:
             ASKING[row.feature.name](row)
