@@ -284,6 +284,18 @@ def test_clipping_after_another_model():
     train(pair("Mixtral"), {"expert_parallel": 2}, data=batches(3), clip=0.05)
 
 
+@pytest.mark.table("Mixtral-2")
+@LAYOUTS
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+def test_sequences_are_divided_too(family: str, degree: int):
+    """Two ranks next to each other have half of each sequence, and send the tokens of theirs."""
+    models, data = pair(family), [[ids[0], ids[0], ids[2], ids[2]] for ids in batches(6)]
+    for model in models:
+        model.config.output_router_logits = False
+    config = {"expert_parallel": degree, "sequence_parallel": 2, "activation_checkpointing": True}
+    train(models, config, "adamw", data=data, clip=0.05)
+
+
 WITH: dict[str, dict[str, Any]] = {
     "recomputed": {"activation_checkpointing": True},
     "selected": {"activation_checkpointing": {"mode": "selective"}},

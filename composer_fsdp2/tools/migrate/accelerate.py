@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -401,7 +402,7 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
     for strategy in (entries.get(f"config.{key}") for key in _STRATEGY_KEYS):
         if strategy and strategy.reason.startswith("one copy per node") and not given:
             per_node(context, strategy, "FULL_SHARD")
-    _count_sequences(context)
+    _count_shards(context)
     join_fp8(context)
     pinned = entries.get("config.cpu_offload_pin_memory")
     if pinned and pinned.becomes:
@@ -421,17 +422,23 @@ def finish_fsdp(context: Context, *version_keys: str) -> bool:
     return version2
 
 
-def _count_sequences(context: Context) -> None:
-    """Counts ranks that divide a sequence among those that hold shards, as FSDP2 does.
+def _count_shards(context: Context) -> None:
+    """Counts ranks that divide a sequence or the experts among those that hold shards.
 
     Accelerate and axolotl count them apart: `dp_shard_size` 2 beside `cp_size` 4 are 8 shards.
     """
-    given = (entry.settings.get("sequence_parallel") for entry in context.entries.values())
-    degree = next((settings["degree"] for settings in given if settings), 1)
+    kinds = {"sequence_parallel": "a sequence", "expert_parallel": "all experts"}
+    degrees = {
+        words: entry.settings[key]["degree"]
+        for key, words in kinds.items()
+        for entry in context.entries.values()
+        if key in entry.settings
+    }
+    said = " and ".join(f"the {degree} ranks of {words}" for words, degree in degrees.items())
     for key, entry in context.entries.items():
-        if degree > 1 and key.endswith("shard_size") and SHARD in entry.settings:
-            shards = entry.settings[SHARD] * degree
-            reason = f"`{SHARD}`; the {degree} ranks of a sequence hold shards too, and count here"
+        if degrees and key.endswith("shard_size") and SHARD in entry.settings:
+            shards = entry.settings[SHARD] * math.prod(degrees.values())
+            reason = f"`{SHARD}`; {said} hold shards too, and count here"
             entry.become(CONVERTED, reason, **{SHARD: shards})
 
 

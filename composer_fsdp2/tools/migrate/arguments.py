@@ -38,6 +38,7 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     checkpointing_rows,
     clipping_rows,
     degree_rows,
+    expert_rows,
     first_keys,
     gather_rows,
     is_names,
@@ -169,14 +170,8 @@ PARALLEL_ROWS = (
     *degree_rows("tensor_parallel_size", (1, None)),
     *sequence_rows("context_parallel_size"),
     *sequence_rows("sequence_parallel_degree"),
-    *(
-        row
-        for name, kind in (
-            ("expert_parallel_size", "expert"),
-            ("pipeline_parallel_size", "pipeline"),
-        )
-        for row in parallel_rows(name, f"{kind} parallelism")
-    ),
+    *expert_rows("expert_parallel_size"),
+    *parallel_rows("pipeline_parallel_size", "pipeline parallelism"),
 )
 """of axolotl, whatever shards"""
 

@@ -28,6 +28,7 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     add_precision,
     block_rows,
     clipping_rows,
+    expert_rows,
     first_keys,
     is_size,
     parallel_rows,
@@ -336,7 +337,7 @@ _ROWS = (
     *parallel_rows("sequence_parallel", "sequence parallelism"),
     *sequence_rows("sequence_parallel_size", (0, 1, None), "ulysses"),
     *sequence_rows("context_parallel_size", (0, 1, None)),
-    *parallel_rows("expert_parallel_size", "expert parallelism"),
+    *expert_rows("expert_parallel_size"),
     *parallel_rows("pipeline", "pipeline parallelism"),
     *parallel_rows("pipeline_parallel_size", "pipeline parallelism"),
     Row(

@@ -29,6 +29,7 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     add_dtypes,
     checkpointing_rows,
     clipping_rows,
+    expert_rows,
     is_count,
     is_names,
     is_number,
@@ -154,9 +155,8 @@ _ROLL_ROWS = (
         "whole layers are, which takes more memory while one is gathered",
         options=("=false",),
     ),
-    Row("ep_size", NOT_NEEDED, "no expert parallelism", (1, None)),
-    Row("ep_size", UNSUPPORTED, "experts are not spread over ranks", options=("=1",)),
-    Row("efsdp_size", NOT_NEEDED, "ROLL reads it only with ep_size above 1"),
+    *expert_rows("ep_size"),
+    Row("efsdp_size", NOT_NEEDED, "all ranks with the same experts shard them between them"),
     Row("moe_use_grouped_mm", NOT_NEEDED, "off is what is done here", _OFF),
     Row(
         "moe_use_grouped_mm",
@@ -220,12 +220,6 @@ def _finish_roll(context: Context) -> None:
     tiled, shards = context.entries.get("apply_tiled_mlp"), context.value("tiled_num_shards")
     if tiled is not None and tiled.becomes and shards is not None:
         tiled.become(RENAMED, "`tiled_num_shards` is `shards`", tiled_mlp={"shards": shards})
-    experts = context.entries.get("efsdp_size")
-    if experts is not None and context.value("ep_size", 1) not in (1, None):
-        experts.decide(
-            "ranks that share the experts of one rank; experts are not spread over ranks here",
-            f"{experts.key}=null",
-        )
     reduce = "bf16" if context.value("enable_mix_precision") is False else "fp32"
     add_dtypes(context, "ROLL", param_dtype="bf16", reduce_dtype=reduce)
 

@@ -39,6 +39,7 @@ __all__ = [
     "clipping_rows",
     "composer_rows",
     "degree_rows",
+    "expert_rows",
     "find_ranks",
     "first_keys",
     "gather_rows",
@@ -169,7 +170,7 @@ _DIVIDES = (
     "attention and MLPs are divided as the model's plan says, or as is known for them; ranks of a "
     "group read the same batch"
 )
-_TENSOR = "tensor_parallel"
+_TENSOR, _EXPERT = "tensor_parallel", "expert_parallel"
 _SEQUENCE = "each sequence is divided between ranks next to each other, which read the same batch"
 
 
@@ -272,6 +273,21 @@ def sequence_rows(key: str, nothing: Any = (1, None), method: str = "auto") -> t
             f"`sequence_parallel`: {_SEQUENCE}",
             is_size,
             lambda value: {"sequence_parallel": {"degree": value, "method": method}},
+        ),
+        Row(key, DECISION, "its value is no number", options=("=2", "=1")),
+    )
+
+
+def expert_rows(key: str) -> tuple[Row, ...]:
+    """Returns the rows of a degree of expert parallelism."""
+    return (
+        Row(key, NOT_NEEDED, "no expert parallelism is asked for", asks_for_nothing),
+        Row(
+            key,
+            CONVERTED,
+            f"`{_EXPERT}`: ranks next to each other hold the experts of a layer between them",
+            is_size,
+            lambda value: {_EXPERT: {"degree": value}},
         ),
         Row(key, DECISION, "its value is no number", options=("=2", "=1")),
     )

@@ -144,6 +144,7 @@ SWITCHES = ("gradient_checkpointing", "disable_gradient_checkpointing")
 GATHER = "fp8_enable_fsdp_float8_all_gather"
 SCALES = [row.key for row in ACCELERATE.rows if "pads and scales" in row.reason]
 KINDS = ("tensor", "context", "expert", "pipeline")
+EXPERTS_OF_2 = {"expert_parallel": {"degree": 2}}
 ARGUMENTS = [
     ("fsdp", "", NOT, {}),
     ("fsdp", "full_shard auto_wrap", C, AUTO),
@@ -182,7 +183,8 @@ ARGUMENTS = [
     ("fp16", False, NOT, {}),
     ("gradient_checkpointing_kwargs", {"use_reentrant": True}, NOT, {}),
     *((f"{kind}_parallel_size", 1, NOT, {}) for kind in KINDS),
-    *((f"{kind}_parallel_size", 2, UN, {}) for kind in KINDS if kind not in ("tensor", "context")),
+    ("pipeline_parallel_size", 2, UN, {}),
+    ("expert_parallel_size", 2, C, EXPERTS_OF_2),
     ("sequence_parallel_degree", 1, NOT, {}),
     ("sequence_parallel_degree", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
     ("dp_replicate_size", 1, NOT, {}),
@@ -194,6 +196,7 @@ ARGUMENTS = [
     ("context_parallel_size", "many", DEC, {}),
     ("sequence_parallel_degree", "many", DEC, {}),
     ("context_parallel_size", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
+    ("expert_parallel_size", "many", DEC, {}),
 ]
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
@@ -219,7 +222,7 @@ STRATEGY = [
     ("apply_expert_patch", False, NOT, {}),
     ("apply_expert_patch", True, UN, {}),
     ("ep_size", 1, NOT, {}),
-    ("ep_size", 4, UN, {}),
+    ("ep_size", 4, C, {"expert_parallel": {"degree": 4}}),
     ("efsdp_size", 4, NOT, {}),
     ("moe_use_grouped_mm", False, NOT, {}),
     ("moe_use_grouped_mm", True, UN, {}),
@@ -242,6 +245,7 @@ STRATEGY = [
     ("ulysses_size", 1, NOT, {}),
     ("ulysses_size", 2, C, ULYSSES),
     ("ulysses_size", "many", DEC, {}),
+    ("ep_size", "many", DEC, {}),
 ]
 MODEL_ARGS = [
     ("ulysses_size", 1, NOT),
@@ -267,10 +271,7 @@ FEATURES = [
     "zeropp_loco_param",
     "zenflow",
 ]
-PARALLEL = [
-    "sequence_parallel",
-    *("expert_parallel_size", "pipeline", "pipeline_parallel_size"),
-]
+PARALLEL = ["sequence_parallel", "pipeline", "pipeline_parallel_size"]
 SEQUENCE = ("sequence_parallel_size", "context_parallel_size")
 TENSOR = ("tensor_parallel", "autotp_size", "tp_size")
 MASTERS = ["bf16.bf16_master_weights_and_grads", "fp16.fp16_master_weights_and_grads"]
@@ -279,6 +280,8 @@ DEEP = [
     *((f"{Z}.{name}", {"device": "elsewhere"}, DEC, {}) for name in OFFLOADS),
     *((key, 1, NOT, {}) for key in PARALLEL),
     *((key, 2, UN, {}) for key in PARALLEL),
+    ("expert_parallel_size", 1, NOT, {}),
+    ("expert_parallel_size", 2, C, EXPERTS_OF_2),
     ("tensor_parallel", {"autotp_size": 1, "tp_overlap_comm": True}, NOT, {}),
     *((key, {"autotp_size": "auto"}, DEC, {}) for key in TENSOR),
     ("tensor_parallel", {"autotp_size": 4}, C, {"tensor_parallel": 4}),
@@ -351,6 +354,7 @@ DEEP = [
     ("gradient_clipping", 0, NOT, {}),
     ("gradient_clipping", 1.0, R, {}),
     ("gradient_clipping", "auto", DEC, {}),
+    ("expert_parallel_size", "many", DEC, {}),
 ]
 ALL = {"all_gather": True}
 FP8_CASES = [
@@ -655,9 +659,10 @@ def test_roll_without_a_dtype(mixed):
     assert settings_of(report)["mixed_precision"] == dtypes
 
 
-def test_experts_of_roll_over_ranks_are_not_dropped():
-    report = migrate_data({"strategy_config": {"ep_size": 4, "efsdp_size": 2}})
-    assert entry_of(report, "strategy_config.efsdp_size").status is DEC
+def test_ranks_that_hold_experts_count_as_shards_of_axolotl():
+    settings = settings_of(of_axolotl(dp_shard_size=2, expert_parallel_size=4))
+    assert settings["expert_parallel"] == {"degree": 4}
+    assert settings[SHARD] == 8
 
 
 @pytest.mark.parametrize(("value", "status", "becomes"), SWITCHED)

@@ -30,7 +30,7 @@ INSIDE = [
     (f"{FSDP1}tensor_parallel_degree: 2\n", "tensor_parallel_degree"),
     (f"{FSDP1}tp_config: 2\n", "tp_config"),
     (f"{WORDS}tensor_parallel_size: auto\n", "tensor_parallel_size"),
-    (f"{WORDS}expert_parallel_size: 2\n", "expert_parallel_size"),
+    (f"{WORDS}expert_parallel_size: many\n", "expert_parallel_size"),
     (f"{WORDS}sequence_parallel_degree: many\n", "sequence_parallel_degree"),
     (f"{WORDS}fsdp_new_key: some\n", "fsdp_new_key"),
     (f"{WORDS}ep_size: 2\n", "ep_size"),
