@@ -1,0 +1,249 @@
+"""Runs steps of a prepared model on fake tensors, and reads memory and collectives off them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
+from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.shard.apply import merge_aliases
+from composer_fsdp2.shard.initial_weights import replace_parameter
+from composer_fsdp2.step.run import Run, StepListener
+from composer_fsdp2.torch_private.fake import Watch, fake_ranks, fake_tensors
+from composer_fsdp2.torch_private.tensors import local_tensor
+
+__all__ = ["KINDS", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
+
+KINDS = ("parameters", "buffers", "gradients", "optimizer", "gathered", "activations", "logits")
+"""of memory, in the order of a table; beside them "backward", "step" and "other" """
+_MICROBATCHES = 3
+"""that are traced: those between the first and the last are equal"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One training step of a rank, as it is written for real tensors."""
+
+    prepare: Callable[[nn.Module, torch.optim.Optimizer], Run]
+    batch: Callable[[], Any]
+    """makes the inputs of one microbatch"""
+    compute: Callable[[nn.Module, Any], tuple[Any, torch.Tensor]]
+    """returns outputs and loss of a microbatch"""
+    microbatches: int = 1
+    ranks: int
+    ranks_per_node: int
+    rank: int = 0
+
+
+@dataclass(slots=True)
+class Window:
+    """The most memory between two events of a step."""
+
+    label: tuple[str, str]
+    """the event, and the unit"""
+    kinds: dict[str, int]
+    """bytes at that moment"""
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one step of a rank takes, once the optimizer has its state."""
+
+    plan: WrapPlan
+    held: Counter[str] = field(default_factory=Counter)
+    """bytes of parameters, buffers, gradients and optimizer state"""
+    kept: Counter[str] = field(default_factory=Counter)
+    """bytes by kind that the forward of a microbatch leaves for its backward"""
+    windows: list[Window] = field(default_factory=list)
+    sent: Counter[Key] = field(default_factory=Counter)
+    calls: Counter[Key] = field(default_factory=Counter)
+    flops: int = 0
+    balanced: bool = False
+    """experts were taken to get the same number of tokens"""
+    untraced: str = ""
+    """why there are no activations, where the step could not be traced"""
+
+
+class _Moments(StepListener):
+    """Begins a window at each event of a unit."""
+
+    def __init__(self, run: Run, watch: Watch, found: list[Window]) -> None:
+        super().__init__(run)
+        self._watch, self._found = watch, found
+        blocks = [name for name in run.plan.blocks() if name in run.units]
+        self._last = blocks[-1] if blocks else None
+        self.label = ("start", "")
+
+    def begin(self, event: str, unit: str = "") -> None:
+        """Ends a window, and begins the next."""
+        self._found.append(Window(self.label, dict(self._watch.peak_kinds)))
+        self.label = event, unit
+        self._watch.begin_peak()
+
+    def before_forward(self, unit: str, group: Any) -> None:
+        self.begin("forward" if self._watch.kind != "backward" else "recomputation", unit)
+
+    def after_forward(self, unit: str, output: Any) -> None:
+        if unit == self._last and self._watch.kind == "activations":
+            self._watch.kind = "logits"
+            self.begin("logits")
+
+    def before_backward(self, unit: str, group: Any) -> None:
+        self.begin("backward", unit)
+
+    def end_of_backward(self) -> None:
+        self.begin("end of backward")
+
+
+def trace_steps(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> Trace:
+    """Prepares a model and its optimizer, on meta or not, and runs steps of it.
+
+    Collective: no. Both are changed. `torch.distributed` must not be initialised.
+
+    Raises:
+        UntraceableError: the model or the optimizer reads values that nobody has.
+        PlanError: from preparing, or for a collective that is not known.
+        ConfigError: from preparing.
+    """
+    mode = fake_tensors()
+    with fake_ranks(work.ranks, work.rank):
+        with mode:
+            _drop_values(model, optimizer)
+        # Outside of the mode, in which a mesh would have no numbers of ranks.
+        run = work.prepare(model, optimizer)
+        with mode:
+            return observe_steps(run, optimizer, work, mode)
+
+
+def observe_steps(
+    run: Run, optimizer: torch.optim.Optimizer, work: Work, mode: Any = None
+) -> Trace:
+    """Runs steps of a prepared model, and reads off what the last of them took.
+
+    Collective: as the steps are.
+
+    Args:
+        run: of the model.
+        optimizer: of the model.
+        work: a step.
+        mode: that of the fake tensors, if tensors are fake.
+    """
+    axes = list(run.shape.axes)
+    counter = CollectiveCounter(work.ranks_per_node, *axes if len(axes) == 1 else ())
+    watch = Watch(counter.hear)
+    found = Trace(run.plan)
+    if mode is not None:
+        watch.know(mode)
+    with watch:
+        _steps(run, optimizer, work, watch, counter, found)
+    return found
+
+
+def _drop_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Exchanges weights and buffers for fake tensors on the CPU."""
+    merge_aliases(ModuleTree.read(model))
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    params: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                places.setdefault(id(param), []).append((module, name))
+                params[id(param)] = param
+        for name, value in [*module._buffers.items(), *vars(module).items()]:
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                held = module._buffers if name in module._buffers else vars(module)
+                held[name] = torch.empty_like(value, device="cpu")
+    new = {
+        key: replace_parameter(places[key], old, torch.empty_like(old, device="cpu"))
+        for key, old in params.items()
+    }
+    for group in optimizer.param_groups:
+        group["params"] = [new[id(p)] for p in group["params"] if id(p) in new]
+
+
+def _state_bytes(run: Run, watch: Watch) -> Counter[str]:
+    """Names the storages of parameters, buffers and gradients, and returns their bytes.
+
+    Collective: no. What the optimizer has made and kept counts as its state.
+    """
+    watch.rename("step", "optimizer")
+    kinds: list[tuple[str, torch.Tensor]] = []
+    for param in run.model.parameters():
+        kinds.append(("parameters", local_tensor(param)))
+        if param.grad is not None:
+            kinds.append(("gradients", local_tensor(param.grad)))
+    kinds += [("buffers", buffer) for buffer in run.model.buffers()]
+    for kind, tensor in kinds:
+        if tensor.device.type != "meta":
+            watch.note(tensor.untyped_storage(), kind)
+    names = ("parameters", "buffers", "gradients", "optimizer")
+    return Counter({name: watch.now[name] for name in names})
+
+
+def _steps(
+    run: Run,
+    optimizer: torch.optim.Optimizer,
+    work: Work,
+    watch: Watch,
+    counter: CollectiveCounter,
+    found: Trace,
+) -> None:
+    settings = run.settings
+    # The first makes the optimizer's state, and prefetching begins in the second.
+    warm = 2 if settings.forward_prefetch or settings.backward_prefetch else 1
+    count = min(work.microbatches, _MICROBATCHES)
+    moments = _Moments(run, watch, found.windows)
+    run.listen(moments)
+    _state_bytes(run, watch)
+    inputs = [work.batch() for _ in range(count)]
+    outputs: Any = None  # as the Trainer has them: they live until the next ones are there
+    for step in range(warm + 1):
+        optimizer.zero_grad()
+        found.windows.clear()
+        watch.flops = 0
+        with run.accumulation.batch():
+            for number, batch in enumerate(inputs):
+                # Those in the middle are as many as the step has beyond those that are traced.
+                times = work.microbatches - count + 1 if number == 1 and count > 2 else 1
+                before, flops = (counter.bytes.copy(), counter.calls.copy()), watch.flops
+                watch.kind, start = "activations", watch.now.copy()
+                with run.accumulation.microbatch(last=number + 1 == count):
+                    outputs, loss = work.compute(run.model, batch)  # noqa: RUF059
+                    found.kept = watch.now - start
+                    watch.kind = "backward"
+                    (loss / count).backward()
+                    del loss
+                _add(found, counter, before, times)
+                found.flops += (watch.flops - flops) * times
+        _state_bytes(run, watch)
+        before = counter.bytes.copy(), counter.calls.copy()
+        watch.kind = "step"
+        moments.begin("step")
+        optimizer.step()
+        moments.begin("end")
+        _add(found, counter, before, 1)
+        found.held = _state_bytes(run, watch)
+        if step < warm:
+            found.sent.clear()
+            found.calls.clear()
+            found.flops = 0
+    found.balanced = watch.balanced
+    run.stop_listening(moments)
+
+
+def _add(
+    found: Trace, counter: CollectiveCounter, before: tuple[Counter[Key], Counter[Key]], times: int
+) -> None:
+    for into, now, then in (
+        (found.sent, counter.bytes, before[0]),
+        (found.calls, counter.calls, before[1]),
+    ):
+        for key, value in (now - then).items():
+            into[key] += value * times
