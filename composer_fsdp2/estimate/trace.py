@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +21,10 @@ from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.fake import Watch, fake_ranks, fake_tensors
 from composer_fsdp2.torch_private.tensors import local_tensor
 
-__all__ = ["KINDS", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
+__all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "state_of", "trace_steps"]
 
-KINDS = ("parameters", "buffers", "gradients", "optimizer", "gathered", "activations", "logits")
-"""of memory, in the order of a table; beside them "backward", "step" and "other" """
+STATE = ("parameters", "buffers", "gradients", "optimizer")
+"""kinds of memory that stays; others are gathered, activations, logits, backward, step and other"""
 _MICROBATCHES = 3
 """that are traced: those between the first and the last are equal"""
 
@@ -67,8 +69,8 @@ class Trace:
     flops: int = 0
     balanced: bool = False
     """experts were taken to get the same number of tokens"""
-    untraced: str = ""
-    """why there are no activations, where the step could not be traced"""
+    untraced: bool = False
+    """there is the state alone"""
 
 
 class _Moments(StepListener):
@@ -112,14 +114,47 @@ def trace_steps(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) 
         PlanError: from preparing, or for a collective that is not known.
         ConfigError: from preparing.
     """
+    with _prepared(model, optimizer, work) as (run, mode):
+        return observe_steps(run, optimizer, work, mode)
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> Trace:
+    """Prepares a model that cannot be traced, and steps the optimizer with gradients of zeros.
+
+    Collective: no. Both are changed. Returns what stays in memory, and all units gathered at once
+    that the plan keeps.
+    """
+    with _prepared(model, optimizer, work) as (run, mode):
+        counter = CollectiveCounter(work.ranks_per_node)
+        watch = Watch(counter.hear)
+        watch.know(mode)
+        found = Trace(run.plan, untraced=True)
+        with watch:
+            for param in model.parameters():
+                if param.requires_grad:
+                    param.grad = torch.zeros_like(param)
+            _state_bytes(run, watch)
+            watch.kind = "step"
+            optimizer.step()
+            found.held = _state_bytes(run, watch)
+        found.windows.append(Window(("state", ""), dict(found.held)))
+        return found
+
+
+@contextlib.contextmanager
+def _prepared(
+    model: nn.Module, optimizer: torch.optim.Optimizer, work: Work
+) -> Generator[tuple[Run, Any]]:
     mode = fake_tensors()
-    with fake_ranks(work.ranks, work.rank):
+    with fake_ranks(work.ranks, work.rank), warnings.catch_warnings():
+        # The preparation of the run warns; this one is not it.
+        warnings.simplefilter("ignore")
         with mode:
             _drop_values(model, optimizer)
         # Outside of the mode, in which a mesh would have no numbers of ranks.
         run = work.prepare(model, optimizer)
         with mode:
-            return observe_steps(run, optimizer, work, mode)
+            yield run, mode
 
 
 def observe_steps(
@@ -183,8 +218,7 @@ def _state_bytes(run: Run, watch: Watch) -> Counter[str]:
     for kind, tensor in kinds:
         if tensor.device.type != "meta":
             watch.note(tensor.untyped_storage(), kind)
-    names = ("parameters", "buffers", "gradients", "optimizer")
-    return Counter({name: watch.now[name] for name in names})
+    return Counter({name: watch.now[name] for name in STATE})
 
 
 def _steps(
