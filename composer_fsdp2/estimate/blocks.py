@@ -111,9 +111,7 @@ def _longest(name: str, signs: list[Any], period: int) -> EqualBlocks:
     return EqualBlocks(name=name, count=len(signs), start=start, stop=start + length, period=period)
 
 
-def _signature(
-    block: nn.Module, name: str, inside: dict[str, list[Any]], tied: set[str]
-) -> int:
+def _signature(block: nn.Module, name: str, inside: dict[str, list[Any]], tied: set[str]) -> int:
     def parts() -> Iterator[Any]:
         for below, module in block.named_modules():
             full = f"{name}.{below}" if below else name

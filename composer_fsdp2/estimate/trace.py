@@ -254,6 +254,7 @@ def _steps(
                     watch.kind = "backward"
                     (loss / count).backward()
                     del loss
+                _state_bytes(run, watch)  # gradients that the next microbatch adds to
                 _add(found, counter, before, times)
                 found.flops += (watch.flops - flops) * times
         _state_bytes(run, watch)
