@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from composer_fsdp2.estimate.clock import Gpu
     from composer_fsdp2.estimate.forecast import Forecast
+    from composer_fsdp2.estimate.search import Choice
     from composer_fsdp2.foundry.rehearsal import Rehearsal
 
 __all__ = ["plan"]
@@ -50,6 +51,12 @@ def plan(
         str | None,
         typer.Option(help="A line for each value of a setting.", metavar="key=a,b,c"),
     ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Settings that fit, the quickest first; takes minutes.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="With --search: puts the best into RUN.yaml.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the FSDP2 units of RUN.yaml, and what memory and communication a step takes.
@@ -66,6 +73,9 @@ def plan(
     - `composer-fsdp2 plan run.yaml --gpus 64 --gpus-per-node 8 --gpu H100`: for a cluster elsewhere
 
     - `composer-fsdp2 plan run.yaml --compare device_train_microbatch_size=1,2,4`
+
+    - `composer-fsdp2 plan run.yaml --gpus 64 --gpu H100 --search`: shards, copies, resharding,
+    recomputation, microbatch and offloading
 
     Exit code 1 if the model cannot be planned or does not fit, 2 for a mistake in the command line
     or the settings.
@@ -86,6 +96,9 @@ def plan(
                 typer.echo(line)
             return
         rehearsal = _planned(run, _read(run, overrides or []), cluster)
+        if search or write:
+            _search(run, rehearsal, cluster, known or GPUS["H100"], memory, write=write)
+            return
         units = rehearsal.units
         assert units is not None
         forecast = _forecast(rehearsal, cluster)
@@ -157,10 +170,10 @@ def _planned(run: Path, cfg: DictConfig, cluster: Cluster) -> Rehearsal:
 def _forecast(rehearsal: Rehearsal, cluster: Cluster) -> Forecast | None:
     from composer_fsdp2.foundry.forecast import forecast_run
 
-    if rehearsal.parts is None or rehearsal.units is None:
+    if rehearsal.parts is None:
         return None
     with quiet():
-        return forecast_run(rehearsal.parts, rehearsal.units, cluster)
+        return forecast_run(rehearsal.parts, cluster)
 
 
 def _compared(
@@ -184,6 +197,58 @@ def _compared(
         if forecast is not None:
             found.append((value, forecast))
     return found
+
+
+def _search(
+    run: Path,
+    rehearsal: Rehearsal,
+    cluster: Cluster,
+    gpu: Gpu,
+    memory: float | None,
+    *,
+    write: bool,
+) -> None:
+    """Prints the best settings, and writes the first of them.
+
+    Raises:
+        ConfigError: the memory of a GPU is not known, or the run has no optimizer.
+    """
+    from composer_fsdp2.estimate.search import search_lines
+    from composer_fsdp2.foundry.forecast import search_run
+
+    if memory is None or rehearsal.parts is None:
+        raise ConfigError(
+            "--search is given, and the memory of a GPU is not known, or the optimizer cannot be "
+            "built. Nothing could be left out for its size. Give --gpu or --gpu-memory, and see "
+            "what doctor finds."
+        )
+    with quiet():
+        best, lost = search_run(rehearsal.parts, cluster, gpu, memory)
+    for line in search_lines(best, lost):
+        typer.echo(line)
+    if not best:
+        raise typer.Exit(ExitCode.FAILED)
+    if write:
+        _write(run, best[0].choice)
+        say(f"Written to {escape(str(run))}.")
+
+
+def _write(run: Path, choice: Choice) -> None:
+    """Puts settings into a YAML, whose comments and order stay."""
+    from ruamel.yaml import YAML
+
+    from composer_fsdp2.estimate.search import written
+
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    document = yaml.load(run.read_text(encoding="utf-8"))
+    block = document["parallelism_config"]["fsdp2"]
+    block.update({key: value for key, value in written(choice).items() if value is not None})
+    if choice.replicate == 1:
+        block.pop("data_parallel_replicate_degree", None)
+    document["device_train_microbatch_size"] = choice.rows
+    with run.open("w", encoding="utf-8") as file:
+        yaml.dump(document, file)
 
 
 def _document(rehearsal: Rehearsal, forecast: Forecast | None, gpu: Gpu | None) -> dict[str, Any]:

@@ -212,19 +212,26 @@ def _facts(plan: WrapPlan) -> Counter[str]:
 
 
 def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Window]:
-    """Returns windows by event, unit and how often that was: blocks counted from either end."""
+    """Returns windows by microbatch, the block that was reached last, event, unit and how often.
+
+    Blocks are counted from either end, and windows of those between are left out. A root whose
+    outputs are as many as the blocks is reached by backward as often, between blocks.
+    """
     count, short = (blocks.count - len(blocks.left_out(n)) for n in (periods, _SHORT))
     head = blocks.left_out(_SHORT).start
-    tail = short - head
     seen, found, start = Counter[Any](), dict[Any, Window](), f"{blocks.name}."
+    microbatch, block, middle = "", "", False
     for window in trace.windows:
         event, unit = window.label
+        if event == "microbatch":
+            microbatch, block, middle = unit, "", False
         if unit.startswith(start):
             number, _, below = unit.removeprefix(start).partition(".")
             place = int(number)
-            if head <= place < count - tail:
-                continue
-            unit = f"{place if place < head else place - count}.{below}"
-        seen[event, unit] += 1
-        found[event, unit, seen[event, unit]] = window
+            middle = head <= place < count - (short - head)
+            block = unit = f"{place if place < head else place - count}.{below}"
+        if not middle:
+            key = microbatch, block, event, unit
+            seen[key] += 1
+            found[(*key, seen[key])] = window
     return found

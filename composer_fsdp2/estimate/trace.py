@@ -56,7 +56,7 @@ class Window:
 
 @dataclass(slots=True)
 class Trace:
-    """What one step of a rank takes, once the optimizer has its state."""
+    """Memory, collectives and FLOPs of one step of a rank, once the optimizer has its state."""
 
     plan: WrapPlan
     held: Counter[str] = field(default_factory=Counter)
@@ -243,14 +243,17 @@ def _steps(
         found.windows.clear()
         watch.flops = 0
         with run.accumulation.batch():
-            for number, batch in enumerate(inputs):
+            for number, batch in enumerate(inputs if step == warm else inputs[:1]):
                 # Those in the middle are as many as the step has beyond those that are traced.
                 times = work.microbatches - count + 1 if number == 1 and count > 2 else 1
                 before, flops = (counter.bytes.copy(), counter.calls.copy()), watch.flops
+                moments.begin("microbatch", str(number))
                 watch.kind, start = "activations", watch.now.copy()
-                with run.accumulation.microbatch(last=number + 1 == count):
+                is_last = step < warm or number + 1 == count
+                with run.accumulation.microbatch(last=is_last):
                     outputs, loss = work.compute(run.model, batch)  # noqa: RUF059
-                    found.kept = watch.now - start
+                    # Later on, outputs of the microbatch before are freed as well.
+                    found.kept = found.kept or watch.now - start
                     watch.kind = "backward"
                     (loss / count).backward()
                     del loss

@@ -88,8 +88,6 @@ class Parts:
     settings: FSDP2Config
     config: Any
     """LLM Foundry's, with batch sizes of a rank"""
-    treated: frozenset[str]
-    """names of modules that a transformation changes"""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -486,12 +484,7 @@ def _plan(
                 found.sizes = planned.step.sizes(plan.tree, planned.plan, plan.units, plan.shape)
         found.units = plan.units
         if given["optimizers"] is not None:
-            named = (getattr(planned.plan, "modules", ()) for planned in plan.transformations)
             found.parts = Parts(
-                model=model,
-                optimizer=given["optimizers"],
-                settings=settings,
-                config=config,
-                treated=frozenset(name for names in named for name in names),
+                model=model, optimizer=given["optimizers"], settings=settings, config=config
             )
         found.frozen = frozen_elements(model, plan.units)

@@ -9,6 +9,7 @@ weights or activations is not known: reading it raises `UntraceableError`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import weakref
 from collections import Counter
@@ -29,7 +30,6 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.distributed import device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_param  # noqa: TID251
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,15 +92,13 @@ def _one_chunk() -> Generator[None]:
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L372
     """
-    original = getattr(_fsdp_param, "_chunk_with_empty", None)
-    if original is None:
-        yield
-        return
-    _fsdp_param._chunk_with_empty = _Chunks
+    owner: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    original = owner._chunk_with_empty
+    owner._chunk_with_empty = _Chunks
     try:
         yield
     finally:
-        _fsdp_param._chunk_with_empty = original
+        owner._chunk_with_empty = original
 
 
 class _Chunks:
