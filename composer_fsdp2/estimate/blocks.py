@@ -1,7 +1,7 @@
 """Shortens a model by blocks that are equal, so that a trace of few stands for all.
 
-[Note: equal blocks] A step is traced with four periods of equal blocks and with five. What the
-fifth adds, each further one adds as well: bytes that are held and sent, FLOPs, and memory at one
+[Note: equal blocks] A step is traced with three periods of equal blocks and with four. What the
+fourth adds, each further one adds as well: bytes that are held and sent, FLOPs, and memory at one
 and the same moment of the step. A moment belongs to a block counted from the first or from the last
 one; the most memory is not between those, for what a block adds does not change between them.
 """
@@ -22,9 +22,10 @@ from torch import nn
 from composer_fsdp2.estimate.trace import Trace, Window
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
-__all__ = ["EqualBlocks", "copied", "extended", "find_equal_blocks"]
+__all__ = ["TRACED", "EqualBlocks", "copied", "extended", "find_equal_blocks"]
 
-_SHORT, _LONG = 4, 5
+_SHORT, _LONG = 3, 4
+TRACED = (_SHORT, _LONG)
 """periods that are traced"""
 _PERIODS = 6
 """longest period that is looked for"""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.estimate.blocks import copied, extended, find_equal_blocks
+from composer_fsdp2.estimate.blocks import TRACED, copied, extended, find_equal_blocks
 from composer_fsdp2.estimate.collectives import Axis
 from composer_fsdp2.estimate.trace import STATE, Trace, Work, state_of, trace_steps
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -145,12 +145,12 @@ def _traced(
     try:
         if blocks is not None:
             short, long = (
-                trace_steps(*copied(model, optimizer, blocks, periods), work) for periods in (4, 5)
+                trace_steps(*copied(model, optimizer, blocks, periods), work) for periods in TRACED
             )
             if (found := extended(short, long, blocks, units)) is not None:
                 said.append(
                     f"{blocks.equal} blocks of '{blocks.name}' are equal: "
-                    f"{5 * blocks.period} of them were traced for all"
+                    f"{TRACED[1] * blocks.period} of them were traced for all"
                 )
                 return found
         return trace_steps(*copied(model, optimizer), work)

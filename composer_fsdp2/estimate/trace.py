@@ -11,10 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
+from composer_fsdp2.optim.state.form import Stored
+from composer_fsdp2.parallel.expert.held import is_elsewhere
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.apply import merge_aliases
 from composer_fsdp2.shard.initial_weights import replace_parameter
 from composer_fsdp2.step.run import Run, StepListener
@@ -25,8 +29,6 @@ __all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "state_of", "tra
 
 STATE = ("parameters", "buffers", "gradients", "optimizer")
 """kinds of memory that stays; others are gathered, activations, logits, backward, step and other"""
-_MICROBATCHES = 3
-"""that are traced: those between the first and the last are equal"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,21 @@ class Trace:
     """experts were taken to get the same number of tokens"""
     untraced: bool = False
     """there is the state alone"""
+
+    def add(
+        self,
+        counter: CollectiveCounter,
+        watch: Watch,
+        before: tuple[Counter[Key], Counter[Key], int],
+        times: int,
+    ) -> None:
+        """Adds what has been counted since `before`, so many times."""
+        for into, now, then in (
+            (self.sent, counter.bytes, before[0]),
+            (self.calls, counter.calls, before[1]),
+        ):
+            into.update({key: size * times for key, size in (now - then).items()})
+        self.flops += (watch.flops - before[2]) * times
 
 
 class _Moments(StepListener):
@@ -130,13 +147,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> 
         watch.know(mode)
         found = Trace(run.plan, untraced=True)
         with watch:
-            for param in model.parameters():
-                if param.requires_grad:
-                    param.grad = torch.zeros_like(param)
-            _state_bytes(run, watch)
-            watch.kind = "step"
-            optimizer.step()
-            found.held = _state_bytes(run, watch)
+            found.held = _State(run, optimizer, watch).make()
         found.windows.append(Window(("state", ""), dict(found.held)))
         return found
 
@@ -203,22 +214,53 @@ def _drop_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         group["params"] = [new[id(p)] for p in group["params"] if id(p) in new]
 
 
-def _state_bytes(run: Run, watch: Watch) -> Counter[str]:
-    """Names the storages of parameters, buffers and gradients, and returns their bytes.
+class _State:
+    """Knows the storages of parameters, buffers, gradients and optimizer state.
 
-    Collective: no. What the optimizer has made and kept counts as its state.
+    Args:
+        run: of the model, whose parameters are shards now; a forward exchanges them in the modules.
+        optimizer: of the model.
+        watch: sees the storages.
     """
-    watch.rename("step", "optimizer")
-    kinds: list[tuple[str, torch.Tensor]] = []
-    for param in run.model.parameters():
-        kinds.append(("parameters", local_tensor(param)))
-        if param.grad is not None:
-            kinds.append(("gradients", local_tensor(param.grad)))
-    kinds += [("buffers", buffer) for buffer in run.model.buffers()]
-    for kind, tensor in kinds:
-        if tensor.device.type != "meta":
-            watch.note(tensor.untyped_storage(), kind)
-    return Counter({name: watch.now[name] for name in STATE})
+
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
+        params = [param for param in run.model.parameters() if not is_elsewhere(param)]
+        self._params = [param for param in params if param.requires_grad]
+        self._optimizer, self._watch = optimizer, watch
+        for kind, tensors in (("parameters", params), ("buffers", run.model.buffers())):
+            for tensor in tensors:
+                self._note(kind, tensor)
+
+    def _note(self, kind: str, tensor: torch.Tensor) -> None:
+        local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+        if local.device.type != "meta":
+            self._watch.note(local.untyped_storage(), kind)
+
+    def bytes(self) -> Counter[str]:
+        """Names the storages, and returns the bytes of those that stay."""
+        for param in self._params:
+            if param.grad is not None:
+                self._note("gradients", param.grad)
+        for of_param in self._optimizer.state.values():
+            for value in getattr(of_param, "data", of_param).values():
+                parts = [value.values, value.exponents] if isinstance(value, Stored) else [value]
+                for part in parts:
+                    if isinstance(part, torch.Tensor):
+                        self._note("optimizer", part)
+        return Counter({name: self._watch.now[name] for name in STATE})
+
+    def step(self) -> Counter[str]:
+        """Steps the optimizer, and returns the bytes that stay."""
+        self.bytes()
+        self._watch.kind = "step"
+        self._optimizer.step()
+        return self.bytes()
+
+    def make(self) -> Counter[str]:
+        """Has the optimizer make its state from gradients of zeros."""
+        for param in self._params:
+            param.grad = torch.zeros_like(param)
+        return self.step()
 
 
 def _steps(
@@ -229,59 +271,52 @@ def _steps(
     counter: CollectiveCounter,
     found: Trace,
 ) -> None:
-    settings = run.settings
-    # The first makes the optimizer's state, and prefetching begins in the second.
-    warm = 2 if settings.forward_prefetch or settings.backward_prefetch else 1
-    count = min(work.microbatches, _MICROBATCHES)
+    settings, state = run.settings, _State(run, optimizer, watch)
+    warm = 0 if is_fake() else 1  # real ranks compare their batches in the first step
+    if settings.forward_prefetch or settings.backward_prefetch:
+        warm = 2  # prefetching begins in the second step
+    elif settings.gradient_sync == "last":
+        warm = 1  # units that have never run reduce in each microbatch
+    # With `every`, the second is as all that follow.
+    count = min(work.microbatches, 2 if settings.gradient_sync == "every" else 3)
     moments = _Moments(run, watch, found.windows)
     run.listen(moments)
-    _state_bytes(run, watch)
-    inputs = [work.batch() for _ in range(count)]
-    outputs: Any = None  # as the Trainer has them: they live until the next ones are there
+    state.make()
     for step in range(warm + 1):
         optimizer.zero_grad()
         found.windows.clear()
-        watch.flops = 0
+        found.sent.clear()
+        found.calls.clear()
+        found.flops = 0
+        total = count if step == warm else 1
+        outputs: list[Any] = []  # as the Trainer has them: they live until the next are there
         with run.accumulation.batch():
-            for number, batch in enumerate(inputs if step == warm else inputs[:1]):
-                # Those in the middle are as many as the step has beyond those that are traced.
-                times = work.microbatches - count + 1 if number == 1 and count > 2 else 1
-                before, flops = (counter.bytes.copy(), counter.calls.copy()), watch.flops
+            for number in range(total):
+                before = counter.bytes.copy(), counter.calls.copy(), watch.flops
                 moments.begin("microbatch", str(number))
-                watch.kind, start = "activations", watch.now.copy()
-                is_last = step < warm or number + 1 == count
-                with run.accumulation.microbatch(last=is_last):
-                    outputs, loss = work.compute(run.model, batch)  # noqa: RUF059
-                    # Later on, outputs of the microbatch before are freed as well.
-                    found.kept = found.kept or watch.now - start
-                    watch.kind = "backward"
-                    (loss / count).backward()
-                    del loss
-                _state_bytes(run, watch)  # gradients that the next microbatch adds to
-                _add(found, counter, before, times)
-                found.flops += (watch.flops - flops) * times
-        _state_bytes(run, watch)
-        before = counter.bytes.copy(), counter.calls.copy()
-        watch.kind = "step"
+                with run.accumulation.microbatch(last=number + 1 == total):
+                    _microbatch(run, work, watch, found, outputs, total)
+                state.bytes()  # gradients that the next microbatch adds to
+                # The second stands for those that are not traced.
+                times = work.microbatches - count + 1 if number == 1 else 1
+                found.add(counter, watch, before, times)
+        before = counter.bytes.copy(), counter.calls.copy(), watch.flops
         moments.begin("step")
-        optimizer.step()
+        found.held = state.step()
         moments.begin("end")
-        _add(found, counter, before, 1)
-        found.held = _state_bytes(run, watch)
-        if step < warm:
-            found.sent.clear()
-            found.calls.clear()
-            found.flops = 0
+        found.add(counter, watch, before, 1)
     found.balanced = watch.balanced
     run.stop_listening(moments)
 
 
-def _add(
-    found: Trace, counter: CollectiveCounter, before: tuple[Counter[Key], Counter[Key]], times: int
+def _microbatch(
+    run: Run, work: Work, watch: Watch, found: Trace, outputs: list[Any], count: int
 ) -> None:
-    for into, now, then in (
-        (found.sent, counter.bytes, before[0]),
-        (found.calls, counter.calls, before[1]),
-    ):
-        for key, value in (now - then).items():
-            into[key] += value * times
+    """Runs forward and backward; the new outputs take the place of those before."""
+    watch.kind, batch, start = "activations", work.batch(), watch.now.copy()
+    made, loss = work.compute(run.model, batch)
+    if not outputs:  # else they are freed as well
+        found.kept = watch.now - start
+    outputs[:] = [made]
+    watch.kind = "backward"
+    (loss / count).backward()

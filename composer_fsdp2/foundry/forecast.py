@@ -60,16 +60,18 @@ def forecast_run(
     on_host = ["parameters", "gradients", "optimizer"] if asked.cpu_offload else list[str]()
     if asked.optimizer_state.device == "cpu" and not on_host:
         on_host.append("optimizer")
-    with environment(cluster.first_rank()):
-        plan = PreparePlan(
-            parts.model,
-            parts.optimizer,
-            settings,
-            "fp32",
-            "cpu",
-            mesh=None,
-            transformations=TRANSFORMATIONS,
-        )
+    plan = parts.plan
+    if changes is not None:
+        with environment(cluster.first_rank()):
+            plan = PreparePlan(
+                parts.model,
+                parts.optimizer,
+                settings,
+                "fp32",
+                "cpu",
+                mesh=None,
+                transformations=TRANSFORMATIONS,
+            )
     named = (getattr(planned.plan, "modules", ()) for planned in plan.transformations)
     return forecast(
         parts.model,

@@ -88,6 +88,7 @@ class Parts:
     settings: FSDP2Config
     config: Any
     """LLM Foundry's, with batch sizes of a rank"""
+    plan: PreparePlan
 
 
 @dataclass(slots=True, kw_only=True)
@@ -485,6 +486,10 @@ def _plan(
         found.units = plan.units
         if given["optimizers"] is not None:
             found.parts = Parts(
-                model=model, optimizer=given["optimizers"], settings=settings, config=config
+                model=model,
+                optimizer=given["optimizers"],
+                settings=settings,
+                config=config,
+                plan=plan,
             )
         found.frozen = frozen_elements(model, plan.units)

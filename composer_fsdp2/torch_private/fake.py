@@ -191,13 +191,6 @@ class Watch(TorchDispatchMode):
         self.now[kind] -= size
         self.total -= size
 
-    def rename(self, before: str, after: str) -> None:
-        """Gives all storages of a kind another one."""
-        for key, (reference, size, kind) in self._held.items():
-            if kind == before:
-                self._held[key] = reference, size, after
-        self.now[after] += self.now.pop(before, 0)
-
     def begin_peak(self) -> None:
         """Looks for the peak from here on."""
         self.peak, self.peak_kinds = self.total, dict(self.now)
@@ -222,10 +215,8 @@ class Watch(TorchDispatchMode):
             self._heard(packet.__name__, args, result)
             if packet.__name__ != "allreduce_":  # of equal ranks it changes no maximum
                 self._forget(given)
-        elif given and packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-        elif packet is _ATTENTION:
-            self.flops += sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+        elif any(map(self._is_own, given)):
+            self.flops += _flops(packet, args, kwargs, result)
         if self._mode is not None and made and func.namespace not in _NAMESPACES:
             self._follow(func, args, kwargs, given, made, result)
         return result
@@ -294,6 +285,13 @@ class Watch(TorchDispatchMode):
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
         shape = tuple(given[0].shape)
         raise UntraceableError(f"{func} reads values of a tensor {shape}") from error
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if packet is _ATTENTION:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    count = flop_registry.get(packet)
+    return 0 if count is None else count(*args, **kwargs, out_val=result)
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

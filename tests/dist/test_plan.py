@@ -25,7 +25,7 @@ def counted_on(name: str) -> dict[str, Any]:
 @pytest.mark.table("FSDP of odd sizes", "last microbatch", "experts")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_takes_what_was_predicted(name: str, ranks: Callable[..., list[dict[str, Any]]]):
-    """Bytes and number of collectives, FLOPs, bytes that are held: exactly; the peak within 10 %."""
+    """Bytes and calls of collectives, FLOPs and bytes held exactly, the peak within 10 %."""
     count = LAYOUTS[name].ranks
     found = ranks(count, counted_on, name)
     for rank in {0, count - 1}:
