@@ -224,12 +224,10 @@ class _State:
     """
 
     def __init__(self, run: Run, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
-        params = [param for param in run.model.parameters() if not is_elsewhere(param)]
-        self._params = [param for param in params if param.requires_grad]
+        self._params = [param for param in run.model.parameters() if not is_elsewhere(param)]
         self._optimizer, self._watch = optimizer, watch
-        for kind, tensors in (("parameters", params), ("buffers", run.model.buffers())):
-            for tensor in tensors:
-                self._note(kind, tensor)
+        for buffer in run.model.buffers():
+            self._note("buffers", buffer)
 
     def _note(self, kind: str, tensor: torch.Tensor) -> None:
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
@@ -239,6 +237,7 @@ class _State:
     def bytes(self) -> Counter[str]:
         """Names the storages, and returns the bytes of those that stay."""
         for param in self._params:
+            self._note("parameters", param)  # newer torch pads shards in the first forward
             if param.grad is not None:
                 self._note("gradients", param.grad)
         for of_param in self._optimizer.state.values():
@@ -259,7 +258,8 @@ class _State:
     def make(self) -> Counter[str]:
         """Has the optimizer make its state from gradients of zeros."""
         for param in self._params:
-            param.grad = torch.zeros_like(param)
+            if param.requires_grad:
+                param.grad = torch.zeros_like(param)
         return self.step()
 
 
@@ -275,8 +275,9 @@ def _steps(
     warm = 0 if is_fake() else 1  # real ranks compare their batches in the first step
     if settings.forward_prefetch or settings.backward_prefetch:
         warm = 2  # prefetching begins in the second step
-    elif settings.gradient_sync == "last":
-        warm = 1  # units that have never run reduce in each microbatch
+    elif settings.gradient_sync == "last" or settings.tensor_parallel is not None:
+        # Units that have never run reduce in each microbatch, and DTensor computes its layouts.
+        warm = 1
     # With `every`, the second is as all that follow.
     count = min(work.microbatches, 2 if settings.gradient_sync == "every" else 3)
     moments = _Moments(run, watch, found.windows)
