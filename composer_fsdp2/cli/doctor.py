@@ -153,6 +153,13 @@ def diagnose(
             run_file.check_installed()
             rehearsal = rehearsed(cfg, cluster)
             found, units = rehearsal.findings, rehearsal.units
+            if machine.gpus and rehearsal.parts is not None:
+                from composer_fsdp2.foundry.forecast import forecast_run
+                from composer_fsdp2.tools.doctor import memory_findings
+
+                with quiet():
+                    step = forecast_run(rehearsal.parts, cluster)
+                found += memory_findings(step, machine.gpus[0])
             run = dataclasses.replace(
                 run,
                 builds_on_meta=rehearsal.builds_on_meta,

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 # Older torch has fake collectives only after this import.
-import torch.distributed._tools.fake_collectives
+import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport]
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -160,7 +160,7 @@ class Watch(TorchDispatchMode):
             self.note(storage, "gathered")
             return result
 
-        torch.UntypedStorage.resize_ = resize
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
         self._undo = original
         super().__enter__()
         return self
@@ -276,7 +276,7 @@ class Watch(TorchDispatchMode):
             fake = self._mode.from_tensor(found)
             self._values[fake] = found
             return fake
-        if func is torch.ops.aten.nonzero.default:
+        if func.overloadpacket is torch.ops.aten.nonzero:
             # A mask of the tokens of one expert is a part of the mask of all experts.
             mask = args[0]
             whole = mask.untyped_storage().nbytes() // mask.itemsize

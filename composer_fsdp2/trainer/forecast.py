@@ -94,7 +94,7 @@ def compute_loss(precision: str) -> Callable[[Any, Any], tuple[Any, torch.Tensor
         with context:
             loss = model.loss(outputs, batch)
         if isinstance(loss, Mapping):
-            loss = loss["total"] if "total" in loss else sum(loss.values())
-        return outputs, sum(loss) if isinstance(loss, list | tuple) else loss
+            loss = loss["total"] if "total" in loss else list(loss.values())
+        return outputs, torch.stack(list(loss)).sum() if isinstance(loss, list | tuple) else loss
 
     return compute

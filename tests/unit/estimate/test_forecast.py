@@ -19,6 +19,7 @@ from composer_fsdp2.estimate.report import fits, forecast_lines
 from composer_fsdp2.estimate.search import search, search_lines
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
+from composer_fsdp2.tools.doctor import Gpu, memory_findings
 from composer_fsdp2.trainer.forecast import traced_settings
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
@@ -87,6 +88,16 @@ def test_what_is_offloaded_is_not_on_the_device(monkeypatch):
     less = predicted(Dense(), Layout(2), monkeypatch, on_host=["optimizer"])
     assert less.held == found.held
     assert less.peak_bytes == found.peak_bytes - found.held["optimizer"]
+
+
+def test_doctor_tells_a_run_that_cannot_fit(monkeypatch):
+    found = predicted(Dense(), Layout(2), monkeypatch)
+    kept = sum(found.held.values())
+    assert list(memory_findings(found, Gpu("GPU", 2 * found.peak_bytes))) == []
+    (maybe,) = memory_findings(found, Gpu("GPU", found.peak_bytes))
+    (never,) = memory_findings(found, Gpu("GPU", kept - 1))
+    assert (maybe.level, never.level) == ("warning", "problem")
+    assert "The first step would run out of memory." in never.what
 
 
 def test_a_collective_without_a_row_is_an_error():
