@@ -1,4 +1,4 @@
-"""`composer-fsdp2 doctor` and `plan`: what a run would do, what is wrong with it, and its units."""
+"""`composer-fsdp2 doctor`: what a run would do, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
-from composer_fsdp2.cli.console import ExitCode, reported, say
+from composer_fsdp2.cli.console import ExitCode, reported
 from composer_fsdp2.cli.launch import default_ranks, under_launcher
 from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
 from composer_fsdp2.errors import ConfigError
@@ -30,7 +29,15 @@ if TYPE_CHECKING:
     from composer_fsdp2.plan.wrap_plan import WrapPlan
     from composer_fsdp2.tools.doctor import Machine, Run
 
-__all__ = ["Report", "diagnose", "doctor", "installed", "plan", "print_report"]
+__all__ = [
+    "Report",
+    "cluster_of",
+    "diagnose",
+    "doctor",
+    "installed",
+    "print_report",
+    "rehearsed",
+]
 
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
 _VARIABLES = ("FSDP_VERSION", "RANK", "WORLD_SIZE")
@@ -84,67 +91,6 @@ def doctor(
         raise typer.Exit(report.exit_code)
 
 
-def plan(
-    run: Annotated[Path, typer.Argument(help="A training run of LLM Foundry.", metavar="RUN.yaml")],
-    overrides: Overrides = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Draws the units; the ending decides: .svg, .png, .pdf.", metavar="FILE"),
-    ] = None,
-    ranks: RanksOfRun = None,
-    gpus_per_node: GpusPerNode = None,
-    as_json: AsJson = False,
-) -> None:
-    """Show the FSDP2 units of RUN.yaml; with `--plot FILE` also draw them.
-
-    The model is built without its weights and nothing is trained. A unit is what one all-gather
-    brings together. The table and the picture show size, nesting, ties and frozen parameters.
-
-    - `composer-fsdp2 plan run.yaml`
-
-    - `composer-fsdp2 plan run.yaml --plot plan.svg`: also .png or .pdf
-
-    - `composer-fsdp2 plan run.yaml --ranks 64 --gpus-per-node 8`: for a cluster elsewhere
-
-    Exit code 1 if the model cannot be planned, 2 for a mistake in the command line or the settings.
-    """
-    from composer_fsdp2.tools.migrate.signs import check_is_run
-    from composer_fsdp2.tools.pictures import check_destination, plan_picture, write_figure
-
-    with reported():
-        if plot is not None:
-            check_destination(plot)
-        run_file.check_installed()
-        cfg = run_file.read_run(run, overrides or [])
-        check_is_run(run, cfg)
-        if not requests_fsdp2(run_file.read_parallelism(cfg)):
-            raise ConfigError(
-                f"{run} does not ask for FSDP2: it has no `parallelism_config.fsdp2`. There are no "
-                "units to show. Write `parallelism_config: {fsdp2: {}}`, or let `composer-fsdp2 "
-                "migrate` change settings of FSDP1."
-            )
-        found = _rehearsed(cfg, _cluster_of(ranks, gpus_per_node))
-        if found.units is None:
-            for finding in found.findings:
-                say(f"[red]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
-            say("[red]The model cannot be planned.[/]")
-            raise typer.Exit(ExitCode.FAILED)
-        text = str(found.units) if found.sizes is None else f"{found.units}\n{found.sizes}"
-        if as_json:
-            document = {**dataclasses.asdict(found.units), "frozen": dict(found.frozen)}
-            if found.sizes is not None:
-                document["tensor_parallel"] = dataclasses.asdict(found.sizes)
-            text = json.dumps(document, indent=2, default=str)
-        typer.echo(text)
-        if found.findings:
-            count = "A problem was" if len(found.findings) == 1 else "Problems were"
-            command = f"composer-fsdp2 doctor {run}"
-            say(f"[yellow]{count} found on the way; '{escape(command)}' shows more.[/]")
-        if plot is not None:
-            write_figure(plan_picture(found.units, found.frozen, f"Units of {run.name}"), plot)
-            say(f"picture  {escape(str(plot))}")
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Facts and findings of doctor."""
@@ -185,7 +131,7 @@ def diagnose(
             "--ranks or --gpus-per-node is given without CONFIG. It would have no effect. "
             "Give the training YAML they are for."
         )
-    cluster = _cluster_of(ranks, gpus_per_node)
+    cluster = cluster_of(ranks, gpus_per_node)
     machine, run, found, units = _read_machine(), None, list[Finding](), None
     if config is not None:
         try:
@@ -205,8 +151,15 @@ def diagnose(
                 others={key: value for key, value in values.items() if value is not None},
             )
             run_file.check_installed()
-            rehearsal = _rehearsed(cfg, cluster)
+            rehearsal = rehearsed(cfg, cluster)
             found, units = rehearsal.findings, rehearsal.units
+            if machine.gpus and rehearsal.parts is not None:
+                from composer_fsdp2.foundry.forecast import forecast_run
+                from composer_fsdp2.tools.doctor import memory_findings
+
+                with quiet():
+                    step = forecast_run(rehearsal.parts, cluster)
+                found += memory_findings(step, machine.gpus[0])
             run = dataclasses.replace(
                 run,
                 builds_on_meta=rehearsal.builds_on_meta,
@@ -223,7 +176,7 @@ def diagnose(
 # --- Facts. ---
 
 
-def _cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
+def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
     """Returns the ranks of a run, by default those that `train` would start on this machine.
 
     Raises:
@@ -245,7 +198,7 @@ def _cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
     return Cluster(ranks=number, ranks_per_node=per_node, on_gpus=on_gpus)
 
 
-def _rehearsed(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+def rehearsed(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     """Goes through a run, without what libraries say when they are imported."""
     with environment(OFFLINE), quiet():
         from composer_fsdp2.foundry.rehearsal import rehearse

@@ -17,11 +17,12 @@ from rich.markup import escape
 from composer_fsdp2 import __version__
 from composer_fsdp2.cli import checkpoint, launch
 from composer_fsdp2.cli.console import EXIT_CODES, ExitCode, reported, say
-from composer_fsdp2.cli.doctor import diagnose, doctor, installed, plan, print_report
+from composer_fsdp2.cli.doctor import diagnose, doctor, installed, print_report
 from composer_fsdp2.cli.init import init, quickstart
 from composer_fsdp2.cli.migrate import migrate
 from composer_fsdp2.cli.options import PlainTyper, Processes
 from composer_fsdp2.cli.parity import parity
+from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.config.messages import raise_errors
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry import run_file

@@ -51,7 +51,7 @@ from torch import nn
 from transformers import modeling_utils
 
 from composer_fsdp2.config.blocks import Float8Spec
-from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.config.schema import FSDP2Config, parse_config
 from composer_fsdp2.foundry.cluster import LAUNCHED, Cluster, environment
 from composer_fsdp2.foundry.findings import Finding, Findings
 from composer_fsdp2.foundry.names import unknown_keys, unknown_parts
@@ -65,7 +65,7 @@ from composer_fsdp2.trainer.patches import engine
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
-__all__ = ["Rehearsal", "rehearse"]
+__all__ = ["Parts", "Rehearsal", "rehearse"]
 
 _REACH_OUT = ("comet_ml", "mlflow", "mosaicml", "neptune", "remote_uploader_downloader")
 """loggers that speak with a server as soon as they are built"""
@@ -79,6 +79,18 @@ _TIME = "Write a number and a unit: 10ba, 1ep, 5000tok, 100sp."
 _SECOND_RANK = {"RANK": "1", "LOCAL_RANK": "1"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A run whose units are planned, for a forecast of its step. Nothing of it is changed yet."""
+
+    model: ComposerModel
+    optimizer: torch.optim.Optimizer
+    settings: FSDP2Config
+    config: Any
+    """LLM Foundry's, with batch sizes of a rank"""
+    plan: PreparePlan
+
+
 @dataclass(slots=True, kw_only=True)
 class Rehearsal:
     """Result of a rehearsal."""
@@ -90,6 +102,8 @@ class Rehearsal:
     """of a run whose layers are divided"""
     frozen: Mapping[str, int] = field(default_factory=dict[str, int])
     """elements that are not trained, by the first module of their unit"""
+    parts: Parts | None = None
+    """of a run with FSDP2 that has an optimizer"""
     builds_on_meta: bool | None = None
     """whether the model can be built with `init_device: meta`; `None` where that is not known"""
 
@@ -470,4 +484,12 @@ def _plan(
             if isinstance(planned.step, Division) and found.sizes is None:
                 found.sizes = planned.step.sizes(plan.tree, planned.plan, plan.units, plan.shape)
         found.units = plan.units
+        if given["optimizers"] is not None:
+            found.parts = Parts(
+                model=model,
+                optimizer=given["optimizers"],
+                settings=settings,
+                config=config,
+                plan=plan,
+            )
         found.frozen = frozen_elements(model, plan.units)

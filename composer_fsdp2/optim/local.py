@@ -23,6 +23,7 @@ from composer_fsdp2.errors import PlanError
 from composer_fsdp2.shard.layout import sharded_like
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
+    is_plain,
     local_gradients,
     local_tensor,
     local_value,
@@ -80,7 +81,7 @@ class LocalStep:
             known = held.get(name)
             if known is value or (isinstance(known, DTensor) and local_tensor(known) is value):
                 continue
-            is_moment = type(value) is torch.Tensor and value.ndim > 0
+            is_moment = is_plain(value) and value.ndim > 0
             if is_moment and value.shape == local_tensor(param).shape:
                 value = sharded_like(value, param)
             held[name] = value

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.text import child_name
-from composer_fsdp2.torch_private.tensors import storage_id
+from composer_fsdp2.torch_private.tensors import is_plain, storage_id
 
 __all__ = [
     "ModulePath",
@@ -251,7 +251,7 @@ def canonical_param_ids(refs: Iterable[ParamRef]) -> dict[int, int]:
     by_storage: dict[int, list[ParamRef]] = defaultdict(list)
     for ref in first.values():
         # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.
-        plain = type(ref.param) is nn.Parameter or type(ref.param.data) is torch.Tensor
+        plain = type(ref.param) is nn.Parameter or is_plain(ref.param.data)
         if plain and ref.param.numel():
             by_storage[storage_id(ref.param)].append(ref)
     representative = {key: key for key in first}

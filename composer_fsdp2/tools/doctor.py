@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer_fsdp2.config.schema import FSDP2Config, known_settings, values_of
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.estimate.report import fits, size_text
 from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.communication import missing_for
@@ -22,6 +23,7 @@ from composer_fsdp2.torch_private.members import EVERY_RUN
 from composer_fsdp2.trainer.patches import describe_patches
 
 if TYPE_CHECKING:
+    from composer_fsdp2.estimate.forecast import Forecast
     from composer_fsdp2.torch_private.members import MemberState
     from composer_fsdp2.trainer.patches import PatchState
 
@@ -33,6 +35,7 @@ __all__ = [
     "backend_of",
     "describe_run",
     "examine",
+    "memory_findings",
     "mesh_of",
     "report_lines",
 ]
@@ -103,6 +106,31 @@ def mesh_of(run: Run) -> MeshShape | None:
         ConfigError: the degrees do not fit the number of ranks.
     """
     return None if run.settings is None else MeshShape.resolve(run.settings, run.ranks)
+
+
+def memory_findings(found: Forecast, gpu: Gpu) -> Iterator[Finding]:
+    """Yields what a step is predicted to need beyond the memory of a GPU.
+
+    Args:
+        found: of the run.
+        gpu: that it runs on.
+    """
+    kept = sum(size for kind, size in found.held.items() if kind not in found.on_host)
+    whole, how = gpu.memory_bytes, "--search` finds settings that fit."
+    if kept > whole:
+        yield Finding(
+            "problem",
+            f"Parameters, gradients and optimizer state take {size_text(kept)} of each rank, and "
+            f"{gpu.name} has {size_text(whole)}. The first step would run out of memory.",
+            f"Use more ranks, or optimizer_state; `composer-fsdp2 plan RUN.yaml {how}",
+        )
+    elif not fits(found, whole / 2**30):
+        yield Finding(
+            "warning",
+            f"A step is predicted to need {size_text(found.peak_bytes)}, and {gpu.name} has "
+            f"{size_text(whole)}, some of which CUDA and NCCL take. It may run out of memory.",
+            f"Use a smaller microbatch, or recompute; `composer-fsdp2 plan RUN.yaml {how}",
+        )
 
 
 def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()) -> list[Finding]:

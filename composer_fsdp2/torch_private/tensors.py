@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import device_mesh
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     OffloadWrapper,
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "flatten_state_dict",
     "forward_pre_hooks",
     "is_compiled",
+    "is_plain",
     "is_view",
     "is_whole_graph",
     "layouts_of",
@@ -59,6 +62,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "unsafe_view",
+    "values_known",
     "without_fsdp_hooks_after_load",
     "wrapped_module",
 ]
@@ -98,9 +102,19 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor._base
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own class, or a fake one in its place."""
+    return type(tensor) in (torch.Tensor, FakeTensor)
+
+
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a view of another one."""
     return tensor._is_view()
+
+
+def values_known() -> contextlib.AbstractContextManager[Any]:
+    """Makes tensors that have values, also while those of a step are fake."""
+    return _disable_current_modes()
 
 
 def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,7 @@ from composer_fsdp2.optim.muon.groups import (
 from composer_fsdp2.optim.muon.newton_schulz import Layout, lr_ratio, orthogonalise
 from composer_fsdp2.optim.norms import local_part
 from composer_fsdp2.plan.module_tree import ModuleTree
+from composer_fsdp2.torch_private.tensors import values_known
 
 __all__ = ["Muon"]
 
@@ -403,8 +404,9 @@ class Muon(torch.optim.Optimizer):
             if not isinstance(part.here[0], slice):  # a copy
                 update.local[part.here] = target
 
-        ranks, process_group = (Ranks(), None) if mesh is None else ranks_of(mesh, axes)
-        exchange = plan_exchange(tuple(update.division for update in updates), ranks, limit)
+        with values_known():
+            ranks, process_group = (Ranks(), None) if mesh is None else ranks_of(mesh, axes)
+            exchange = plan_exchange(tuple(update.division for update in updates), ranks, limit)
         shards = [update.update for update in updates]
         if mesh is not None:
             # Of the mesh, not of the shard: with cpu_offload that one is in CPU memory.

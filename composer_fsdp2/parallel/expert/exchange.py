@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from composer_fsdp2.ranks import is_fake
+
 __all__ = ["Routing", "exchange"]
 
 
@@ -58,7 +60,10 @@ class Routing:
         theirs = torch.empty_like(mine)
         dist.all_to_all_single(theirs, mine, group=group)
         # The one time that the host waits for the device.
-        numbers = torch.stack((mine, theirs)).view(2, ranks, -1).tolist()
+        if is_fake(group):
+            numbers = _equal_shares(pairs.numel(), count, group)
+        else:
+            numbers = torch.stack((mine, theirs)).view(2, ranks, -1).tolist()
         sent, received = ([sum(rows) for rows in side] for side in numbers)
         held = torch.arange(count // ranks, device=chosen.device).repeat(ranks)
         by_expert = torch.argsort(
@@ -66,6 +71,15 @@ class Routing:
         )
         sizes = [sum(rows) for rows in zip(*numbers[1], strict=True)]
         return cls(chosen, mine, order, sent, received, sizes, by_expert)
+
+
+def _equal_shares(rows: int, count: int, group: dist.ProcessGroup) -> list[list[list[int]]]:
+    """Returns rows that a rank sends and gets where nothing is sent: experts get equally many."""
+    share, rest = divmod(rows, count)
+    sizes = [share + (number < rest) for number in range(count)]
+    held = count // group.size()
+    mine = [sizes[place * held :][:held] for place in range(group.size())]
+    return [mine, [mine[group.rank()]] * group.size()]
 
 
 def exchange(

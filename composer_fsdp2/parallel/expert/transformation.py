@@ -21,6 +21,7 @@ from composer_fsdp2.parallel.expert.stacked import StackedExperts
 from composer_fsdp2.parallel.expert.views import show_all_states
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.torch_private.tensors import is_plain
 
 __all__ = ["ExpertParallel"]
 
@@ -112,7 +113,7 @@ class _DividedExperts(Divided):
 def _refuse_quantised(tree: ModuleTree, plan: ExpertPlan) -> None:
     inside = tuple(f"{held.name}." for held in plan.lists)
     for ref in tree.params:
-        whole = ref.param.is_floating_point() and type(ref.param.data).__name__ == "Tensor"
+        whole = ref.param.is_floating_point() and is_plain(ref.param.data)
         if ref.name.startswith(inside) and not whole:
             raise PlanError(
                 f"'{ref.name}' is quantised or divided already, and belongs to an expert. It has "

@@ -39,7 +39,7 @@ from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.torch_private.tensors import root_mesh
+from composer_fsdp2.torch_private.tensors import is_plain, root_mesh
 
 __all__ = ["TensorParallel", "draw_together"]
 
@@ -161,7 +161,7 @@ def _untried(facts: ModelFacts) -> Iterator[str]:
         if attribute_of(module, "alibi") is True:
             yield f"'{name}' uses ALiBi, whose slopes are those of all heads"
     for ref in facts.tree.params:
-        if type(ref.param.data) is not torch.Tensor:
+        if not is_plain(ref.param.data):
             yield f"'{ref.name}' is divided or quantised already"
     sizes = [unit.reshard_after_forward for unit in facts.units.units]
     if any(type(size) is int for size in (facts.settings.reshard_after_forward, *sizes)):

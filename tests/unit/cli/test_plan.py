@@ -80,6 +80,60 @@ def test_what_each_rank_of_a_tensor_group_holds(plan, assets: Path):
     assert "tensor_parallel.degree is 2, which does not divide the world size 3" in error
 
 
+def test_memory_and_collectives_of_a_step(plan, assets: Path):
+    """By hand: MPT's parameters are in fp32, and each of four ranks has a quarter of them."""
+    run = run_of(assets, FSDP2)
+    code, shown, said = plan(run, "--gpus=4", "--gpus-per-node=2", "--gpu=H100")
+    assert code == 0, said
+    assert "One step of a rank (4 ranks on 2 nodes):" in shown
+    assert "7 times, dp_shard, 4 ranks across 2 nodes" in shown
+    assert "It fits in 79.1 GiB" in shown
+    assert "TFLOP/s" in shown
+    _, shown, _ = plan(run, "--gpus=4", "--json")
+    found = json.loads(shown)
+    elements = sum(unit["numel"] for unit in found["units"])
+    assert found["forecast"]["held"]["parameters"] == 4 * elements / 4
+    code, shown, _ = plan(
+        run, "--gpus=4", "--gpu-memory=0.1", "model.d_model=4096", "precision=fp32"
+    )
+    assert code == 1
+    assert "It does not fit in 0.1 GiB" in shown
+
+
+def test_values_of_a_setting_side_by_side(plan, assets: Path):
+    run = run_of(assets, FSDP2)
+    code, shown, said = plan(run, "--gpus=2", "--compare", "model.n_layers=1,2")
+    assert code == 0, said
+    head, one, two = shown.splitlines()
+    assert head.split()[:3] == ["model.n_layers", "peak", "state"]
+    assert (one.split()[0], two.split()[0]) == ("1", "2")
+
+
+def test_the_best_settings_are_written(plan, assets: Path, tmp_path: Path):
+    run = run_of(assets, FSDP2)
+    code, shown, said = plan(run, "--gpus=2", "--gpu=H100", "--search", "--write")
+    assert code == 0, said
+    assert shown.startswith("1. ")
+    block = yaml.safe_load((tmp_path / "run.yaml").read_text())["parallelism_config"]["fsdp2"]
+    assert block["activation_checkpointing"] is False
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--gpu=K80"], "--gpu is 'K80', whose memory and speed are not known here."),
+        (["--ranks=2", "--gpus=2"], "--ranks is 2 and --gpus is 2."),
+        (["--compare=precision"], "--compare is 'precision', which is no setting with values."),
+        (["--search"], "--search is given, and the memory of a GPU is not known"),
+        (["--gpus=12", "--gpus-per-node=8"], "12 ranks do not fill nodes of 8 GPUs."),
+    ],
+)
+def test_options_that_cannot_be(plan, assets: Path, options: list[str], said: str):
+    code, shown, error = plan(run_of(assets, FSDP2), *options)
+    assert (code, shown) == (2, "")
+    assert said in error
+
+
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_built(plan, assets):
     for name, said in (("plan.xyz", "writes no files"), ("missing/plan.svg", "no folder")):
         code, shown, error = plan({}, "--plot", name)

@@ -1,0 +1,265 @@
+"""`composer-fsdp2 plan`: the units of a run, and what a step of it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from composer_fsdp2.cli.console import ExitCode, reported, say
+from composer_fsdp2.cli.doctor import cluster_of, rehearsed
+from composer_fsdp2.cli.options import AsJson, GpusPerNode, Overrides, RanksOfRun
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.foundry import run_file
+from composer_fsdp2.foundry.cluster import Cluster, quiet
+from composer_fsdp2.foundry.transform import requests_fsdp2
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from composer_fsdp2.estimate.clock import Gpu
+    from composer_fsdp2.estimate.forecast import Forecast
+    from composer_fsdp2.estimate.search import Choice
+    from composer_fsdp2.foundry.rehearsal import Rehearsal
+
+__all__ = ["plan"]
+
+
+def plan(
+    run: Annotated[Path, typer.Argument(help="A training run of LLM Foundry.", metavar="RUN.yaml")],
+    overrides: Overrides = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draws the units; the ending decides: .svg, .png, .pdf.", metavar="FILE"),
+    ] = None,
+    ranks: RanksOfRun = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of the run, on GPUs that need not be here.")
+    ] = None,
+    gpus_per_node: GpusPerNode = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Name of the GPU, for its memory and speed: H100.")
+    ] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(min=0.1, help="GiB of one GPU, to say whether it fits.")
+    ] = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(help="A line for each value of a setting.", metavar="key=a,b,c"),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Settings that fit, the quickest first; takes minutes.")
+    ] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="With --search: puts the best into RUN.yaml.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Show the FSDP2 units of RUN.yaml, and what memory and communication a step takes.
+
+    The model is built without its weights and nothing is trained. A unit is what one all-gather
+    brings together. A step is traced on tensors without memory, by the code that trains: bytes of
+    parameters, gradients, optimizer state and collectives are exact, and the peak is what a
+    step needs without gaps between tensors. Nothing is downloaded.
+
+    - `composer-fsdp2 plan run.yaml`
+
+    - `composer-fsdp2 plan run.yaml --plot plan.svg`: also .png or .pdf
+
+    - `composer-fsdp2 plan run.yaml --gpus 64 --gpus-per-node 8 --gpu H100`: for a cluster elsewhere
+
+    - `composer-fsdp2 plan run.yaml --compare device_train_microbatch_size=1,2,4`
+
+    - `composer-fsdp2 plan run.yaml --gpus 64 --gpu H100 --search`: shards, copies, resharding,
+    recomputation, microbatch and offloading
+
+    Exit code 1 if the model cannot be planned or does not fit, 2 for a mistake in the command line
+    or the settings.
+    """
+    from composer_fsdp2.estimate.clock import GPUS, gpu_named
+    from composer_fsdp2.estimate.report import comparison_lines, fits, forecast_lines
+    from composer_fsdp2.tools.pictures import check_destination, plan_picture, write_figure
+
+    with reported():
+        if plot is not None:
+            check_destination(plot)
+        known = None if gpu is None else gpu_named(gpu)
+        memory = gpu_memory or (known and known.memory_gib)
+        cluster = _cluster_named(ranks, gpus, gpus_per_node, on_gpus=memory is not None)
+        if compare is not None:
+            found = _compared(run, overrides or [], cluster, compare)
+            for line in comparison_lines(compare.partition("=")[0], found, known or GPUS["H100"]):
+                typer.echo(line)
+            return
+        rehearsal = _planned(run, _read(run, overrides or []), cluster)
+        if search or write:
+            _search(run, rehearsal, cluster, known or GPUS["H100"], memory, write=write)
+            return
+        units = rehearsal.units
+        assert units is not None
+        forecast = _forecast(rehearsal, cluster)
+        if as_json:
+            typer.echo(json.dumps(_document(rehearsal, forecast, known), indent=2, default=str))
+        else:
+            typer.echo(str(units) if rehearsal.sizes is None else f"{units}\n{rehearsal.sizes}")
+            for line in () if forecast is None else forecast_lines(forecast, known, memory):
+                typer.echo(line)
+        if rehearsal.findings:
+            count = "A problem was" if len(rehearsal.findings) == 1 else "Problems were"
+            command = f"composer-fsdp2 doctor {run}"
+            say(f"[yellow]{count} found on the way; '{escape(command)}' shows more.[/]")
+        if plot is not None:
+            write_figure(plan_picture(units, rehearsal.frozen, f"Units of {run.name}"), plot)
+            say(f"picture  {escape(str(plot))}")
+        if forecast is not None and memory is not None and not fits(forecast, memory):
+            raise typer.Exit(ExitCode.FAILED)
+
+
+def _read(run: Path, overrides: list[str]) -> DictConfig:
+    """Reads a run that asks for FSDP2.
+
+    Raises:
+        ConfigError: it does not, or is no run.
+    """
+    from composer_fsdp2.tools.migrate.signs import check_is_run
+
+    run_file.check_installed()
+    cfg = run_file.read_run(run, overrides)
+    check_is_run(run, cfg)
+    if not requests_fsdp2(run_file.read_parallelism(cfg)):
+        raise ConfigError(
+            f"{run} does not ask for FSDP2: it has no `parallelism_config.fsdp2`. There are no "
+            "units to show. Write `parallelism_config: {fsdp2: {}}`, or let `composer-fsdp2 "
+            "migrate` change settings of FSDP1."
+        )
+    return cfg
+
+
+def _cluster_named(
+    ranks: int | None, gpus: int | None, gpus_per_node: int | None, *, on_gpus: bool
+) -> Cluster:
+    """Returns the ranks of the options.
+
+    Raises:
+        ConfigError: both numbers are given, or the ranks do not fill nodes.
+    """
+    if ranks and gpus:
+        raise ConfigError(
+            f"--ranks is {ranks} and --gpus is {gpus}. Both are the number of ranks, and --gpus "
+            "says that they are on GPUs. Give one of them."
+        )
+    cluster = cluster_of(gpus or ranks, gpus_per_node or (gpus and min(gpus, 8)))
+    return dataclasses.replace(cluster, on_gpus=cluster.on_gpus or on_gpus)
+
+
+def _planned(run: Path, cfg: DictConfig, cluster: Cluster) -> Rehearsal:
+    """Rehearses a run; ends the command where the model cannot be planned."""
+    found = rehearsed(cfg, cluster)
+    if found.units is None:
+        for finding in found.findings:
+            say(f"[red]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
+        say("[red]The model cannot be planned.[/]")
+        raise typer.Exit(ExitCode.FAILED)
+    return found
+
+
+def _forecast(rehearsal: Rehearsal, cluster: Cluster) -> Forecast | None:
+    from composer_fsdp2.foundry.forecast import forecast_run
+
+    if rehearsal.parts is None:
+        return None
+    with quiet():
+        return forecast_run(rehearsal.parts, cluster)
+
+
+def _compared(
+    run: Path, overrides: list[str], cluster: Cluster, compare: str
+) -> list[tuple[str, Forecast]]:
+    """Returns the forecast for each value of a setting.
+
+    Raises:
+        ConfigError: it is not `key=a,b`.
+    """
+    key, _, values = compare.partition("=")
+    if not key or not values:
+        raise ConfigError(
+            f"--compare is '{compare}', which is no setting with values. Each value would be a "
+            "line. Write --compare key=a,b,c."
+        )
+    found: list[tuple[str, Forecast]] = []
+    for value in values.split(","):
+        rehearsal = _planned(run, _read(run, [*overrides, f"{key}={value}"]), cluster)
+        forecast = _forecast(rehearsal, cluster)
+        if forecast is not None:
+            found.append((value, forecast))
+    return found
+
+
+def _search(
+    run: Path,
+    rehearsal: Rehearsal,
+    cluster: Cluster,
+    gpu: Gpu,
+    memory: float | None,
+    *,
+    write: bool,
+) -> None:
+    """Prints the best settings, and writes the first of them.
+
+    Raises:
+        ConfigError: the memory of a GPU is not known, or the run has no optimizer.
+    """
+    from composer_fsdp2.estimate.search import search_lines
+    from composer_fsdp2.foundry.forecast import search_run
+
+    if memory is None or rehearsal.parts is None:
+        raise ConfigError(
+            "--search is given, and the memory of a GPU is not known, or the optimizer cannot be "
+            "built. Nothing could be left out for its size. Give --gpu or --gpu-memory, and see "
+            "what doctor finds."
+        )
+    with quiet():
+        best, lost = search_run(rehearsal.parts, cluster, gpu, memory)
+    for line in search_lines(best, lost):
+        typer.echo(line)
+    if not best:
+        raise typer.Exit(ExitCode.FAILED)
+    if write:
+        _write(run, best[0].choice)
+        say(f"Written to {escape(str(run))}.")
+
+
+def _write(run: Path, choice: Choice) -> None:
+    """Puts settings into a YAML, whose comments and order stay."""
+    from ruamel.yaml import YAML
+
+    from composer_fsdp2.estimate.search import written
+
+    yaml = YAML()
+    yaml.preserve_quotes = True
+    document = yaml.load(run.read_text(encoding="utf-8"))
+    block = document["parallelism_config"]["fsdp2"]
+    block.update({key: value for key, value in written(choice).items() if value is not None})
+    if choice.replicate == 1:
+        block.pop("data_parallel_replicate_degree", None)
+    document["device_train_microbatch_size"] = choice.rows
+    with run.open("w", encoding="utf-8") as file:
+        yaml.dump(document, file)
+
+
+def _document(rehearsal: Rehearsal, forecast: Forecast | None, gpu: Gpu | None) -> dict[str, Any]:
+    from composer_fsdp2.estimate.clock import step_times
+
+    units: Any = rehearsal.units
+    document: dict[str, Any] = {**dataclasses.asdict(units), "frozen": dict(rehearsal.frozen)}
+    if rehearsal.sizes is not None:
+        document["tensor_parallel"] = dataclasses.asdict(rehearsal.sizes)
+    if forecast is not None:
+        document["forecast"] = forecast.as_dict()
+        if gpu is not None:
+            document["seconds"] = dataclasses.asdict(step_times(forecast, gpu))
+    return document

@@ -1,0 +1,1 @@
+"""Memory, communication and time of a run that has not started, from a step on fake tensors."""

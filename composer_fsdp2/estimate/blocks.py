@@ -1,0 +1,238 @@
+"""Shortens a model by blocks that are equal, so that a trace of few stands for all.
+
+[Note: equal blocks] A step is traced with three periods of equal blocks and with four. What the
+fourth adds, each further one adds as well: bytes that are held and sent, FLOPs, and memory at one
+and the same moment of the step. A moment belongs to a block counted from the first or from the last
+one; the most memory is not between those, for what a block adds does not change between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections import Counter, defaultdict
+from collections.abc import Collection, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.estimate.trace import Trace, Window
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+
+__all__ = ["TRACED", "EqualBlocks", "copied", "extended", "find_equal_blocks"]
+
+_SHORT, _LONG = 3, 4
+TRACED = (_SHORT, _LONG)
+"""periods that are traced"""
+_PERIODS = 6
+"""longest period that is looked for"""
+_NUMBER = re.compile("idx|index|number|_id$")
+"""attributes in which a block keeps its own number"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EqualBlocks:
+    """Children of a list, each of which is equal to the one a period before."""
+
+    name: str
+    """of the list"""
+    count: int
+    """children of the list"""
+    start: int
+    """number of the first equal one"""
+    stop: int
+    period: int
+
+    @property
+    def equal(self) -> int:
+        """Returns how many there are."""
+        return self.stop - self.start
+
+    def left_out(self, periods: int) -> range:
+        """Returns the numbers of children without which so many periods are left."""
+        kept = periods * self.period + self.equal % self.period
+        begin = self.start + kept // 2
+        return range(begin, begin + self.equal - kept)
+
+    @property
+    def worth(self) -> bool:
+        """Whether there are more of them than would be traced."""
+        return self.equal // self.period > _LONG + 1
+
+
+def find_equal_blocks(
+    model: nn.Module, units: WrapPlan, treated: Collection[str] = ()
+) -> EqualBlocks | None:
+    """Finds the list with the most blocks that are equal in shapes, settings and treatment.
+
+    Collective: no.
+
+    Args:
+        model: before it is sharded.
+        units: of the model.
+        treated: names of modules that a transformation changes.
+    """
+    tied = {name for names in units.tied for name in names}
+    inside: dict[str, list[Any]] = defaultdict(list)
+    for unit in units.units:
+        inside[unit.modules[0]].append(
+            (unit.reshard_after_forward, str(unit.mixed_precision), unit.role)
+        )
+    for name in treated:
+        inside[name].append("treated")
+    best: EqualBlocks | None = None
+    for name, module in model.named_modules():
+        if type(module) is not nn.ModuleList or len(module) <= _LONG:
+            continue
+        if f"{name}.0" not in inside and not any(n.startswith(f"{name}.0.") for n in inside):
+            continue
+        signs = [
+            _signature(block, f"{name}.{number}", inside, tied)
+            for number, block in enumerate(module)
+        ]
+        for period in range(1, _PERIODS + 1):
+            found = _longest(name, signs, period)
+            if found.worth and (best is None or found.equal > best.equal):
+                best = found
+    return best
+
+
+def _longest(name: str, signs: list[Any], period: int) -> EqualBlocks:
+    """The longest run in which each is equal to the one a period before."""
+    start, best = 0, (0, 0)
+    for number in range(len(signs)):
+        if number - period < start or signs[number] == signs[number - period]:
+            best = max(best, (number + 1 - start, -start))
+        else:
+            start = number - period + 1
+    length, start = best[0], -best[1]
+    return EqualBlocks(name=name, count=len(signs), start=start, stop=start + length, period=period)
+
+
+def _signature(block: nn.Module, name: str, inside: dict[str, list[Any]], tied: set[str]) -> int:
+    def parts() -> Iterator[Any]:
+        for below, module in block.named_modules():
+            full = f"{name}.{below}" if below else name
+            plain = {
+                key: value
+                for key, value in vars(module).items()
+                if isinstance(value, bool | float | str | int) and not _NUMBER.search(key)
+            }
+            yield below, type(module), tuple(sorted(plain.items())), str(inside.get(full))
+            for key, param in module._parameters.items():
+                if param is not None:
+                    shape = tuple(param.shape), param.dtype, param.requires_grad
+                    yield key, shape, f"{full}.{key}" if f"{full}.{key}" in tied else ""
+
+    return hash(tuple(parts()))
+
+
+@contextlib.contextmanager
+def _without(model: nn.Module, blocks: EqualBlocks | None, periods: int) -> Generator[None]:
+    if blocks is None:
+        yield
+        return
+    held = model.get_submodule(blocks.name)
+    assert isinstance(held, nn.ModuleList)
+    children = list(held)
+    left_out = blocks.left_out(periods)
+    del held[left_out.start : left_out.stop]
+    try:
+        yield
+    finally:
+        held._modules.clear()
+        held.extend(children)
+
+
+def copied(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    blocks: EqualBlocks | None = None,
+    periods: int = 0,
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns copies, without blocks beyond so many periods. Collective: no."""
+    memo: dict[int, Any] = {}
+    with _without(model, blocks, periods):
+        new = copy.deepcopy(model, memo)
+    # A copy that torch makes of an optimizer has nothing but groups and state.
+    other = object.__new__(type(optimizer))
+    for key, value in vars(optimizer).items():
+        vars(other)[key] = copy.copy(value) if isinstance(value, dict) else value
+    other.param_groups = [
+        {**group, "params": [memo[id(p)] for p in group["params"] if id(p) in memo]}
+        for group in optimizer.param_groups
+    ]
+    other.state = defaultdict(dict)
+    return new, other
+
+
+def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) -> Trace | None:
+    """Returns the trace with all blocks, from those with few; `None` if the plans do not fit.
+
+    Collective: no. See [Note: equal blocks].
+
+    Args:
+        short: with `short_periods` of the blocks.
+        long: with one more.
+        blocks: all of them.
+        units: of the whole model.
+    """
+    times = blocks.equal // blocks.period - _SHORT
+    facts = [_facts(plan) for plan in (short.plan, long.plan, units)]
+    if {k: facts[0][k] + times * (facts[1][k] - facts[0][k]) for k in facts[2]} != dict(facts[2]):
+        return None
+
+    def grown(before: Counter[Any], after: Counter[Any]) -> Counter[Any]:
+        keys = {*before, *after}
+        return Counter({k: before[k] + times * (after[k] - before[k]) for k in keys})
+
+    windows = _by_moment(short, blocks, _SHORT), _by_moment(long, blocks, _LONG)
+    return replace(
+        short,
+        plan=units,
+        held=grown(short.held, long.held),
+        kept=grown(short.kept, long.kept),
+        sent=grown(short.sent, long.sent),
+        calls=grown(short.calls, long.calls),
+        flops=short.flops + times * (long.flops - short.flops),
+        windows=[
+            Window(window.label, dict(grown(Counter(window.kinds), Counter(windows[1][key].kinds))))
+            for key, window in windows[0].items()
+            if key in windows[1]
+        ],
+    )
+
+
+def _facts(plan: WrapPlan) -> Counter[str]:
+    found = Counter(f"reshard {unit.reshard_after_forward}" for unit in plan.units)
+    found["elements"] = sum(unit.numel for unit in plan.units)
+    return found
+
+
+def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Window]:
+    """Returns windows by microbatch, the block that was reached last, event, unit and how often.
+
+    Blocks are counted from either end, and windows of those between are left out. A root whose
+    outputs are as many as the blocks is reached by backward as often, between blocks.
+    """
+    count, short = (blocks.count - len(blocks.left_out(n)) for n in (periods, _SHORT))
+    head = blocks.left_out(_SHORT).start
+    seen, found, start = Counter[Any](), dict[Any, Window](), f"{blocks.name}."
+    microbatch, block, middle = "", "", False
+    for window in trace.windows:
+        event, unit = window.label
+        if event == "microbatch":
+            microbatch, block, middle = unit, "", False
+        if unit.startswith(start):
+            number, _, below = unit.removeprefix(start).partition(".")
+            place = int(number)
+            middle = head <= place < count - (short - head)
+            block = unit = f"{place if place < head else place - count}.{below}"
+        if not middle:
+            key = microbatch, block, event, unit
+            seen[key] += 1
+            found[(*key, seen[key])] = window
+    return found

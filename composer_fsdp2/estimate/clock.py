@@ -1,0 +1,101 @@
+"""Predicts the time of a step from its bytes and FLOPs. Pure.
+
+[Note: time] Compute takes FLOPs / (peak x MFU). A collective takes its bytes on the wire in a ring,
+divided by the bandwidth of a GPU inside its node, or across nodes where its ranks lie on several,
+and a latency for each call. Gathers and reductions of FSDP2 run beside compute, so only what is
+longer is exposed. Exchanges of tensor, sequence and expert parallelism and of the optimizer stand
+in its way. The constants are those that vendors publish: compare layouts with them, not clocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.estimate.forecast import Forecast
+
+__all__ = ["GPUS", "Gpu", "Times", "gpu_named", "step_times"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """Published figures of a GPU and its connections."""
+
+    memory_gib: float
+    flops: float
+    """dense, in bf16"""
+    inside: float
+    """bytes a second in one direction to the other GPUs of a node"""
+    across: float = 50e9
+    """bytes a second of a GPU to other nodes: 400 Gbit/s"""
+    latency: float = 20e-6
+    """seconds of a collective without bytes"""
+
+
+GPUS: Mapping[str, Gpu] = {
+    "A100-40GB": Gpu(memory_gib=39.4, flops=312e12, inside=300e9, across=25e9),
+    "A100-80GB": Gpu(memory_gib=79.2, flops=312e12, inside=300e9, across=25e9),
+    "H100": Gpu(memory_gib=79.1, flops=989.5e12, inside=450e9),
+    "H200": Gpu(memory_gib=139.8, flops=989.5e12, inside=450e9),
+    "B200": Gpu(memory_gib=178.4, flops=2250e12, inside=900e9),
+    "L40S": Gpu(memory_gib=44.4, flops=362e12, inside=32e9, across=25e9),
+}
+"""by the names that `--gpu` takes"""
+
+_BESIDE_COMPUTE = {"dp_shard", "dp_replicate", "efsdp", "reshard", "all ranks"}
+_OF_FSDP = {"all-gather", "reduce-scatter", "all-reduce"}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Returns the figures of a GPU.
+
+    Raises:
+        ConfigError: nobody has written them down.
+    """
+    for known, gpu in GPUS.items():
+        if known.lower() == name.lower():
+            return gpu
+    raise ConfigError(
+        f"--gpu is '{name}', whose memory and speed are not known here. Nothing could be compared "
+        f"with them. Write one of {', '.join(GPUS)}, or leave it out and give --gpu-memory."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one step of a rank."""
+
+    compute: float
+    beside: float
+    """of collectives that run beside compute"""
+    between: float
+    """of collectives for which compute waits"""
+
+    @property
+    def exposed(self) -> float:
+        """Returns the time in which nothing is computed."""
+        return max(0.0, self.beside - self.compute) + self.between
+
+    @property
+    def step(self) -> float:
+        """Returns the whole."""
+        return self.compute + self.exposed
+
+
+def step_times(found: Forecast, gpu: Gpu, mfu: float = 0.5) -> Times:
+    """Predicts the time of a step; see [Note: time]. Collective: no.
+
+    Args:
+        found: bytes and FLOPs of the step.
+        gpu: that runs it.
+        mfu: share of its FLOP/s that its kernels reach.
+    """
+    seconds = {True: 0.0, False: 0.0}
+    for sent in found.sent:
+        speed = gpu.inside if sent.axis.nodes == 1 else gpu.across
+        is_beside = sent.kind in _OF_FSDP and sent.axis.name in _BESIDE_COMPUTE
+        seconds[is_beside] += sent.wire_bytes / speed + sent.calls * gpu.latency
+    return Times(
+        compute=found.flops / (gpu.flops * mfu), beside=seconds[True], between=seconds[False]
+    )

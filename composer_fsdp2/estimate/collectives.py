@@ -1,0 +1,117 @@
+"""Counts the bytes that collectives send, by their kind and the ranks that they are between."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.torch_private.fake import group_named
+from composer_fsdp2.torch_private.tensors import tree_leaves
+
+__all__ = ["Axis", "CollectiveCounter", "Key"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Axis:
+    """Ranks that take part in a collective."""
+
+    name: str
+    """of the mesh axis: `dp_shard`, `ep`"""
+    ranks: int
+    nodes: int
+    """that they lie on; 1 is inside a node"""
+
+    def __str__(self) -> str:
+        where = "inside a node" if self.nodes == 1 else f"across {self.nodes} nodes"
+        return f"{self.name}, {self.ranks} ranks {where}"
+
+
+Key = tuple[str, Axis]
+"""kind of a collective, and where it takes place"""
+
+
+def _first(args: Any, _result: Any) -> Any:
+    return args[0]
+
+
+def _second(args: Any, _result: Any) -> Any:
+    return args[1]
+
+
+def _made(_args: Any, result: Any) -> Any:
+    return result
+
+
+_ROWS: Mapping[str, tuple[str, Callable[[Any, Any], Any], int]] = {
+    "_allgather_base_": ("all-gather", _first, 2),
+    "_reduce_scatter_base_": ("reduce-scatter", _second, 2),
+    "allgather_": ("all-gather", _first, 2),
+    "allreduce_": ("all-reduce", _first, 1),
+    "alltoall_base_": ("all-to-all", _second, 2),
+    "broadcast_": ("broadcast", _first, 1),
+    "all_gather_into_tensor": ("all-gather", _made, 2),
+    "all_reduce": ("all-reduce", _first, 2),
+    "all_reduce_": ("all-reduce", _first, 2),
+    "all_to_all_single": ("all-to-all", _first, 3),
+    "reduce_scatter_tensor": ("reduce-scatter", _first, 3),
+}
+"""operators of torch -> the kind, the tensors whose bytes count (whole ones), place of the group"""
+_SEND_NOTHING = {"_wrap_tensor_autograd", "barrier", "monitored_barrier_", "wait_tensor"}
+_AGREE = {"all-reduce", "broadcast"}
+"""kinds by which ranks agree on integers"""
+
+
+class CollectiveCounter:
+    """Adds up collectives of this rank.
+
+    Args:
+        ranks_per_node: ranks with numbers next to each other are on one node.
+        whole: name of the axis that is all ranks, where the mesh has one axis.
+    """
+
+    def __init__(self, ranks_per_node: int, whole: str = "all ranks") -> None:
+        self._per_node, self._whole = ranks_per_node, whole
+        self.bytes: Counter[Key] = Counter()
+        self.calls: Counter[Key] = Counter()
+
+    def hear(self, name: str, args: Any, result: Any) -> None:
+        """Counts one call. Integers that ranks agree on are not counted: they are some bytes.
+
+        Raises:
+            PlanError: it is of a kind that is not known, and would be missing in the sum.
+        """
+        if name in _SEND_NOTHING:
+            return
+        if name not in _ROWS:
+            raise PlanError(
+                f"A step calls the collective '{name}', which the plan has no row for. Its bytes "
+                "would be missing. Add it to `estimate/collectives.py`."
+            )
+        kind, chosen, place = _ROWS[name]
+        tensors = [t for t in tree_leaves(chosen(args, result)) if isinstance(t, torch.Tensor)]
+        if kind in _AGREE and not any(tensor.is_floating_point() for tensor in tensors):
+            return
+        key = kind, self.axis_of(args[place])
+        self.calls[key] += 1
+        self.bytes[key] += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+    def axis_of(self, given: Any) -> Axis:
+        """Returns the axis of a group, which an operator is given by name or in a box."""
+        group: Any = given
+        if isinstance(given, str):
+            group = group_named(given)
+        elif not isinstance(given, dist.ProcessGroup):
+            group = dist.ProcessGroup.unbox(given)
+        ranks = dist.get_process_group_ranks(group)
+        name = group.group_desc.removeprefix("mesh_")
+        if len(ranks) == dist.get_world_size():
+            name = self._whole
+        elif name.startswith("dim_"):
+            name = "reshard"  # torch names no axis of the groups of an int `reshard_after_forward`
+        return Axis(name, len(ranks), len({rank // self._per_node for rank in ranks}))

@@ -1,0 +1,165 @@
+"""Predicts memory and communication of one training step of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.estimate.blocks import TRACED, copied, extended, find_equal_blocks
+from composer_fsdp2.estimate.collectives import Axis
+from composer_fsdp2.estimate.trace import STATE, Trace, Work, state_of, trace_steps
+from composer_fsdp2.plan.wrap_plan import WrapPlan
+from composer_fsdp2.shard.apply import collector_paused
+
+__all__ = ["Forecast", "Sent", "forecast"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """Collectives of one kind over the same ranks, in one step."""
+
+    kind: str
+    axis: Axis
+    calls: int
+    size_bytes: int
+    """of whole tensors: what is gathered, or given to a reduction"""
+
+    @property
+    def wire_bytes(self) -> float:
+        """Returns the bytes that a rank sends in a ring."""
+        others = (self.axis.ranks - 1) / self.axis.ranks
+        return self.size_bytes * others * (2 if self.kind == "all-reduce" else 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """One training step of a rank, in bytes."""
+
+    ranks: int
+    ranks_per_node: int
+    microbatches: int
+    held: dict[str, int]
+    """parameters, buffers, gradients and optimizer state"""
+    on_host: tuple[str, ...] = ()
+    """those of `held` that are in CPU memory"""
+    kept: dict[str, int] | None = None
+    """activations and logits that a forward leaves for backward; `None` is unknown"""
+    gathered_bytes: int
+    """the most that gathered units take at one moment"""
+    peak: dict[str, int]
+    """by kind, at the moment with the most memory on the device"""
+    moment: str
+    sent: tuple[Sent, ...] = ()
+    flops: int = 0
+    """with what is computed a second time in backward"""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Returns the most memory on the device."""
+        return sum(self.peak.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values, for JSON."""
+        sent = [{**asdict(one), "wire_bytes": round(one.wire_bytes)} for one in self.sent]
+        return {**asdict(self), "sent": sent, "peak_bytes": self.peak_bytes}
+
+
+@collector_paused()
+def forecast(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: WrapPlan,
+    work: Work,
+    *,
+    treated: Collection[str] = (),
+    on_host: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Forecast:
+    """Predicts a step. Neither the model nor the optimizer is changed.
+
+    Collective: no. `torch.distributed` must not be initialised.
+
+    Args:
+        model: on meta or not, before it is sharded.
+        optimizer: of the model.
+        units: of the model.
+        work: the step.
+        treated: modules that transformations change, by name.
+        on_host: kinds of memory that the run keeps in CPU memory.
+        notes: differences between the run and its trace.
+
+    Raises:
+        PlanError: the model cannot be prepared, or calls collectives that are not known.
+        ConfigError: likewise.
+    """
+    said = list(notes)
+    trace = _traced(model, optimizer, units, work, treated, said)
+    if trace.balanced:
+        said.append("every expert is taken to get the same number of tokens")
+    windows = [(sum(_on_device(w.kinds, on_host).values()), w) for w in trace.windows]
+    _, largest = max(windows, key=lambda pair: pair[0])
+    event, unit = largest.label
+    return Forecast(
+        ranks=work.ranks,
+        ranks_per_node=work.ranks_per_node,
+        microbatches=work.microbatches,
+        held={kind: trace.held[kind] for kind in STATE},
+        on_host=tuple(on_host),
+        kept=None if trace.untraced else dict(trace.kept),
+        gathered_bytes=max(window.kinds.get("gathered", 0) for window in trace.windows),
+        peak=_on_device(largest.kinds, on_host),
+        moment=f"{event} of {unit or 'the root'}" if event in _OF_UNITS else event,
+        sent=tuple(
+            Sent(kind=kind, axis=axis, calls=trace.calls[kind, axis], size_bytes=size)
+            for (kind, axis), size in sorted(trace.sent.items())
+            if axis.ranks > 1
+        ),
+        flops=trace.flops,
+        notes=tuple(said),
+    )
+
+
+_OF_UNITS = {"forward", "backward", "recomputation"}
+
+
+def _on_device(kinds: dict[str, int], on_host: Sequence[str]) -> dict[str, int]:
+    return {kind: size for kind, size in kinds.items() if size and kind not in on_host}
+
+
+def _traced(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    units: WrapPlan,
+    work: Work,
+    treated: Collection[str],
+    said: list[str],
+) -> Trace:
+    """Traces few of equal blocks, else all, else the state alone."""
+    blocks = find_equal_blocks(model, units, treated)
+    try:
+        if blocks is not None:
+            short, long = (
+                trace_steps(*copied(model, optimizer, blocks, periods), work) for periods in TRACED
+            )
+            if (found := extended(short, long, blocks, units)) is not None:
+                said.append(
+                    f"{blocks.equal} blocks of '{blocks.name}' are equal: "
+                    f"{TRACED[1] * blocks.period} of them were traced for all"
+                )
+                return found
+        return trace_steps(*copied(model, optimizer), work)
+    except (ConfigError, PlanError):
+        raise
+    except Exception as error:  # whatever the model does with tensors that have no values
+        text = " ".join(str(error).split())[:200]
+        said.append(
+            f"the model cannot be traced ({type(error).__name__}: {text}): activations, logits "
+            "and collectives are not in these numbers"
+        )
+        return state_of(*copied(model, optimizer), work)

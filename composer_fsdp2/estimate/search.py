@@ -1,0 +1,190 @@
+"""Searches settings of a run by what they are predicted to take.
+
+[Note: parts] Of each way to treat activations, two sizes of a microbatch are traced, and of each
+way to shard, one. Other combinations are the sum: a layout adds the same bytes whatever activations
+are. The best ones are then traced themselves, and only what was traced is shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from composer_fsdp2.estimate.clock import Gpu, step_times
+from composer_fsdp2.estimate.forecast import Forecast
+from composer_fsdp2.estimate.report import HEADROOM, size_text
+
+__all__ = ["OFFLOAD", "Choice", "Found", "layouts_of", "search", "search_lines", "written"]
+
+CHECKPOINTING: tuple[Any, ...] = (False, {"mode": "selective"}, True)
+OFFLOAD = ("none", "optimizer", "all")
+"""what is kept in CPU memory"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Settings of one run."""
+
+    shard: int
+    replicate: int
+    reshard: bool | int | str
+    checkpointing: int
+    """place in `CHECKPOINTING`"""
+    rows: int
+    """samples of a microbatch"""
+    offload: str = "none"
+
+    def __str__(self) -> str:
+        kept = ("none", "selective", "all")[self.checkpointing]
+        text = (
+            f"shard {self.shard} x replicate {self.replicate}, reshard "
+            f"{str(self.reshard).lower()}, recompute {kept}, microbatch {self.rows}"
+        )
+        return text if self.offload == "none" else f"{text}, offload {self.offload}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A choice with its forecast."""
+
+    choice: Choice
+    forecast: Forecast
+    seconds: float
+
+
+def written(choice: Choice) -> dict[str, Any]:
+    """Returns the choice as keys of `parallelism_config.fsdp2`."""
+    keys: dict[str, Any] = {
+        "data_parallel_shard_degree": choice.shard,
+        "data_parallel_replicate_degree": choice.replicate if choice.replicate > 1 else None,
+        "reshard_after_forward": choice.reshard,
+        "activation_checkpointing": CHECKPOINTING[choice.checkpointing],
+    }
+    if choice.offload == "all":
+        keys["cpu_offload"] = True
+    elif choice.offload == "optimizer":
+        keys["optimizer_state"] = {"device": "cpu"}
+    return keys
+
+
+def layouts_of(ranks: int, per_node: int) -> list[tuple[int, int, bool | int | str]]:
+    """Returns shards, copies and resharding, for every number of shards that fills nodes."""
+    found: list[tuple[int, int, bool | int | str]] = []
+    for shard in range(1, ranks + 1):
+        fills = shard % per_node == 0 or per_node % shard == 0
+        if ranks % shard == 0 and fills:
+            ways: list[bool | int | str] = ["auto", False]
+            ways += [per_node] if shard > per_node else []
+            found += [(shard, ranks // shard, way) for way in ways]
+    return found
+
+
+class _Guesses:
+    """Guesses what a choice takes; see [Note: parts]."""
+
+    def __init__(
+        self, measure: Callable[[Choice], Forecast], ranks: int, sizes: Sequence[int], gpu: Gpu
+    ) -> None:
+        self._measure, self._gpu, self._sizes = measure, gpu, sizes
+        self._base = Choice(shard=ranks, replicate=1, reshard="auto", checkpointing=2, rows=1)
+        self._traced: dict[Choice, Forecast] = {}
+
+    def traced(self, choice: Choice) -> Forecast:
+        """Returns the forecast of a choice, which is traced once."""
+        if choice not in self._traced:
+            self._traced[choice] = self._measure(choice)
+        return self._traced[choice]
+
+    def __call__(self, choice: Choice) -> tuple[float, float]:
+        """Returns bytes and seconds."""
+        base, kept = self._base, replace(self._base, checkpointing=choice.checkpointing)
+        placed = replace(base, shard=choice.shard, replicate=choice.replicate)
+        layout, first = self.traced(replace(placed, reshard=choice.reshard)), self.traced(kept)
+        size = first.peak_bytes + layout.peak_bytes - self.traced(base).peak_bytes
+        if choice.rows > 1:
+            more = self.traced(replace(kept, rows=self._sizes[1])).peak_bytes - first.peak_bytes
+            size += more * (choice.rows - 1) / (self._sizes[1] - 1)
+        size -= sum(layout.held[kind] for kind in _ON_HOST[choice.offload])
+        compute = step_times(first, self._gpu).compute
+        # A microbatch gathers and reduces the same bytes, whatever its size.
+        beside = step_times(layout, self._gpu).beside / choice.rows
+        return size, _SLOWER[choice.offload] * max(compute, beside)
+
+
+_ON_HOST: Mapping[str, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer",),
+    "all": ("optimizer", "parameters", "gradients"),
+}
+_SLOWER: Mapping[str, float] = {"none": 1.0, "optimizer": 1.1, "all": 1.5}
+"""a step whose state comes from CPU memory; nobody has measured it"""
+
+
+def search(
+    measure: Callable[[Choice], Forecast],
+    *,
+    ranks: int,
+    per_node: int,
+    most_rows: int,
+    gpu: Gpu,
+    memory_gib: float,
+    offloads: Sequence[str] = OFFLOAD,
+    count: int = 5,
+) -> tuple[list[Found], list[tuple[Choice, str]]]:
+    """Returns the best choices that fit, and why others are not among them.
+
+    Args:
+        measure: traces a choice.
+        ranks: that hold the model; those of a tensor group count once.
+        per_node: such ranks of a node.
+        most_rows: samples of a step of a rank.
+        gpu: that runs it.
+        memory_gib: of the GPU.
+        offloads: that the run can take.
+        count: of the best.
+    """
+    room = memory_gib * 2**30 * (1 - HEADROOM)
+    sizes = [2**power for power in range(most_rows.bit_length()) if most_rows % 2**power == 0]
+    guess = _Guesses(measure, ranks, sizes, gpu)
+    guesses: list[tuple[float, float, Choice]] = []
+    for (shard, replicate, reshard), kept, rows, offload in itertools.product(
+        layouts_of(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads
+    ):
+        choice = Choice(
+            shard=shard,
+            replicate=replicate,
+            reshard=reshard,
+            checkpointing=kept,
+            rows=rows,
+            offload=offload,
+        )
+        guesses.append((*guess(choice), choice))
+    best: list[Found] = []
+    lost: list[tuple[Choice, str]] = []
+    for size, seconds, choice in sorted(guesses, key=lambda one: one[1]):
+        if len(best) == count:
+            lost.append((choice, f"it takes about {seconds:.3f} s"))
+            break
+        # A guess may be a little too large.
+        size = guess.traced(choice).peak_bytes if size <= room * 1.05 else size
+        if size > room:
+            lost.append((choice, f"it takes {size_text(size)} of {size_text(room)}"))
+        else:
+            forecast = guess.traced(choice)
+            seconds = step_times(forecast, gpu).step * _SLOWER[choice.offload]
+            best.append(Found(choice=choice, forecast=forecast, seconds=seconds))
+    return sorted(best, key=lambda found: found.seconds), lost
+
+
+def search_lines(best: Sequence[Found], lost: Sequence[tuple[Choice, str]]) -> Iterator[str]:
+    """Yields the best choices, and the ones that came next or would be quicker."""
+    for number, found in enumerate(best, 1):
+        size = size_text(found.forecast.peak_bytes)
+        yield f"{number}. {found.seconds:8.3f} s {size:>10}  {found.choice}"
+    if not best:
+        yield "Nothing fits."
+    shown = [*lost[:2], *lost[2:][-1:]]
+    for choice, why in shown:
+        yield f"   not {choice}: {why}"

@@ -1,0 +1,141 @@
+"""Predicts the step of a run of LLM Foundry, once it has been rehearsed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from composer_fsdp2.config.placement import OptimizerState
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.errors import PlanError
+from composer_fsdp2.estimate.clock import Gpu
+from composer_fsdp2.estimate.forecast import Forecast, forecast
+from composer_fsdp2.estimate.search import OFFLOAD, Choice, Found, search, written
+from composer_fsdp2.estimate.trace import Work
+from composer_fsdp2.foundry.cluster import Cluster, environment
+from composer_fsdp2.foundry.rehearsal import Parts
+from composer_fsdp2.optim.elementwise import check_optimizer_state
+from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
+from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
+
+__all__ = ["forecast_run", "search_run"]
+
+
+def forecast_run(
+    parts: Parts,
+    cluster: Cluster,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    rows: int | None = None,
+) -> Forecast:
+    """Predicts one step of a rank. Collective: no. `torch.distributed` must not be initialised.
+
+    Args:
+        parts: of the rehearsal.
+        cluster: where the run would take place.
+        changes: settings that replace those of the run.
+        rows: samples of a microbatch, in place of the run's.
+
+    Raises:
+        PlanError: the model cannot be prepared.
+        ConfigError: likewise.
+    """
+    config, asked = parts.config, parts.settings
+    if changes is not None:
+        parsed = parse_config(changes)
+        asked = dataclasses.replace(asked, **{key: getattr(parsed, key) for key in changes})
+    settings, notes = traced_settings(asked)
+    size = config.device_train_batch_size
+    written = rows or config.device_train_microbatch_size
+    if written == "auto":
+        notes.append("device_train_microbatch_size is auto: a microbatch of 1 is shown")
+        written = 1
+    rows = max(1, int(min(written, size)))  # a share of a sample: Trainers divide each
+    precision = config.precision if cluster.on_gpus else "fp32"
+    on_host = ["parameters", "gradients", "optimizer"] if asked.cpu_offload else list[str]()
+    if asked.optimizer_state.device == "cpu" and not on_host:
+        on_host.append("optimizer")
+    plan = parts.plan
+    if changes is not None:
+        with environment(cluster.first_rank()):
+            plan = PreparePlan(
+                parts.model,
+                parts.optimizer,
+                settings,
+                "fp32",
+                "cpu",
+                mesh=None,
+                transformations=TRANSFORMATIONS,
+            )
+    named = (getattr(planned.plan, "modules", ()) for planned in plan.transformations)
+    return forecast(
+        parts.model,
+        parts.optimizer,
+        plan.units,
+        Work(
+            prepare=preparing(settings, precision),
+            batch=_batch_of(rows, config.max_seq_len),
+            compute=compute_loss(precision),
+            microbatches=math.ceil(size / rows),
+            ranks=cluster.ranks,
+            ranks_per_node=cluster.ranks_per_node,
+        ),
+        treated={name for names in named for name in names},
+        on_host=on_host,
+        notes=notes,
+    )
+
+
+def search_run(
+    parts: Parts, cluster: Cluster, gpu: Gpu, memory_gib: float
+) -> tuple[list[Found], list[tuple[Choice, str]]]:
+    """Searches settings of a run; see `estimate.search`. Collective: no.
+
+    Args:
+        parts: of the rehearsal.
+        cluster: where the run would take place.
+        gpu: that it runs on.
+        memory_gib: of the GPU.
+
+    Raises:
+        PlanError: the model cannot be prepared.
+        ConfigError: likewise.
+    """
+
+    def measure(choice: Choice) -> Forecast:
+        return forecast_run(parts, cluster, changes=written(choice), rows=choice.rows)
+
+    tensor = parts.settings.tensor_parallel
+    degree = 1 if tensor is None else tensor.degree
+    experts = parts.settings.expert_parallel
+    has_experts = experts is not None and experts.degree > 1
+    offloads = OFFLOAD
+    try:
+        check_optimizer_state(parts.optimizer, OptimizerState(device="cpu"))
+    except PlanError:
+        offloads = ("none", "all")
+    return search(
+        measure,
+        ranks=cluster.ranks // degree,
+        per_node=max(1, cluster.ranks_per_node // degree),
+        most_rows=max(1, int(parts.config.device_train_batch_size)),
+        gpu=gpu,
+        memory_gib=memory_gib,
+        offloads=("none",) if has_experts else offloads,
+    )
+
+
+def _batch_of(rows: int, length: int) -> Callable[[], dict[str, Any]]:
+    """Returns a function that makes a batch of full rows, as LLM Foundry's loaders of text do."""
+
+    def batch() -> dict[str, Any]:
+        ids = torch.zeros((rows, length), dtype=torch.int64)
+        mask = torch.ones((rows, length), dtype=torch.bool)
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
+
+    return batch

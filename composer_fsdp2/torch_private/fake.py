@@ -1,0 +1,300 @@
+"""Runs training on tensors without memory, in one process that is one of any number of ranks.
+
+[Note: known values] A fake tensor has a shape and no values, and models ask for some: whether a
+mask is full, how often an optimizer has stepped. So small integers, truth values and single numbers
+that follow from data which is known are computed beside the fake tensors. A value that follows from
+weights or activations is not known: reading it raises `UntraceableError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Generator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Older torch has fake collectives only after this import.
+import torch.distributed._tools.fake_collectives  # pyright: ignore[reportUnusedImport]
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.weak import WeakIdKeyDictionary
+
+__all__ = ["UntraceableError", "Watch", "fake_ranks", "fake_tensors", "group_named"]
+
+_KNOWN_ELEMENTS = 2**20
+"""larger tensors have no known values"""
+_NAMESPACES = ("c10d", "_c10d_functional")
+_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+class UntraceableError(Exception):
+    """Says which value a model or an optimizer reads that fake tensors do not have."""
+
+
+@contextlib.contextmanager
+def fake_ranks(ranks: int, rank: int = 0) -> Generator[None]:
+    """Makes this process one of a group that sends nothing. Collective: no."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    try:
+        with _no_other_meshes(), _one_chunk():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _no_other_meshes() -> Generator[None]:
+    """Keeps torch from taking a mesh for an equal one, whose groups are gone.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/device_mesh.py#L84
+    """
+    known: Any = getattr(device_mesh, "_mesh_resources", SimpleNamespace())  # of older torch
+    before = dict(vars(known))
+    vars(known).update(vars(type(known)()))
+    _forget_layouts()
+    try:
+        yield
+    finally:
+        vars(known).update(before)
+        _forget_layouts()
+
+
+def _forget_layouts() -> None:
+    """Empties DTensor's caches, whose results hold the mesh of their first call."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # of newer torch
+    if clear is not None:
+        clear()
+
+
+@contextlib.contextmanager
+def _one_chunk() -> Generator[None]:
+    """Has `fully_shard` cut out the shard of this rank alone, and not those of all ranks.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_param.py#L372
+    """
+    owner: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
+    original = owner._chunk_with_empty
+    owner._chunk_with_empty = _Chunks
+    try:
+        yield
+    finally:
+        owner._chunk_with_empty = original
+
+
+class _Chunks:
+    """The chunks of a tensor, each of which is cut when it is asked for."""
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor, self._count, self._dim = tensor, num_chunks, dim
+        self._step = -(-tensor.size(dim) // num_chunks)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        start, size = number * self._step, self._tensor.size(self._dim)
+        if start >= size:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, start, min(self._step, size - start))
+
+
+def fake_tensors() -> FakeTensorMode:
+    """Returns a context in which tensors that are made have no memory."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """Returns the group that a functional collective names."""
+    return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore
+
+
+class Watch(TorchDispatchMode):
+    """Sees every operation: its memory, its FLOPs and, if it is a collective, its arguments.
+
+    Args:
+        heard: is called with the name, arguments and result of each collective.
+    """
+
+    def __init__(self, heard: Callable[[str, Any, Any], None]) -> None:
+        super().__init__()
+        self._heard = heard
+        self.kind = "other"
+        """of storages that are made from now on"""
+        self.now: Counter[str] = Counter()
+        """bytes by kind"""
+        self.total = 0
+        self.peak, self.peak_kinds = 0, dict[str, int]()
+        self.flops = 0
+        self.balanced = False
+        """whether experts were taken to get the same number of tokens"""
+        self._held: dict[int, tuple[Any, int, str]] = {}
+        self._values: Any = WeakIdKeyDictionary()
+        self._mode: Any = None
+
+    def __enter__(self) -> Watch:
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            # FSDP2 frees and fills the memory of gathered parameters so, which is no operation.
+            self.note(storage, "gathered")
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # pyright: ignore[reportAttributeAccessIssue]
+        self._undo = original
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        torch.UntypedStorage.resize_ = self._undo
+
+    # --- Memory. ---
+
+    def note(self, storage: torch.UntypedStorage, kind: str | None = None) -> None:
+        """Takes up a storage, its new size or its kind."""
+        key, size = storage._cdata, storage.nbytes()
+        reference, before, known = self._held.get(key, (None, 0, kind or self.kind))
+        kind = kind or known
+        if before:
+            self.now[known] -= before
+        if reference is None:
+            reference = weakref.ref(storage, lambda _: self._drop(key))
+        self._held[key] = reference, size, kind
+        self.now[kind] += size
+        self.total += size - before
+        if self.total > self.peak:
+            self.peak, self.peak_kinds = self.total, dict(self.now)
+
+    def _drop(self, key: int) -> None:
+        _, size, kind = self._held.pop(key)
+        self.now[kind] -= size
+        self.total -= size
+
+    def begin_peak(self) -> None:
+        """Looks for the peak from here on."""
+        self.peak, self.peak_kinds = self.total, dict(self.now)
+
+    # --- Operations. ---
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if DTensor in types:  # it calls again, with what this rank has
+            return NotImplemented
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        try:
+            result = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            result = self._unknown(func, args, kwargs, given, error)
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for tensor in made:
+            if tensor.device.type != "meta" and self._is_own(tensor):
+                self.note(tensor.untyped_storage())
+        packet = func.overloadpacket
+        if func.namespace in _NAMESPACES:
+            self._heard(packet.__name__, args, result)
+            if packet.__name__ != "allreduce_":  # of equal ranks it changes no maximum
+                self._forget(given)
+        elif any(map(self._is_own, given)):
+            self.flops += _flops(packet, args, kwargs, result)
+        if self._mode is not None and made and func.namespace not in _NAMESPACES:
+            self._follow(func, args, kwargs, given, made, result)
+        return result
+
+    def _is_own(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a tensor of the run: DTensor asks others for shapes."""
+        if not isinstance(tensor, FakeTensor):
+            return self._mode is None
+        if self._mode is None:
+            return False
+        return tensor.fake_mode is self._mode
+
+    # --- See [Note: known values]. ---
+
+    def know(self, mode: FakeTensorMode) -> None:
+        """Begins to compute known values of the fake tensors of a mode."""
+        self._mode = mode
+
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and _is_small(tensor):
+            return tensor
+        return self._values.get(tensor)
+
+    def _forget(self, tensors: list[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._values.pop(tensor, None)
+
+    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._value, (args, kwargs))
+        with unset_fake_temporarily(), torch.no_grad():
+            return func(*args, **kwargs)
+
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, given: Any, made: list[torch.Tensor], result: Any
+    ) -> None:
+        """Computes the values of a result, if all that it is made of is known."""
+        if not all(map(_is_small, made)):
+            return
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random or any(self._value(tensor) is None for tensor in given):
+            if func._schema.is_mutable:
+                self._forget(made)
+            return
+        if str(kwargs.get("device")) == "meta":
+            return
+        values = tree_leaves(self._compute(func, args, kwargs))
+        for tensor, value in zip(tree_leaves(result), values, strict=True):
+            if isinstance(tensor, FakeTensor) and tensor not in self._values:
+                self._values[tensor] = value
+
+    def _unknown(self, func: Any, args: Any, kwargs: Any, given: Any, error: Exception) -> Any:
+        """Returns the result of an operation whose shape or number depends on values."""
+        if all(self._value(tensor) is not None for tensor in given):
+            found = self._compute(func, args, kwargs)
+            if not isinstance(found, torch.Tensor):
+                return found
+            fake = self._mode.from_tensor(found)
+            self._values[fake] = found
+            return fake
+        if func.overloadpacket is torch.ops.aten.nonzero:
+            # A mask of the tokens of one expert is a part of the mask of all experts.
+            mask = args[0]
+            whole = mask.untyped_storage().nbytes() // mask.itemsize
+            rows = math.ceil(mask.numel() ** 2 / whole)
+            self.balanced = True
+            return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
+        shape = tuple(given[0].shape)
+        raise UntraceableError(f"{func} reads values of a tensor {shape}") from error
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if packet is _ATTENTION:
+        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
+    count = flop_registry.get(packet)
+    return 0 if count is None else count(*args, **kwargs, out_val=result)
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    if tensor.numel() > _KNOWN_ELEMENTS or tensor.device.type == "meta":
+        return False
+    return tensor.numel() == 1 or not (tensor.is_floating_point() or tensor.is_complex())

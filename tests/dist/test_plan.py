@@ -1,0 +1,34 @@
+"""Steps on fake tensors in one process, against the same steps on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.support.plan_layouts import LAYOUTS, counted, predicted
+
+PRELOAD = ["tests.support.plan_layouts"]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning"),
+]
+
+
+def counted_on(name: str) -> dict[str, Any]:
+    return counted(LAYOUTS[name], dist.get_rank())
+
+
+@pytest.mark.table("FSDP of odd sizes", "last microbatch", "experts")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_step_takes_what_was_predicted(name: str, ranks: Callable[..., list[dict[str, Any]]]):
+    """Bytes and calls of collectives, FLOPs and bytes held exactly, the peak within 10 %."""
+    count = LAYOUTS[name].ranks
+    found = ranks(count, counted_on, name)
+    for rank in {0, count - 1}:
+        expected, real = predicted(LAYOUTS[name], rank), found[rank]
+        assert expected.pop("peak") == pytest.approx(real.pop("peak"), rel=0.1)
+        assert expected == real

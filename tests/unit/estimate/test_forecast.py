@@ -1,0 +1,136 @@
+"""Forecasts: few of equal blocks for all, models that cannot be traced, and unknown collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_fsdp2.config.schema import parse_config
+from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.estimate.blocks import find_equal_blocks
+from composer_fsdp2.estimate.clock import GPUS, gpu_named, step_times
+from composer_fsdp2.estimate.collectives import CollectiveCounter
+from composer_fsdp2.estimate.forecast import Forecast, forecast
+from composer_fsdp2.estimate.report import fits, forecast_lines
+from composer_fsdp2.estimate.search import search, search_lines
+from composer_fsdp2.plan.planner import plan_wrapping
+from composer_fsdp2.plan.rules import by_class, root_rule
+from composer_fsdp2.tools.doctor import Gpu, memory_findings
+from composer_fsdp2.trainer.forecast import traced_settings
+from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
+from composer_fsdp2.trainer.prepare_plan import PreparePlan
+from tests.support.plan_layouts import Dense, Layout, work_of
+
+
+def predicted(
+    model: nn.Module, layout: Layout, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> Forecast:
+    monkeypatch.setenv("WORLD_SIZE", str(layout.ranks))
+    optimizer = layout.optimizer(model)
+    settings, notes = traced_settings(parse_config(layout.config))
+    plan = PreparePlan(
+        model, optimizer, settings, "fp32", "cpu", mesh=None, transformations=TRANSFORMATIONS
+    )
+    return forecast(model, optimizer, plan.units, work_of(layout), notes=notes, **options)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"activation_checkpointing": True, "gradient_sync": "last"}],
+    ids=["kept", "recomputed"],
+)
+def test_few_of_equal_blocks_are_as_all(config: dict[str, Any], monkeypatch):
+    layout = Layout(4, config, microbatches=5)
+    some = predicted(Dense(layers=11), layout, monkeypatch)
+    assert "11 blocks of 'blocks' are equal: 4 of them were traced for all" in some.notes
+    monkeypatch.setattr("composer_fsdp2.estimate.forecast.find_equal_blocks", lambda *_: None)
+    whole = predicted(Dense(layers=11), layout, monkeypatch)
+    names = ("held", "kept", "sent", "flops", "peak_bytes", "gathered_bytes")
+    assert [getattr(some, name) for name in names] == [getattr(whole, name) for name in names]
+
+
+def test_blocks_that_are_treated_differently_are_not_equal():
+    model = Dense(layers=9)
+    model.blocks[4].requires_grad_(False)
+    units = plan_wrapping(model, [by_class("Block"), root_rule])
+    assert find_equal_blocks(model, units) is None
+    model.blocks[4].requires_grad_(True)
+    assert find_equal_blocks(model, units) is not None
+    assert find_equal_blocks(model, units, treated=["blocks.4"]) is None
+
+
+class Unknown(Dense):
+    """Decides by a value that follows from its weights."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * (2 if self.norm.weight.sum() > 0 else 1)
+
+
+def test_a_model_that_cannot_be_traced_shows_its_state_alone(monkeypatch):
+    found = predicted(Unknown(), Layout(2), monkeypatch)
+    same = predicted(Dense(), Layout(2), monkeypatch)
+    assert found.held == same.held
+    assert (found.kept, found.sent) == (None, ())
+    assert "the model cannot be traced (UntraceableError" in found.notes[0]
+    text = "\n".join(forecast_lines(found, None, 80.0))
+    assert "It is not known to fit in 80 GiB" in text
+
+
+def test_what_is_offloaded_is_not_on_the_device(monkeypatch):
+    found = predicted(Dense(), Layout(2), monkeypatch)
+    assert found.peak["optimizer"] == found.held["optimizer"]
+    assert fits(found, found.peak_bytes / 2**30 * 1.2)
+    assert not fits(found, found.peak_bytes / 2**30)
+    less = predicted(Dense(), Layout(2), monkeypatch, on_host=["optimizer"])
+    assert less.held == found.held
+    assert less.peak_bytes == found.peak_bytes - found.held["optimizer"]
+
+
+def test_doctor_tells_a_run_that_cannot_fit(monkeypatch):
+    found = predicted(Dense(), Layout(2), monkeypatch)
+    kept = sum(found.held.values())
+    assert list(memory_findings(found, Gpu("GPU", 2 * found.peak_bytes))) == []
+    (maybe,) = memory_findings(found, Gpu("GPU", found.peak_bytes))
+    (never,) = memory_findings(found, Gpu("GPU", kept - 1))
+    assert (maybe.level, never.level) == ("warning", "problem")
+    assert "The first step would run out of memory." in never.what
+
+
+def test_a_collective_without_a_row_is_an_error():
+    with pytest.raises(PlanError, match=r"'gather_'.* Its bytes would be missing"):
+        CollectiveCounter(8).hear("gather_", (), None)
+
+
+def test_an_unknown_gpu_names_those_that_are_known():
+    assert gpu_named("h100") is GPUS["H100"]
+    with pytest.raises(ConfigError, match=r"--gpu is 'K80'.* Write one of A100-40GB"):
+        gpu_named("K80")
+
+
+def test_the_search_leaves_out_what_does_not_fit(monkeypatch):
+    layout = Layout(4)
+    found = predicted(Dense(), layout, monkeypatch)
+
+    def measure(choice: Any) -> Forecast:
+        size = found.held["parameters"] * 4 // choice.shard + choice.rows * 1000
+        return dataclasses.replace(found, peak={"activations": size})
+
+    room = found.held["parameters"] * 2 + 3000
+    best, lost = search(
+        measure,
+        ranks=4,
+        per_node=2,
+        most_rows=2,
+        gpu=GPUS["H100"],
+        memory_gib=room / 2**30 / 0.92,
+        offloads=("none",),
+    )
+    assert 1 not in {one.choice.shard for one in best}
+    assert len(best) == 5
+    assert any(choice.shard == 1 and "it takes" in why for choice, why in lost)
+    assert any("not shard 1" in line for line in search_lines(best, lost))
+    assert step_times(found, GPUS["H100"]).step > 0
