@@ -508,6 +508,7 @@ def mpt(kind: str) -> nn.Module:
 
 
 @pytest.mark.table("glu-2")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @LAYOUTS
 @pytest.mark.parametrize("kind", ["glu", "mlp"])
 def test_foundry(kind: str, degree: int):
