@@ -1,0 +1,87 @@
+"""Training on the pretend accelerator is that of an unsharded copy on the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from composer_fsdp2 import PlanError, prepare_fully_shard, summon_full_params
+from tests.accelerator.device import BACKEND, NAME
+from tests.accelerator.training import Pretend, trained_beside_a_copy
+from tests.dist.test_order_check import Turned
+from tests.support.models import TinyLM
+from tests.support.parity import OPTIMIZERS, full
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefetch": {"forward_prefetch": 2, "backward_prefetch": 2},
+    "kept gathered": {"reshard_after_forward": False},
+    "last gradients": {"gradient_sync": "last"},
+    "order always": {"order_check": "always"},
+    "unused": {"unused_parameters": True},
+    "recomputed": {"activation_checkpointing": True},
+    "activations on the CPU": {"activation_cpu_offload": True},
+    "shards on the CPU": {"cpu_offload": True},
+    "shards in pageable memory": {"cpu_offload": {"pin_memory": False}},
+    "state on the CPU": {"optimizer_state": {"device": "cpu"}},
+}
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+@pytest.mark.filterwarnings("ignore:gradient_sync is 'last'")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_trains_as_an_unsharded_copy(name: str, optimizer: str):
+    trained_beside_a_copy(SETTINGS[name], optimizer)
+
+
+@pytest.mark.world_size(4, backend=BACKEND)
+@pytest.mark.parametrize("name", ["plain", "shards on the CPU"])
+def test_hsdp_trains_as_an_unsharded_copy(name: str):
+    trained_beside_a_copy({"data_parallel_replicate_degree": 2, **SETTINGS[name]})
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+@pytest.mark.parametrize("name", ["plain", "shards on the CPU"])
+def test_summoned_parameters_are_whole_and_written_back(name: str):
+    oracle, model, _ = trained_beside_a_copy(SETTINGS[name])
+    with summon_full_params(model, writeback=True):
+        for (key, own), whole in zip(
+            model.named_parameters(), oracle.parameters(), strict=True
+        ):
+            assert (own.detach().cpu() - whole.detach()).abs().max() <= 1e-6, key
+            own.detach().add_(1)
+    for own, whole in zip(model.parameters(), oracle.parameters(), strict=True):
+        assert (full(own) - whole.detach() - 1).abs().max() <= 1e-6
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_state_on_the_cpu_is_pinned():
+    _, model, optimizer = trained_beside_a_copy(SETTINGS["state on the CPU"])
+    for param in model.parameters():
+        moments = [one for one in optimizer.state[param].data.values() if hasattr(one, "values")]
+        assert len(moments) == 2
+        assert all(one.values.is_pinned() and one.values.device.type == "cpu" for one in moments)
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_another_order_is_an_error_on_both_ranks():
+    model = Turned()
+    settings = {"wrap_policy": {"classes": ["Linear"]}}
+    prepare_fully_shard(model, None, settings, device=Pretend())
+    if torch.distributed.get_rank() == 1:
+        model.order = (1, 0)
+    with pytest.raises(PlanError, match="The next collective is gather '0' on rank 0"):
+        model(torch.ones(1, 4, device=NAME)).sum().backward()
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_meta_starts_on_the_device():
+    with torch.device("meta"):
+        model = TinyLM("two modules")
+    prepare_fully_shard(model, None, {}, precision="fp32", device=Pretend())
+    assert {param.device.type for param in model.parameters()} == {NAME}
+    assert all(full(param).isfinite().all() for param in model.parameters())
+    assert model.head.weight is model.embed.weight
