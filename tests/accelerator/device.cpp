@@ -513,6 +513,20 @@ at::Scalar read_number(const at::Tensor& self) {
   return as_cpu(self).item();
 }
 
+at::Tensor& set_storage(at::Tensor& self, c10::Storage source, c10::SymInt offset, c10::SymIntArrayRef size,
+                        c10::SymIntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(offset.expect_int());
+  impl->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, c10::Storage source) {
+  const c10::SymInt size(static_cast<int64_t>(source.nbytes() / self.element_size())), one(1);
+  return set_storage(self, std::move(source), 0, size, one);
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
   Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
@@ -565,7 +579,7 @@ void by_gloo(const c10::OperatorHandle& op, c10::Stack* stack) {
   Renamed renamed;
   std::vector<std::pair<at::Tensor, bool>> accessed;
   const void* group = nullptr;
-  std::vector<at::Tensor> first;
+  std::vector<at::Tensor> first;  // what a future of the collective holds
   for (size_t i = 0; i < count; ++i) {
     const std::string& argument = schema.arguments()[i].name();
     const bool writes = argument.rfind("input", 0) != 0 && schema.name() != "c10d::send";
@@ -588,7 +602,14 @@ void by_gloo(const c10::OperatorHandle& op, c10::Stack* stack) {
     for (auto& [tensor, writes] : accessed) access(tensor, writes, time, schema.name());
     current = before;
   }
-  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+  } catch (...) {  // refused, and nothing is under way
+    const Clock now = up_to_now(stream);
+    Guarded guard(lock);
+    streams[current].join(now);
+    throw;
+  }
   for (size_t i = stack->size() - schema.returns().size(); i + 1 < stack->size(); ++i)
     (*stack)[i] = renamed.back((*stack)[i]);
   auto work = stack->back().toCustomClass<c10d::Work>();
@@ -608,6 +629,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_copy_from", copy_from);
   library.impl("_copy_from_and_resize", copy_from_and_resize);
   library.impl("_local_scalar_dense", read_number);
+  library.impl("set_.source_Storage", set_whole_storage);
+  library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("record_stream", record_stream);
   library.impl("_foreach_copy_", copy_each);
 }

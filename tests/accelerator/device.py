@@ -169,7 +169,7 @@ def waits() -> Generator[Counter[str]]:
 
 def _caller() -> str:
     """Returns the innermost function on the stack that is not torch's, as `module.function`."""
-    frame, own = sys._getframe(2), ("torch.", "contextlib", "threading")
+    frame, own = sys._getframe(2), ("torch.", "contextlib", __name__)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(own):
         frame = frame.f_back
     return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"
