@@ -548,10 +548,11 @@ struct Collective final : c10d::Work {
   void synchronize() override { wait(kNoTimeout); }
   void abort() override { work->abort(); }
   bool wait(std::chrono::milliseconds timeout) override {
-    const bool succeeded = work->wait(timeout);
-    Guarded guard(lock);
-    streams[current].join(done);
-    return succeeded;
+    {
+      Guarded guard(lock);
+      streams[current].join(done);
+    }
+    return work->wait(timeout);
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     wait(kNoTimeout);
