@@ -81,7 +81,7 @@ std::map<const char*, Block> blocks;
 std::map<StreamId, std::vector<Freed>> freed;
 std::vector<Arriving> arriving;
 std::map<const void*, StreamId> of_groups;
-size_t held = 0, most_held = 0, limit = 0;
+size_t held = 0, limit = 0;
 thread_local StreamId current = 0;
 PyObject* on_wait = nullptr;
 
@@ -180,7 +180,6 @@ struct Allocator final : at::Allocator {
     block.owner = block.writer = current;
     blocks.emplace(memory, std::move(block));
     held += bytes;
-    most_held = std::max(most_held, held);
     return {memory, memory, &Allocator::release, DEVICE};
   }
 
@@ -445,12 +444,13 @@ void by_the_cpu(const c10::OperatorHandle& op, c10::Stack* stack) {
   }
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   renamed.resize();
-  for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); ++i) {
-    (*stack)[i] = renamed.back((*stack)[i]);
-    if (!is_view && schema.returns()[i - (stack->size() - schema.returns().size())].alias_info() == nullptr &&
-        (*stack)[i].isTensor() && (*stack)[i].toTensor().defined()) {
+  const auto& returns = schema.returns();
+  for (size_t i = 0; i < returns.size(); ++i) {
+    c10::IValue& result = (*stack)[stack->size() - returns.size() + i];
+    result = renamed.back(result);
+    if (returns[i].alias_info() == nullptr && result.isTensor() && result.toTensor().defined()) {
       Guarded guard(lock);
-      access((*stack)[i].toTensor(), true, time, name);
+      access(result.toTensor(), true, time, name);
     }
   }
 }
@@ -473,6 +473,7 @@ const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::
 
 // Copies between the host and the device, or on the device.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (to.numel() == 0) return to;
   const bool is_read = from.device().is_privateuseone(), is_written = to.device().is_privateuseone();
   const at::Tensor source = is_read ? as_cpu(from) : from, target = is_written ? as_cpu(to) : to;
   const bool waits = is_read && is_written ? false : !non_blocking || (is_read && !is_pinned(to.storage().data()));
@@ -636,7 +637,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_foreach_copy_", copy_each);
 }
 
-TORCH_LIBRARY_IMPL(c10d, PrivateUse1, library) {
+// torch registers kernels of its own for the collectives of such a device, and warns that these replace them.
+struct Quiet final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+void register_collectives() {
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  static torch::Library library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const char* name : {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_",
                            "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_",
                            "reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "gather_",
@@ -649,6 +658,7 @@ TORCH_LIBRARY_IMPL(c10d, PrivateUse1, library) {
 PYBIND11_MODULE(pretend, module) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
+  register_collectives();
   // Operators without a derivative, which those of FSDP2 and of c10d are.
   auto& dispatcher = c10::Dispatcher::singleton();
   constexpr auto AUTOGRAD = c10::DispatchKey::AutogradPrivateUse1;
@@ -656,8 +666,7 @@ PYBIND11_MODULE(pretend, module) {
     static auto kept = dispatcher.registerFallback(AUTOGRAD, c10::KernelFunction::makeFallthrough(), "pretend");
   }
   module.def("set_limit", [](size_t bytes) { limit = bytes; });
-  module.def("reset_peak", [] { most_held = held; });
-  module.def("memory", [] { return std::pair(held, most_held); });
+  module.def("held", [] { return held; });
   module.def("on_wait", [](pybind11::object call) {
     Py_XDECREF(on_wait);
     on_wait = call.is_none() ? nullptr : call.release().ptr();

@@ -16,7 +16,6 @@ import sys
 import sysconfig
 import tempfile
 import types
-import warnings
 from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
@@ -77,10 +76,7 @@ def register() -> None:
     assert spec.loader is not None
     global _device
     _device = importlib.util.module_from_spec(spec)
-    with warnings.catch_warnings():
-        # torch has kernels of its own for collectives of such a device.
-        warnings.filterwarnings("ignore", ".*Overriding a previously registered kernel")
-        spec.loader.exec_module(_device)
+    spec.loader.exec_module(_device)
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, _module())
     torch.Tensor.data = property(torch._C.TensorBase.data.__get__, _set_data)  # pyright: ignore
@@ -149,7 +145,7 @@ def _register_fsdp_operators() -> None:
 @contextlib.contextmanager
 def limited_memory(more_bytes: int) -> Generator[None]:
     """Lets memory run out once that much more than now is allocated."""
-    _device.set_limit(_device.memory()[0] + more_bytes)
+    _device.set_limit(_device.held() + more_bytes)
     try:
         yield
     finally:

@@ -106,7 +106,7 @@ def test_reads_of_the_host_are_counted():
 def test_a_collective_has_a_stream_of_its_own():
     value = ones(3)
     work = dist.all_reduce(value, async_op=True)
-    with pytest.raises(RuntimeError, match="reads memory that c10d::allreduce_ .* wrote"):
+    with pytest.raises(RuntimeError, match=r"reads memory that c10d::allreduce_ .* wrote"):
         value + 1
     assert work is not None
     work.wait()

@@ -82,7 +82,9 @@ def test_trains_as_an_unsharded_copy(name: str, replicas: int):
 @pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_memory_that_runs_out_on_one_rank_halves_the_microbatch(name: str):
-    expected = weights(trained(SETTINGS[name], kind=Hungry, device_train_microbatch_size=2).state.model)
+    expected = weights(
+        trained(SETTINGS[name], kind=Hungry, device_train_microbatch_size=2).state.model
+    )
     is_small = dist.get_rank() == 1
     with device.limited_memory(15 * MEBIBYTE) if is_small else contextlib.nullcontext():
         trainer = trained(SETTINGS[name], kind=Hungry, device_train_microbatch_size="auto")

@@ -53,9 +53,7 @@ def test_hsdp_trains_as_an_unsharded_copy(name: str):
 def test_summoned_parameters_are_whole_and_written_back(name: str):
     oracle, model, _ = trained_beside_a_copy(SETTINGS[name])
     with summon_full_params(model, writeback=True):
-        for (key, own), whole in zip(
-            model.named_parameters(), oracle.parameters(), strict=True
-        ):
+        for (key, own), whole in zip(model.named_parameters(), oracle.parameters(), strict=True):
             assert (own.detach().cpu() - whole.detach()).abs().max() <= 1e-6, key
             own.detach().add_(1)
     for own, whole in zip(model.parameters(), oracle.parameters(), strict=True):

@@ -33,7 +33,7 @@ SEARCHED = 3
 @pytest.mark.parametrize("name", SETTINGS)
 def test_forward_backward_and_step_wait_for_nothing(name: str):
     model = TinyLM("two modules")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     prepare_fully_shard(model, optimizer, SETTINGS[name], precision="fp32", device=Pretend())
     for step, batch in enumerate(batches(5, 8)):
         ids, targets = (part.to(NAME) for part in batch)
@@ -84,5 +84,7 @@ def test_a_batch_of_the_trainer_waits_no_more_often_than_composers(size: int):
 
 
 @pytest.mark.world_size(2, backend=BACKEND)
-def test_no_wait_comes_from_a_unit():
-    assert waits_of({"fsdp2": {}}, 4, layers=3) == waits_of({"fsdp2": {}}, 4, layers=6)
+def test_no_wait_comes_from_a_unit_or_a_microbatch():
+    found = waits_of({"fsdp2": {}}, 4, layers=3)
+    assert waits_of({"fsdp2": {}}, 4, layers=6) == found
+    assert waits_of({"fsdp2": {}}, 1, layers=3) == found

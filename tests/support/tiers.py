@@ -1,8 +1,8 @@
 """Which tests run when: the tiers `default`, `matrix` and `slow`, chosen by `pytest -m`.
 
-Long tables are of the matrix: all tests in `tests/matrix/` and `tests/accelerator/`, and those marked `table` beside other
-tests of their subject. `table("row", "other row")` names the rows that are of the default tier all
-the same, which shows each mechanism once or twice.
+Long tables are of the matrix: all tests in `tests/matrix/` and `tests/accelerator/`, and those
+marked `table` beside other tests of their subject. `table("row", "other row")` names the rows that
+are of the default tier all the same, which shows each mechanism once or twice.
 In the default tier a test that takes over `MOST_SECONDS` fails the session, by name.
 `tests/conftest.py` registers this plugin.
 """
