@@ -1,7 +1,7 @@
 """A pretend accelerator: a device of torch in CPU memory, for tests of what depends on the device.
 
-`device.cpp` is the device; it is compiled once for each version of torch, in seconds. Ranks of a
-pool whose backend is `BACKEND` have it, and no other process has.
+`device.cpp` and `memory.h` are the device; they are compiled once for each version of torch. Ranks
+of a pool whose backend is `BACKEND` have it, and no other process has.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import cpp_extension
 
 from tests.support.pool import PRETEND as BACKEND
 
 __all__ = ["BACKEND", "NAME", "build", "limited_memory", "missing", "register", "waits"]
 
 NAME = "pretend"
-SOURCE = Path(__file__).with_name("device.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "memory.h")]
 COMPILER = os.environ.get("CXX", "c++")
 
 
@@ -44,13 +43,15 @@ def missing() -> str | None:
 
 def _library() -> Path:
     """Returns where the compiled device is; git ignores the folder."""
-    key = [torch.__version__, sysconfig.get_config_var("SOABI"), SOURCE.read_text()]
+    key = [torch.__version__, sysconfig.get_config_var("SOABI"), *(s.read_text() for s in SOURCES)]
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
     return Path(__file__).parents[2] / "build" / "accelerator" / f"{NAME}-{name}.so"
 
 
 def build() -> Path:
     """Compiles the device, if nobody did."""
+    from torch.utils import cpp_extension
+
     library = _library()
     if library.exists():
         return library
@@ -59,7 +60,7 @@ def build() -> Path:
     paths = cpp_extension.library_paths()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         made = Path(folder, library.name)
-        command = [COMPILER, "-shared", "-fPIC", "-O0", "-w", "-std=c++20", str(SOURCE)]
+        command = [COMPILER, "-shared", "-fPIC", "-O0", "-w", "-std=c++20", str(SOURCES[0])]
         command += ["-o", str(made), *(f"-I{path}" for path in includes)]
         command += [*(f"-L{path}" for path in paths), "-ltorch_cpu", "-ltorch", "-lc10"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

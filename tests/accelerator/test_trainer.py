@@ -25,6 +25,9 @@ from tests.support.training import (
     weights,
 )
 
+# Torch 2.7 says so of its own offloading, on any device.
+pytestmark = pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.")
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "shards on the CPU": {"cpu_offload": True},

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import datetime
+import re
+import time
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 
 from composer_fsdp2 import PlanError, prepare_fully_shard, summon_full_params
 from composer_fsdp2.optim.state.form import Stored
 from composer_fsdp2.optim.state.kept import KeptState
 from tests.accelerator.device import BACKEND, NAME
 from tests.accelerator.training import Pretend, trained_beside_a_copy
-from tests.dist.test_order_check import Turned
+from tests.dist.test_order_check import TIMEOUT_SECONDS, Turned
 from tests.support.models import TinyLM
 from tests.support.parity import OPTIMIZERS, full
+from tests.support.pool import WorkerPool
 
 # Torch 2.7 says so of its own offloading, on any device.
 pytestmark = pytest.mark.filterwarnings("ignore:The argument 'device' of Tensor.")
@@ -71,15 +76,40 @@ def test_state_on_the_cpu_is_pinned():
         assert all(one.values.is_pinned() and one.values.device.type == "cpu" for one in moments)
 
 
-@pytest.mark.world_size(2, backend=BACKEND)
-def test_another_order_is_an_error_on_both_ranks():
+def turned() -> Turned:
     model = Turned()
     settings = {"wrap_policy": {"classes": ["Linear"]}}
     prepare_fully_shard(model, None, settings, device=Pretend())
-    if torch.distributed.get_rank() == 1:
+    return model
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_another_order_is_an_error_on_both_ranks():
+    model = turned()
+    if dist.get_rank() == 1:
         model.order = (1, 0)
     with pytest.raises(PlanError, match="The next collective is gather '0' on rank 0"):
         model(torch.ones(1, 4, device=NAME)).sum().backward()
+
+
+def late_on_rank_1() -> str:
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT_SECONDS))
+    model = turned()
+    if dist.get_rank() == 1:
+        time.sleep(TIMEOUT_SECONDS)
+    with pytest.raises((PlanError, RuntimeError)) as caught:
+        model(torch.ones(1, 4, device=NAME)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come_is_missed_before_the_timeout():
+    pool = WorkerPool(2, BACKEND)  # its process group is of no use afterwards
+    try:
+        said, _ = pool.run(late_on_rank_1)
+    finally:
+        pool.close()
+    assert re.search(r"another rank did not come to it in \d+ s", said)
+    assert "The last unit each rank entered:\n  ranks 0-1: no unit yet\n" in said
 
 
 @pytest.mark.world_size(2, backend=BACKEND)
