@@ -143,7 +143,7 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     layout = copy.copy(like._spec)
     assert layout.tensor_meta is not None  # only layouts that torch propagates have none
     layout.tensor_meta = layout.tensor_meta._replace(dtype=local.dtype)
-    return DTensor(local, layout, requires_grad=False)
+    return DTensor(local, layout, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[Any]:
