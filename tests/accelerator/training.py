@@ -37,16 +37,16 @@ def loss_on_the_host(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def trained_beside_a_copy(
-    settings: Mapping[str, Any], optimizer: str = "adamw", tie: str = "two modules"
+    settings: Mapping[str, Any], optimizer: str = "adamw", microbatches: int = 2
 ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     """Trains both and compares them; returns the copy, the sharded model and its optimizer."""
     torch.manual_seed(0)
-    model = TinyLM(tie)
+    model = TinyLM("two modules")
     oracle = copy.deepcopy(model)
     pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
     prepare_fully_shard(model, pair[1], settings, precision="fp32", device=Pretend())
     home = "cpu" if settings.get("cpu_offload") else NAME
     assert {param.device.type for param in model.parameters()} == {home}
-    recipe = Recipe(steps=4, microbatches=2, clip_norm=0.5)
+    recipe = Recipe(steps=4, microbatches=microbatches, clip_norm=0.5)
     train_together(oracle, pair[0], model, pair[1], recipe, loss_on_the_host)
     return oracle, model, pair[1]
