@@ -366,6 +366,20 @@ def test_first_weights_are_those_of_fsdp_alone(start: str, tmp_path: Path):
         assert value.any() or "weight" not in name
 
 
+@pytest.mark.smoke
+def test_save_pretrained_is_that_of_one_process(tmp_path: Path):
+    """Where transformers 5 has all experts in one tensor, it writes a matrix for each."""
+    install()
+    saved, model = pair("Mixtral")
+    prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
+    model.save_pretrained(tmp_path)
+    dist.barrier()
+    loaded = type(saved).from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == saved.state_dict().keys()
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value, loaded[name]), name
+
+
 def test_rows_stay_in_the_order_of_ranks_and_tokens():
     """An expert adds up its gradient in one order, in every run and when a block runs again."""
     group: Any = dist.group.WORLD
@@ -411,6 +425,22 @@ def test_recomputation_keeps_the_routes():
     assert sizes
     for first, second in sizes.values():
         assert first == second
+
+
+@pytest.mark.smoke
+def test_load_counts_each_token_of_training_once():
+    """Not in an evaluation, nor where a block runs again in backward."""
+    model = pair("Mixtral")[0]
+    config = {"expert_parallel": 2, "activation_checkpointing": True}
+    prepare_fully_shard(model, None, config, device="cpu")
+    own = batches(1)[0][dist.get_rank()]
+    with torch.no_grad():
+        model(own)
+    model(own, labels=own).loss.backward()
+    assert layers_of(model)
+    for layer in layers_of(model).values():
+        assert layer.take_load().sum() == 2 * own.numel()  # a token has two experts
+        assert not layer.take_load().any()
 
 
 def layers_of(model: nn.Module) -> dict[nn.Module, ExpertLayer]:

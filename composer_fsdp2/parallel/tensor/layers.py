@@ -101,7 +101,7 @@ def plan_layers(
             whose neighbours are not known.
     """
     inside = () if experts is None else experts.inside
-    modules = {name: module for name, module in tree.modules() if not name.startswith(inside)}
+    modules = {n: module for n, module in tree.modules() if not f"{n}.".startswith(inside)}
     search = _Search(tree, spec, modules, _asked(tree, spec))
     for name, style in search.asked.items():
         if name not in modules and style != "whole":
