@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from tests.dist.test_expert_parallel import EXACT, batches, pair, train
-from tests.support.parity import TOLERANCE
 
 RANKS = 8
 
@@ -29,14 +28,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
-def test_as_in_one_process(family: str, layout: str, optimizer: str):
+def test_as_in_one_process(layout: str, optimizer: str):
     config = LAYOUTS[layout]
-    models = pair(family, num_key_value_heads=2)
+    models = pair("Mixtral", num_key_value_heads=2)
     data = batches(lengths=(6,) * RANKS)
     if "tensor_parallel" in config:  # two ranks next to each other read one batch
         data = [[ids[rank // 2 * 2] for rank in range(RANKS)] for ids in data]
-    train(models, config, optimizer, data=data, clip=0.05, tolerance=TOLERANCE)
+    train(models, config, optimizer, data=data, clip=0.05)
 
 
 def test_in_double():

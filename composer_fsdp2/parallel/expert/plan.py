@@ -83,9 +83,8 @@ def plan_experts(facts: ModelFacts) -> ExpertPlan | None:
     if spec.degree % step:
         raise ConfigError(
             f"expert_parallel.degree is {spec.degree}, and tensor_parallel.degree is {step}. The "
-            f"{step} ranks that divide a layer have the same tokens, and each sends its part of "
-            "them to experts that are not on two of these ranks. Use one of "
-            f"{_divisors(ranks, step=step)}."
+            f"{step} ranks that divide a layer have the same tokens and send a part of them each, "
+            f"so they belong to one group of experts. Use one of {_divisors(ranks, step=step)}."
         )
     modules = dict(tree.modules())
     found = _chosen(tree, spec, modules)
@@ -116,7 +115,8 @@ def _measured(name: str, experts: nn.Module) -> ExpertList:
 
 def _divisors(*numbers: int, step: int) -> str:
     ranks = range(step, min(numbers) + 1, step)
-    return ", ".join(str(n) for n in ranks if not any(number % n for number in numbers))
+    found = [str(n) for n in ranks if not any(number % n for number in numbers)]
+    return ", ".join(found) or "none, and leave expert_parallel out"
 
 
 def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -> list[str]:
