@@ -4,15 +4,22 @@
 model sits inside a wrapper (`model.` in front of everything), or one of the two is the base model
 without its head and lacks `base_model_prefix`. Both are one prefix for all names, so of the few
 possible prefixes the one that finds most names is taken.
+
+[Note: merged experts] Folders have a matrix for each expert, and transformers 5 has all experts of
+a layer in one tensor, in which the matrices of a gate lie before those it gates. `from_pretrained`
+puts them together; here a slice of the tensor is read from the matrices it is made of.
+Source: "mixtral" and "qwen2_moe" in
+https://github.com/huggingface/transformers/blob/v5.0.0/src/transformers/conversion_mapping.py
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,11 +27,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from composer_fsdp2.errors import CheckpointError
-from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
+from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.tensors import non_persistent_buffers
 
-__all__ = ["PretrainedWeights", "StoredTensor", "find_keys", "read_folder"]
+__all__ = ["PretrainedWeights", "StoredTensor", "find_keys", "merge_experts", "read_folder"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -48,6 +55,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     """safetensors' name of it: `F32`, `BF16`"""
+    key: str = ""
+    """in the file, where it has another one than in the folder"""
+    experts: tuple[tuple[StoredTensor, ...], ...] = ()
+    """matrices of each expert, whose rows follow each other; see [Note: merged experts]"""
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -125,6 +136,50 @@ def _no_safetensors(folder: Path) -> str:
         f"'{folder}' holds neither {_SINGLE} nor {_INDEX}. The run would have no weights to start "
         "from. Give the folder that `save_pretrained` wrote."
     )
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
+_MERGED = (
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("down_proj", ("down_proj",)),
+    ("gate_up_proj", ("w1", "w3")),
+    ("down_proj", ("w2",)),
+)
+"""names of tensors with all experts, and of the matrices they are made of"""
+
+
+def merge_experts(stored: Mapping[str, StoredTensor], tree: ModuleTree) -> dict[str, StoredTensor]:
+    """Returns the tensors of a folder by the names of a model with merged experts.
+
+    Collective: no. See [Note: merged experts]; for other models the tensors stay as they are.
+    """
+    if not any(
+        attribute_of(module, "is_concatenated") is True
+        and attribute_of(module, "is_transposed") is False
+        for _, module in tree.modules()
+    ):
+        return dict(stored)
+    found: dict[str, StoredTensor] = {}
+    layers = defaultdict[str, dict[str, dict[int, str]]](lambda: defaultdict(dict))
+    for key, tensor in stored.items():
+        name = key.replace(".block_sparse_moe.", ".mlp.")
+        found[name] = replace(tensor, key=key)
+        if (match := _EXPERT.fullmatch(name)) is not None:
+            layers[match[1]][match[3]][int(match[2])] = name
+    for layer, matrices in layers.items():
+        for name, parts in _MERGED:
+            numbers = range(len(matrices[parts[0]]))
+            keys = [[matrices[part].get(number) for part in parts] for number in numbers]
+            rows = tuple(tuple(found[key] for key in row if key) for row in keys)
+            shapes = [matrix.shape for matrix in rows[0]] if rows else []
+            equal = all([matrix.shape for matrix in row] == shapes for row in rows)
+            if len(shapes) != len(parts) or not equal or len({size[1:] for size in shapes}) > 1:
+                continue  # `find_keys` says what is wrong with the folder
+            shape = (len(rows), sum(size[0] for size in shapes), *shapes[0][1:])
+            found[f"{layer}.{name}"] = replace(rows[0][0], key="", shape=shape, experts=rows)
+            for key in itertools.chain.from_iterable(keys):
+                del found[str(key)]
+    return found
 
 
 def find_keys(
@@ -255,7 +310,7 @@ class PretrainedWeights:
             CheckpointError: when the folder cannot be read, or does not fit the model.
         """
         folder = Path(path).expanduser()
-        self.tensors = read_folder(folder)
+        self.tensors = merge_experts(read_folder(folder), tree)
         self.keys, self.skipped = find_keys(folder, self.tensors, tree)
         self._open: dict[Path, Any] = {}
 
@@ -274,7 +329,24 @@ class PretrainedWeights:
             CheckpointError: when the file went away or changed.
         """
         key = self.keys[name]
-        file = self.tensors[key].file
+        self._read(target, self.tensors[key], key, offsets)
+
+    def _read(
+        self, target: torch.Tensor, source: StoredTensor, key: str, offsets: Sequence[int]
+    ) -> None:
+        if source.experts:
+            own = source.experts[offsets[0] :][: len(target)]
+            for expert, matrices in zip(target, own, strict=True):
+                begin = 0
+                for matrix in matrices:
+                    end = begin + matrix.shape[0]
+                    first, last = max(begin, offsets[1]), min(end, offsets[1] + len(expert))
+                    if first < last:
+                        part = expert[first - offsets[1] : last - offsets[1]]
+                        self._read(part, matrix, matrix.key, (first - begin, *offsets[2:]))
+                    begin = end
+            return
+        file, key = source.file, source.key or key
         try:
             if file not in self._open:
                 self._open[file] = _opened(file)

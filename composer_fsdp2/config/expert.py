@@ -65,7 +65,6 @@ def _divides(given: Any) -> bool:
 
 
 _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
-    "tensor_parallel": (_divides, "tokens would be sent once for each rank that divides a layer"),
     "fp8": (bool, "scales would be those of one rank's tokens"),
     "compile": (bool, "how many tokens an expert gets is known on the host alone"),
     "tiled_mlp": (

@@ -311,7 +311,7 @@ def apply_plan(
             between = shard_mesh, make_hook
             if (layer := layer_of(module)) is not None:
                 # Every list of experts has the same ranks.
-                of_experts = of_experts or probe_reduction(layer.mesh.shards, layer.mesh.degree)
+                of_experts = of_experts or probe_reduction(layer.mesh.shards, layer.mesh.sources)
                 between = of_experts
             casts[module] = _shard_unit(module, unit, layout, *between, mp_policy=policy, **kwargs)
             weights.sourced.read_parameters(unit.params)

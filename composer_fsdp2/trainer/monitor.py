@@ -16,7 +16,7 @@ from torch import nn
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.norms import local_part
-from composer_fsdp2.parallel.expert.experts import Experts
+from composer_fsdp2.parallel.expert.experts import layer_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.torch_private.members import check_private_members
@@ -177,7 +177,8 @@ class _Traffic(StepListener):
 
 def _expert_loads(model: nn.Module) -> dict[str, float]:
     """How uneven the batch's tokens were shared between the experts of each layer; 1 is even."""
-    layers = {n: module for n, module in model.named_modules() if isinstance(module, Experts)}
+    found = ((name, layer_of(module)) for name, module in model.named_modules())
+    layers = {name: layer for name, layer in found if layer is not None}
     if not layers:
         return {}
     tokens = torch.cat([experts.take_load() for experts in layers.values()])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import Muon, clip_grad_norm_, full_tensor, install, prepare_fully_shard
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.parallel.expert.exchange import Routing, exchange
 from composer_fsdp2.parallel.expert.experts import ExpertLayer, layer_of
 from composer_fsdp2.parallel.expert.held import is_elsewhere
-from composer_fsdp2.parallel.expert.stacked import StackedExperts
+from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
+from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.step.run import run_of
 from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
 from tests.support.models import VOCAB
@@ -64,6 +65,7 @@ def pair(
     *,
     forced: bool = False,
     experts: int = EXPERTS,
+    **sizes: Any,
 ) -> list[Any]:
     """Two models of equal weights whose loss has the balance of experts in it, if they have one.
 
@@ -73,7 +75,7 @@ def pair(
     models: list[Any] = []
     for _ in range(2):
         torch.manual_seed(0)
-        model: Any = FAMILIES[family][0](experts).to(dtype)
+        model: Any = FAMILIES[family][0](experts, **sizes).to(dtype)
         if hasattr(model.config, "router_aux_loss_coef"):
             model.config.output_router_logits = True
             model.config.router_aux_loss_coef = 0.5
@@ -228,7 +230,7 @@ def test_in_double(family: str, degree: int):
 
 ROUTES = {
     "all to one": [[3] * 8],
-    "a rank gets none": [[0, 1, 2, 0, 1, 2, 0, 1], [1] * 8],
+    "a rank gets none": [[1] * 8, [0, 1, 2, 0, 1, 2, 0, 1]],
     "an expert is dead": [[0, 0, 2, 2, 3, 3, 2, 0]],
     "dead for some steps": [[0, 1, 0, 1, 0, 1, 0, 1], [2, 3, 2, 3, 2, 3, 2, 3], [0, 1, 2, 3] * 2],
 }
@@ -265,10 +267,14 @@ def test_nothing_before_experts_is_trained(family: str, degree: int):
 @LAYOUTS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_lengths_of_each_rank(family: str, degree: int):
+    """One rank has padding alone, whose tokens all go to the same experts."""
     models = pair(family)
     for model in models:
         model.config.output_router_logits = False
-    train(models, {"expert_parallel": degree}, data=batches(6, (2, 7, 3, 12)))
+    data = batches(6, (2, 7, 3, 12))
+    for ids in data:
+        ids[1].zero_()
+    train(models, {"expert_parallel": degree}, data=data)
 
 
 @pytest.mark.table("Mixtral-2")
@@ -294,6 +300,19 @@ def test_sequences_are_divided_too(family: str, degree: int):
         model.config.output_router_logits = False
     config = {"expert_parallel": degree, "sequence_parallel": 2, "activation_checkpointing": True}
     train(models, config, "adamw", data=data, clip=0.05)
+
+
+@pytest.mark.table("Mixtral-2", "Mixtral-4")
+@LAYOUTS
+@pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
+def test_other_layers_are_divided_too(family: str, degree: int):
+    """Two ranks next to each other have the same seven tokens, and send three or four of them."""
+    models = pair(family, torch.float64, num_key_value_heads=2)
+    data = [[ids[n][:1] for n in (0, 0, 2, 2)] for ids in batches(6, (7,) * RANKS)]
+    config = {"expert_parallel": degree, "tensor_parallel": 2, "mixed_precision": "FULL"}
+    config["activation_checkpointing"] = True
+    train(models, config, "adamw", data=data, clip=0.05, tolerance=EXACT)
+    assert any(group_dividing(param) for param in models[1].parameters())
 
 
 WITH: dict[str, dict[str, Any]] = {
@@ -333,9 +352,7 @@ def test_first_weights_are_those_of_fsdp_alone(start: str, tmp_path: Path):
         config["pretrained_weights"] = str(tmp_path)
         if dist.get_rank() == 0:
             saved: Any = FAMILIES["DeepSeek-V3"][0]()
-            kinds = inspect.signature(saved.save_pretrained).parameters
-            as_here = {"save_original_format": False} if "save_original_format" in kinds else {}
-            saved.save_pretrained(tmp_path, **as_here)
+            saved.save_pretrained(tmp_path)  # which transformers 5 writes as lists too
         dist.barrier()
     meta = start in ("nowhere", "in a folder") or (start == "on rank 0" and dist.get_rank() > 0)
     found: list[dict[str, torch.Tensor]] = []
@@ -351,6 +368,34 @@ def test_first_weights_are_those_of_fsdp_alone(start: str, tmp_path: Path):
     for name, value in alone.items():
         assert torch.equal(value, over_ranks[name]), name
         assert value.any() or "weight" not in name
+
+
+@pytest.mark.smoke
+def test_save_pretrained_is_that_of_one_process(tmp_path: Path):
+    """Where transformers 5 has all experts in one tensor, it writes a matrix for each."""
+    install()
+    saved, model = pair("Mixtral")
+    prepare_fully_shard(model, None, {"expert_parallel": 2}, device="cpu")
+    model.save_pretrained(tmp_path)
+    dist.barrier()
+    loaded = type(saved).from_pretrained(tmp_path).state_dict()
+    assert loaded.keys() == saved.state_dict().keys()
+    for name, value in saved.state_dict().items():
+        assert torch.equal(value, loaded[name]), name
+
+
+def test_rows_stay_in_the_order_of_ranks_and_tokens():
+    """An expert adds up its gradient in one order, in every run and when a block runs again."""
+    group: Any = dist.group.WORLD
+    rank, tokens = dist.get_rank(), 64
+    chosen = torch.randint(0, 2 * RANKS, (tokens, 2), generator=torch.Generator().manual_seed(rank))
+    routing = Routing.agree(chosen, 2 * RANKS, group, slice(0, tokens))
+    pairs = chosen.flatten().tolist()
+    assert routing.order.tolist() == sorted(range(2 * tokens), key=pairs.__getitem__)
+    rows = torch.stack((torch.full_like(routing.order, rank), routing.order), dim=1)
+    arrived = exchange(rows, routing, group)[routing.by_expert]
+    for part in arrived.split(routing.sizes):
+        assert part.tolist() == sorted(part.tolist())
 
 
 def test_recomputation_keeps_the_routes():
@@ -384,6 +429,22 @@ def test_recomputation_keeps_the_routes():
     assert sizes
     for first, second in sizes.values():
         assert first == second
+
+
+@pytest.mark.smoke
+def test_load_counts_each_token_of_training_once():
+    """Not in an evaluation, nor where a block runs again in backward."""
+    model = pair("Mixtral")[0]
+    config = {"expert_parallel": 2, "activation_checkpointing": True}
+    prepare_fully_shard(model, None, config, device="cpu")
+    own = batches(1)[0][dist.get_rank()]
+    with torch.no_grad():
+        model(own)
+    model(own, labels=own).loss.backward()
+    assert layers_of(model)
+    for layer in layers_of(model).values():
+        assert layer.take_load().sum() == 2 * own.numel()  # a token has two experts
+        assert not layer.take_load().any()
 
 
 def layers_of(model: nn.Module) -> dict[nn.Module, ExpertLayer]:
@@ -608,13 +669,33 @@ def _mixtral() -> nn.Module:
     return pair("Mixtral")[0]
 
 
+def _quantised() -> nn.Module:
+    model = _mixtral()
+    name = next(name for name, _ in model.named_parameters() if ".experts." in name)
+    path, _, attribute = name.rpartition(".")
+    whole = torch.ones(model.get_parameter(name).shape, dtype=torch.int8)
+    setattr(model.get_submodule(path), attribute, nn.Parameter(whole, requires_grad=False))
+    return model
+
+
+def _adapted() -> nn.Module:
+    """As PEFT adapts a tensor with all experts of a layer."""
+    model = mpt("glu")
+    name = next(name for name, module in model.named_modules() if stack_size(module) is not None)
+    above, _, attribute = name.rpartition(".")
+    around = nn.Module()
+    around.base_layer = model.get_submodule(name)
+    setattr(model.get_submodule(above), attribute, around)
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
     "ranks": (_mixtral, {"expert_parallel": 3}, ConfigError, "does not divide the 4 ranks"),
     "experts": (
-        lambda: FAMILIES["Mixtral"][0](),
-        {"expert_parallel": {"degree": 8}},
+        lambda: FAMILIES["Mixtral"][0](6),
+        {"expert_parallel": {"degree": 4}},
         ConfigError,
-        "does not divide the 4 ranks",
+        "does not divide the 6 experts .* Use one of 1, 2",
     ),
     "no experts": (
         lambda: nn.Sequential(nn.Linear(2, 2)),
@@ -636,18 +717,23 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         PlanError,
         "matches no module name",
     ),
-    "tensor": (
+    "tensor ranks": (
         _mixtral,
-        {"expert_parallel": 2, "tensor_parallel": 2},
+        {"expert_parallel": 2, "tensor_parallel": 4},
         ConfigError,
-        "'tensor_parallel' is set beside 'expert_parallel'",
+        "tensor_parallel.degree is 4",
     ),
-    "unused": (
+    "tensor layers": (
         _mixtral,
-        {"expert_parallel": 2, "unused_parameters": False},
-        ConfigError,
-        "'unused_parameters' is false beside 'expert_parallel'",
+        {
+            "expert_parallel": 2,
+            "tensor_parallel": {"degree": 2, "layer_plan": {"*.w1": "colwise", "*.w2": "rowwise"}},
+        },
+        PlanError,
+        "belongs to an expert beside expert_parallel",
     ),
+    "quantised": (_quantised, {"expert_parallel": 2}, PlanError, "is quantised or divided"),
+    "adapted": (_adapted, {"expert_parallel": 2}, PlanError, "adapts a tensor with all experts"),
     "units inside": (
         _mixtral,
         {"expert_parallel": 2, "reshard_after_forward": 2},
@@ -657,6 +743,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
 }
 
 
+@pytest.mark.table(*(case for case in REFUSED if case != "no name"))
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str):
     """On every rank, before the model is changed."""

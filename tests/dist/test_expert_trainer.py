@@ -134,6 +134,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tp": {"degree": 2, "layer_plan": {"*.self_attn.*": "whole"}},
         "fsdp2": {},
     },
+    "TP 2 x EP 2": {
+        "tp": {"degree": 2, "layer_plan": {"*.self_attn.*": "whole"}},
+        "ep": {"degree": 2},
+        "fsdp2": {},
+    },
 }
 
 SMOKE = [("Mixtral", "EP 2 x FSDP 2", "FSDP 4"), ("Mixtral", "FSDP 4", "EP 4")]
@@ -164,7 +169,10 @@ def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-@pytest.mark.table("Mixtral-EP 2 x FSDP 2-FSDP 4-sharded", "DeepSeek-V3-FSDP 4-EP 4-full")
+@pytest.mark.table(
+    *("Mixtral-EP 2 x FSDP 2-FSDP 4-sharded", "DeepSeek-V3-FSDP 4-EP 4-full"),
+    *("Mixtral-TP 2 x EP 2-EP 4-sharded", "Mixtral-FSDP 4-TP 2 x EP 2-full"),
+)
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("case", PAIRS)
 def test_checkpoints_of_another_layout(case: tuple[str, str, str], kind: str, tmp_path: Path):

@@ -61,14 +61,18 @@ def choose(model: nn.Module, chosen: list[int]) -> None:
 SIZES = {**models.SIZES, "num_experts_per_tok": 1}
 
 
-def _mixtral(experts: int = EXPERTS) -> nn.Module:
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=experts)
+def _mixtral(experts: int = EXPERTS, **sizes: Any) -> nn.Module:
+    config = transformers.MixtralConfig(**(SIZES | sizes), num_local_experts=experts)
     return transformers.MixtralForCausalLM(config)
 
 
-def _qwen3(experts: int = EXPERTS) -> nn.Module:
+def _qwen3(experts: int = EXPERTS, **sizes: Any) -> nn.Module:
     config = transformers.Qwen3MoeConfig(
-        **SIZES, head_dim=6, num_experts=experts, moe_intermediate_size=16, mlp_only_layers=[]
+        **(SIZES | sizes),
+        head_dim=6,
+        num_experts=experts,
+        moe_intermediate_size=16,
+        mlp_only_layers=[],
     )
     return transformers.Qwen3MoeForCausalLM(config)
 

@@ -43,7 +43,9 @@ class Routing:
 
     @classmethod
     @torch.no_grad()
-    def agree(cls, chosen: torch.Tensor, count: int, group: dist.ProcessGroup) -> Routing:
+    def agree(
+        cls, chosen: torch.Tensor, count: int, group: dist.ProcessGroup, part: slice
+    ) -> Routing:
         """Tells the ranks of a group how many rows come to each of their experts.
 
         Collective: yes, over the group.
@@ -52,9 +54,10 @@ class Routing:
             chosen: experts of each token on this rank.
             count: experts of the group.
             group: holds as many of them on each rank.
+            part: the tokens that this rank sends.
         """
-        ranks, pairs = group.size(), chosen.flatten()
-        order = torch.argsort(pairs, stable=True)
+        ranks, pairs = group.size(), chosen[part].flatten()
+        order = torch.argsort(pairs, stable=True) + part.start * chosen.shape[1]
         mine = torch.zeros(count, dtype=torch.int64, device=chosen.device)
         mine.index_add_(0, pairs, torch.ones_like(pairs))
         theirs = torch.empty_like(mine)

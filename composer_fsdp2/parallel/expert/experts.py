@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from composer_fsdp2.parallel.expert.exchange import Routing, exchange
 from composer_fsdp2.parallel.expert.held import Held, put_elsewhere
@@ -81,8 +82,16 @@ class ExpertLayer:
             weights: of the same shape.
             dtype: in which the sum is taken.
         """
-        group = self.mesh.group
-        routing = Routing.agree(chosen, self.count, group)
+        group, tensor = self.mesh.group, self.mesh.tensor
+        if tensor is not None:
+            # Each rank sends a part of the tokens, and has a part of their gradients.
+            tokens, weights = (
+                DTensor.from_local(one, tensor, [Replicate()], run_check=False).to_local(
+                    grad_placements=[Partial()]
+                )
+                for one in (tokens, weights)
+            )
+        routing = Routing.agree(chosen, self.count, group, self.mesh.own_tokens(len(tokens)))
         self._remember(routing)
         token = routing.order // chosen.shape[1]
         rows = tokens.index_select(0, token)
@@ -95,7 +104,11 @@ class ExpertLayer:
         returned = exchange(made, routing, group, back=True)
         weighted = returned * weights.flatten()[routing.order, None]
         total = torch.zeros(tokens.shape, dtype=dtype, device=tokens.device)
-        return total.index_add(0, token, weighted.to(dtype))
+        total = total.index_add(0, token, weighted.to(dtype))
+        if tensor is not None:
+            parts = DTensor.from_local(total, tensor, [Partial()], run_check=False)
+            total = parts.redistribute(placements=[Replicate()]).to_local()
+        return total
 
     def recall(self, chosen: torch.Tensor) -> torch.Tensor:
         """Returns the experts that were chosen in forward, where a block is computed again.

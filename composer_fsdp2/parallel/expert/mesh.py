@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS
+from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, TENSOR_AXIS
+from composer_fsdp2.torch_private.tensors import root_mesh
 
 __all__ = ["ExpertMesh"]
 
@@ -23,7 +24,9 @@ class ExpertMesh:
     group: dist.ProcessGroup
     """the ranks that hold all experts of a layer between them, next to each other"""
     usual: DeviceMesh
-    """the ranks that FSDP2 shards other weights over"""
+    """the ranks that share one copy of the model, with the copies of HSDP around them"""
+    tensor: DeviceMesh | None
+    """the ranks that have the same tokens, because they divide the layers around the experts"""
     elsewhere: DeviceMesh
     """some rank that is not this one"""
     groups: tuple[dist.ProcessGroup, ...]
@@ -35,8 +38,15 @@ class ExpertMesh:
 
         Args:
             usual: the axes that FSDP2 shards other weights over.
-            degree: ranks that hold the experts between them; divides the last axis.
+            degree: ranks that hold the experts between them; divides the ranks of one copy, and is
+                a multiple of the ranks that have the same tokens.
         """
+        root, tensor = root_mesh(usual), None
+        if TENSOR_AXIS in (root.mesh_dim_names or ()):
+            tensor = root[TENSOR_AXIS]
+            usual = DeviceMesh(
+                usual.device_type, root.mesh.flatten(-2), mesh_dim_names=usual.mesh_dim_names
+            )
         ranks = usual.mesh
         sizes = (*ranks.shape[:-1], ranks.shape[-1] // degree, degree)
         names = (REPLICATE_AXIS, _SHARDS, _EXPERTS)[-len(sizes) :]
@@ -48,6 +58,7 @@ class ExpertMesh:
             shards=root[names[:-1]],
             group=group,
             usual=usual,
+            tensor=tensor,
             elsewhere=single[int(dist.get_rank() == 0)],
             groups=(root.get_group(_SHARDS), group),
         )
@@ -56,6 +67,19 @@ class ExpertMesh:
     def degree(self) -> int:
         """Ranks that hold the experts between them."""
         return self.group.size()
+
+    @property
+    def sources(self) -> int:
+        """Ranks with tokens of their own among them."""
+        return self.degree // (1 if self.tensor is None else self.tensor.size())
+
+    def own_tokens(self, count: int) -> slice:
+        """Which of its tokens this rank sends; ranks with the same tokens share them."""
+        if self.tensor is None:
+            return slice(0, count)
+        step = -(-count // self.tensor.size())
+        start = min(step * self.tensor.get_local_rank(), count)
+        return slice(start, min(start + step, count))
 
     @property
     def place(self) -> int:

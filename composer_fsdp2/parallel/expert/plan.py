@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from composer_fsdp2.blocks.transformation import ModelFacts
 from composer_fsdp2.config.expert import ExpertSpec
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.expert.routers import BLOCKS, known_block
@@ -41,6 +42,11 @@ class ExpertPlan:
     degree: int
     lists: tuple[ExpertList, ...]
 
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """How names begin of what belongs to an expert."""
+        return tuple(f"{held.name}." for held in self.lists)
+
     def __str__(self) -> str:
         """The line of `verbose`: what a rank holds of each list."""
         counts = sorted({found.count // self.degree for found in self.lists})
@@ -51,25 +57,34 @@ class ExpertPlan:
         )
 
 
-def plan_experts(tree: ModuleTree, spec: ExpertSpec, shard_ranks: int) -> ExpertPlan:
+def plan_experts(facts: ModelFacts) -> ExpertPlan | None:
     """Finds the lists of experts and checks that ranks can hold them between them.
 
     Collective: no.
 
-    Args:
-        tree: of the model.
-        spec: the setting.
-        shard_ranks: ranks that share one copy of the parameters.
+    Returns:
+        `None` where the settings do not ask for it.
 
     Raises:
         ConfigError: the degree fits neither the ranks nor the experts.
         PlanError: there are no experts, or those of a kind that is not known.
     """
-    if shard_ranks % spec.degree:
+    tree, spec, tensor = facts.tree, facts.settings.expert_parallel, facts.settings.tensor_parallel
+    if spec is None or spec.degree == 1:
+        return None
+    step = 1 if tensor is None else tensor.degree
+    ranks = facts.shard_ranks * step
+    if ranks % spec.degree:
         raise ConfigError(
-            f"expert_parallel.degree is {spec.degree}, which does not divide the {shard_ranks} "
+            f"expert_parallel.degree is {spec.degree}, which does not divide the {ranks} "
             "ranks that share one copy of the model. They hold the experts between them, and no "
-            f"rank may be left over. Use one of {_divisors(shard_ranks)}."
+            f"rank may be left over. Use one of {_divisors(ranks, step=step)}."
+        )
+    if spec.degree % step:
+        raise ConfigError(
+            f"expert_parallel.degree is {spec.degree}, and tensor_parallel.degree is {step}. The "
+            f"{step} ranks that divide a layer have the same tokens and send a part of them each, "
+            f"so they belong to one group of experts. Use one of {_divisors(ranks, step=step)}."
         )
     modules = dict(tree.modules())
     found = _chosen(tree, spec, modules)
@@ -86,7 +101,7 @@ def plan_experts(tree: ModuleTree, spec: ExpertSpec, shard_ranks: int) -> Expert
             raise ConfigError(
                 f"expert_parallel.degree is {spec.degree}, which does not divide the {held.count} "
                 f"experts of '{held.name}'. Every rank holds as many as the others. Use one of "
-                f"{_divisors(shard_ranks, held.count)}."
+                f"{_divisors(ranks, held.count, step=step)}."
             )
     return ExpertPlan(degree=spec.degree, lists=lists)
 
@@ -98,9 +113,10 @@ def _measured(name: str, experts: nn.Module) -> ExpertList:
     return ExpertList(name=name, count=count, elements=elements)
 
 
-def _divisors(*numbers: int) -> str:
-    ranks = range(1, min(numbers) + 1)
-    return ", ".join(str(n) for n in ranks if not any(number % n for number in numbers))
+def _divisors(*numbers: int, step: int) -> str:
+    ranks = range(step, min(numbers) + 1, step)
+    found = [str(n) for n in ranks if not any(number % n for number in numbers)]
+    return ", ".join(found) or "none, and leave expert_parallel out"
 
 
 def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -> list[str]:
@@ -135,6 +151,11 @@ def _chosen(tree: ModuleTree, spec: ExpertSpec, modules: dict[str, nn.Module]) -
 def _why_not(name: str, modules: dict[str, nn.Module]) -> str | None:
     above, _, attribute = name.rpartition(".")
     experts, block = modules[name], modules[above]
+    if attribute == "base_layer":
+        return (
+            f"{type(block).__name__} ('{above}') adapts a tensor with all experts of a layer "
+            "(`target_parameters` of PEFT), of which a rank has its own alone"
+        )
     if stack_size(experts) is not None:
         return None
     if holds_stack(name, experts):
@@ -160,8 +181,8 @@ def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
         PlanError: a part of a list is a unit already, or tied to something outside.
     """
     changed: list[ShardUnit] = []
-    by_start = {f"{held.name}.": held for held in plan.lists}
-    starts = tuple(by_start)
+    by_start = dict(zip(plan.inside, plan.lists, strict=True))
+    starts = plan.inside
     for unit in units.units:
         inside = next((start for start in starts if unit.modules[0].startswith(start)), None)
         if inside is not None:

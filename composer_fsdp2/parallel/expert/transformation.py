@@ -52,8 +52,7 @@ class ExpertParallel(Division[ExpertPlan]):
 
     def plan(self, facts: ModelFacts) -> ExpertPlan | None:
         """Returns the lists of experts."""
-        spec = facts.settings.expert_parallel
-        if spec is None or spec.degree == 1:
+        if (plan := plan_experts(facts)) is None:
             return None
         if facts.compute == torch.float16:
             raise ConfigError(
@@ -68,7 +67,6 @@ class ExpertParallel(Division[ExpertPlan]):
                 "weights. Use AdamW, Lion, SGD or another optimizer that steps element by element, "
                 "or composer_fsdp2.Muon."
             )
-        plan = plan_experts(facts.tree, spec, facts.shard_ranks)
         _refuse_quantised(facts.tree, plan)
         return plan
 
@@ -111,10 +109,9 @@ class _DividedExperts(Divided):
 
 
 def _refuse_quantised(tree: ModuleTree, plan: ExpertPlan) -> None:
-    inside = tuple(f"{held.name}." for held in plan.lists)
     for ref in tree.params:
         whole = ref.param.is_floating_point() and is_plain(ref.param.data)
-        if ref.name.startswith(inside) and not whole:
+        if ref.name.startswith(plan.inside) and not whole:
             raise PlanError(
                 f"'{ref.name}' is quantised or divided already, and belongs to an expert. It has "
                 "not been tried to send tokens to such experts. Leave expert_parallel out, or load "

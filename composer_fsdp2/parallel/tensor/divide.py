@@ -80,8 +80,10 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     average = functools.partial(_average, mesh.get_group())
+    others = () if plan.experts is None else plan.experts.inside
     for first, *_ in places.values():
-        if id(first.param) not in done and first.param.requires_grad:
+        same_on_all = not first.name.startswith(others)
+        if id(first.param) not in done and same_on_all and first.param.requires_grad:
             first.param.register_post_accumulate_grad_hook(average)
 
 

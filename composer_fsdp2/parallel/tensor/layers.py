@@ -16,6 +16,7 @@ from torch import nn
 
 from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.errors import PlanError
+from composer_fsdp2.parallel.expert.plan import ExpertPlan
 from composer_fsdp2.parallel.tensor.known import (
     Cut,
     KnownBlock,
@@ -57,6 +58,8 @@ class LayerPlan:
     """name of a module -> attributes that are divided by the degree, and what they were"""
     whole: tuple[str, ...] = ()
     """layers that would be divided, if their sizes allowed it"""
+    experts: ExpertPlan | None = None
+    """which are not divided: ranks hold them between them"""
 
     def __str__(self) -> str:
         added = {name: f", {rows} rows of padding" for name, rows in self.padding.items()}
@@ -80,7 +83,9 @@ class _Search:
     """parts of adapters that are whole on each rank"""
 
 
-def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
+def plan_layers(
+    tree: ModuleTree, spec: TensorSpec, shard: int, experts: ExpertPlan | None = None
+) -> LayerPlan:
     """Decides which layers are divided; see [Note: which plan].
 
     Collective: no.
@@ -89,12 +94,22 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
         tree: the model, before anything is changed.
         spec: `tensor_parallel`.
         shard: ranks over which FSDP2 shards what a tensor group holds.
+        experts: those that ranks hold between them.
 
     Raises:
         PlanError: for a model in which nothing is known, sizes that do not divide, and layers
             whose neighbours are not known.
     """
-    search = _Search(tree, spec, dict(tree.modules()), _asked(tree, spec))
+    inside = () if experts is None else experts.inside
+    modules = {n: module for n, module in tree.modules() if not f"{n}.".startswith(inside)}
+    search = _Search(tree, spec, modules, _asked(tree, spec))
+    for name, style in search.asked.items():
+        if name not in modules and style != "whole":
+            raise PlanError(
+                f"tensor_parallel.layer_plan gives '{name}' the style {style}, and it belongs to "
+                "an expert beside expert_parallel, where each expert is whole on its ranks. It "
+                "would have no effect. Take experts out of the layer_plan."
+            )
     _check_weights(search)
     _find_cuts(search)
     _leave_heads_whole(search)
@@ -132,6 +147,7 @@ def plan_layers(tree: ModuleTree, spec: TensorSpec, shard: int) -> LayerPlan:
         },
         counts={name: block.counts for name, block in search.known.items() if block.counts},
         whole=tuple(search.whole),
+        experts=experts,
     )
 
 

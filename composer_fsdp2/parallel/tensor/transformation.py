@@ -30,6 +30,7 @@ from composer_fsdp2.parallel.division import (
     RankGroup,
     untried_items,
 )
+from composer_fsdp2.parallel.expert.plan import plan_experts
 from composer_fsdp2.parallel.row_order import group_dividing, show_usual_state
 from composer_fsdp2.parallel.tensor.divide import divide_layers
 from composer_fsdp2.parallel.tensor.known import unknown_adapter
@@ -94,7 +95,7 @@ class TensorParallel(Division[LayerPlan]):
                 f"tensor_parallel has degree {spec.degree}, and {why}. Ranks would compute another "
                 "model, or wait for each other. Leave tensor parallelism out, or that."
             )
-        return plan_layers(facts.tree, spec, facts.shard_ranks)
+        return plan_layers(facts.tree, spec, facts.shard_ranks, plan_experts(facts))
 
     def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> Divided:
         """Divides the layers of the plan. Collective: yes, over the default group."""
@@ -121,17 +122,19 @@ class TensorParallel(Division[LayerPlan]):
             kind = plan.cuts[module].kind if module in plan.cuts else "norm"
             if kind != "norm" and (kind, attribute) != ("rows", "bias"):
                 cut.add(same[id(ref.param)])
+        inside, holders = ((), 1) if (e := plan.experts) is None else (e.inside, e.degree)
         gathered: dict[str, int] = {}
         held = held_bytes = divided = elements = 0
         for number, ref in {same[id(ref.param)]: ref for ref in reversed(tree.params)}.items():
             size = ref.param.numel()
-            part = -(-size // plan.degree) if number in cut else size
+            is_expert = ref.name.startswith(inside)
+            part = -(-size // plan.degree) if number in cut or is_expert else size
             share = -(-part // shape.shard)  # the first rank's, which has the most
             elements, divided = elements + size, divided + size * (number in cut)
             held, held_bytes = held + share, held_bytes + share * ref.param.element_size()
             if (unit := owners.get(ref.name)) is not None:
                 name = unit.modules[0] or "<root>"
-                gathered[name] = gathered.get(name, 0) + part
+                gathered[name] = gathered.get(name, 0) + (size // holders if is_expert else part)
         largest = max(gathered, key=lambda name: gathered[name])
         return GroupSizes(
             mesh=shape.describe(),

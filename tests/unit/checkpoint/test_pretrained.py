@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from composer_fsdp2.checkpoint.pretrained import (
@@ -320,3 +320,82 @@ def test_a_file_that_shrinks_after_it_was_opened(dtype, tmp_path):
     _cut(tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors'"):
         weights.read_into(torch.zeros(4, 3, dtype=dtype), "weight", (0, 0))
+
+
+# --- Experts that the model has in one tensor. ---
+
+COUNT, INSIDE, WIDTH = 3, 2, 4
+
+
+class Merged(nn.Module):
+    """Experts of transformers 5."""
+
+    def __init__(self, is_transposed: bool = False) -> None:
+        super().__init__()
+        self.is_transposed, self.is_concatenated = is_transposed, True
+        self.gate_up_proj = nn.Parameter(torch.zeros(COUNT, 2 * INSIDE, WIDTH))
+        self.down_proj = nn.Parameter(torch.zeros(COUNT, WIDTH, INSIDE))
+
+
+def model_with(experts: nn.Module) -> nn.Module:
+    model, layer, mlp = nn.Module(), nn.Module(), nn.Module()
+    mlp.gate, mlp.experts = nn.Linear(WIDTH, COUNT, bias=False), experts
+    layer.mlp, model.layer = mlp, layer
+    return model
+
+
+LISTS = {
+    "Mixtral": ("block_sparse_moe", "w1", "w3", "w2"),
+    "Qwen3-MoE": ("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+def lists(family: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Saves a matrix for each expert; returns the tensors that are made of them."""
+    block, *names = LISTS[family]
+    sizes = (INSIDE, WIDTH), (INSIDE, WIDTH), (WIDTH, INSIDE)
+    parts = [torch.randn(COUNT, *size) for size in sizes]
+    gate = torch.randn(COUNT, WIDTH)
+    saved = {f"layer.{block}.gate.weight": gate}
+    for name, part in zip(names, parts, strict=True):
+        for number, one in enumerate(part):
+            saved[f"layer.{block}.experts.{number}.{name}.weight"] = one.clone()
+    save_file(saved, folder / "model.safetensors", metadata={"format": "pt"})
+    return {
+        "layer.mlp.gate.weight": gate,
+        "layer.mlp.experts.gate_up_proj": torch.cat(parts[:2], dim=1),
+        "layer.mlp.experts.down_proj": parts[2],
+    }
+
+
+@pytest.mark.parametrize("family", LISTS)
+def test_merged_experts_are_read_from_the_matrices_of_each(family: str, tmp_path: Path):
+    expected = lists(family, tmp_path)
+    weights = PretrainedWeights(str(tmp_path), ModuleTree.read(model_with(Merged())))
+    assert weights.keys.keys() == expected.keys()
+    for name, whole in expected.items():
+        for start in itertools.product(*map(range, whole.shape)):
+            part = whole[tuple(slice(begin, begin + 2) for begin in start)]
+            target = torch.empty(part.shape, dtype=torch.float64)
+            weights.read_into(target, name, start)
+            assert torch.equal(target, part.double())
+
+
+def test_experts_that_are_not_known_to_be_merged_so_are_refused(tmp_path: Path):
+    lists("Mixtral", tmp_path)
+    tree = ModuleTree.read(model_with(Merged(is_transposed=True)))
+    said = error_of(PretrainedWeights, str(tmp_path), tree)
+    assert "mlp.experts.gate_up_proj" in said
+    assert "block_sparse_moe.experts.0.w1.weight" in said
+
+
+def test_a_matrix_of_an_expert_that_is_missing_is_named(tmp_path: Path):
+    lists("Qwen3-MoE", tmp_path)
+    file = tmp_path / "model.safetensors"
+    saved = load_file(file)
+    del saved["layer.mlp.experts.1.up_proj.weight"]
+    save_file(saved, file, metadata={"format": "pt"})
+    tree = ModuleTree.read(model_with(Merged()))
+    assert "it lacks 'layer.mlp.experts.gate_up_proj'" in error_of(
+        PretrainedWeights, str(tmp_path), tree
+    )

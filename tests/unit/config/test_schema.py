@@ -776,6 +776,28 @@ def test_mistakes_in_the_settings_of_blocks(written, said):
 
 
 @pytest.mark.parametrize(
+    "beside",
+    [
+        {"fp8": True},
+        {"compile": {"fullgraph": True}},
+        {"tiled_mlp": {"shards": 2}},
+        {"cpu_offload": True},
+        {"ignored_params": ["norm"]},
+        {"communication": {"symmetric_memory": True}},
+        {"unused_parameters": False},
+        {"optimizer_state": {"bits": 8}},
+        {"local_step": False},
+    ],
+    ids=lambda beside: next(iter(beside)),
+)
+def test_settings_that_have_not_been_tried_with_experts_over_ranks(beside):
+    (name,) = beside
+    with pytest.raises(ConfigError, match=f"'{name}' is .* beside 'expert_parallel'"):
+        parse_config({"expert_parallel": 2, **beside})
+    parse_config({"expert_parallel": 1, **beside})
+
+
+@pytest.mark.parametrize(
     ("written", "said"),
     [
         ({"optimizer_state": {"bit": 8}}, "Did you mean 'bits'"),
