@@ -36,7 +36,7 @@ WITH_SOURCE = {
 }
 """Public names with a formula, or a behaviour that is torch's or Composer's."""
 
-TIERS = {"data", "dist", "e2e", "fake", "gpu", "matrix", "support", "unit"}
+TIERS = {"accelerator", "data", "dist", "e2e", "fake", "gpu", "matrix", "support", "unit"}
 """Folders of tests/ that a run of the tests selects, and those without tests."""
 BUILT_IN = {"filterwarnings", "parametrize", "skip", "skipif", "usefixtures", "xfail"}
 MOST_ROWS = 12

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.torch_private.tensors import dtensor_like
 
 __all__ = ["Layout", "Place", "place_of", "sharded_like"]
 
@@ -147,6 +148,8 @@ def _add_everything_below(
 
 def sharded_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """Returns a DTensor of `like`'s shape and placements that holds `local`. Collective: no."""
+    if local.device == like.device and local.device.type != like.device_mesh.device_type:
+        return dtensor_like(local, like)  # of an offloaded shard: torch would move it to the mesh
     # Without a shape torch takes every shard for as large as this one; its check may send.
     return DTensor.from_local(
         local,

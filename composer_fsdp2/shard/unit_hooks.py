@@ -290,6 +290,7 @@ class Division:
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Divides. Collective: no."""
+        _use_in_this_stream(reduced)
         if self._sources > 1:
             # Not torch's own factor, which divides twice where one rank has all of a gradient:
             # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py
@@ -298,6 +299,18 @@ class Division:
         # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L554
         if self.size > 1 and reduced.dtype in (torch.float32, torch.bfloat16):
             reduced.div_(self.size)
+
+
+def _use_in_this_stream(reduced: torch.Tensor) -> None:
+    """Keeps a reduced gradient until the stream of its hook is done with it.
+
+    The memory is of the stream that reduces. Torch adds it to gradients of earlier microbatches on
+    this stream, and frees it; the next reduction could write there before the sum has read it.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L449
+    """
+    if reduced.device.type != "cpu":
+        reduced.record_stream(torch.get_device_module(reduced.device).current_stream())
 
 
 def leave_division_to_torch(hook: object) -> None:
@@ -335,6 +348,7 @@ class AverageOverReplicas:
 
     def __call__(self, reduced: torch.Tensor) -> None:
         """Collective: yes, when it is due."""
+        _use_in_this_stream(reduced)
         if self.before is not None:
             self.before(reduced)
         if self.waiting is not None:

@@ -156,6 +156,8 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _PARAM: "all_gather_inputs _sharded_param_data param_dtype reduce_dtype orig_dtype",
         },
     ),
+    *_rows("cpu_offload", "read", {_GROUP: "_post_reduce_event"}),
+    *_rows("cpu_offload", "reset", {_PARAM: "grad_offload_event"}),
     *_rows("eval_reshard_after_forward", "read", {_STATE: "_lazy_init", _GROUP: "mesh_info"}),
     *_rows("eval_reshard_after_forward", "reset", {_GROUP: "post_forward_mesh_info"}),
     *_rows(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import importlib
 import sys
@@ -40,6 +41,7 @@ __all__ = [
     "compiler_modes",
     "copy_hooks",
     "default_store",
+    "dtensor_like",
     "flatten_state_dict",
     "forward_pre_hooks",
     "is_compiled",
@@ -139,6 +141,14 @@ def local_value(value: Any, param: DTensor) -> Any:
     if value._spec.placements != param._spec.placements:
         value = value.redistribute(param.device_mesh, param.placements)
     return value._local_tensor
+
+
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Returns a DTensor of another one's layout around `local`, on whatever device that is."""
+    layout = copy.copy(like._spec)
+    assert layout.tensor_meta is not None  # only layouts that torch propagates have none
+    layout.tensor_meta = layout.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, layout, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def layouts_of(tensors: Iterable[Any]) -> list[Any]:

@@ -431,6 +431,12 @@ class _Replacements:
         if self._group.reduce_grads and any(has_run(p) and has_gradient(p) for p in params):
             self._hear("before_reduce")
         self.original["post_backward"](*args)
+        for param in params:
+            # Torch 2.7 has the host wait for the stream that reduces. In HSDP, and after a hook,
+            # gradients are copied to the CPU on another one.
+            # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py#L488
+            if param.grad_offload_event is not None:
+                param.grad_offload_event = self._group._post_reduce_event
 
     def _to_unsharded(self) -> None:
         self._hear("before_unsharded")

@@ -31,7 +31,9 @@ class Mixture(nn.Module):
         weight = self.gate(x).softmax(-1)
         out = torch.zeros_like(x)
         for number in sorted(set(self.chosen)):
-            rows = torch.tensor([i for i, c in enumerate(self.chosen) if c == number])
+            rows = torch.tensor(
+                [i for i, c in enumerate(self.chosen) if c == number], device=x.device
+            )
             seen = getattr(self, self.attribute)[number](x[rows]) * weight[rows][..., number, None]
             out = out.index_add(0, rows, seen)
         return x + out

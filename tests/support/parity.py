@@ -247,8 +247,8 @@ def _clip(model: nn.Module, recipe: Recipe) -> torch.Tensor:
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor. Collective: yes, for a DTensor."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    """The whole tensor, on the CPU. Collective: yes, for a DTensor."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().cpu()
 
 
 def gathered(model: nn.Module) -> dict[str, torch.Tensor]:

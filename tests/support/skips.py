@@ -16,6 +16,7 @@ __all__ = ["EXTRAS", "REASONS", "is_allowed"]
 
 REASONS = (
     "needs a CUDA device",
+    "needs a C++ compiler",  # of the pretend accelerator, and what it compiles with
     "needs network devices of its own",  # which the kernel of a container may not let it have
     "torch has no ",  # a feature by its name
 )

@@ -1,8 +1,8 @@
 """Which tests run when: the tiers `default`, `matrix` and `slow`, chosen by `pytest -m`.
 
-Long tables are of the matrix: all tests in `tests/matrix/`, and those marked `table` beside other
-tests of their subject. `table("row", "other row")` names the rows that are of the default tier all
-the same, which shows each mechanism once or twice.
+Long tables are of the matrix: all tests in `tests/matrix/` and `tests/accelerator/`, and those
+marked `table` beside other tests of their subject. `table("row", "other row")` names the rows that
+are of the default tier all the same, which shows each mechanism once or twice.
 In the default tier a test that takes over `MOST_SECONDS` fails the session, by name.
 `tests/conftest.py` registers this plugin.
 """
@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.limits import measure
 
-MATRIX = Path(__file__).parents[1] / "matrix"
+MATRIX = tuple(Path(__file__).parents[1] / name for name in ("accelerator", "matrix"))
 OTHER_TIERS = ("gpu", "matrix", "slow")
 MOST_SECONDS = 20.0
 """For the call of a test, by the measure of `limits`, without the start of its ranks."""
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     """Marks rows of the matrix, before `-m` chooses."""
     table = item.get_closest_marker("table")
-    is_table = table is not None or MATRIX in item.path.parents
+    is_table = table is not None or any(folder in item.path.parents for folder in MATRIX)
     if is_table and (table is None or _row(item) not in table.args):
         item.add_marker(pytest.mark.matrix)
 

@@ -1,0 +1,90 @@
+"""A step waits for the device no more often than Composer's own, and not once for each unit."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Callback, State
+
+from composer_fsdp2 import installed, prepare_fully_shard
+from tests.accelerator import device
+from tests.accelerator.device import BACKEND, NAME
+from tests.accelerator.training import Pretend
+from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.support.training import built, samples_of, trainer_for
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefetch": {"forward_prefetch": 1, "backward_prefetch": 1},
+    "recomputed": {"activation_checkpointing": True},
+    "last gradients": {"gradient_sync": "last"},
+    "state on the CPU": {"optimizer_state": {"device": "cpu"}},
+}
+SEARCHED = 3
+"""batches in which what is checked once is checked"""
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+@pytest.mark.filterwarnings("ignore:gradient_sync is 'last'")
+@pytest.mark.parametrize("name", SETTINGS)
+def test_forward_backward_and_step_wait_for_nothing(name: str):
+    model = TinyLM("two modules")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    prepare_fully_shard(model, optimizer, SETTINGS[name], precision="fp32", device=Pretend())
+    for step, batch in enumerate(batches(5, 8)):
+        ids, targets = (part.to(NAME) for part in batch)
+        with device.waits() if step >= SEARCHED else contextlib.nullcontext(Counter()) as found:
+            lm_loss(model(ids), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not found, found
+
+
+class Waits(Callback):
+    """Keeps what the host waited for in each batch."""
+
+    def __init__(self, found: Counter[str]) -> None:
+        self.found, self.batches = found, list[Counter[str]]()
+
+    def batch_end(self, state: State, logger: Any) -> None:
+        self.batches.append(Counter(self.found))
+        self.found.clear()
+
+
+def waits_of(parallelism: Any, size: int | str, layers: int = 3) -> Counter[str]:
+    """The waits of a batch of the Trainer, once the first ones are over."""
+    model = built(lambda: TinyComposer(layers=layers)).to(NAME)
+    with installed(), device.waits() as found:
+        waits = Waits(found)
+        trainer = trainer_for(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            samples_of(6, 8),
+            device=Pretend(),
+            parallelism_config=parallelism,
+            device_train_microbatch_size=size,
+            callbacks=[waits],
+        )
+        trainer.fit()
+        trainer.close()
+    return waits.batches[-1]
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+@pytest.mark.parametrize("size", [4, 1])
+def test_a_batch_of_the_trainer_waits_no_more_often_than_composers(size: int):
+    composers = waits_of(None, size)
+    own = waits_of({"fsdp2": {}}, size)
+    assert composers
+    assert not own - composers, own
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_no_wait_comes_from_a_unit_or_a_microbatch():
+    found = waits_of({"fsdp2": {}}, 4, layers=3)
+    assert waits_of({"fsdp2": {}}, 4, layers=6) == found
+    assert waits_of({"fsdp2": {}}, 1, layers=3) == found

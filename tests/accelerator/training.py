@@ -1,0 +1,52 @@
+"""A sharded model on the pretend accelerator beside an unsharded copy on the CPU."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from composer.devices import Device
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from composer_fsdp2 import prepare_fully_shard
+from tests.accelerator.device import BACKEND, NAME
+from tests.support.models import TinyLM
+from tests.support.parity import OPTIMIZERS, Batch, Recipe, model_loss, train_together
+
+
+class Pretend(Device):
+    """The device as Composer's Trainer is given it."""
+
+    dist_backend = BACKEND
+    name = NAME
+
+    def module_to_device(self, module: Any) -> Any:
+        return module.to(NAME)
+
+    def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(NAME, non_blocking=True)
+
+
+def loss_on_the_host(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The loss of a model on either device."""
+    where = NAME if isinstance(model, FSDPModule) else "cpu"
+    return model_loss(model, tuple(part.to(where) for part in batch)).to("cpu")
+
+
+def trained_beside_a_copy(
+    settings: Mapping[str, Any], optimizer: str = "adamw", microbatches: int = 2
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """Trains both and compares them; returns the copy, the sharded model and its optimizer."""
+    torch.manual_seed(0)
+    model = TinyLM("two modules")
+    oracle = copy.deepcopy(model)
+    pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
+    prepare_fully_shard(model, pair[1], settings, precision="fp32", device=Pretend())
+    home = "cpu" if settings.get("cpu_offload") else NAME
+    assert {param.device.type for param in model.parameters()} == {home}
+    recipe = Recipe(steps=4, microbatches=microbatches, clip_norm=0.5)
+    train_together(oracle, pair[0], model, pair[1], recipe, loss_on_the_host)
+    return oracle, model, pair[1]
