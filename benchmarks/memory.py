@@ -190,7 +190,8 @@ def _peak(
             model = build()
         plan = _ours(model, config)
         with _memory() as memory:
-            return _step(model.to_empty(device=_device()), plan, tokens, memory)
+            place = "cpu" if config.get("cpu_offload") else _device()
+            return _step(model.to_empty(device=place), plan, tokens, memory)
 
 
 def _step(

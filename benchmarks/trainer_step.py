@@ -97,8 +97,9 @@ def measure(optimizer: str, pairs: int, warmup: int, microbatch: int, profiled: 
     """Trains both on every rank and prints the line of rank 0."""
     warnings.simplefilter("ignore")  # FSDP1 is deprecated
     composer_fsdp2.install()
-    # Composer hands FSDP1 this as its device, whatever the Trainer's is.
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    if not torch.cuda.is_available():
+        # Composer hands FSDP1 this as its device, whatever the Trainer's is.
+        torch.cuda.current_device = lambda: torch.device("cpu")
     ours, theirs = (Run(how, optimizer, microbatch) for how in (OURS, FSDP1))
     shapes.paired_ratio(ours.seconds, theirs.seconds, warmup)
     value = shapes.paired_ratio(ours.seconds, theirs.seconds, pairs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 import importlib.metadata
 import os
 import pickle
@@ -63,7 +64,7 @@ def raise_on_all_ranks(
         group: the default group by default.
 
     Returns:
-        The facts of every rank.
+        The facts of every rank; of those that must be equal, a digest of the text.
 
     Raises:
         ConfigError: `error` of the first rank that had one, of its own type.
@@ -73,16 +74,26 @@ def raise_on_all_ranks(
         Exception: likewise, for an error of any other type, which is a user's or the system's.
     """
     failed = None if error is None else _failure_of(error)
-    everyone: list[tuple[_Failure | None, Mapping[str, Any]]] = [(failed, facts)]
+    # Texts are long where a model has many parameters, and every rank would get all of them.
+    sent = {
+        name: fact if name.startswith("~") else hashlib.sha256(fact.encode()).digest()
+        for name, fact in facts.items()
+    }
+    everyone: list[tuple[_Failure | None, Mapping[str, Any]]] = [(failed, sent)]
     if dist.is_initialized() and not is_fake(group) and dist.get_world_size(group) > 1:
         everyone = [(None, {})] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, (failed, facts), group=group)
+        dist.all_gather_object(everyone, (failed, sent), group=group)
     _raise_first(everyone, error)
-    mine = everyone[0][1]
+    first = everyone[0][1]
     for rank, (_, theirs) in enumerate(everyone):
-        for name in mine:
-            if not name.startswith("~") and mine[name] != theirs.get(name):
-                raise PlanError(_difference(name, mine[name], theirs.get(name, ""), rank))
+        for name in first:
+            if not name.startswith("~") and first[name] != theirs.get(name):
+                # All ranks are here, because all have the same digests.
+                texts = [[facts.get(name, "")] for _ in range(2)]
+                for text, source in zip(texts, (0, rank), strict=True):
+                    source = source if group is None else dist.get_global_rank(group, source)
+                    dist.broadcast_object_list(text, source, group)
+                raise PlanError(_difference(name, texts[0][0], texts[1][0], rank))
     return [theirs for _, theirs in everyone]
 
 

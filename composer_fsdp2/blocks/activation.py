@@ -2,8 +2,11 @@
 
 [Note: what is offloaded] Autograd saves weights as well as activations. Weights stay where they
 are: FSDP frees and gathers them itself, and a copy of each would cost more than is saved. On CUDA
-the copies run on streams of their own, so that neither direction stops the computation. What
-`selective` keeps stays on the device where torch (before 2.15) has no way to see it.
+the copies run on a stream of their own, so that neither direction stops the computation. Memory
+that a copy uses is given away when the copy is over, and a host may be far ahead of that: few
+copies are under way at a time. A tensor that is saved several times in a row, as the input of three
+projections is, is copied once. What `selective` keeps stays on the device where torch (before 2.15)
+has no way to see it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import logging
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -38,6 +42,8 @@ from composer_fsdp2.torch_private.tensors import (
     OffloadWrapper,
     base_of,
     checkpoint_wrapper,
+    is_plain,
+    storage_id,
     wrapped_module,
 )
 
@@ -328,29 +334,57 @@ class _Offload(OffloadWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module."""
-        with saved_tensors_hooks(_to_cpu, _from_cpu):
-            return wrapped_module(self)(*args, **kwargs)
+        leaving = _Leaving()
+        with saved_tensors_hooks(leaving.to_cpu, _from_cpu):
+            result = wrapped_module(self)(*args, **kwargs)
+        leaving.wait_for_all_but(0)
+        return result
 
 
 _Packed = torch.Tensor | tuple[torch.device, torch.Tensor]
+_UNDER_WAY = 3
+"""copies in each direction whose memory is taken on the device"""
 
 
-def _to_cpu(tensor: torch.Tensor) -> _Packed:
-    # A linear layer saves its weight transposed, which is a view of it.
-    if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
-        return tensor
-    if tensor.device.type == "cpu":
-        return tensor.device, tensor.detach().clone()
-    # Strides stay: a product of another layout may be rounded in another way.
-    copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
-    device = torch.get_device_module(tensor.device)
-    stream = _copy_stream(tensor.device)
-    stream.wait_stream(device.current_stream(tensor.device))
-    with device.stream(stream):
-        copied.copy_(tensor.detach(), non_blocking=True)
-    # Autograd drops the tensor now, and its memory may not be given away before the copy is done.
-    tensor.record_stream(stream)
-    return tensor.device, copied
+class _Leaving:
+    """Holds the tensors that are being copied to CPU memory in a forward, with their copies."""
+
+    def __init__(self) -> None:
+        self._copies: deque[tuple[tuple[Any, ...], Any, torch.Tensor, _Packed]] = deque()
+
+    def to_cpu(self, tensor: torch.Tensor) -> _Packed:
+        """Begins to copy a tensor that autograd saves."""
+        # A linear layer saves its weight transposed, which is a view of it.
+        if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
+            return tensor
+        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        # torch counts the changes of a tensor in place in its `_version`.
+        values = (storage_id(tensor) if is_plain(tensor) else object(), tensor._version, *layout)
+        for others, _, _, packed in self._copies:
+            if others == values:
+                return packed
+        if tensor.device.type == "cpu":
+            ended, copied = None, tensor.detach().clone()
+        else:
+            # Strides stay: a product of another layout may be rounded in another way.
+            copied = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            device = torch.get_device_module(tensor.device)
+            stream = _copy_stream(tensor.device)
+            stream.wait_stream(device.current_stream(tensor.device))
+            with device.stream(stream):
+                copied.copy_(tensor.detach(), non_blocking=True)
+            ended = stream.record_event()
+        self._copies.append((values, ended, tensor, (tensor.device, copied)))
+        self.wait_for_all_but(_UNDER_WAY)
+        return tensor.device, copied
+
+    def wait_for_all_but(self, number: int) -> None:
+        """Gives the memory of tensors away, once the computation has waited for their copies."""
+        while len(self._copies) > number:
+            _, ended, tensor, _ = self._copies.popleft()
+            if ended is not None:
+                computing = torch.get_device_module(tensor.device).current_stream(tensor.device)
+                computing.wait_event(ended)
 
 
 def _from_cpu(packed: _Packed) -> torch.Tensor:
@@ -360,7 +394,10 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
     if where.type == "cpu":
         return copied
     device = torch.get_device_module(where)
-    stream, computing = _copy_stream(where), device.current_stream(where)
+    stream, computing, asked = _copy_stream(where), device.current_stream(where), _asked(where)
+    if len(asked) > _UNDER_WAY:
+        asked.popleft().synchronize()  # what came back before has been used
+    asked.append(computing.record_event())
     with device.stream(stream):
         tensor = copied.to(where, non_blocking=True)
     computing.wait_stream(stream)
@@ -373,3 +410,9 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
 def _copy_stream(where: torch.device) -> Any:
     """Makes one stream for both directions, so that nothing is read before it was written."""
     return torch.get_device_module(where).Stream(where)
+
+
+@functools.cache
+def _asked(where: torch.device) -> deque[Any]:
+    """Makes the list of the last times at which the computation asked for a tensor."""
+    return deque()

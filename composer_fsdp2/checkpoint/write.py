@@ -233,6 +233,8 @@ class Staging:
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str | int, ...], torch.Tensor] = {}
+        self._sources: set[str] = set()
+        """types of the devices that are copied from"""
 
     def copy(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies every tensor, and everything else with it.
@@ -241,16 +243,21 @@ class Staging:
         """
         copied = self._copy(state_dict, ())
         # Copies with `non_blocking` may return before the bytes are in CPU memory. In a process
-        # that does not use CUDA, `synchronize` would initialise it.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        # that does not use its GPU, `synchronize` would initialise it.
+        for kind in self._sources:
+            torch.get_device_module(kind).synchronize()
         return copied
 
     def _copy(self, value: Any, way: tuple[str | int, ...]) -> Any:
         if isinstance(value, torch.Tensor):
             value, kept = value.detach(), self._tensors.get(way)
+            on_cpu = value.device.type == "cpu"
             if kept is None or _layout(kept) != _layout(value):
-                kept = self._tensors[way] = torch.empty_like(value, device="cpu")
+                # Copies into memory that is not pinned are slow, and the host makes them itself.
+                made = torch.empty_like(value, device="cpu", pin_memory=not on_cpu)
+                kept = self._tensors[way] = made
+            if not on_cpu:
+                self._sources.add(value.device.type)
             _local(kept).copy_(_local(value), non_blocking=True)
             return kept
         if isinstance(value, dict):

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import platform
+import resource
+import socket
 import warnings
 from importlib import metadata
 from pathlib import Path
@@ -40,7 +42,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
-_VARIABLES = ("FSDP_VERSION", "RANK", "WORLD_SIZE")
+_VARIABLES = ("FSDP_VERSION", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE")
 
 
 def doctor(
@@ -239,6 +241,8 @@ def _read_machine() -> Machine:
         members=member_states(),
         environment={name: os.environ[name] for name in read if name in os.environ},
         nccl=nccl_version(),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
 
 

@@ -221,6 +221,9 @@ def _start_or_join(
             say(f"[yellow]{escape(' '.join(meant))}[/]")
         if check:
             _ask_doctor(run, overrides, number)
+        if (cfg.get("fsdp_config") or {}).get("cpu_offload"):  # the optimizer steps on the CPU
+            threads = max(1, len(os.sched_getaffinity(0)) // number)
+            os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         _launch([command, str(run), *overrides], number, log_dir)
 
 

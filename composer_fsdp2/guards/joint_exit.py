@@ -22,7 +22,7 @@ import threading
 import traceback
 import weakref
 from collections import defaultdict
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -197,10 +197,13 @@ class JointExit:
                 records.clear()  # all ranks have entered these
 
     @contextmanager
-    def attempt(self) -> Generator[None]:
+    def attempt(self, let_go: Callable[[], object] = int) -> Generator[None]:
         """Goes around a part of an attempt: all ranks leave it when memory runs out on one.
 
         Collective: yes, when it does.
+
+        Args:
+            let_go: is called before the rank joins the others, to free what the attempt computed.
 
         Raises:
             torch.OutOfMemoryError: on every rank, when memory ran out on one in this attempt.
@@ -214,6 +217,7 @@ class JointExit:
             if text is None:
                 raise
             traceback.clear_frames(error.__traceback__)  # which hold what was allocated
+            let_go()
         raise self._end(text)
 
     def _reason(self, error: Exception) -> str | None:
@@ -269,7 +273,12 @@ class JointExit:
             now.frozen = True
             told = pickle.dumps(dict(now.entered))
         self._total += 1
-        default_store().set(now.key(f"entered/{dist.get_rank()}"), told)
+        store, ranks = default_store(), range(dist.get_world_size())
+        store.set(now.key(f"entered/{dist.get_rank()}"), told)
+        # The last to tell sums up, and the others ask for one key instead of one of each rank.
+        if store.add(now.key("told"), 1) == len(ranks):
+            everyone = store.multi_get([now.key(f"entered/{rank}") for rank in ranks])
+            store.set(now.key("wanted"), pickle.dumps(_most_entered(map(pickle.loads, everyone))))
         self._wake.set()
 
     def _join_the_rest(self, now: _Round) -> None:
@@ -294,8 +303,7 @@ class JointExit:
                 # Each thread has a current device of its own, in a new thread the first one.
                 torch.get_device_module(self._device).set_device(self._device)
             if (group := group_named(name)) is not None:
-                for wait in [join(one, group) for one in rest[name]]:
-                    wait()
+                join(rest[name], group)
 
         with ThreadPoolExecutor(len(rest), "joint exit") as pool:
             list(pool.map(join_all, rest))
@@ -322,16 +330,24 @@ class JointExit:
                         self._freeze(now)
 
 
+def _most_entered(told: Iterable[dict[str, int]]) -> dict[str, tuple[int, int]]:
+    """Returns for each group the most that a rank has entered, and the first such rank."""
+    most: dict[str, tuple[int, int]] = {}
+    for rank, entered in enumerate(told):
+        for name, count in entered.items():
+            if count > most.get(name, (0, 0))[0]:
+                most[name] = count, rank
+    return most
+
+
 def _agree(now: _Round, lock: threading.Lock) -> None:
     """Finds out how much every rank has to enter, when all have told. Collective: no."""
-    keys = [now.key(f"entered/{rank}") for rank in range(dist.get_world_size())]
-    if now.agreed.is_set() or not all(default_store().check([key]) for key in keys):
+    if now.agreed.is_set() or not default_store().check([now.key("wanted")]):
         return
-    told: list[dict[str, int]] = [pickle.loads(default_store().get(key)) for key in keys]
-    for name in {name for entered in told for name in entered}:
-        counts = [entered.get(name, 0) for entered in told]
-        now.wanted[name] = max(counts)
-        if counts.index(max(counts)) == dist.get_rank():  # the first of those that have most
+    most: dict[str, tuple[int, int]] = pickle.loads(default_store().get(now.key("wanted")))
+    for name, (count, rank) in most.items():
+        now.wanted[name] = count
+        if rank == dist.get_rank():
             with lock:
                 held = pickle.dumps(now.records[name])
             default_store().set(now.key(f"held/{name}"), held)

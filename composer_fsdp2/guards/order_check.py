@@ -104,6 +104,7 @@ class CollectiveWatchdog:
 
     def watch(self) -> None:
         """Looks every few seconds, in a thread, as long as its process group is there."""
+        self._post("")  # so that all keys are there when a rank reads them
         look = threading.Thread(target=_look_again, args=(weakref.ref(self),), daemon=True)
         look.name = "watchdog"
         look.start()
@@ -144,9 +145,13 @@ class CollectiveWatchdog:
     def _places(self) -> dict[str, list[int]]:
         """Returns the reports of the ranks, and which ranks gave them."""
         held, keys = default_store(), [_key(rank) for rank in range(dist.get_world_size())]
-        # `get` alone would wait for the key until the store's timeout.
-        told = [held.check([key]) and held.get(key).decode() for key in keys]
-        return ranks_by(said or _SILENT for said in told)
+        # One request for all: asked key by key, a thousand ranks would send a million. Either
+        # would wait for a key that is not there until the store's timeout.
+        if held.check(keys):
+            told = held.multi_get(keys)
+        else:
+            told = [held.get(key) if held.check([key]) else b"" for key in keys]
+        return ranks_by(said.decode() or _SILENT for said in told)
 
     def _post(self, text: str) -> None:
         default_store().set(_key(dist.get_rank()), text)

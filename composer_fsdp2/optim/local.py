@@ -60,6 +60,9 @@ class LocalStep:
         self._stepping: list[_Shard] = []
         """shards of the step that is being made"""
         self._copy: torch.optim.Optimizer | None = None
+        # Composer's makes `step` on the device and reads it for each parameter, where the host
+        # waits every time. torch's own keep it on the CPU, unless a kernel of theirs reads it.
+        self._reads_steps = type(optimizer).__name__ == "DecoupledAdamW"
         optimizer.register_step_pre_hook(self._before)
         optimizer.register_step_post_hook(self._after)
 
@@ -131,6 +134,8 @@ class LocalStep:
                 param, local = shard.param, shard.local
                 values = left.pop(local, None)
                 if values is not None:
+                    if self._reads_steps and isinstance(values.get("step"), torch.Tensor):
+                        values["step"] = values["step"].cpu()
                     self.write(optimizer, param, shard.held, values)
                 elif shard.held is not None:
                     del optimizer.state[param]

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS, MeshShape
+from composer_fsdp2.ranks import is_fake
 
 __all__ = ["build_mesh", "note_copies", "whole_mesh", "with_cpu_backend"]
 
@@ -59,6 +60,8 @@ def with_cpu_backend(mesh: DeviceMesh) -> DeviceMesh:
     Collective: yes (creates process groups). Norms and full tensors of parameters that live in CPU
     memory are computed there, which a group that was started for the GPU alone cannot.
     """
+    if is_fake():
+        return mesh  # gloo would wait for ranks that are not there
     backend = "gloo"
     if mesh.device_type != "cpu":
         backend = f"cpu:gloo,{mesh.device_type}:{_backend_of(mesh)}"

@@ -13,7 +13,12 @@ joins them as any other.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
+import os
+import socket
+import struct
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -24,9 +29,15 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.ranks import any_rank, is_fake
-from composer_fsdp2.torch_private.tensors import timeout_of
+from composer_fsdp2.torch_private.tensors import set_timeout, timeout_of
 
 __all__ = ["Agreement", "agreement_of", "gloo_group"]
+
+
+_PROBE = datetime.timedelta(seconds=60)
+"""how long ranks try to connect, after all of them have come"""
+_SIOCGIFADDR = 0x8915
+"""asks Linux for the address of an interface"""
 
 
 class Agreement:
@@ -128,12 +139,37 @@ def gloo_group(
         device: of the default group's collectives.
         lost: follows in the warning: what the ranks do without, and what to do about it.
     """
+    _name_interface()
+    any_rank(False, device)  # a rank that is late would look like one that cannot be reached
     group, failed = None, "on another rank"
     try:
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        made: Any = dist.new_group(backend="gloo", timeout=min(timeout, _PROBE))
+        set_timeout(timeout, made)
+        group = made
     except (RuntimeError, ValueError) as error:
         failed = str(error)
     if any_rank(group is None, device):
         warnings.warn(f"gloo cannot connect the ranks: {failed}. {lost}", stacklevel=2)
         return None
     return group
+
+
+def _name_interface() -> None:
+    """Names the interface that leads to other nodes, where gloo would take another one.
+
+    gloo listens at the address of the host name. Where that is of the loopback interface, as in
+    Debian's `/etc/hosts`, no other node gets there.
+    """
+    host, place = "", os.environ.get("MASTER_ADDR")
+    with contextlib.suppress(OSError):  # of a name that nobody knows; gloo takes loopback then too
+        host = socket.gethostbyname(socket.gethostname())
+    if "GLOO_SOCKET_IFNAME" in os.environ or not place or not f"{host or 127}".startswith("127"):
+        return
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((place, 1))  # sends nothing, and chooses a way
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # of one without an address
+                asked = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if asked[20:24] == own:
+                    os.environ["GLOO_SOCKET_IFNAME"] = name

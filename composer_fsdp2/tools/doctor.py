@@ -69,6 +69,10 @@ class Machine:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nccl: tuple[int, ...] | None = None
     """version of torch's NCCL"""
+    interfaces: tuple[str, ...] = ()
+    """names of its network interfaces"""
+    open_files: int = -1
+    """how many a process may have, sockets too; -1 is any number"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +145,8 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
         run: what is asked for.
         rehearsed: what going through the run found.
     """
-    found = [*_patches(machine), *_members(machine), *_environment(machine, run)]
+    found = [*_patches(machine), *_members(machine)]
+    found += [*_environment(machine, run), *_network(machine, run)]
     if run is not None:
         found += _asked(run)
         if run.settings is not None:
@@ -243,6 +248,40 @@ def _environment(machine: Machine, run: Run | None) -> Iterator[Finding]:
             "sharding_strategy, the degrees and most others, with a warning only.",
             "unset FSDP_VERSION, and migrate the settings.",
         ),
+    )
+
+
+def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
+    """Yields what keeps ranks from connecting."""
+    here = machine.interfaces
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        written = machine.environment.get(name, "")
+        # NCCL takes beginnings of names, after `=` whole ones, and after `^` those it may not use.
+        whole = name.startswith("GLOO") or written.startswith("=")
+        names = written.lstrip("=").split(",")
+        found = [one in here if whole else any(i.startswith(one) for i in here) for one in names]
+        yield from _warnings(
+            (
+                written and not written.startswith("^") and not any(found),
+                f"{name} is {written}, and the interfaces of this machine are {', '.join(here)}. "
+                "Ranks could not connect here.",
+                "Write the name of the interface that the nodes share; `ip address` lists them.",
+            )
+        )
+    if run is None or run.settings is None:
+        return
+    asked = run.settings
+    # A group for agreements, one for the order of collectives, and those of saves.
+    saves = asked.async_save and 1 + (asked.data_parallel_replicate_degree not in (None, 1))
+    sockets = (1 + (asked.order_check != "never") + saves) * (run.ranks - 1) + 100
+    yield from _warnings(
+        (
+            0 <= machine.open_files < sockets,
+            f"A process may open {machine.open_files} files here (`ulimit -n`), and each of "
+            f"{run.ranks} ranks has about {sockets} open, most of them sockets of gloo. Ranks "
+            "could not connect.",
+            f"On every node, before the run starts: ulimit -n {max(65536, 2 * sockets)}",
+        )
     )
 
 

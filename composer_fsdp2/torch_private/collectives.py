@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh
+
+from composer_fsdp2.torch_private.tensors import tree_leaves
 
 __all__ = ["Collective", "Joined", "around_collectives", "group_named", "join"]
 
@@ -31,8 +34,9 @@ _FUNCTIONAL = (
 
 _SIZES = ("output_split_sizes", "input_split_sizes")
 """where they are given, ranks send each other different amounts: nobody could join without them"""
-_OWN = ("group", "op", "async_op")
-"""arguments that a rank which joins chooses itself: the result is thrown away"""
+_OWN = ("group", "async_op")
+"""arguments that a rank which joins chooses itself"""
+_ALIGNED_BYTES = 256
 
 Joined = tuple[str, dict[str, Any]]
 """a collective in plain values, which another rank can `join`"""
@@ -43,6 +47,12 @@ class _Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     device_type: str
+
+    @property
+    def room_bytes(self) -> int:
+        """Returns its bytes, rounded up so that the next tensor is aligned."""
+        size = math.prod(self.shape) * self.dtype.itemsize
+        return -(-size // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +90,51 @@ def _described(value: Any) -> Any:
         return _Tensor(tuple(value.shape), value.dtype, value.device.type)
     if isinstance(value, list | tuple):
         return [_described(one) for one in value]
-    return value if isinstance(value, bool | int | str) else None
+    # NCCL wants one operation on all ranks; one that multiplies holds its factor.
+    return value if isinstance(value, bool | int | str | dist.ReduceOp) else None
 
 
-def _real(value: Any) -> Any:
-    if isinstance(value, _Tensor):
-        return torch.zeros(value.shape, dtype=value.dtype, device=value.device_type)
-    return [_real(one) for one in value] if isinstance(value, list) else value
+def _real(value: Any, scratch: dict[str, torch.Tensor], taken: dict[str, int]) -> Any:
+    """Replaces descriptions of tensors by parts of `scratch`, and counts in `taken` their bytes."""
+    if isinstance(value, list):
+        return [_real(one, scratch, taken) for one in value]
+    if not isinstance(value, _Tensor):
+        return value
+    kind, count = value.device_type, math.prod(value.shape)
+    begin = taken.get(kind, 0)
+    taken[kind] = end = begin + value.room_bytes
+    return scratch[kind][begin:end].view(value.dtype)[:count].view(value.shape)
 
 
-def join(collective: Joined, group: dist.ProcessGroup) -> Callable[[], object]:
-    """Takes part in a collective with zeros; returns a function that waits. Collective: yes."""
-    key, others = collective
-    original, signature = _originals()[key]
-    made: dict[str, Any] = {name: _real(value) for name, value in others.items()}
-    if "async_op" in signature.parameters:
-        made["async_op"] = True
-    under_way = original(**made, group=group)
-    # Functional collectives return the result and no handle; it is waited for by itself.
-    if isinstance(under_way, torch.Tensor):
-        return functools.partial(functional.wait_tensor, under_way)
-    return getattr(under_way, "wait", int)
+def join(collectives: Sequence[Joined], group: dist.ProcessGroup) -> None:
+    """Takes part in collectives of a group with zeros, one after the other. Collective: yes.
+
+    All use the same memory: a host that does not wait for NCCL may have a whole backward to join,
+    and has no memory left.
+    """
+    most: dict[str, int] = {}
+    for _, others in collectives:
+        found = [leaf for leaf in tree_leaves(others) if isinstance(leaf, _Tensor)]
+        for kind in {one.device_type for one in found}:
+            room = sum(one.room_bytes for one in found if one.device_type == kind)
+            most[kind] = max(room, most.get(kind, 0))
+    scratch = {
+        kind: torch.zeros(room, dtype=torch.uint8, device=kind) for kind, room in most.items()
+    }
+    for key, others in collectives:
+        original, signature = _originals()[key]
+        for room in scratch.values():
+            room.zero_()  # of what the last one left
+        taken: dict[str, int] = {}
+        made = {name: _real(value, scratch, taken) for name, value in others.items()}
+        if "async_op" in signature.parameters:
+            made["async_op"] = True
+        under_way = original(**made, group=group)
+        # Functional collectives return the result and no handle; it is waited for by itself.
+        if isinstance(under_way, torch.Tensor):
+            functional.wait_tensor(under_way)
+        elif hasattr(under_way, "wait"):
+            under_way.wait()
 
 
 def group_named(name: str) -> dist.ProcessGroup | None:

@@ -87,7 +87,7 @@ PRIVATE_MEMBERS: tuple[PrivateMember, ...] = (
             _DISPATCHER: "_custom_op_handlers",
             "torch:UntypedStorage": "_cdata",
             "torch.distributed:ProcessGroup": "_get_backend",
-            "torch.distributed.distributed_c10d": "_get_default_store",
+            "torch.distributed.distributed_c10d": "_get_default_store set_timeout|_set_pg_timeout",
         },
     ),
     *_rows(

@@ -56,6 +56,7 @@ __all__ = [
     "non_persistent_buffers",
     "post_accumulate_hooks",
     "root_mesh",
+    "set_timeout",
     "storage_id",
     "storage_info",
     "tensor_hooks",
@@ -72,6 +73,10 @@ __all__ = [
 
 default_store: Callable[[], Any] = _get_default_store
 """returns the store at which the ranks met"""
+set_timeout: Callable[[datetime.timedelta, dist.ProcessGroup], None] = getattr(
+    dist.distributed_c10d, "set_timeout", None
+) or getattr(dist.distributed_c10d, "_set_pg_timeout")  # noqa: B009 - newer torch has it no more
+"""sets after how long the collectives of a group give up"""
 
 # --- Modules and tensors. ---
 

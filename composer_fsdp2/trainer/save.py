@@ -24,6 +24,7 @@ from composer.utils import checkpoint as composers
 from composer.utils import dist, format_name_with_dist, reproducibility
 from composer.utils.misc import ParallelismType
 from torch import nn
+from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.checkpoint.describe import MESH
 from composer_fsdp2.checkpoint.staging import Publications, staged
@@ -37,6 +38,7 @@ from composer_fsdp2.checkpoint.write import (
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.step.agreement import gloo_group
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
@@ -55,8 +57,8 @@ __all__ = [
 ]
 
 _LEAVE_SECONDS = 60.0
-_backgrounds: WeakKeyDictionary[CheckpointSaver, _Background] = WeakKeyDictionary()
-"""saves while training goes on"""
+_backgrounds: WeakKeyDictionary[CheckpointSaver, _Background | None] = WeakKeyDictionary()
+"""saves while training goes on; `None` where the ranks have no group for them"""
 _written: WeakKeyDictionary[State, Publications] = WeakKeyDictionary()
 """checkpoints that a run has written"""
 
@@ -256,14 +258,13 @@ class _Background:
     Its ranks talk on process groups of their own, so that training's collectives keep their order.
     """
 
-    def __init__(self, state: State) -> None:
-        """Makes the groups. Collective: yes."""
-        savers = _savers(state)
+    def __init__(self, state: State, everyone: torch.distributed.ProcessGroup) -> None:
+        """Makes the group of those that write. Collective: yes."""
+        savers, writers = _savers(state), everyone
         ranks = [r for r, writes in enumerate(dist.all_gather_object(savers.writes)) if writes]
-        # gloo, because the copies are in CPU memory. All ranks call `new_group` in one order, those
-        # that are not in the group too.
-        everyone = torch.distributed.new_group(backend="gloo")
-        writers = torch.distributed.new_group(ranks, backend="gloo")
+        if len(ranks) < dist.get_world_size():
+            # All ranks call `new_group`, those that are not in the group too.
+            writers = torch.distributed.new_group(ranks, backend="gloo")
         self.savers = replace(savers, everyone=everyone, writers=writers if savers.writes else None)
         self.staging = Staging()
         self.thread: threading.Thread | None = None
@@ -282,7 +283,7 @@ class _Background:
                 with _told_of_what_follows(target):
                     point_to(link, target)
 
-        device = state.device.tensor_to_device(torch.empty(0)).device
+        device = _device_of(state)
 
         def write() -> None:
             # A new thread begins on the first device, and torch's writer asks for streams there.
@@ -336,6 +337,7 @@ def save_in_background(
 
     Collective: yes. With `async_save` it returns when the state has been copied. What Composer does
     after a save (links, uploads, removal of old checkpoints) is done before the next one starts.
+    Where gloo does not connect the ranks it warns, and returns when the checkpoint is complete.
 
     Raises:
         CheckpointError: this save failed, or the one before that was still being written.
@@ -343,7 +345,11 @@ def save_in_background(
     if state.fsdp_config_version != 2:
         original(saver, state, logger)
         return
-    if not getattr(state.fsdp_config, "async_save", False):
+    background = None
+    if getattr(state.fsdp_config, "async_save", False):
+        finish_background_save(original, saver, logger)
+        background = _background_of(saver, state)
+    if background is None:
         error = None
         try:
             with _told_of_what_follows(saver.folder):
@@ -352,10 +358,6 @@ def save_in_background(
             error = failed
         raise_on_all_ranks({}, error)
         return
-    finish_background_save(original, saver, logger)
-    background = _backgrounds.get(saver)
-    if background is None:
-        background = _backgrounds[saver] = _Background(state)
     saver.last_checkpoint_batch = state.timestamp.batch
     name = composers.get_save_filename(state, saver.filename.format(state, keep_placeholders=True))
     # The checkpoint lists itself, as it does without a background.
@@ -364,6 +366,23 @@ def save_in_background(
     latest = saver.latest_filename if saver.num_checkpoints_to_keep != 0 else None
     link = None if latest is None else Path(latest.format(state))
     background.start(snapshot, link, state)
+
+
+def _device_of(state: State) -> torch.device:
+    return state.device.tensor_to_device(torch.empty(0)).device
+
+
+def _background_of(saver: CheckpointSaver, state: State) -> _Background | None:
+    if saver not in _backgrounds:
+        # gloo, because the copies are in CPU memory.
+        everyone = gloo_group(
+            default_pg_timeout,
+            _device_of(state),
+            "Training waits while a checkpoint is written, as without async_save. Set "
+            "GLOO_SOCKET_IFNAME to the interface they share.",
+        )
+        _backgrounds[saver] = None if everyone is None else _Background(state, everyone)
+    return _backgrounds[saver]
 
 
 def finish_background_save(

@@ -312,7 +312,7 @@ class _Attempt:
             self._stepped = True
             return loss if use_grad_scaling else loss.item()
 
-        with contextlib.nullcontext() if exit_ is None else exit_.attempt():
+        with contextlib.nullcontext() if exit_ is None else exit_.attempt(self._let_go):
             if exit_ is not None:
                 exit_.begin()
             size = state.device_train_microbatch_size
@@ -328,6 +328,10 @@ class _Attempt:
             if exit_ is not None:
                 exit_.end()
         return losses
+
+    def _let_go(self) -> None:
+        """Frees the graph of a microbatch that did not fit. Collective: no."""
+        self._trainer.state.outputs, self._trainer.state.loss = [], torch.Tensor()
 
     def undo(self) -> None:
         """Makes the model and its optimizer what they were. Collective: yes.

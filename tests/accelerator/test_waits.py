@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from composer.core import Callback, State
+from composer.optim import DecoupledAdamW
 
 from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.checkpoint.write import Staging
 from tests.accelerator import device
 from tests.accelerator.device import BACKEND, NAME
 from tests.accelerator.training import Pretend
@@ -88,3 +90,25 @@ def test_no_wait_comes_from_a_unit_or_a_microbatch():
     found = waits_of({"fsdp2": {}}, 4, layers=3)
     assert waits_of({"fsdp2": {}}, 4, layers=6) == found
     assert waits_of({"fsdp2": {}}, 1, layers=3) == found
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_composers_adamw_reads_no_count_of_steps_from_the_device():
+    model = TinyLM("two modules")
+    optimizer = DecoupledAdamW(model.parameters(), lr=0.1)
+    prepare_fully_shard(model, optimizer, {}, precision="fp32", device=Pretend())
+    for step, batch in enumerate(batches(5, 8)):
+        ids, targets = (part.to(NAME) for part in batch)
+        lm_loss(model(ids), targets).backward()
+        with device.waits() if step >= SEARCHED else contextlib.nullcontext(Counter()) as found:
+            optimizer.step()
+        assert not found, found
+
+
+@pytest.mark.world_size(1, backend=BACKEND)
+def test_a_checkpoint_is_copied_without_a_wait_for_each_tensor():
+    values = {name: torch.full((3,), 2.0, device=NAME) for name in "abc"}
+    with device.waits() as found:
+        copied = Staging().copy(values)
+    assert sum(found.values()) <= 1, found
+    assert all(torch.equal(copy, torch.full((3,), 2.0)) for copy in copied.values())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
+import socket
 import statistics
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -21,6 +23,7 @@ from composer_fsdp2.step.agreement import agreement_of, takes_cpu_tensors
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.torch_private.tensors import timeout_of
 from tests.support.experts import Sparse, choose
+from tests.support.limits import scaled
 from tests.support.models import TinyComposer, TinyLM
 from tests.support.training import built, samples_of, trainer_for
 
@@ -180,6 +183,34 @@ def test_where_gloo_does_not_get_through_the_device_is_asked():
             found = agreement_of(torch.device("cpu"))
         assert found.group is None
         assert found.min_max(dist.get_rank()) == (0, 1)
+
+
+@pytest.mark.world_size(2, timeout=60)
+def test_a_rank_without_the_interface_is_given_up_soon():
+    """The others would wait for it as long as a collective may take, half an hour."""
+    with as_on_nccl(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_PROBE", datetime.timedelta(seconds=scaled(2)))
+        if dist.get_rank() == 1:
+            patch.setenv("GLOO_SOCKET_IFNAME", "none0")
+        with pytest.warns(UserWarning, match="gloo cannot connect the ranks: .*GLOO_SOCKET_IFNAME"):
+            assert agreement_of(CPU).group is None
+        patch.undo()
+    group = dist.new_group(backend="gloo")  # names of groups are the same on both ranks still
+    dist.barrier(group)
+
+
+@pytest.mark.parametrize("host", ["localhost", "no-such-host.invalid"])
+def test_gloo_is_told_the_interface_where_the_host_name_leads_to_loopback(
+    host: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    agreement._name_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"  # a user's choice stays
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    agreement._name_interface()
+    assert os.environ.pop("GLOO_SOCKET_IFNAME") == "lo"
 
 
 class Limited(Callback):

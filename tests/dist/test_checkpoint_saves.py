@@ -117,6 +117,19 @@ def test_training_goes_on_meanwhile_and_fit_waits(tmp_path: Path):
 
 
 @pytest.mark.world_size(2)
+def test_where_gloo_connects_nobody_training_waits_for_the_save(tmp_path: Path):
+    def refused(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no route to host")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", refused)
+        with pytest.warns(UserWarning, match="gloo cannot connect.*no route.*Training waits"):
+            _run(tmp_path, {"async_save": True, "order_check": "never"}, until=HALF)
+    assert (tmp_path / "ep0-ba5" / ".metadata").is_file()
+    assert not [one for one in threading.enumerate() if one.name == "checkpoint"]
+
+
+@pytest.mark.world_size(2)
 def test_the_thread_writes_from_the_device_of_its_rank(tmp_path: Path):
     """torch's writer takes streams of the current device, the first one where no other is set."""
     found: list[tuple[str, Any]] = []

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from composer_fsdp2 import ConfigError, prepare_fully_shard
+from composer_fsdp2.shard.device_mesh import with_cpu_backend
 from tests.support.models import TinyLM, batches, llama_config
 
 WIDTH = 96
@@ -55,6 +56,12 @@ def as_rank() -> Iterator[Join]:
 
 def sharded(model: nn.Module, config: dict[str, Any]) -> dict[str, FSDPModule]:
     return prepare_fully_shard(model, None, config, device="cpu")[1]
+
+
+def test_groups_for_offloaded_shards_wait_for_no_rank(as_rank: Join):
+    as_rank(0)
+    mesh = init_device_mesh("cpu", (64,), mesh_dim_names=("dp_shard",))
+    assert with_cpu_backend(mesh).size() == 64
 
 
 @pytest.mark.parametrize(("rank", "rows"), [(0, 3), (63, 3)])

@@ -208,6 +208,28 @@ def test_activations_are_copied_and_weights_are_not():
     assert forward.ran["clone"] == len(activations)
 
 
+class Projections(nn.Module):
+    """Three layers, whose input autograd saves for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2.0
+        together = self.parts[0](x) + self.parts[1](x)
+        return together + self.parts[2](x.add_(1.0))
+
+
+def test_an_input_of_several_layers_is_copied_once_until_it_changes():
+    model = nn.Sequential(Projections())
+    plan = plan_activation(model, False, offload=True, choose=lambda name, _: name == "0")
+    apply_activation(model, plan)
+    with Alive() as forward:
+        model(torch.ones(2, 8))
+    assert forward.ran["clone"] == 2
+
+
 @pytest.mark.parametrize("preserve", [True, False])
 def test_randomness_is_the_same_again_if_asked(preserve):
     gradients = []

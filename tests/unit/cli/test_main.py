@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -128,6 +129,20 @@ def test_interpolations_elsewhere_may_wait(train, write, monkeypatch):
     path = write("run_name: ${later:1}\nparallelism_config: {fsdp2: {}}")
     assert train(path, "variables.b=1", "-n", "3").exit_code == 0
     assert started == [(["train", str(path), "variables.b=1"], 3, None)]
+
+
+@pytest.mark.parametrize(
+    ("offload", "given", "threads"), [("true", "", "2"), ("false", "", ""), ("true", "1", "1")]
+)
+def test_an_optimizer_on_the_cpu_has_all_cores(train, write, monkeypatch, offload, given, threads):
+    monkeypatch.setattr(main, "_launch", lambda *args: None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(5))
+    monkeypatch.setattr(os, "environ", {**os.environ, "OMP_NUM_THREADS": given})
+    if not given:
+        del os.environ["OMP_NUM_THREADS"]
+    path = write(f"parallelism_config: {{fsdp2: {{cpu_offload: {offload}}}}}")
+    assert train(path, "--ranks", "2", "--no-check").exit_code == 0
+    assert os.environ.get("OMP_NUM_THREADS", "") == threads
 
 
 def test_a_duration_without_unit_is_said(train, write, monkeypatch):
