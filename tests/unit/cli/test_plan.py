@@ -111,7 +111,9 @@ def test_values_of_a_setting_side_by_side(plan, assets: Path):
 
 def test_the_best_settings_are_written(plan, assets: Path, tmp_path: Path):
     run = run_of(assets, FSDP2)
-    code, shown, said = plan(run, "--gpus=2", "--gpu=H100", "--search", "--write")
+    code, shown, said = plan(
+        run, "model.n_layers=1", "--gpus=2", "--gpu=H100", "--search", "--write"
+    )
     assert code == 0, said
     assert shown.startswith("1. ")
     block = yaml.safe_load((tmp_path / "run.yaml").read_text())["parallelism_config"]["fsdp2"]
