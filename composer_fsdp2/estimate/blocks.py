@@ -8,11 +8,10 @@ one; the most memory is not between those, for what a block adds does not change
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,24 +42,15 @@ class EqualBlocks:
     """children of the list"""
     start: int
     """number of the first equal one"""
-    stop: int
+    equal: int
+    """how many there are"""
     period: int
-
-    @property
-    def equal(self) -> int:
-        """Returns how many there are."""
-        return self.stop - self.start
 
     def left_out(self, periods: int) -> range:
         """Returns the numbers of children without which so many periods are left."""
         kept = periods * self.period + self.equal % self.period
         begin = self.start + kept // 2
         return range(begin, begin + self.equal - kept)
-
-    @property
-    def worth(self) -> bool:
-        """Whether there are more of them than would be traced."""
-        return self.equal // self.period > _LONG + 1
 
 
 def find_equal_blocks(
@@ -95,7 +85,9 @@ def find_equal_blocks(
         ]
         for period in range(1, _PERIODS + 1):
             found = _longest(name, signs, period)
-            if found.worth and (best is None or found.equal > best.equal):
+            # There have to be more of them than would be traced.
+            is_worth = found.equal // period > _LONG + 1
+            if is_worth and (best is None or found.equal > best.equal):
                 best = found
     return best
 
@@ -108,8 +100,7 @@ def _longest(name: str, signs: list[Any], period: int) -> EqualBlocks:
             best = max(best, (number + 1 - start, -start))
         else:
             start = number - period + 1
-    length, start = best[0], -best[1]
-    return EqualBlocks(name=name, count=len(signs), start=start, stop=start + length, period=period)
+    return EqualBlocks(name=name, count=len(signs), start=-best[1], equal=best[0], period=period)
 
 
 def _signature(block: nn.Module, name: str, inside: dict[str, list[Any]], tied: set[str]) -> int:
@@ -130,23 +121,6 @@ def _signature(block: nn.Module, name: str, inside: dict[str, list[Any]], tied: 
     return hash(tuple(parts()))
 
 
-@contextlib.contextmanager
-def _without(model: nn.Module, blocks: EqualBlocks | None, periods: int) -> Generator[None]:
-    if blocks is None:
-        yield
-        return
-    held = model.get_submodule(blocks.name)
-    assert isinstance(held, nn.ModuleList)
-    children = list(held)
-    left_out = blocks.left_out(periods)
-    del held[left_out.start : left_out.stop]
-    try:
-        yield
-    finally:
-        held._modules.clear()
-        held.extend(children)
-
-
 def copied(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -155,8 +129,11 @@ def copied(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns copies, without blocks beyond so many periods. Collective: no."""
     memo: dict[int, Any] = {}
-    with _without(model, blocks, periods):
-        new = copy.deepcopy(model, memo)
+    if blocks is not None:
+        held: Any = model.get_submodule(blocks.name)
+        kept = {*range(blocks.count)} - {*blocks.left_out(periods)}
+        memo[id(held)] = nn.ModuleList(copy.deepcopy(held[number], memo) for number in sorted(kept))
+    new = copy.deepcopy(model, memo)
     # A copy that torch makes of an optimizer has nothing but groups and state.
     other = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -194,7 +171,7 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
         short,
         plan=units,
         held=grown(short.held, long.held),
-        kept=grown(short.kept, long.kept),
+        kept=grown(short.kept or Counter(), long.kept or Counter()),
         sent=grown(short.sent, long.sent),
         calls=grown(short.calls, long.calls),
         flops=short.flops + times * (long.flops - short.flops),
@@ -207,9 +184,8 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
 
 
 def _facts(plan: WrapPlan) -> Counter[str]:
-    found = Counter(f"reshard {unit.reshard_after_forward}" for unit in plan.units)
-    found["elements"] = sum(unit.numel for unit in plan.units)
-    return found
+    reshard = Counter(f"reshard {unit.reshard_after_forward}" for unit in plan.units)
+    return reshard + Counter(elements=sum(unit.numel for unit in plan.units))
 
 
 def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Window]:
