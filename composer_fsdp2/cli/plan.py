@@ -102,8 +102,8 @@ def plan(
         cluster = _cluster_named(ranks, gpus, gpus_per_node, on_gpus=memory is not None)
         if compare is not None:
             found = _compared(run, overrides or [], cluster, compare)
-            key = compare.partition("=")[0]
-            typer.echo("\n".join(comparison_lines(key, found, known or GPUS["H100"])))
+            lines = comparison_lines(compare.partition("=")[0], found, known or GPUS["H100"])
+            typer.echo("\n".join(lines))
             return
         rehearsal = _planned(run, _read(run, overrides or []), cluster)
         if search or write:
@@ -123,8 +123,7 @@ def plan(
             say(f"[yellow]Findings on the way: {len(rehearsal.findings)}. See '{command}'.[/]")
         if plot is not None:
             step = None if forecast is None or forecast.kept is None else forecast
-            figure = plan_picture(units, rehearsal.frozen, f"Units of {run.name}", step)
-            write_figure(figure, plot)
+            write_figure(plan_picture(units, rehearsal.frozen, f"Units of {run.name}", step), plot)
             say(f"picture  {escape(str(plot))}")
         if forecast is not None and memory is not None and not fits(forecast, memory):
             raise typer.Exit(ExitCode.FAILED)
@@ -184,7 +183,7 @@ def forecast_of(rehearsal: Rehearsal, cluster: Cluster) -> Forecast | None:
 
     if rehearsal.parts is None:
         return None
-    with quiet():
+    with quiet(errors=True):
         return forecast_run(rehearsal.parts, cluster)
 
 

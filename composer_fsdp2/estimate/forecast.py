@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.estimate.blocks import TRACED, copied, extended, find_equal_blocks
+from composer_fsdp2.estimate.blocks import copied, extended, find_equal_blocks
 from composer_fsdp2.estimate.collectives import Axis
 from composer_fsdp2.estimate.trace import STATE, Trace, Window, Work, trace_steps
 from composer_fsdp2.plan.wrap_plan import WrapPlan
@@ -140,16 +140,17 @@ def _traced(
     said: list[str],
 ) -> Trace:
     """Traces few of equal blocks, else all, else the state alone."""
-    blocks = find_equal_blocks(model, units, treated)
+    blocks = find_equal_blocks(model, units, treated, work.ahead)
     try:
         if blocks is not None:
             short, long = (
-                trace_steps(*copied(model, optimizer, blocks, periods), work) for periods in TRACED
+                trace_steps(*copied(model, optimizer, blocks, periods), work)
+                for periods in (blocks.short, blocks.short + 1)
             )
             if (found := extended(short, long, blocks, units)) is not None:
                 said.append(
                     f"{blocks.equal} blocks of '{blocks.name}' are equal: "
-                    f"{TRACED[1] * blocks.period} of them were traced for all"
+                    f"{(blocks.short + 1) * blocks.period} of them were traced for all"
                 )
                 return found
         return trace_steps(*copied(model, optimizer), work)

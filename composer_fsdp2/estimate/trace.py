@@ -42,6 +42,8 @@ class Work:
     compute: Callable[[nn.Module, Any], tuple[Any, torch.Tensor]]
     """returns outputs and loss of a microbatch"""
     microbatches: int = 1
+    ahead: int = 0
+    """units that are gathered before they are needed"""
     ranks: int
     ranks_per_node: int
     rank: int = 0

@@ -41,13 +41,18 @@ def predicted(
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"activation_checkpointing": True, "gradient_sync": "last"}],
-    ids=["kept", "recomputed"],
+    [
+        {},
+        {"activation_checkpointing": True, "gradient_sync": "last"},
+        {"forward_prefetch": 2, "backward_prefetch": 2},
+    ],
+    ids=["kept", "recomputed", "gathered ahead"],
 )
 def test_few_of_equal_blocks_are_as_all(config: dict[str, Any], monkeypatch):
     layout = Layout(4, config, microbatches=5)
     some = predicted(Dense(layers=11), layout, monkeypatch)
-    assert "11 blocks of 'blocks' are equal: 4 of them were traced for all" in some.notes
+    traced = 5 if "forward_prefetch" in config else 3
+    assert f"11 blocks of 'blocks' are equal: {traced} of them were traced for all" in some.notes
     monkeypatch.setattr("composer_fsdp2.estimate.forecast.find_equal_blocks", lambda *_: None)
     whole = predicted(Dense(layers=11), layout, monkeypatch)
     names = ("held", "kept", "sent", "flops", "peak_bytes", "gathered_bytes")
