@@ -9,12 +9,25 @@ parameters, gradients and optimizer state, and FLOPs have to be equal (`differen
 `peak_ratio` is predicted over counted. Goal: no differences, 1 +- 0.10.
 
     PYTHONPATH=. python benchmarks/plan.py --layout HSDP --layout "FSDP on 8"
+
+`--speed` runs the command itself on models of published shapes, whose `config.json` it writes into
+folders: seconds on the clock and of the processor, and the most memory of the process. Goals: 20
+seconds, 2 GB.
+
+    PYTHONPATH=. python benchmarks/plan.py --speed
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
 import warnings
+from pathlib import Path
 from typing import Any
 
 import shapes
@@ -22,8 +35,26 @@ import torch
 import torch.distributed as dist
 
 from tests.support.plan_layouts import LAYOUTS, counted, predicted
+from tests.support.yaml_models import SHAPES
 
 GOAL = 0.10
+SPEED_GOALS = {"seconds": 20, "peak_gb": 2}
+LLAMA, QWEN = "yamls/pretrain/llama-3.1-8b.yaml", "yamls/{}/qwen3-30b-a3b.yaml"
+QWEN_235B = {
+    **SHAPES["Qwen/Qwen3-30B-A3B"],
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+}
+SPEED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "Llama 8B": (LLAMA, SHAPES["meta-llama/Llama-3.1-8B"], 8),
+    "Llama 70B": (LLAMA, SHAPES["meta-llama/Llama-3.3-70B-Instruct"], 64),
+    "Qwen3-235B-A22B": (QWEN.format("pretrain"), QWEN_235B, 512),
+    "Qwen3-235B-A22B, ep 8": (QWEN.format("experts"), QWEN_235B, 512),
+}
+"""a run, the shape of its model, and ranks"""
 
 
 def measure(names: list[str], expected: dict[str, dict[int, dict[str, Any]]]) -> None:
@@ -58,12 +89,40 @@ def _report(name: str, found: list[dict[str, Any]], expected: dict[int, dict[str
     shapes.emit("plan", value, GOAL)
 
 
+def speed() -> None:
+    """Runs `composer-fsdp2 plan` in a process of its own for each model."""
+    for name, (run, shape, ranks) in SPEED.items():
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "config.json").write_text(json.dumps(shape))
+            words = ["plan", run, f"variables.model={folder}", f"--gpus={ranks}", "--gpu=H100"]
+            start = time.perf_counter()
+            command = [sys.executable, "-m", "composer_fsdp2.cli.main", *words]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert process.stdout is not None
+            shown = process.stdout.read()
+            _, _, used = os.wait4(process.pid, 0)
+        value = {
+            "model": name,
+            "ranks": ranks,
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": used.ru_utime + used.ru_stime,
+            "peak_gb": used.ru_maxrss * 1024 / 1e9,
+            "predicted": next((x for x in shown.splitlines() if x.startswith("  peak")), None),
+        }
+        shapes.emit("plan_speed", {**value, "goal": SPEED_GOALS})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", choices=list(LAYOUTS), action="append")
-    names = parser.parse_args().layout or list(LAYOUTS)
+    parser.add_argument("--speed", action="store_true")
+    given = parser.parse_args()
+    if given.speed:
+        speed()
+        return
+    names = given.layout or list(LAYOUTS)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     expected = {

@@ -159,7 +159,7 @@ def diagnose(
                 from composer_fsdp2.foundry.forecast import forecast_run
                 from composer_fsdp2.tools.doctor import memory_findings
 
-                with quiet():
+                with quiet(errors=True):
                     step = forecast_run(rehearsal.parts, cluster)
                 found += memory_findings(step, machine.gpus[0])
             run = dataclasses.replace(

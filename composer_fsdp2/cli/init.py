@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.console import reported, say
 from composer_fsdp2.errors import ConfigError
+
+if TYPE_CHECKING:
+    from composer_fsdp2.tools.starter import Answers
 
 __all__ = ["init", "quickstart", "write_quickstart"]
 
@@ -47,6 +50,9 @@ def init(
     max_seq_len: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence; default by the model.")
     ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Name of the GPU, to say whether a step fits: H100.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
 ) -> None:
     """Write a commented training YAML from four answers: model, data, GPUs, goal.
@@ -59,6 +65,8 @@ def init(
 
     - `composer-fsdp2 init run.yaml --model ./llama --data ./prompts --gpus 8 --goal lora`
 
+    - `composer-fsdp2 init run.yaml --model mpt-7b --data ./shards --gpus 8 --gpu H100`: fits?
+
     - `composer-fsdp2 init tiny.yaml --model mpt-tiny --data ./shards --gpus 0 --goal pretrain`
 
     Exit code 0 if the file was written, 2 if an answer is missing or cannot be.
@@ -66,6 +74,8 @@ def init(
     from composer_fsdp2.tools.starter import Answers, starter_yaml
 
     with reported():
+        if gpu is not None:
+            _memory_of(gpu)
         if file.exists() and not force:
             raise ConfigError(
                 f"'{file}' exists. What is in it would be lost. Write another name, or --force."
@@ -73,6 +83,11 @@ def init(
         given = {"model": model, "data": data, "gpus": gpus, "goal": goal}
         answered = _ask(given)
         answers = Answers(**answered, tokenizer=tokenizer, max_seq_len=max_seq_len)
+        if gpu is not None and not answers.gpus:
+            raise ConfigError(
+                f"--gpu is {gpu}, and the run has no GPUs. Its memory would be compared with "
+                "nothing. Leave --gpu out, or write --gpus 1 or more."
+            )
         text = starter_yaml(answers)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -97,6 +112,34 @@ def init(
         say(f"[green]Wrote {escape(str(file))}[/]")
         say(f"Check it:  composer-fsdp2 doctor {escape(f'{file}{cluster}')}")
         say(f"Train:     {escape(command)}")
+        if gpu is not None:
+            _say_whether_it_fits(file, answers, gpu)
+
+
+def _say_whether_it_fits(file: Path, answers: Answers, gpu: str) -> None:
+    """Predicts a step of the run that was written."""
+    from composer_fsdp2.cli.doctor import rehearsed
+    from composer_fsdp2.cli.plan import forecast_of
+    from composer_fsdp2.estimate.report import fits, verdict
+    from composer_fsdp2.foundry import run_file
+    from composer_fsdp2.foundry.cluster import Cluster
+
+    per_node, memory_gib = answers.gpus // answers.nodes, _memory_of(gpu)
+    cluster = Cluster(ranks=answers.gpus, ranks_per_node=per_node, on_gpus=True)
+    found = forecast_of(rehearsed(run_file.read_run(file, []), cluster), cluster)
+    search = f"composer-fsdp2 plan {file} --gpus {answers.gpus} --gpu {gpu} --search"
+    if found is None:
+        say("Whether it fits is not known: the model cannot be built here. Doctor says why.")
+    elif fits(found, memory_gib):
+        say(verdict(found, memory_gib))
+    else:
+        say(f"[yellow]{verdict(found, memory_gib)}[/]\nFind what fits:  {escape(search)}")
+
+
+def _memory_of(gpu: str) -> float:
+    from composer_fsdp2.estimate.clock import gpu_named
+
+    return gpu_named(gpu).memory_gib
 
 
 def _ask(given: dict[str, Any]) -> dict[str, Any]:

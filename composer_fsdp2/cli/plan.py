@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,9 @@ if TYPE_CHECKING:
     from composer_fsdp2.estimate.search import Choice
     from composer_fsdp2.foundry.rehearsal import Rehearsal
 
-__all__ = ["plan"]
+__all__ = ["forecast_of", "plan"]
+
+_BLOCK = "parallelism_config.fsdp2"
 
 
 def plan(
@@ -34,7 +37,7 @@ def plan(
     overrides: Overrides = None,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draws the units; the ending decides: .svg, .png, .pdf.", metavar="FILE"),
+        typer.Option(help="Draws units and memory; a .svg, .png or .pdf.", metavar="FILE"),
     ] = None,
     ranks: RanksOfRun = None,
     gpus: Annotated[
@@ -85,6 +88,13 @@ def plan(
     from composer_fsdp2.tools.pictures import check_destination, plan_picture, write_figure
 
     with reported():
+        outputs = {"compare": compare, "search": search or write, "json": as_json, "plot": plot}
+        given = [f"--{name}" for name, value in outputs.items() if value]
+        if given[1:] and given[0] in ("--compare", "--search"):
+            raise ConfigError(
+                f"{' and '.join(given)} are given. {given[0]} prints a table of its own, and the "
+                "rest would have no effect. Give one of them."
+            )
         if plot is not None:
             check_destination(plot)
         known = None if gpu is None else gpu_named(gpu)
@@ -92,8 +102,8 @@ def plan(
         cluster = _cluster_named(ranks, gpus, gpus_per_node, on_gpus=memory is not None)
         if compare is not None:
             found = _compared(run, overrides or [], cluster, compare)
-            for line in comparison_lines(compare.partition("=")[0], found, known or GPUS["H100"]):
-                typer.echo(line)
+            lines = comparison_lines(compare.partition("=")[0], found, known or GPUS["H100"])
+            typer.echo("\n".join(lines))
             return
         rehearsal = _planned(run, _read(run, overrides or []), cluster)
         if search or write:
@@ -101,19 +111,19 @@ def plan(
             return
         units = rehearsal.units
         assert units is not None
-        forecast = _forecast(rehearsal, cluster)
+        forecast = forecast_of(rehearsal, cluster)
         if as_json:
             typer.echo(json.dumps(_document(rehearsal, forecast, known), indent=2, default=str))
         else:
             typer.echo(str(units) if rehearsal.sizes is None else f"{units}\n{rehearsal.sizes}")
-            for line in () if forecast is None else forecast_lines(forecast, known, memory):
-                typer.echo(line)
+            if forecast is not None:
+                typer.echo("\n".join(forecast_lines(forecast, known, memory)))
         if rehearsal.findings:
-            count = "A problem was" if len(rehearsal.findings) == 1 else "Problems were"
-            command = f"composer-fsdp2 doctor {run}"
-            say(f"[yellow]{count} found on the way; '{escape(command)}' shows more.[/]")
+            command = escape(f"composer-fsdp2 doctor {run}")
+            say(f"[yellow]Findings on the way: {len(rehearsal.findings)}. See '{command}'.[/]")
         if plot is not None:
-            write_figure(plan_picture(units, rehearsal.frozen, f"Units of {run.name}"), plot)
+            step = None if forecast is None or forecast.kept is None else forecast
+            write_figure(plan_picture(units, rehearsal.frozen, f"Units of {run.name}", step), plot)
             say(f"picture  {escape(str(plot))}")
         if forecast is not None and memory is not None and not fits(forecast, memory):
             raise typer.Exit(ExitCode.FAILED)
@@ -167,12 +177,13 @@ def _planned(run: Path, cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     return found
 
 
-def _forecast(rehearsal: Rehearsal, cluster: Cluster) -> Forecast | None:
+def forecast_of(rehearsal: Rehearsal, cluster: Cluster) -> Forecast | None:
+    """Predicts a step; `None` for a run that has no optimizer."""
     from composer_fsdp2.foundry.forecast import forecast_run
 
     if rehearsal.parts is None:
         return None
-    with quiet():
+    with quiet(errors=True):
         return forecast_run(rehearsal.parts, cluster)
 
 
@@ -193,9 +204,12 @@ def _compared(
     found: list[tuple[str, Forecast]] = []
     for value in values.split(","):
         rehearsal = _planned(run, _read(run, [*overrides, f"{key}={value}"]), cluster)
-        forecast = _forecast(rehearsal, cluster)
-        if forecast is not None:
-            found.append((value, forecast))
+        if (forecast := forecast_of(rehearsal, cluster)) is None:
+            raise ConfigError(
+                f"With {key}={value} the optimizer cannot be built. There would be nothing to "
+                f"compare. See what `composer-fsdp2 doctor {run}` finds."
+            )
+        found.append((value, forecast))
     return found
 
 
@@ -222,10 +236,15 @@ def _search(
             "built. Nothing could be left out for its size. Give --gpu or --gpu-memory, and see "
             "what doctor finds."
         )
+    block = run_file.read_setting(run_file.read_run(run, [], jobs=not write), _BLOCK)
+    if write and not isinstance(block, Mapping):
+        raise ConfigError(
+            f"--write is given, and {run} has no mapping under `{_BLOCK}`. The settings that are "
+            f"found would have no place. Write `parallelism_config: {{fsdp2: {{}}}}` into {run}."
+        )
     with quiet():
         best, lost = search_run(rehearsal.parts, cluster, gpu, memory)
-    for line in search_lines(best, lost):
-        typer.echo(line)
+    typer.echo("\n".join(search_lines(best, lost)))
     if not best:
         raise typer.Exit(ExitCode.FAILED)
     if write:

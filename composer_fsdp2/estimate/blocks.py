@@ -1,18 +1,18 @@
 """Shortens a model by blocks that are equal, so that a trace of few stands for all.
 
-[Note: equal blocks] A step is traced with three periods of equal blocks and with four. What the
-fourth adds, each further one adds as well: bytes that are held and sent, FLOPs, and memory at one
-and the same moment of the step. A moment belongs to a block counted from the first or from the last
-one; the most memory is not between those, for what a block adds does not change between them.
+[Note: equal blocks] A step is traced with two periods of equal blocks and with three, and with one
+more of each for every block that is gathered ahead. What the last of them adds, each further one
+adds as well: bytes that are held and sent, FLOPs, and memory at one and the same moment of the
+step. A moment belongs to a block counted from the first or from the last one; the most memory is
+not between those, for what a block adds does not change between them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,11 +22,8 @@ from torch import nn
 from composer_fsdp2.estimate.trace import Trace, Window
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
-__all__ = ["TRACED", "EqualBlocks", "copied", "extended", "find_equal_blocks"]
+__all__ = ["EqualBlocks", "copied", "extended", "find_equal_blocks"]
 
-_SHORT, _LONG = 3, 4
-TRACED = (_SHORT, _LONG)
-"""periods that are traced"""
 _PERIODS = 6
 """longest period that is looked for"""
 _NUMBER = re.compile("idx|index|number|_id$")
@@ -43,13 +40,11 @@ class EqualBlocks:
     """children of the list"""
     start: int
     """number of the first equal one"""
-    stop: int
+    equal: int
+    """how many there are"""
     period: int
-
-    @property
-    def equal(self) -> int:
-        """Returns how many there are."""
-        return self.stop - self.start
+    short: int
+    """periods that are traced; then one more of them"""
 
     def left_out(self, periods: int) -> range:
         """Returns the numbers of children without which so many periods are left."""
@@ -57,14 +52,9 @@ class EqualBlocks:
         begin = self.start + kept // 2
         return range(begin, begin + self.equal - kept)
 
-    @property
-    def worth(self) -> bool:
-        """Whether there are more of them than would be traced."""
-        return self.equal // self.period > _LONG + 1
-
 
 def find_equal_blocks(
-    model: nn.Module, units: WrapPlan, treated: Collection[str] = ()
+    model: nn.Module, units: WrapPlan, treated: Collection[str] = (), ahead: int = 0
 ) -> EqualBlocks | None:
     """Finds the list with the most blocks that are equal in shapes, settings and treatment.
 
@@ -74,7 +64,9 @@ def find_equal_blocks(
         model: before it is sharded.
         units: of the model.
         treated: names of modules that a transformation changes.
+        ahead: blocks that are gathered before they are needed.
     """
+    short = 2 + ahead  # see [Note: equal blocks]
     tied = {name for names in units.tied for name in names}
     inside: dict[str, list[Any]] = defaultdict(list)
     for unit in units.units:
@@ -85,7 +77,7 @@ def find_equal_blocks(
         inside[name].append("treated")
     best: EqualBlocks | None = None
     for name, module in model.named_modules():
-        if type(module) is not nn.ModuleList or len(module) <= _LONG:
+        if type(module) is not nn.ModuleList or len(module) <= short + 1:
             continue
         if f"{name}.0" not in inside and not any(n.startswith(f"{name}.0.") for n in inside):
             continue
@@ -94,13 +86,15 @@ def find_equal_blocks(
             for number, block in enumerate(module)
         ]
         for period in range(1, _PERIODS + 1):
-            found = _longest(name, signs, period)
-            if found.worth and (best is None or found.equal > best.equal):
+            found = _longest(name, signs, period, short)
+            # There have to be more of them than would be traced.
+            is_worth = found.equal // period > short + 2
+            if is_worth and (best is None or found.equal > best.equal):
                 best = found
     return best
 
 
-def _longest(name: str, signs: list[Any], period: int) -> EqualBlocks:
+def _longest(name: str, signs: list[Any], period: int, short: int) -> EqualBlocks:
     """The longest run in which each is equal to the one a period before."""
     start, best = 0, (0, 0)
     for number in range(len(signs)):
@@ -108,8 +102,14 @@ def _longest(name: str, signs: list[Any], period: int) -> EqualBlocks:
             best = max(best, (number + 1 - start, -start))
         else:
             start = number - period + 1
-    length, start = best[0], -best[1]
-    return EqualBlocks(name=name, count=len(signs), start=start, stop=start + length, period=period)
+    return EqualBlocks(
+        name=name,
+        count=len(signs),
+        start=-best[1],
+        equal=best[0],
+        period=period,
+        short=short,
+    )
 
 
 def _signature(block: nn.Module, name: str, inside: dict[str, list[Any]], tied: set[str]) -> int:
@@ -130,23 +130,6 @@ def _signature(block: nn.Module, name: str, inside: dict[str, list[Any]], tied: 
     return hash(tuple(parts()))
 
 
-@contextlib.contextmanager
-def _without(model: nn.Module, blocks: EqualBlocks | None, periods: int) -> Generator[None]:
-    if blocks is None:
-        yield
-        return
-    held = model.get_submodule(blocks.name)
-    assert isinstance(held, nn.ModuleList)
-    children = list(held)
-    left_out = blocks.left_out(periods)
-    del held[left_out.start : left_out.stop]
-    try:
-        yield
-    finally:
-        held._modules.clear()
-        held.extend(children)
-
-
 def copied(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -155,8 +138,11 @@ def copied(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns copies, without blocks beyond so many periods. Collective: no."""
     memo: dict[int, Any] = {}
-    with _without(model, blocks, periods):
-        new = copy.deepcopy(model, memo)
+    if blocks is not None:
+        held: Any = model.get_submodule(blocks.name)
+        kept = {*range(blocks.count)} - {*blocks.left_out(periods)}
+        memo[id(held)] = nn.ModuleList(copy.deepcopy(held[number], memo) for number in sorted(kept))
+    new = copy.deepcopy(model, memo)
     # A copy that torch makes of an optimizer has nothing but groups and state.
     other = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
@@ -175,12 +161,12 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
     Collective: no. See [Note: equal blocks].
 
     Args:
-        short: with `short_periods` of the blocks.
+        short: with `blocks.short` periods of the blocks.
         long: with one more.
         blocks: all of them.
         units: of the whole model.
     """
-    times = blocks.equal // blocks.period - _SHORT
+    times = blocks.equal // blocks.period - blocks.short
     facts = [_facts(plan) for plan in (short.plan, long.plan, units)]
     if {k: facts[0][k] + times * (facts[1][k] - facts[0][k]) for k in facts[2]} != dict(facts[2]):
         return None
@@ -189,12 +175,12 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
         keys = {*before, *after}
         return Counter({k: before[k] + times * (after[k] - before[k]) for k in keys})
 
-    windows = _by_moment(short, blocks, _SHORT), _by_moment(long, blocks, _LONG)
+    windows = _by_moment(short, blocks, blocks.short), _by_moment(long, blocks, blocks.short + 1)
     return replace(
         short,
         plan=units,
         held=grown(short.held, long.held),
-        kept=grown(short.kept, long.kept),
+        kept=grown(short.kept or Counter(), long.kept or Counter()),
         sent=grown(short.sent, long.sent),
         calls=grown(short.calls, long.calls),
         flops=short.flops + times * (long.flops - short.flops),
@@ -207,9 +193,8 @@ def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) ->
 
 
 def _facts(plan: WrapPlan) -> Counter[str]:
-    found = Counter(f"reshard {unit.reshard_after_forward}" for unit in plan.units)
-    found["elements"] = sum(unit.numel for unit in plan.units)
-    return found
+    reshard = Counter(f"reshard {unit.reshard_after_forward}" for unit in plan.units)
+    return reshard + Counter(elements=sum(unit.numel for unit in plan.units))
 
 
 def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Window]:
@@ -218,8 +203,8 @@ def _by_moment(trace: Trace, blocks: EqualBlocks, periods: int) -> dict[Any, Win
     Blocks are counted from either end, and windows of those between are left out. A root whose
     outputs are as many as the blocks is reached by backward as often, between blocks.
     """
-    count, short = (blocks.count - len(blocks.left_out(n)) for n in (periods, _SHORT))
-    head = blocks.left_out(_SHORT).start
+    count, short = (blocks.count - len(blocks.left_out(n)) for n in (periods, blocks.short))
+    head = blocks.left_out(blocks.short).start
     seen, found, start = Counter[Any](), dict[Any, Window](), f"{blocks.name}."
     microbatch, block, middle = "", "", False
     for window in trace.windows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,30 +36,19 @@ Key = tuple[str, Axis]
 """kind of a collective, and where it takes place"""
 
 
-def _first(args: Any, _result: Any) -> Any:
-    return args[0]
-
-
-def _second(args: Any, _result: Any) -> Any:
-    return args[1]
-
-
-def _made(_args: Any, result: Any) -> Any:
-    return result
-
-
-_ROWS: Mapping[str, tuple[str, Callable[[Any, Any], Any], int]] = {
-    "_allgather_base_": ("all-gather", _first, 2),
-    "_reduce_scatter_base_": ("reduce-scatter", _second, 2),
-    "allgather_": ("all-gather", _first, 2),
-    "allreduce_": ("all-reduce", _first, 1),
-    "alltoall_base_": ("all-to-all", _second, 2),
-    "broadcast_": ("broadcast", _first, 1),
-    "all_gather_into_tensor": ("all-gather", _made, 2),
-    "all_reduce": ("all-reduce", _first, 2),
-    "all_reduce_": ("all-reduce", _first, 2),
-    "all_to_all_single": ("all-to-all", _first, 3),
-    "reduce_scatter_tensor": ("reduce-scatter", _first, 3),
+_FIRST, _SECOND, _RESULT = 0, 1, -1
+_ROWS: Mapping[str, tuple[str, int, int]] = {
+    "_allgather_base_": ("all-gather", _FIRST, 2),
+    "_reduce_scatter_base_": ("reduce-scatter", _SECOND, 2),
+    "allgather_": ("all-gather", _FIRST, 2),
+    "allreduce_": ("all-reduce", _FIRST, 1),
+    "alltoall_base_": ("all-to-all", _SECOND, 2),
+    "broadcast_": ("broadcast", _FIRST, 1),
+    "all_gather_into_tensor": ("all-gather", _RESULT, 2),
+    "all_reduce": ("all-reduce", _FIRST, 2),
+    "all_reduce_": ("all-reduce", _FIRST, 2),
+    "all_to_all_single": ("all-to-all", _FIRST, 3),
+    "reduce_scatter_tensor": ("reduce-scatter", _FIRST, 3),
 }
 """operators of torch -> the kind, the tensors whose bytes count (whole ones), place of the group"""
 _SEND_NOTHING = {"_wrap_tensor_autograd", "barrier", "monitored_barrier_", "wait_tensor"}
@@ -94,7 +83,8 @@ class CollectiveCounter:
                 "would be missing. Add it to `estimate/collectives.py`."
             )
         kind, chosen, place = _ROWS[name]
-        tensors = [t for t in tree_leaves(chosen(args, result)) if isinstance(t, torch.Tensor)]
+        whole = result if chosen == _RESULT else args[chosen]
+        tensors = [leaf for leaf in tree_leaves(whole) if isinstance(leaf, torch.Tensor)]
         if kind in _AGREE and not any(tensor.is_floating_point() for tensor in tensors):
             return
         key = kind, self.axis_of(args[place])

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.estimate.blocks import TRACED, copied, extended, find_equal_blocks
+from composer_fsdp2.estimate.blocks import copied, extended, find_equal_blocks
 from composer_fsdp2.estimate.collectives import Axis
-from composer_fsdp2.estimate.trace import STATE, Trace, Work, state_of, trace_steps
+from composer_fsdp2.estimate.trace import STATE, Trace, Window, Work, trace_steps
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.shard.apply import collector_paused
 
@@ -54,6 +54,8 @@ class Forecast:
     peak: dict[str, int]
     """by kind, at the moment with the most memory on the device"""
     moment: str
+    windows: tuple[Window, ...] = ()
+    """the most memory on the device between two events, in the order of the step"""
     sent: tuple[Sent, ...] = ()
     flops: int = 0
     """with what is computed a second time in backward"""
@@ -102,19 +104,19 @@ def forecast(
     trace = _traced(model, optimizer, units, work, treated, said)
     if trace.balanced:
         said.append("every expert is taken to get the same number of tokens")
-    windows = [(sum(_on_device(w.kinds, on_host).values()), w) for w in trace.windows]
-    _, largest = max(windows, key=lambda pair: pair[0])
-    event, unit = largest.label
+    windows = [Window(w.label, _on_device(w.kinds, on_host)) for w in trace.windows]
+    largest = max(windows, key=lambda window: sum(window.kinds.values()))
     return Forecast(
         ranks=work.ranks,
         ranks_per_node=work.ranks_per_node,
         microbatches=work.microbatches,
         held={kind: trace.held[kind] for kind in STATE},
         on_host=tuple(on_host),
-        kept=None if trace.untraced else dict(trace.kept),
+        kept=None if trace.kept is None else dict(trace.kept),
         gathered_bytes=max(window.kinds.get("gathered", 0) for window in trace.windows),
-        peak=_on_device(largest.kinds, on_host),
-        moment=f"{event} of {unit or 'the root'}" if event in _OF_UNITS else event,
+        peak=largest.kinds,
+        moment=str(largest),
+        windows=tuple(windows),
         sent=tuple(
             Sent(kind=kind, axis=axis, calls=trace.calls[kind, axis], size_bytes=size)
             for (kind, axis), size in sorted(trace.sent.items())
@@ -123,9 +125,6 @@ def forecast(
         flops=trace.flops,
         notes=tuple(said),
     )
-
-
-_OF_UNITS = {"forward", "backward", "recomputation"}
 
 
 def _on_device(kinds: dict[str, int], on_host: Sequence[str]) -> dict[str, int]:
@@ -141,16 +140,17 @@ def _traced(
     said: list[str],
 ) -> Trace:
     """Traces few of equal blocks, else all, else the state alone."""
-    blocks = find_equal_blocks(model, units, treated)
+    blocks = find_equal_blocks(model, units, treated, work.ahead)
     try:
         if blocks is not None:
             short, long = (
-                trace_steps(*copied(model, optimizer, blocks, periods), work) for periods in TRACED
+                trace_steps(*copied(model, optimizer, blocks, periods), work)
+                for periods in (blocks.short, blocks.short + 1)
             )
             if (found := extended(short, long, blocks, units)) is not None:
                 said.append(
                     f"{blocks.equal} blocks of '{blocks.name}' are equal: "
-                    f"{TRACED[1] * blocks.period} of them were traced for all"
+                    f"{(blocks.short + 1) * blocks.period} of them were traced for all"
                 )
                 return found
         return trace_steps(*copied(model, optimizer), work)
@@ -162,4 +162,4 @@ def _traced(
             f"the model cannot be traced ({type(error).__name__}: {text}): activations, logits "
             "and collectives are not in these numbers"
         )
-        return state_of(*copied(model, optimizer), work)
+        return trace_steps(*copied(model, optimizer), work, state_only=True)

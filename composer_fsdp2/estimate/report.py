@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from composer_fsdp2.estimate.clock import Gpu, step_times
 from composer_fsdp2.estimate.forecast import Forecast
 
-__all__ = ["comparison_lines", "fits", "forecast_lines", "size_text"]
+__all__ = ["comparison_lines", "fits", "forecast_lines", "size_text", "verdict"]
 
 NAMES = {
     "parameters": "parameters",
@@ -51,14 +51,13 @@ def forecast_lines(
         memory_gib: of a GPU; nothing is compared with it if it is not known.
     """
     nodes = -(-found.ranks // found.ranks_per_node)
-    place = "1 node" if nodes == 1 else f"{nodes} nodes"
-    yield f"\nOne step of a rank ({found.ranks} ranks on {place}):"
+    yield f"\nOne step of a rank ({found.ranks} ranks on {nodes} node{'s' * (nodes != 1)}):"
     yield from _memory(found)
     if memory_gib is not None:
-        yield _verdict(found, memory_gib)
+        yield verdict(found, memory_gib)
     if found.sent:
-        count = found.microbatches
-        yield f"Sent in a step of {count} microbatch{'es' * (count != 1)}, as whole tensors:"
+        many = "es" * (found.microbatches != 1)
+        yield f"Sent in a step of {found.microbatches} microbatch{many}, as whole tensors:"
         for sent in found.sent:
             yield _row(sent.kind, sent.size_bytes) + f"  {sent.calls} times, {sent.axis}"
     if gpu is not None and found.flops:
@@ -89,13 +88,14 @@ def _memory(found: Forecast) -> Iterator[str]:
             yield _row(f"  {name}", found.peak[kind])
 
 
-def _verdict(found: Forecast, memory_gib: float) -> str:
-    left, verdict = memory_gib - found.peak_bytes / 2**30, "does not fit"
+def verdict(found: Forecast, memory_gib: float) -> str:
+    """Returns whether a step fits in a GPU, as a sentence."""
+    word, size = "does not fit", size_text(found.peak_bytes)
     if fits(found, memory_gib):
-        verdict = "is not known to fit" if found.kept is None else "fits"
+        word = "is not known to fit" if found.kept is None else "fits"
     return (
-        f"It {verdict} in {memory_gib:g} GiB: {left:.1f} are left, and CUDA, NCCL and gaps take "
-        f"about {memory_gib * HEADROOM:.0f}."
+        f"It {word} in {memory_gib:g} GiB: a step takes {size}, and CUDA, NCCL and gaps between "
+        f"tensors about {memory_gib * HEADROOM:.0f} GiB."
     )
 
 

@@ -7,6 +7,7 @@ are. The best ones are then traced themselves, and only what was traced is shown
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,14 +72,16 @@ def written(choice: Choice) -> dict[str, Any]:
 
 def layouts_of(ranks: int, per_node: int) -> list[tuple[int, int, bool | int | str]]:
     """Returns shards, copies and resharding, for every number of shards that fills nodes."""
-    found: list[tuple[int, int, bool | int | str]] = []
-    for shard in range(1, ranks + 1):
-        fills = shard % per_node == 0 or per_node % shard == 0
-        if ranks % shard == 0 and fills:
-            ways: list[bool | int | str] = ["auto", False]
-            ways += [per_node] if shard > per_node else []
-            found += [(shard, ranks // shard, way) for way in ways]
-    return found
+    shards = [
+        shard
+        for shard in range(1, ranks + 1)
+        if ranks % shard == 0 and (shard % per_node == 0 or per_node % shard == 0)
+    ]
+    return [
+        (shard, ranks // shard, way)
+        for shard in shards
+        for way in ("auto", False, *([per_node] if shard > per_node else []))
+    ]
 
 
 class _Guesses:
@@ -87,15 +90,10 @@ class _Guesses:
     def __init__(
         self, measure: Callable[[Choice], Forecast], ranks: int, sizes: Sequence[int], gpu: Gpu
     ) -> None:
-        self._measure, self._gpu, self._sizes = measure, gpu, sizes
+        self._gpu, self._sizes = gpu, sizes
         self._base = Choice(shard=ranks, replicate=1, reshard="auto", checkpointing=2, rows=1)
-        self._traced: dict[Choice, Forecast] = {}
-
-    def traced(self, choice: Choice) -> Forecast:
-        """Returns the forecast of a choice, which is traced once."""
-        if choice not in self._traced:
-            self._traced[choice] = self._measure(choice)
-        return self._traced[choice]
+        self.traced = functools.cache(measure)
+        """returns the forecast of a choice, which is traced once"""
 
     def __call__(self, choice: Choice) -> tuple[float, float]:
         """Returns bytes and seconds."""
@@ -148,11 +146,8 @@ def search(
     room = memory_gib * 2**30 * (1 - HEADROOM)
     sizes = [2**power for power in range(most_rows.bit_length()) if most_rows % 2**power == 0]
     guess = _Guesses(measure, ranks, sizes, gpu)
-    guesses: list[tuple[float, float, Choice]] = []
-    for (shard, replicate, reshard), kept, rows, offload in itertools.product(
-        layouts_of(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads
-    ):
-        choice = Choice(
+    choices = [
+        Choice(
             shard=shard,
             replicate=replicate,
             reshard=reshard,
@@ -160,7 +155,11 @@ def search(
             rows=rows,
             offload=offload,
         )
-        guesses.append((*guess(choice), choice))
+        for (shard, replicate, reshard), kept, rows, offload in itertools.product(
+            layouts_of(ranks, per_node), range(len(CHECKPOINTING)), sizes, offloads
+        )
+    ]
+    guesses = [(*guess(choice), choice) for choice in choices]
     best: list[Found] = []
     lost: list[tuple[Choice, str]] = []
     for size, seconds, choice in sorted(guesses, key=lambda one: one[1]):
@@ -185,6 +184,5 @@ def search_lines(best: Sequence[Found], lost: Sequence[tuple[Choice, str]]) -> I
         yield f"{number}. {found.seconds:8.3f} s {size:>10}  {found.choice}"
     if not best:
         yield "Nothing fits."
-    shown = [*lost[:2], *lost[2:][-1:]]
-    for choice, why in shown:
+    for choice, why in [*lost[:2], *lost[2:][-1:]]:
         yield f"   not {choice}: {why}"

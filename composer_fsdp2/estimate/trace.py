@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,13 +21,15 @@ from composer_fsdp2.ranks import is_fake
 from composer_fsdp2.shard.apply import merge_aliases
 from composer_fsdp2.shard.initial_weights import replace_parameter
 from composer_fsdp2.step.run import Run, StepListener
-from composer_fsdp2.torch_private.fake import Watch, fake_ranks, fake_tensors
+from composer_fsdp2.torch_private.fake import Watch, fake_ranks
 from composer_fsdp2.torch_private.tensors import local_tensor
 
-__all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "state_of", "trace_steps"]
+__all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
 
 STATE = ("parameters", "buffers", "gradients", "optimizer")
 """kinds of memory that stays; others are gathered, activations, logits, backward, step and other"""
+_OF_UNITS = {"forward", "backward", "recomputation"}
+"""events of a unit"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,8 @@ class Work:
     compute: Callable[[nn.Module, Any], tuple[Any, torch.Tensor]]
     """returns outputs and loss of a microbatch"""
     microbatches: int = 1
+    ahead: int = 0
+    """units that are gathered before they are needed"""
     ranks: int
     ranks_per_node: int
     rank: int = 0
@@ -55,6 +58,10 @@ class Window:
     kinds: dict[str, int]
     """bytes at that moment"""
 
+    def __str__(self) -> str:
+        event, unit = self.label
+        return f"{event} of {unit or 'the root'}" if event in _OF_UNITS else event
+
 
 @dataclass(slots=True)
 class Trace:
@@ -63,46 +70,37 @@ class Trace:
     plan: WrapPlan
     held: Counter[str] = field(default_factory=Counter)
     """bytes of parameters, buffers, gradients and optimizer state"""
-    kept: Counter[str] = field(default_factory=Counter)
-    """bytes by kind that the forward of a microbatch leaves for its backward"""
+    kept: Counter[str] | None = None
+    """bytes by kind that a forward leaves for its backward; `None` if no step ran"""
     windows: list[Window] = field(default_factory=list)
     sent: Counter[Key] = field(default_factory=Counter)
     calls: Counter[Key] = field(default_factory=Counter)
     flops: int = 0
     balanced: bool = False
     """experts were taken to get the same number of tokens"""
-    untraced: bool = False
-    """there is the state alone"""
 
-    def add(
-        self,
-        counter: CollectiveCounter,
-        watch: Watch,
-        before: tuple[Counter[Key], Counter[Key], int],
-        times: int,
-    ) -> None:
-        """Adds what has been counted since `before`, so many times."""
-        for into, now, then in (
-            (self.sent, counter.bytes, before[0]),
-            (self.calls, counter.calls, before[1]),
-        ):
-            into.update({key: size * times for key, size in (now - then).items()})
-        self.flops += (watch.flops - before[2]) * times
+    def add(self, counter: CollectiveCounter, watch: Watch, times: int = 1) -> None:
+        """Adds so many times all that was counted, which then begins from nothing again."""
+        for into, counted in ((self.sent, counter.bytes), (self.calls, counter.calls)):
+            into.update({key: size * times for key, size in counted.items()})
+            counted.clear()
+        self.flops += watch.flops * times
+        watch.flops = 0
 
 
 class _Moments(StepListener):
     """Begins a window at each event of a unit."""
 
-    def __init__(self, run: Run, watch: Watch, found: list[Window]) -> None:
+    def __init__(self, run: Run, watch: Watch) -> None:
         super().__init__(run)
-        self._watch, self._found = watch, found
+        self._watch, self.found = watch, list[Window]()
         blocks = [name for name in run.plan.blocks() if name in run.units]
         self._last = blocks[-1] if blocks else None
         self.label = ("start", "")
 
     def begin(self, event: str, unit: str = "") -> None:
         """Ends a window, and begins the next."""
-        self._found.append(Window(self.label, dict(self._watch.peak_kinds)))
+        self.found.append(Window(self.label, dict(self._watch.peak_kinds)))
         self.label = event, unit
         self._watch.begin_peak()
 
@@ -121,43 +119,25 @@ class _Moments(StepListener):
         self.begin("end of backward")
 
 
-def trace_steps(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> Trace:
+def trace_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, work: Work, *, state_only: bool = False
+) -> Trace:
     """Prepares a model and its optimizer, on meta or not, and runs steps of it.
 
     Collective: no. Both are changed. `torch.distributed` must not be initialised.
+
+    Args:
+        model: of the run.
+        optimizer: of the model.
+        work: a step.
+        state_only: for a model that cannot be traced, steps the optimizer with gradients of zeros.
 
     Raises:
         UntraceableError: the model or the optimizer reads values that nobody has.
         PlanError: from preparing, or for a collective that is not known.
         ConfigError: from preparing.
     """
-    with _prepared(model, optimizer, work) as (run, mode):
-        return observe_steps(run, optimizer, work, mode)
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, work: Work) -> Trace:
-    """Prepares a model that cannot be traced, and steps the optimizer with gradients of zeros.
-
-    Collective: no. Both are changed. Returns what stays in memory, and all units gathered at once
-    that the plan keeps.
-    """
-    with _prepared(model, optimizer, work) as (run, mode):
-        counter = CollectiveCounter(work.ranks_per_node)
-        watch = Watch(counter.hear)
-        watch.know(mode)
-        found = Trace(run.plan, untraced=True)
-        with watch:
-            found.held = _State(run, optimizer, watch).make()
-        found.windows.append(Window(("state", ""), dict(found.held)))
-        return found
-
-
-@contextlib.contextmanager
-def _prepared(
-    model: nn.Module, optimizer: torch.optim.Optimizer, work: Work
-) -> Generator[tuple[Run, Any]]:
-    mode = fake_tensors()
-    with fake_ranks(work.ranks, work.rank), warnings.catch_warnings():
+    with fake_ranks(work.ranks, work.rank) as mode, warnings.catch_warnings():
         # The preparation of the run warns; this one is not it.
         warnings.simplefilter("ignore")
         with mode:
@@ -165,11 +145,16 @@ def _prepared(
         # Outside of the mode, in which a mesh would have no numbers of ranks.
         run = work.prepare(model, optimizer)
         with mode:
-            yield run, mode
+            return observe_steps(run, optimizer, work, mode, state_only=state_only)
 
 
 def observe_steps(
-    run: Run, optimizer: torch.optim.Optimizer, work: Work, mode: Any = None
+    run: Run,
+    optimizer: torch.optim.Optimizer,
+    work: Work,
+    mode: Any = None,
+    *,
+    state_only: bool = False,
 ) -> Trace:
     """Runs steps of a prepared model, and reads off what the last of them took.
 
@@ -180,16 +165,17 @@ def observe_steps(
         optimizer: of the model.
         work: a step.
         mode: that of the fake tensors, if tensors are fake.
+        state_only: as `trace_steps`.
     """
     axes = list(run.shape.axes)
     counter = CollectiveCounter(work.ranks_per_node, *axes if len(axes) == 1 else ())
-    watch = Watch(counter.hear)
-    found = Trace(run.plan)
-    if mode is not None:
-        watch.know(mode)
-    with watch:
-        _steps(run, optimizer, work, watch, counter, found)
-    return found
+    with Watch(counter.hear, mode) as watch:
+        state = _State(run, optimizer, watch)
+        held = state.make()
+        if state_only:
+            return Trace(run.plan, held, windows=[Window(("state", ""), dict(held))])
+        Trace(run.plan).add(counter, watch)  # of the step that made the state
+        return _steps(run, optimizer, work, watch, counter, state)
 
 
 def _drop_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -229,23 +215,21 @@ class _State:
         for buffer in run.model.buffers():
             self._note("buffers", buffer)
 
-    def _note(self, kind: str, tensor: torch.Tensor) -> None:
+    def _note(self, kind: str, tensor: Any) -> None:
         local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-        if local.device.type != "meta":
+        if isinstance(local, torch.Tensor) and local.device.type != "meta":
             self._watch.note(local.untyped_storage(), kind)
 
     def bytes(self) -> Counter[str]:
         """Names the storages, and returns the bytes of those that stay."""
         for param in self._params:
             self._note("parameters", param)  # newer torch pads shards in the first forward
-            if param.grad is not None:
-                self._note("gradients", param.grad)
+            self._note("gradients", param.grad)
         for of_param in self._optimizer.state.values():
             for value in getattr(of_param, "data", of_param).values():
-                parts = [value.values, value.exponents] if isinstance(value, Stored) else [value]
-                for part in parts:
-                    if isinstance(part, torch.Tensor):
-                        self._note("optimizer", part)
+                is_packed = isinstance(value, Stored)
+                for part in (value.values, value.exponents) if is_packed else (value,):
+                    self._note("optimizer", part)
         return Counter({name: self._watch.now[name] for name in STATE})
 
     def step(self) -> Counter[str]:
@@ -269,9 +253,9 @@ def _steps(
     work: Work,
     watch: Watch,
     counter: CollectiveCounter,
-    found: Trace,
-) -> None:
-    settings, state = run.settings, _State(run, optimizer, watch)
+    state: _State,
+) -> Trace:
+    settings = run.settings
     warm = 0 if is_fake() else 1  # real ranks compare their batches in the first step
     if settings.forward_prefetch or settings.backward_prefetch:
         warm = 2  # prefetching begins in the second step
@@ -280,44 +264,33 @@ def _steps(
         warm = 1
     # With `every`, the second is as all that follow.
     count = min(work.microbatches, 2 if settings.gradient_sync == "every" else 3)
-    moments = _Moments(run, watch, found.windows)
+    moments = _Moments(run, watch)
     run.listen(moments)
-    state.make()
-    for step in range(warm + 1):
+    for total in (*[1] * warm, count):
         optimizer.zero_grad()
-        found.windows.clear()
-        found.sent.clear()
-        found.calls.clear()
-        found.flops = 0
-        total = count if step == warm else 1
+        moments.begin("start")
+        moments.found = list[Window]()
+        found = Trace(run.plan, windows=moments.found)
         outputs: list[Any] = []  # as the Trainer has them: they live until the next are there
         with run.accumulation.batch():
             for number in range(total):
-                before = counter.bytes.copy(), counter.calls.copy(), watch.flops
                 moments.begin("microbatch", str(number))
                 with run.accumulation.microbatch(last=number + 1 == total):
-                    _microbatch(run, work, watch, found, outputs, total)
+                    watch.kind, batch, start = "activations", work.batch(), watch.now.copy()
+                    made, loss = work.compute(run.model, batch)
+                    if not outputs:  # else they are freed as well
+                        found.kept = watch.now - start
+                    outputs[:] = [made]
+                    watch.kind = "backward"
+                    (loss / total).backward()
+                    del batch, made, loss
                 state.bytes()  # gradients that the next microbatch adds to
                 # The second stands for those that are not traced.
-                times = work.microbatches - count + 1 if number == 1 else 1
-                found.add(counter, watch, before, times)
-        before = counter.bytes.copy(), counter.calls.copy(), watch.flops
+                found.add(counter, watch, work.microbatches - count + 1 if number == 1 else 1)
         moments.begin("step")
         found.held = state.step()
         moments.begin("end")
-        found.add(counter, watch, before, 1)
-    found.balanced = watch.balanced
+        found.add(counter, watch)
     run.stop_listening(moments)
-
-
-def _microbatch(
-    run: Run, work: Work, watch: Watch, found: Trace, outputs: list[Any], count: int
-) -> None:
-    """Runs forward and backward; the new outputs take the place of those before."""
-    watch.kind, batch, start = "activations", work.batch(), watch.now.copy()
-    made, loss = work.compute(run.model, batch)
-    if not outputs:  # else they are freed as well
-        found.kept = watch.now - start
-    outputs[:] = [made]
-    watch.kind = "backward"
-    (loss / count).backward()
+    found.balanced = watch.balanced
+    return found

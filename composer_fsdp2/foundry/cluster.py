@@ -45,11 +45,15 @@ def environment(values: Mapping[str, str]) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def quiet() -> Generator[None]:
-    """Keeps standard output clean, and leaves warnings and logging as they were."""
+def quiet(*, errors: bool = False) -> Generator[None]:
+    """Keeps standard output clean, and leaves warnings and logging as they were.
+
+    Args:
+        errors: are not logged either, as those of a model that cannot be traced.
+    """
     disabled = logging.root.manager.disable
     try:
-        logging.disable(logging.WARNING)
+        logging.disable(logging.ERROR if errors else logging.WARNING)
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             yield

@@ -82,6 +82,7 @@ def forecast_run(
             batch=_batch_of(rows, config.max_seq_len),
             compute=compute_loss(precision),
             microbatches=math.ceil(size / rows),
+            ahead=max(settings.forward_prefetch, settings.backward_prefetch),
             ranks=cluster.ranks,
             ranks_per_node=cluster.ranks_per_node,
         ),

@@ -251,7 +251,9 @@ def canonical_param_ids(refs: Iterable[ParamRef]) -> dict[int, int]:
     by_storage: dict[int, list[ParamRef]] = defaultdict(list)
     for ref in first.values():
         # Tensor subclasses (DTensor, quantized weights) keep their data elsewhere.
-        plain = type(ref.param) is nn.Parameter or is_plain(ref.param.data)
+        # `data` is asked last: for a fake tensor that is an operation.
+        is_own = type(ref.param) is nn.Parameter or is_plain(ref.param)
+        plain = is_own or is_plain(ref.param.data)
         if plain and ref.param.numel():
             by_storage[storage_id(ref.param)].append(ref)
     representative = {key: key for key in first}

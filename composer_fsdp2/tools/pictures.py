@@ -1,4 +1,4 @@
-"""Draws a plan and a comparison of two runs with matplotlib, which is imported to draw alone.
+"""Draws plans, steps and comparisons with matplotlib, which is imported to draw alone.
 
 [Note: same picture everywhere] A drawing depends on its values alone: matplotlib's defaults replace
 a user's style, the font is the one that matplotlib brings along, identifiers in an SVG come from a
@@ -13,6 +13,7 @@ import textwrap
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.tools.parity import QUANTITIES, Comparison
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
+
+    from composer_fsdp2.estimate.forecast import Forecast
 
 __all__ = [
     "COLORS",
@@ -50,6 +53,8 @@ COLORS: Mapping[str, str] = {
     "sky": "#56B4E9",
     "red": "#D55E00",
     "grey": "#8C8C8C",
+    "yellow": "#F0E442",
+    "black": "#000000",
 }
 _KINDS: Mapping[str, tuple[str, str]] = {
     "root": ("root", COLORS["orange"]),
@@ -60,6 +65,23 @@ _KINDS: Mapping[str, tuple[str, str]] = {
     "other": ("other unit", COLORS["grey"]),
 }
 """kind of a unit -> its name in the legend, and its colour"""
+_MEMORY: Mapping[str, str] = {
+    "parameters": "blue",
+    "buffers": "grey",
+    "gradients": "orange",
+    "optimizer": "green",
+    "gathered": "sky",
+    "activations": "purple",
+    "logits": "red",
+    "backward": "yellow",
+    "step": "black",
+    "other": "grey",
+}
+"""kind of memory -> its colour"""
+_PHASES = ("forward", "backward", "step")
+"""events whose beginning is named"""
+_STEP_HEIGHT = 4.2
+"""inches of the drawing of a step"""
 _STYLE: Mapping[str, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
@@ -118,7 +140,10 @@ class Row:
 
 
 def plan_picture(
-    plan: WrapPlan, frozen: Mapping[str, int] | None = None, title: str = "FSDP2 units"
+    plan: WrapPlan,
+    frozen: Mapping[str, int] | None = None,
+    title: str = "FSDP2 units",
+    step: Forecast | None = None,
 ) -> Figure:
     """Draws one bar for each unit, or for units that are repeated, by its number of elements.
 
@@ -128,46 +153,81 @@ def plan_picture(
         plan: of a model.
         frozen: elements that are not trained, by the name of the unit (its first module).
         title: of the drawing; the numbers of units and parameters stand below it.
+        step: whose memory is drawn below the units.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     rows, notes = plan_rows(plan, frozen or {}), _notes(plan)
     with own_style():
         height = 1.8 + 0.3 * len(rows) + 0.17 * notes.count("\n")
-        figure = Figure(figsize=(7.5, height), layout="constrained")
-        axes = figure.subplots()
-        for y, row in enumerate(rows):
-            # The mean of a row whose units differ in size.
-            size, color = row.total / len(row.units), _KINDS[row.kind][1]
-            trained = size * (1 - row.frozen / max(row.total, 1))
-            axes.barh(y, trained, color=color)
-            frozen_look: dict[str, Any] = {"color": "white", "edgecolor": color, "hatch": "////"}
-            axes.barh(y, size - trained, left=trained, **frozen_look)
-            if row.kept:
-                axes.barh(y, size, fill=False, edgecolor="black", linewidth=1.6)
-            axes.annotate(_value(row), (size, y), (6, 0), textcoords="offset points", va="center")
-        # Padded with spaces that an SVG keeps, so that right-aligned labels begin at their depth.
-        labels = ["\N{NO-BREAK SPACE}" * 2 * row.depth + _shortened(row.label) for row in rows]
-        longest = max(map(len, labels))
-        padded = [label.ljust(longest, "\N{NO-BREAK SPACE}") for label in labels]
-        axes.set_yticks(range(len(rows)), padded, family="DejaVu Sans Mono", size=9)
-        axes.tick_params(axis="y", length=0)
-        axes.invert_yaxis()
-        axes.set_xticks([])
-        sizes = [unit.numel for unit in plan.units if unit.params]
-        units = f"{len(sizes)} unit{'s' * (len(sizes) != 1)}, {elements_text(sum(sizes))}"
-        about = f"{_shortened(title, 60)}\n{units} parameters. A bar is one unit."
-        figure.suptitle(about, x=0.01, ha="left")
-        kinds = {row.kind for row in rows}
-        keys = [Patch(color=c, label=name) for kind, (name, c) in _KINDS.items() if kind in kinds]
-        if any(row.frozen for row in rows):
-            keys.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="frozen"))
-        if any(row.kept for row in rows):
-            keys.append(Patch(fill=False, edgecolor="black", label="kept until backward"))
-        place: dict[str, Any] = {"loc": "outside lower left", "alignment": "left", "ncols": 4}
-        figure.legend(handles=keys, title=notes, title_fontsize=10, **place)
+        if step is None:
+            figure = Figure(figsize=(7.5, height), layout="constrained")
+            _draw_units(figure, plan, rows, notes, title)
+        else:
+            figure = Figure(figsize=(7.5, height + _STEP_HEIGHT), layout="constrained")
+            above, below = figure.subfigures(2, 1, height_ratios=(height, _STEP_HEIGHT))
+            _draw_units(above, plan, rows, notes, title)
+            _draw_step(below, step)
     return figure
+
+
+def _draw_units(
+    figure: FigureBase, plan: WrapPlan, rows: Sequence[Row], notes: str, title: str
+) -> None:
+    from matplotlib.patches import Patch
+
+    axes: Any = figure.subplots()
+    for y, row in enumerate(rows):
+        # The mean of a row whose units differ in size.
+        size, color = row.total / len(row.units), _KINDS[row.kind][1]
+        trained = size * (1 - row.frozen / max(row.total, 1))
+        axes.barh(y, trained, color=color)
+        frozen_look: dict[str, Any] = {"color": "white", "edgecolor": color, "hatch": "////"}
+        axes.barh(y, size - trained, left=trained, **frozen_look)
+        if row.kept:
+            axes.barh(y, size, fill=False, edgecolor="black", linewidth=1.6)
+        axes.annotate(_value(row), (size, y), (6, 0), textcoords="offset points", va="center")
+    # Padded with spaces that an SVG keeps, so that right-aligned labels begin at their depth.
+    labels = ["\N{NO-BREAK SPACE}" * 2 * row.depth + _shortened(row.label) for row in rows]
+    longest = max(map(len, labels))
+    padded = [label.ljust(longest, "\N{NO-BREAK SPACE}") for label in labels]
+    axes.set_yticks(range(len(rows)), padded, family="DejaVu Sans Mono", size=9)
+    axes.tick_params(axis="y", length=0)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    sizes = [unit.numel for unit in plan.units if unit.params]
+    units = f"{len(sizes)} unit{'s' * (len(sizes) != 1)}, {elements_text(sum(sizes))}"
+    about = f"{_shortened(title, 60)}\n{units} parameters. A bar is one unit."
+    figure.suptitle(about, x=0.01, ha="left")
+    kinds = {row.kind for row in rows}
+    keys = [Patch(color=c, label=name) for kind, (name, c) in _KINDS.items() if kind in kinds]
+    if any(row.frozen for row in rows):
+        keys.append(Patch(facecolor="white", edgecolor="black", hatch="////", label="frozen"))
+    if any(row.kept for row in rows):
+        keys.append(Patch(fill=False, edgecolor="black", label="kept until backward"))
+    place: dict[str, Any] = {"loc": "outside lower left", "alignment": "left", "ncols": 4}
+    figure.legend(handles=keys, title=notes, title_fontsize=10, **place)
+
+
+def _draw_step(figure: FigureBase, step: Forecast) -> None:
+    """Draws the most memory between two events of a step, by kind."""
+    from composer_fsdp2.estimate.report import NAMES, size_text
+
+    axes: Any = figure.subplots()
+    events = [window.label[0] for window in step.windows]
+    for_kind = {k: [w.kinds.get(k, 0) for w in step.windows] for k in NAMES}
+    drawn = {kind: sizes for kind, sizes in for_kind.items() if any(sizes)}
+    colors = [COLORS[_MEMORY[kind]] for kind in drawn]
+    labels = [NAMES[kind] for kind in drawn]
+    axes.stackplot(range(len(events)), *drawn.values(), labels=labels, colors=colors)
+    phases = [n for n, event in enumerate(events) if event in _PHASES]
+    starts = [n for last, n in pairwise([0, *phases]) if events[last] != events[n]]
+    axes.set_xticks(starts, [events[n] for n in starts], rotation=40, ha="right", size=9)
+    axes.yaxis.set_major_formatter(lambda size, _: size_text(size))
+    about = f"Memory of a rank over one step: {size_text(step.peak_bytes)} at most, {step.moment}"
+    figure.suptitle(about, x=0.01, ha="left")
+    place: dict[str, Any] = {"loc": "outside lower left", "ncols": 3}
+    figure.legend(**place)
 
 
 def plan_rows(plan: WrapPlan, frozen: Mapping[str, int], most: int = MOST_ROWS) -> list[Row]:

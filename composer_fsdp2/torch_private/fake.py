@@ -37,12 +37,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["UntraceableError", "Watch", "fake_ranks", "fake_tensors", "group_named"]
+__all__ = ["UntraceableError", "Watch", "fake_ranks", "group_named"]
 
 _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
-_NAMESPACES = ("c10d", "_c10d_functional")
-_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
+"""of operators that send something"""
+_FLOPS: dict[Any, Callable[..., int]] = {
+    **flop_registry,
+    # torch counts it on GPUs alone.
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda *args, **_: sdpa_flop_count(
+        *(tensor.shape for tensor in args[:3])
+    ),
+}
 
 
 class UntraceableError(Exception):
@@ -50,12 +57,15 @@ class UntraceableError(Exception):
 
 
 @contextlib.contextmanager
-def fake_ranks(ranks: int, rank: int = 0) -> Generator[None]:
-    """Makes this process one of a group that sends nothing. Collective: no."""
+def fake_ranks(ranks: int, rank: int = 0) -> Generator[FakeTensorMode]:
+    """Makes this process one of a group that sends nothing. Collective: no.
+
+    Yields a context in which tensors that are made have no memory.
+    """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         with _no_other_meshes(), _one_chunk():
-            yield
+            yield FakeTensorMode(allow_non_fake_inputs=True)
     finally:
         dist.destroy_process_group()
 
@@ -81,9 +91,8 @@ def _forget_layouts() -> None:
     """Empties DTensor's caches, whose results hold the mesh of their first call."""
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.propagate_op_sharding.cache.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # of newer torch
-    if clear is not None:
-        clear()
+    # Of newer torch.
+    getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
 
 
 @contextlib.contextmanager
@@ -105,22 +114,14 @@ class _Chunks:
     """The chunks of a tensor, each of which is cut when it is asked for."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor, self._count, self._dim = tensor, num_chunks, dim
+        self._tensor, self._dim = tensor, dim
         self._step = -(-tensor.size(dim) // num_chunks)
-
-    def __len__(self) -> int:
-        return self._count
 
     def __getitem__(self, number: int) -> torch.Tensor:
         start, size = number * self._step, self._tensor.size(self._dim)
         if start >= size:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._step, size - start))
-
-
-def fake_tensors() -> FakeTensorMode:
-    """Returns a context in which tensors that are made have no memory."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -133,9 +134,12 @@ class Watch(TorchDispatchMode):
 
     Args:
         heard: is called with the name, arguments and result of each collective.
+        mode: of fake tensors, whose known values are computed; `None` for real ones.
     """
 
-    def __init__(self, heard: Callable[[str, Any, Any], None]) -> None:
+    def __init__(
+        self, heard: Callable[[str, Any, Any], None], mode: FakeTensorMode | None = None
+    ) -> None:
         super().__init__()
         self._heard = heard
         self.kind = "other"
@@ -149,7 +153,7 @@ class Watch(TorchDispatchMode):
         """whether experts were taken to get the same number of tokens"""
         self._held: dict[int, tuple[Any, int, str]] = {}
         self._values: Any = WeakIdKeyDictionary()
-        self._mode: Any = None
+        self._mode: Any = mode
 
     def __enter__(self) -> Watch:
         original = torch.UntypedStorage.resize_
@@ -176,8 +180,7 @@ class Watch(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         reference, before, known = self._held.get(key, (None, 0, kind or self.kind))
         kind = kind or known
-        if before:
-            self.now[known] -= before
+        self.now[known] -= before
         if reference is None:
             reference = weakref.ref(storage, lambda _: self._drop(key))
         self._held[key] = reference, size, kind
@@ -215,25 +218,18 @@ class Watch(TorchDispatchMode):
             self._heard(packet.__name__, args, result)
             if packet.__name__ != "allreduce_":  # of equal ranks it changes no maximum
                 self._forget(given)
-        elif any(map(self._is_own, given)):
-            self.flops += _flops(packet, args, kwargs, result)
-        if self._mode is not None and made and func.namespace not in _NAMESPACES:
+            return result
+        if packet in _FLOPS and any(map(self._is_own, given)):
+            self.flops += _FLOPS[packet](*args, **kwargs, out_val=result)
+        if self._mode is not None and made:
             self._follow(func, args, kwargs, given, made, result)
         return result
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
         """Whether it is a tensor of the run: DTensor asks others for shapes."""
-        if not isinstance(tensor, FakeTensor):
-            return self._mode is None
-        if self._mode is None:
-            return False
-        return tensor.fake_mode is self._mode
+        return getattr(tensor, "fake_mode", None) is self._mode
 
     # --- See [Note: known values]. ---
-
-    def know(self, mode: FakeTensorMode) -> None:
-        """Begins to compute known values of the fake tensors of a mode."""
-        self._mode = mode
 
     def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and _is_small(tensor):
@@ -260,8 +256,6 @@ class Watch(TorchDispatchMode):
             if func._schema.is_mutable:
                 self._forget(made)
             return
-        if str(kwargs.get("device")) == "meta":
-            return
         values = tree_leaves(self._compute(func, args, kwargs))
         for tensor, value in zip(tree_leaves(result), values, strict=True):
             if isinstance(tensor, FakeTensor) and tensor not in self._values:
@@ -283,15 +277,7 @@ class Watch(TorchDispatchMode):
             rows = math.ceil(mask.numel() ** 2 / whole)
             self.balanced = True
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
-        shape = tuple(given[0].shape)
-        raise UntraceableError(f"{func} reads values of a tensor {shape}") from error
-
-
-def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
-    if packet is _ATTENTION:
-        return sdpa_flop_count(*(tensor.shape for tensor in args[:3]))
-    count = flop_registry.get(packet)
-    return 0 if count is None else count(*args, **kwargs, out_val=result)
+        raise UntraceableError(f"{func} reads values of a {tuple(given[0].shape)}") from error
 
 
 def _is_small(tensor: torch.Tensor) -> bool:

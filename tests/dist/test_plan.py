@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.support.plan_layouts import LAYOUTS, counted, predicted
+from tests.support.plan_layouts import LAYOUTS, PEAKS, allocated, counted, predicted
 
 PRELOAD = ["tests.support.plan_layouts"]
 
@@ -32,3 +32,16 @@ def test_a_step_takes_what_was_predicted(name: str, ranks: Callable[..., list[di
         expected, real = predicted(LAYOUTS[name], rank), found[rank]
         assert expected.pop("peak") == pytest.approx(real.pop("peak"), rel=0.1)
         assert expected == real
+
+
+def allocated_on(name: str) -> int:
+    return allocated(PEAKS[name], dist.get_rank())
+
+
+@pytest.mark.table("Llama, recomputed")
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_is_that_of_the_allocator(name: str, ranks: Callable[..., list[int]]):
+    if name.startswith("MPT"):
+        pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+    found = ranks(PEAKS[name].ranks, allocated_on, name)
+    assert predicted(PEAKS[name], 0)["peak"] == pytest.approx(found[0], rel=0.1)

@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaForCausalLM
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 from composer_fsdp2 import Muon
 from composer_fsdp2.config.schema import parse_config
@@ -48,7 +56,7 @@ class HuggingFace(nn.Module):
         return self.model(input_ids=ids, labels=ids, use_cache=False).loss
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        return type(module).__name__.endswith("DecoderLayer")
+        return type(module).__name__.endswith(("DecoderLayer", "GPT2Block", "MPTBlock"))
 
 
 def llama() -> nn.Module:
@@ -83,6 +91,8 @@ class Layout:
     microbatches: int = 1
     precision: str = "fp32"
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = adamw
+    rows: int = ROWS
+    length: int = LENGTH
 
 
 HSDP = {"data_parallel_replicate_degree": 2}
@@ -133,9 +143,10 @@ def work_of(layout: Layout, rank: int = 0) -> Work:
     settings, _ = traced_settings(parse_config(layout.config))
     return Work(
         prepare=preparing(settings, layout.precision),
-        batch=lambda: torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCAB,
+        batch=lambda: torch.arange(layout.rows * layout.length).view(layout.rows, -1) % VOCAB,
         compute=compute_loss(layout.precision),
         microbatches=layout.microbatches,
+        ahead=max(settings.forward_prefetch, settings.backward_prefetch),
         ranks=layout.ranks,
         ranks_per_node=RANKS_PER_NODE,
         rank=rank,
@@ -164,3 +175,96 @@ def numbers(trace: Trace) -> dict[str, Any]:
         "flops": trace.flops,
         "peak": max(sum(window.kinds.values()) for window in trace.windows),
     }
+
+
+# --- Models that are large enough for an allocator to be compared with. ---
+
+WIDTH, DEPTH, WORDS, TOKENS = 128, 4, 1024, 128
+_SIZES: dict[str, Any] = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 3 * WIDTH,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": WORDS,
+    "max_position_embeddings": TOKENS,
+    "tie_word_embeddings": False,
+}
+
+
+def gpt2() -> nn.Module:
+    config = GPT2Config(n_embd=WIDTH, n_layer=DEPTH, n_head=4, vocab_size=WORDS, n_positions=TOKENS)
+    return HuggingFace(GPT2LMHeadModel(config))
+
+
+def mpt() -> nn.Module:
+    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    config = MPTConfig(
+        d_model=WIDTH,
+        n_layers=DEPTH,
+        n_heads=4,
+        vocab_size=WORDS,
+        max_seq_len=TOKENS,
+        attn_config={"attn_impl": "torch"},
+    )
+    return HuggingFace(MPTForCausalLM(config))
+
+
+def mixtral() -> nn.Module:
+    """Routed by force, so that each expert gets as many tokens as the others."""
+    config = MixtralConfig(**_SIZES, num_local_experts=EXPERTS, num_experts_per_tok=1)
+    model = force(MixtralForCausalLM(config))
+    choose(model, [row % EXPERTS for row in range(ROWS)])
+    return HuggingFace(model)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": lambda: Dense(width=2 * WIDTH, layers=DEPTH),
+    "GPT-2": gpt2,
+    "Llama": lambda: HuggingFace(LlamaForCausalLM(LlamaConfig(**_SIZES))),
+    "Mixtral": mixtral,
+    "MPT": mpt,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "kept, SGD": {
+        "ranks": 2,
+        "config": {"reshard_after_forward": False},
+        "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1e-3),
+    },
+    "recomputed": {"ranks": 2, "config": {"activation_checkpointing": True}},
+    "HSDP in bf16": {"ranks": 4, "config": HSDP, "precision": "amp_bf16"},
+}
+PEAKS: dict[str, Layout] = {
+    f"{model}, {settings}": Layout(build=build, length=TOKENS, **SETTINGS[settings])
+    for model, build in MODELS.items()
+    for settings in SETTINGS
+}
+
+
+def allocated(layout: Layout, rank: int) -> int:
+    """The most that torch's allocator gave out at one moment of a second step, by its own record.
+
+    Collective: yes. Nothing of `estimate/` has a part in it.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        torch.manual_seed(0)
+        model = layout.build()
+        optimizer, work = layout.optimizer(model), work_of(layout, rank)
+        run = work.prepare(model, optimizer)
+        for name in ("first step", "second step"):
+            with record_function(name):
+                optimizer.zero_grad()
+                with run.accumulation.batch(), run.accumulation.microbatch(last=True):
+                    outputs, loss = work.compute(run.model, work.batch())
+                    loss.backward()
+                del outputs, loss
+                optimizer.step()
+    events: Any = recorded.profiler.kineto_results.events()
+    start = min(event.start_ns() for event in events if event.name() == "second step")
+    now, peak = 0, 0
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    for time, change in sorted(changes, key=lambda pair: pair[0]):
+        now += change
+        peak = max(peak, now) if time >= start else peak
+    return peak

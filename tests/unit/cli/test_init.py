@@ -136,6 +136,8 @@ def test_a_file_that_exists_stays(init, assets):
         (options("mpt-tiny", "d", "lora"), "nothing to start from"),
         (options("mpt-tiny", "d", "pretrain", 12), "12 GPUs do not fill nodes of 8"),
         (options("mpt-tiny", "d", "pretain"), "--goal"),
+        ([*options("mpt-tiny", "d", "pretrain", 8), "--gpu=K80"], "--gpu is 'K80'"),
+        ([*options("mpt-tiny", "d", "pretrain", 0), "--gpu=H100"], "the run has no GPUs"),
         (["/dev/null/run.yaml", *options("mpt-tiny", "d", "pretrain")], "run.yaml"),
     ],
 )
@@ -144,6 +146,23 @@ def test_answers_that_cannot_be(init, given, said):
     assert done.exit_code == 2, done.output
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("mpt-tiny", "It fits in 79.1 GiB: a step takes "),
+        ("mpt-7b", "It does not fit in 79.1 GiB: a step takes "),
+    ],
+)
+def test_whether_the_run_fits_a_gpu_is_said(init, assets, model, said):
+    tokenizer = f"--tokenizer={assets}/tokenizer"
+    done = init(*options(model, assets / "mds", "pretrain", 1), tokenizer, "--gpu=H100")
+    assert done.exit_code == 0, done.output
+    shown = " ".join(done.stderr.split())
+    assert said in shown
+    search = "composer-fsdp2 plan run.yaml --gpus 1 --gpu H100 --search"
+    assert (search in shown) == ("not fit" in said)
 
 
 def test_data_that_is_not_there_is_said(init):

@@ -49,6 +49,8 @@ def test_the_units_of_a_run_as_table_and_picture(plan, assets: Path, tmp_path: P
     drawn = file.read_text()
     assert "transformer.blocks.0-2" in drawn
     assert "Units of run.yaml" in drawn
+    assert "Memory of a rank over one step: " in drawn
+    assert "gathered units" in drawn
 
 
 def test_json_has_the_units_and_what_is_frozen(plan, assets: Path):
@@ -127,6 +129,8 @@ def test_the_best_settings_are_written(plan, assets: Path, tmp_path: Path):
         (["--ranks=2", "--gpus=2"], "--ranks is 2 and --gpus is 2."),
         (["--compare=precision"], "--compare is 'precision', which is no setting with values."),
         (["--search"], "--search is given, and the memory of a GPU is not known"),
+        (["--search", "--json"], "--search and --json are given."),
+        (["--compare=a=1", "--plot=a.svg"], "--compare and --plot are given."),
         (["--gpus=12", "--gpus-per-node=8"], "12 ranks do not fill nodes of 8 GPUs."),
     ],
 )
@@ -134,6 +138,13 @@ def test_options_that_cannot_be(plan, assets: Path, options: list[str], said: st
     code, shown, error = plan(run_of(assets, FSDP2), *options)
     assert (code, shown) == (2, "")
     assert said in error
+
+
+def test_there_has_to_be_a_block_to_write_into(plan, assets: Path):
+    block = "parallelism_config.fsdp2.activation_checkpointing=true"
+    code, shown, error = plan(run_of(assets), block, "--search", "--write", "--gpu=H100")
+    assert (code, shown) == (2, "")
+    assert "has no mapping under `parallelism_config.fsdp2`" in error
 
 
 def test_a_picture_that_cannot_be_written_is_refused_before_anything_is_built(plan, assets):

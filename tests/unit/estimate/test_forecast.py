@@ -11,6 +11,7 @@ from torch import nn
 
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.errors import ConfigError, PlanError
+from composer_fsdp2.estimate import collectives
 from composer_fsdp2.estimate.blocks import find_equal_blocks
 from composer_fsdp2.estimate.clock import GPUS, gpu_named, step_times
 from composer_fsdp2.estimate.collectives import CollectiveCounter
@@ -40,13 +41,18 @@ def predicted(
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"activation_checkpointing": True, "gradient_sync": "last"}],
-    ids=["kept", "recomputed"],
+    [
+        {},
+        {"activation_checkpointing": True, "gradient_sync": "last"},
+        {"forward_prefetch": 2, "backward_prefetch": 2},
+    ],
+    ids=["kept", "recomputed", "gathered ahead"],
 )
 def test_few_of_equal_blocks_are_as_all(config: dict[str, Any], monkeypatch):
     layout = Layout(4, config, microbatches=5)
     some = predicted(Dense(layers=11), layout, monkeypatch)
-    assert "11 blocks of 'blocks' are equal: 4 of them were traced for all" in some.notes
+    traced = 5 if "forward_prefetch" in config else 3
+    assert f"11 blocks of 'blocks' are equal: {traced} of them were traced for all" in some.notes
     monkeypatch.setattr("composer_fsdp2.estimate.forecast.find_equal_blocks", lambda *_: None)
     whole = predicted(Dense(layers=11), layout, monkeypatch)
     names = ("held", "kept", "sent", "flops", "peak_bytes", "gathered_bytes")
@@ -103,6 +109,15 @@ def test_doctor_tells_a_run_that_cannot_fit(monkeypatch):
 def test_a_collective_without_a_row_is_an_error():
     with pytest.raises(PlanError, match=r"'gather_'.* Its bytes would be missing"):
         CollectiveCounter(8).hear("gather_", (), None)
+
+
+@pytest.mark.parametrize("name", ["_allgather_base_", "_reduce_scatter_base_"])
+def test_a_step_with_a_collective_without_a_row_is_an_error(name: str, monkeypatch):
+    """In forward and in backward; a model that cannot be traced would show zero."""
+    rows = {key: row for key, row in collectives._ROWS.items() if key != name}
+    monkeypatch.setattr(collectives, "_ROWS", rows)
+    with pytest.raises(PlanError, match=f"the collective '{name}', which the plan has no row for"):
+        predicted(Dense(), Layout(2), monkeypatch)
 
 
 def test_an_unknown_gpu_names_those_that_are_known():

@@ -17,6 +17,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.estimate.forecast import Forecast
+from composer_fsdp2.estimate.trace import Window
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.rules import by_class, root_rule
 from composer_fsdp2.plan.unit_size import frozen_elements
@@ -59,13 +61,15 @@ def check_text(figure: Figure) -> None:
     renderer = FigureCanvasAgg(figure).get_renderer()
     figure.draw(renderer)
     width, height = figure.bbox.width, figure.bbox.height
-    texts = [*figure.texts, *(text for axes in figure.axes for text in axes.texts)]
+    parts = (figure, *figure.subfigs)
+    texts = [text for part in parts for text in part.texts]
+    texts += [text for axes in figure.axes for text in axes.texts]
     for axes in figure.axes:
         low, high = sorted(axes.get_ylim())
         ticks = axes.get_yticklabels()  # those beyond the axis are not drawn
         texts += [label for label in ticks if low <= label.get_position()[1] <= high]
-    parts = [*texts, *figure.legends]
-    found = [(str(part), part.get_window_extent(renderer)) for part in parts]
+    shown = [*texts, *(legend for part in parts for legend in part.legends)]
+    found = [(str(part), part.get_window_extent(renderer)) for part in shown]
     outside = [t for t, box in found if not (box.x0 >= 0 and box.x1 <= width and box.y0 >= 0)]
     assert not outside + [text for text, box in found if box.y1 > height]
     pairs = itertools.combinations(found, 2)
@@ -152,6 +156,43 @@ def test_a_drawing_shows_sizes_ties_and_what_is_frozen():
     assert "tie 1: embed.weight = head.weight" in found
     assert any(text.endswith(", tie 1") for text in found)
     assert any(text.endswith(", frozen") for text in found)
+
+
+def test_memory_over_a_step_is_stacked_by_kind():
+    """Areas end at the sum of each moment, whose kinds are in the order of the table."""
+    kinds = [
+        (("start", ""), {"parameters": 4e9, "optimizer": 8e9}),
+        (("microbatch", "0"), {"parameters": 4e9, "optimizer": 8e9, "other": 1e6}),
+        (("forward", "a"), {"parameters": 4e9, "optimizer": 8e9, "gathered": 1e9}),
+        (("forward", "b"), {"parameters": 4e9, "optimizer": 8e9, "activations": 3e9}),
+        (("backward", "b"), {"parameters": 4e9, "optimizer": 8e9, "backward": 5e9}),
+        (("recomputation", "a"), {"parameters": 4e9, "optimizer": 8e9, "gathered": 2e9}),
+        (("backward", "a"), {"parameters": 4e9, "optimizer": 8e9, "gradients": 4e9}),
+        (("step", ""), {"parameters": 4e9, "optimizer": 8e9, "gradients": 4e9, "step": 2e9}),
+    ]
+    windows = [Window(label, {name: int(n) for name, n in sizes.items()}) for label, sizes in kinds]
+    step = Forecast(
+        ranks=2,
+        ranks_per_node=2,
+        microbatches=1,
+        held={},
+        gathered_bytes=0,
+        peak=windows[-1].kinds,
+        moment="step",
+        windows=tuple(windows),
+    )
+    figure = plan_picture(PLANS["three"], title="A run", step=step)
+    check_text(figure)
+    (axes,) = figure.subfigs[1].axes
+    names = [area.get_label() for area in axes.collections]
+    assert names[:4] == ["parameters", "gradients", "optimizer state", "gathered units"]
+    tops = dict.fromkeys(range(len(windows)), 0.0)
+    for moment, size in axes.collections[-1].get_paths()[0].vertices:
+        tops[int(moment)] = max(size, tops[int(moment)])
+    assert list(tops.values()) == [sum(window.kinds.values()) for window in windows]
+    ticks = {label.get_text(): label.get_position()[0] for label in axes.get_xticklabels()}
+    assert ticks == {"forward": 2, "backward": 4, "step": 7}
+    assert "Memory of a rank over one step: 16.76 GiB at most" in figure.subfigs[1].get_suptitle()
 
 
 def test_a_tied_parameter_counts_once():
