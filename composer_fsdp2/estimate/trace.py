@@ -266,6 +266,7 @@ def _steps(
     count = min(work.microbatches, 2 if settings.gradient_sync == "every" else 3)
     moments = _Moments(run, watch)
     run.listen(moments)
+    found = Trace(run.plan)
     for total in (*[1] * warm, count):
         optimizer.zero_grad()
         moments.begin("start")

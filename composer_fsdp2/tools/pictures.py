@@ -165,7 +165,8 @@ def plan_picture(
             _draw_units(figure, plan, rows, notes, title)
         else:
             figure = Figure(figsize=(7.5, height + _STEP_HEIGHT), layout="constrained")
-            above, below = figure.subfigures(2, 1, height_ratios=(height, _STEP_HEIGHT))
+            parts: Any = figure.subfigures(2, 1, height_ratios=(height, _STEP_HEIGHT))
+            above, below = parts
             _draw_units(above, plan, rows, notes, title)
             _draw_step(below, step)
     return figure
@@ -223,7 +224,11 @@ def _draw_step(figure: FigureBase, step: Forecast) -> None:
     phases = [n for n, event in enumerate(events) if event in _PHASES]
     starts = [n for last, n in pairwise([0, *phases]) if events[last] != events[n]]
     axes.set_xticks(starts, [events[n] for n in starts], rotation=40, ha="right", size=9)
-    axes.yaxis.set_major_formatter(lambda size, _: size_text(size))
+
+    def shown(size: float, _place: int) -> str:
+        return size_text(size)
+
+    axes.yaxis.set_major_formatter(shown)
     about = f"Memory of a rank over one step: {size_text(step.peak_bytes)} at most, {step.moment}"
     figure.suptitle(about, x=0.01, ha="left")
     place: dict[str, Any] = {"loc": "outside lower left", "ncols": 3}
