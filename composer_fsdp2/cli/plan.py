@@ -118,9 +118,6 @@ def plan(
             typer.echo(str(units) if rehearsal.sizes is None else f"{units}\n{rehearsal.sizes}")
             if forecast is not None:
                 typer.echo("\n".join(forecast_lines(forecast, known, memory)))
-        if rehearsal.findings:
-            command = escape(f"composer-fsdp2 doctor {run}")
-            say(f"[yellow]Findings on the way: {len(rehearsal.findings)}. See '{command}'.[/]")
         if plot is not None:
             step = None if forecast is None or forecast.kept is None else forecast
             write_figure(plan_picture(units, rehearsal.frozen, f"Units of {run.name}", step), plot)
@@ -167,11 +164,11 @@ def _cluster_named(
 
 
 def _planned(run: Path, cfg: DictConfig, cluster: Cluster) -> Rehearsal:
-    """Rehearses a run; ends the command where the model cannot be planned."""
+    """Rehearses a run and tells what it finds; ends where the model cannot be planned."""
     found = rehearsed(cfg, cluster)
+    for finding in found.findings:
+        say(f"[yellow]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
     if found.units is None:
-        for finding in found.findings:
-            say(f"[red]{finding.level}: {escape(finding.what)}[/] {escape(finding.advice)}")
         say("[red]The model cannot be planned.[/]")
         raise typer.Exit(ExitCode.FAILED)
     return found

@@ -1,10 +1,11 @@
 """Shortens a model by blocks that are equal, so that a trace of few stands for all.
 
-[Note: equal blocks] A step is traced with two periods of equal blocks and with three, and with one
-more of each for every block that is gathered ahead. What the last of them adds, each further one
-adds as well: bytes that are held and sent, FLOPs, and memory at one and the same moment of the
+[Note: equal blocks] A step is traced with three periods of equal blocks and with four, and with one
+more for each block after the first that is gathered ahead. What the last of them adds, each further
+one adds as well: bytes that are held and sent, FLOPs, and memory at one and the same moment of the
 step. A moment belongs to a block counted from the first or from the last one; the most memory is
-not between those, for what a block adds does not change between them.
+not between those, for what a block adds does not change between them. Two periods would be too few:
+the most memory may be needed by a block with equal blocks on both sides.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from composer_fsdp2.estimate.trace import Trace, Window
+from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
 __all__ = ["EqualBlocks", "copied", "extended", "find_equal_blocks"]
@@ -66,7 +68,7 @@ def find_equal_blocks(
         treated: names of modules that a transformation changes.
         ahead: blocks that are gathered before they are needed.
     """
-    short = 2 + ahead  # see [Note: equal blocks]
+    short = 2 + max(1, ahead)  # see [Note: equal blocks]
     tied = {name for names in units.tied for name in names}
     inside: dict[str, list[Any]] = defaultdict(list)
     for unit in units.units:
@@ -138,17 +140,24 @@ def copied(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Returns copies, without blocks beyond so many periods. Collective: no."""
     memo: dict[int, Any] = {}
+    # A copy of two parameters on meta that share memory would not share it.
+    params = {id(ref.param): ref for ref in ModuleTree.read(model).params}
+    same = canonical_param_ids(params.values()).items()
+    memo |= {key: copy.deepcopy(params[first].param, memo) for key, first in same if key != first}
     if blocks is not None:
         held: Any = model.get_submodule(blocks.name)
-        kept = {*range(blocks.count)} - {*blocks.left_out(periods)}
-        memo[id(held)] = nn.ModuleList(copy.deepcopy(held[number], memo) for number in sorted(kept))
+        memo[id(held)] = nn.ModuleList(
+            copy.deepcopy(block, memo)
+            for number, block in enumerate(held)
+            if number not in blocks.left_out(periods)
+        )
     new = copy.deepcopy(model, memo)
     # A copy that torch makes of an optimizer has nothing but groups and state.
     other = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
         vars(other)[key] = copy.copy(value) if isinstance(value, dict) else value
     other.param_groups = [
-        {**group, "params": [memo[id(p)] for p in group["params"] if id(p) in memo]}
+        {**group, "params": [*dict.fromkeys(memo[id(p)] for p in group["params"] if id(p) in memo)]}
         for group in optimizer.param_groups
     ]
     other.state = defaultdict(dict)

@@ -175,7 +175,7 @@ def observe_steps(
         if state_only:
             return Trace(run.plan, held, windows=[Window(("state", ""), dict(held))])
         Trace(run.plan).add(counter, watch)  # of the step that made the state
-        return _steps(run, optimizer, work, watch, counter, state)
+        return _steps(run, optimizer, work, watch, counter, state, Trace(run.plan))
 
 
 def _drop_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -254,6 +254,7 @@ def _steps(
     watch: Watch,
     counter: CollectiveCounter,
     state: _State,
+    found: Trace,
 ) -> Trace:
     settings = run.settings
     warm = 0 if is_fake() else 1  # real ranks compare their batches in the first step
@@ -266,7 +267,6 @@ def _steps(
     count = min(work.microbatches, 2 if settings.gradient_sync == "every" else 3)
     moments = _Moments(run, watch)
     run.listen(moments)
-    found = Trace(run.plan)
     for total in (*[1] * warm, count):
         optimizer.zero_grad()
         moments.begin("start")

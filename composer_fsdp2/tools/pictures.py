@@ -166,9 +166,8 @@ def plan_picture(
         else:
             figure = Figure(figsize=(7.5, height + _STEP_HEIGHT), layout="constrained")
             parts: Any = figure.subfigures(2, 1, height_ratios=(height, _STEP_HEIGHT))
-            above, below = parts
-            _draw_units(above, plan, rows, notes, title)
-            _draw_step(below, step)
+            _draw_units(parts[0], plan, rows, notes, title)
+            _draw_step(parts[1], step)
     return figure
 
 
@@ -214,6 +213,9 @@ def _draw_step(figure: FigureBase, step: Forecast) -> None:
     """Draws the most memory between two events of a step, by kind."""
     from composer_fsdp2.estimate.report import NAMES, size_text
 
+    def written(size: float, _: int) -> str:
+        return size_text(size)
+
     axes: Any = figure.subplots()
     events = [window.label[0] for window in step.windows]
     for_kind = {k: [w.kinds.get(k, 0) for w in step.windows] for k in NAMES}
@@ -224,11 +226,7 @@ def _draw_step(figure: FigureBase, step: Forecast) -> None:
     phases = [n for n, event in enumerate(events) if event in _PHASES]
     starts = [n for last, n in pairwise([0, *phases]) if events[last] != events[n]]
     axes.set_xticks(starts, [events[n] for n in starts], rotation=40, ha="right", size=9)
-
-    def shown(size: float, _place: int) -> str:
-        return size_text(size)
-
-    axes.yaxis.set_major_formatter(shown)
+    axes.yaxis.set_major_formatter(written)
     about = f"Memory of a rank over one step: {size_text(step.peak_bytes)} at most, {step.moment}"
     figure.suptitle(about, x=0.01, ha="left")
     place: dict[str, Any] = {"loc": "outside lower left", "ncols": 3}

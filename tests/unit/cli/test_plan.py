@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from composer_fsdp2.cli import main
 from tests.support import foundry
-from tests.support.foundry import FSDP2, run_of
+from tests.support.foundry import FSDP2, llama, run_of
 
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
 
@@ -59,6 +59,22 @@ def test_json_has_the_units_and_what_is_frozen(plan, assets: Path):
     assert code == 0
     assert found["frozen"] == {}
     assert sum(unit["numel"] for unit in found["units"]) > 1000
+
+
+def test_a_model_with_new_weights_is_tied(plan, assets: Path):
+    model = llama(assets, "llama-tied", pretrained=False, init_device="meta")
+    code, shown, said = plan(run_of(assets, FSDP2, model), "--gpus=2", "--json")
+    assert code == 0, said
+    found = json.loads(shown)
+    assert found["tied"] == [["model.model.embed_tokens.weight", "model.lm_head.weight"]]
+    elements = sum(unit["numel"] for unit in found["units"])
+    assert found["forecast"]["held"]["parameters"] == 4 * elements / 2
+
+
+def test_a_key_that_nobody_reads_is_said(plan, assets: Path):
+    code, _, said = plan(run_of(assets, FSDP2), "--gpus=2", "--compare=model.n_layer=1,2")
+    assert code == 0, said
+    assert "n_layer" in said
 
 
 def test_what_each_rank_of_a_tensor_group_holds(plan, assets: Path):

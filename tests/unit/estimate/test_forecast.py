@@ -40,21 +40,23 @@ def predicted(
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "width", "traced"),
     [
-        {},
-        {"activation_checkpointing": True, "gradient_sync": "last"},
-        {"forward_prefetch": 2, "backward_prefetch": 2},
+        ({}, 16, 4),
+        ({"activation_checkpointing": True, "gradient_sync": "last"}, 16, 4),
+        ({"activation_checkpointing": True}, 128, 4),
+        ({"forward_prefetch": 2, "backward_prefetch": 2}, 128, 5),
     ],
-    ids=["kept", "recomputed", "gathered ahead"],
+    ids=["kept", "recomputed", "most in a block", "gathered ahead"],
 )
-def test_few_of_equal_blocks_are_as_all(config: dict[str, Any], monkeypatch):
+def test_few_of_equal_blocks_are_as_all(
+    config: dict[str, Any], width: int, traced: int, monkeypatch
+):
     layout = Layout(4, config, microbatches=5)
-    some = predicted(Dense(layers=11), layout, monkeypatch)
-    traced = 5 if "forward_prefetch" in config else 3
+    some = predicted(Dense(layers=11, width=width), layout, monkeypatch)
     assert f"11 blocks of 'blocks' are equal: {traced} of them were traced for all" in some.notes
     monkeypatch.setattr("composer_fsdp2.estimate.forecast.find_equal_blocks", lambda *_: None)
-    whole = predicted(Dense(layers=11), layout, monkeypatch)
+    whole = predicted(Dense(layers=11, width=width), layout, monkeypatch)
     names = ("held", "kept", "sent", "flops", "peak_bytes", "gathered_bytes")
     assert [getattr(some, name) for name in names] == [getattr(whole, name) for name in names]
 
