@@ -401,9 +401,16 @@ class _Replacements:
         return self.original["pre_forward"](*args)
 
     def post_forward(self, *args: Any) -> Any:
-        output = self.original["post_forward"](*args)
+        if backward_number() < 0:
+            self.original["post_forward"](*args)
+        else:
+            # A block is computed again, and backward is about to use the weights. Torch 2.7 would
+            # free them, and take this for one more forward: backward then gathers ahead a unit
+            # that it has left, which stays gathered to the end. Newer torch does as this does:
+            # https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py
+            self._group._training_state = _idle(self._group)
         self._hear("after_group_forward")
-        return output
+        return args[2]
 
     def unshard(self, *args: Any, **kwargs: Any) -> None:
         if _gathers(self._group):

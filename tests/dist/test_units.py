@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+from composer_fsdp2.step.run import Run, StepListener, run_of
 from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches, lm_loss
 from tests.support.parity import (
     OPTIMIZERS,
@@ -554,6 +556,47 @@ def test_forwards_before_one_backward_through_recomputed_units(inner: str, forwa
         return losses[0] - 0.5 * sum(losses[1:])
 
     trains_alike(oracle, model, loss)
+
+
+class _Gathers(StepListener):
+    """Counts gathers of units, and those that hold weights when backward comes to the first block."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.counts = Counter[str]()
+        self.held: set[str] = set()
+
+    def before_gather(self, unit: str, group: Any) -> None:
+        self.counts[unit] += 1
+
+    def before_backward(self, unit: str, group: Any) -> None:
+        if unit == "blocks.0":
+            groups = self.run.groups.items()
+            self.held = {name for name, held in groups if any(g.is_unsharded for g in held)}
+
+
+class Bent(Block):
+    """Keeps something for backward after its last unit: torch computes the block again there."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x))
+
+
+@pytest.mark.world_size(2)
+def test_units_in_recomputed_blocks_are_gathered_twice_and_freed_after_their_backward():
+    model = Recomputes()
+    model.blocks = nn.ModuleList(Bent(WIDTH) for _ in range(3))
+    policy = {"classes": ["Bent", "Linear"], "min_unit_bytes": 1}
+    sharded(model, {"wrap_policy": policy, "reshard_after_forward": True})
+    (ids, targets) = batches(1, 4)[0]
+    lm_loss(model(ids), targets).backward()
+    gathers = _Gathers(run_of(model))
+    run_of(model).listen(gathers)
+    lm_loss(model(ids), targets).backward()
+    inner = {name for name in gathers.counts if name.startswith("blocks.") and name.count(".") > 1}
+    assert inner
+    assert {gathers.counts[name] for name in inner} == {2}
+    assert not {name for name in gathers.held & inner if not name.startswith("blocks.0.")}
 
 
 @pytest.mark.world_size(2)
