@@ -414,5 +414,5 @@ def _copy_stream(where: torch.device) -> Any:
 
 @functools.cache
 def _asked(where: torch.device) -> deque[Any]:
-    """Makes the list of the last times at which the computation asked for a tensor."""
+    """Returns events: when the computation last asked for tensors."""
     return deque()

@@ -88,32 +88,38 @@ def init(
                 f"--gpu is {gpu}, and the run has no GPUs. Its memory would be compared with "
                 "nothing. Leave --gpu out, or write --gpus 1 or more."
             )
-        text = starter_yaml(answers)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text, encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError(
-                f"'{file}' cannot be written: {reason}. There is no run without it. Write another "
-                "path."
-            ) from None
-        # Doctor looks at the cluster of the answers, not at this machine.
-        per_node, cluster = answers.gpus // answers.nodes, ""
-        if answers.gpus not in (0, _local_gpus()):
-            cluster = f" --ranks {answers.gpus} --gpus-per-node {per_node}"
-        command = f"composer-fsdp2 train {file} --ranks {answers.ranks}"
-        if answers.nodes > 1:
-            command = (
-                f"on each node: torchrun --nnodes {answers.nodes} --nproc-per-node {per_node} "
-                "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python "
-                f"composer-fsdp2 train {file}"
-            )
-        say(f"[green]Wrote {escape(str(file))}[/]")
-        say(f"Check it:  composer-fsdp2 doctor {escape(f'{file}{cluster}')}")
-        say(f"Train:     {escape(command)}")
+        _write(file, starter_yaml(answers))
+        _say_how_to_start(file, answers)
         if gpu is not None:
             _say_whether_it_fits(file, answers, gpu)
+
+
+def _write(file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"'{file}' cannot be written: {reason}. There is no run without it. Write another path."
+        ) from None
+
+
+def _say_how_to_start(file: Path, answers: Answers) -> None:
+    # Doctor looks at the cluster of the answers, not at this machine.
+    per_node, cluster = answers.gpus // answers.nodes, ""
+    if answers.gpus not in (0, _local_gpus()):
+        cluster = f" --ranks {answers.gpus} --gpus-per-node {per_node}"
+    command = f"composer-fsdp2 train {file} --ranks {answers.ranks}"
+    if answers.nodes > 1:
+        command = (
+            f"on each node: torchrun --nnodes {answers.nodes} --nproc-per-node {per_node} "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:29400 --no-python "
+            f"composer-fsdp2 train {file}"
+        )
+    say(f"[green]Wrote {escape(str(file))}[/]")
+    say(f"Check it:  composer-fsdp2 doctor {escape(f'{file}{cluster}')}")
+    say(f"Train:     {escape(command)}")
 
 
 def _say_whether_it_fits(file: Path, answers: Answers, gpu: str) -> None:

@@ -88,13 +88,7 @@ def plan(
     from composer_fsdp2.tools.pictures import check_destination, plan_picture, write_figure
 
     with reported():
-        outputs = {"compare": compare, "search": search or write, "json": as_json, "plot": plot}
-        given = [f"--{name}" for name, value in outputs.items() if value]
-        if given[1:] and given[0] in ("--compare", "--search"):
-            raise ConfigError(
-                f"{' and '.join(given)} are given. {given[0]} prints a table of its own, and the "
-                "rest would have no effect. Give one of them."
-            )
+        _check_outputs(compare=compare, search=search or write, json=as_json, plot=plot)
         if plot is not None:
             check_destination(plot)
         known = None if gpu is None else gpu_named(gpu)
@@ -124,6 +118,16 @@ def plan(
             say(f"picture  {escape(str(plot))}")
         if forecast is not None and memory is not None and not fits(forecast, memory):
             raise typer.Exit(ExitCode.FAILED)
+
+
+def _check_outputs(**outputs: object) -> None:
+    """Refuses options of which one prints a table that has no place for the others."""
+    given = [f"--{name}" for name, value in outputs.items() if value]
+    if given[1:] and given[0] in ("--compare", "--search"):
+        raise ConfigError(
+            f"{' and '.join(given)} are given. {given[0]} prints a table of its own, and the rest "
+            "would have no effect. Give one of them."
+        )
 
 
 def _read(run: Path, overrides: list[str]) -> DictConfig:

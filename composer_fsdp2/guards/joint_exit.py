@@ -197,7 +197,7 @@ class JointExit:
                 records.clear()  # all ranks have entered these
 
     @contextmanager
-    def attempt(self, let_go: Callable[[], object] = int) -> Generator[None]:
+    def attempt(self, let_go: Callable[[], object] | None = None) -> Generator[None]:
         """Goes around a part of an attempt: all ranks leave it when memory runs out on one.
 
         Collective: yes, when it does.
@@ -217,7 +217,8 @@ class JointExit:
             if text is None:
                 raise
             traceback.clear_frames(error.__traceback__)  # which hold what was allocated
-            let_go()
+            if let_go is not None:
+                let_go()
         raise self._end(text)
 
     def _reason(self, error: Exception) -> str | None:

@@ -113,7 +113,7 @@ def mesh_of(run: Run) -> MeshShape | None:
 
 
 def memory_findings(found: Forecast, gpu: Gpu) -> Iterator[Finding]:
-    """Yields what a step is predicted to need beyond the memory of a GPU.
+    """Yields a finding where a step is predicted to need more than the memory of a GPU.
 
     Args:
         found: of the run.
@@ -252,7 +252,7 @@ def _environment(machine: Machine, run: Run | None) -> Iterator[Finding]:
 
 
 def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
-    """Yields what keeps ranks from connecting."""
+    """Yields findings about interfaces and open files that keep ranks from connecting."""
     here = machine.interfaces
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         written = machine.environment.get(name, "")

@@ -74,7 +74,7 @@ class ExpertMesh:
         return self.degree // (1 if self.tensor is None else self.tensor.size())
 
     def own_tokens(self, count: int) -> slice:
-        """Which of its tokens this rank sends; ranks with the same tokens share them."""
+        """Returns which of its tokens this rank sends; ranks with the same ones send the rest."""
         if self.tensor is None:
             return slice(0, count)
         step = -(-count // self.tensor.size())

@@ -44,7 +44,7 @@ class ExpertPlan:
 
     @property
     def inside(self) -> tuple[str, ...]:
-        """How names begin of what belongs to an expert."""
+        """Returns how names of the parts of experts begin."""
         return tuple(f"{held.name}." for held in self.lists)
 
     def __str__(self) -> str:
