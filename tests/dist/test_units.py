@@ -559,7 +559,7 @@ def test_forwards_before_one_backward_through_recomputed_units(inner: str, forwa
 
 
 class _Gathers(StepListener):
-    """Counts gathers of units, and those that hold weights when backward comes to the first block."""
+    """Counts gathers, and units that hold weights when backward comes to the first block."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
