@@ -36,9 +36,7 @@ def mpt() -> ComposerModel:
     )
 
 
-FOUNDRY = pytest.mark.filterwarnings(
-    "ignore:alibi or rope is turned on", "ignore:Using a non-tuple sequence"
-)
+FOUNDRY = pytest.mark.filterwarnings("ignore:alibi or rope is turned on")
 RECOMPUTED = {"activation_checkpointing": True, "activation_cpu_offload": True}
 GATHERING = {"sequence_parallel": {"degree": 2, "method": "gather_kv"}}
 MODES: dict[str, tuple[int, int, Any, dict[str, Any], float]] = {

@@ -569,7 +569,6 @@ def mpt(kind: str) -> nn.Module:
 
 
 @pytest.mark.table("glu-2")
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @LAYOUTS
 @pytest.mark.parametrize("kind", ["glu", "mlp"])
 def test_foundry(kind: str, degree: int):
@@ -744,7 +743,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
 
 
 @pytest.mark.table(*(case for case in REFUSED if case != "no name"))
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str):
     """On every rank, before the model is changed."""

@@ -203,7 +203,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor], str]] = 
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.parametrize("case", REFUSED)
 def test_masks_of_which_nothing_is_known(case: str):
     make, mask, match = REFUSED[case]

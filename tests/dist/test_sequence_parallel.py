@@ -223,7 +223,6 @@ def mean(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.table("Llama, eager-ulysses-plain-4")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
@@ -284,7 +283,6 @@ TENSOR: list[tuple[str, str, str, dict[str, Any]]] = [
 
 @pytest.mark.table("MPT, grouped-gather_kv-packed-settings2")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
@@ -392,7 +390,6 @@ def test_two_forwards_before_a_backward(method: str, settings: str):
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("family", ["Llama", "Llama, LoRA", "MPT"])
@@ -490,7 +487,6 @@ PACKED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
 
 @pytest.mark.table("as it is", "MPT, numbers")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:MPT received non-None input for `sequence_id`")
 @pytest.mark.world_size(2)

@@ -206,7 +206,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "loss outside",
     "heads",
 )
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:The tokenizer was not provided")
 @pytest.mark.world_size(2)
@@ -281,7 +280,6 @@ def test_batches_that_cannot_be_divided(case: str, mode: str):
 
 
 @VIEWS
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("make", "most"), [(gpt2, LENGTH), (mpt, 64)])

@@ -117,7 +117,6 @@ FORMS: dict[str, dict[str, Any]] = {
 @pytest.mark.table("MPT-in fsdp2")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
 @pytest.mark.filterwarnings("ignore:The tokenizer was not provided")
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("form", FORMS)

@@ -132,7 +132,6 @@ COMPILED: dict[str, tuple[str, str, str, dict[str, Any]]] = {
 
 @pytest.mark.table("offload")
 @VIEWS
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:Propagating key_padding_mask")  # in LLM Foundry
 @pytest.mark.world_size(2)

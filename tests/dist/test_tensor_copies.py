@@ -38,7 +38,6 @@ COPIES = {"data_parallel_replicate_degree": 2}
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),  # in LLM Foundry
 ]
 
 

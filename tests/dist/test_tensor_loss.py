@@ -124,7 +124,6 @@ def test_the_models_own_loss_is_that_of_one_process(tied: bool, degree: int, chu
 
 
 @VIEWS
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.world_size(4)
 def test_foundrys_loss_is_that_of_one_process():
     pytest.importorskip("llmfoundry")

@@ -41,7 +41,6 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 # Newer torch warns of blocks that end in a view; nothing in these models changes it in place.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),  # in LLM Foundry
     pytest.mark.world_size(4),
 ]
 

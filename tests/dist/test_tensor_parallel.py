@@ -179,7 +179,6 @@ def prepared(
 # Newer torch warns of blocks that end in a view; nothing in these models changes it in place.
 @pytest.mark.table("GLM-4-adamw")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from tests.support.parity import full
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
-    pytest.mark.filterwarnings("ignore:Using a non-tuple sequence"),  # in LLM Foundry
 ]
 MAKE = FAMILIES | {f"{name}, odd": make for name, make in ODD_FAMILIES.items()}
 EVERY = ["Llama, tied", "Qwen3", "Phi-3", "GPT-2", "MPT, grouped"]

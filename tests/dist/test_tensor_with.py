@@ -496,7 +496,6 @@ def test_adapters_that_are_refused(settings: dict[str, Any], match: str):
         prepared(adapted(llama(), ["q_proj"], **settings), None)
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")  # in LLM Foundry
 @pytest.mark.filterwarnings("ignore:alibi or rope is turned on")
 @pytest.mark.world_size(4)
 def test_alibi_is_refused():

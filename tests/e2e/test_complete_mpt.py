@@ -44,7 +44,6 @@ def test_goes_on_as_if_nothing_had_happened(folder):
 
 
 # MPT indexes with a list, which newer releases of torch remark on.
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 def test_the_export_computes_what_the_trained_model_does(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path))
     model = AutoModelForCausalLM.from_pretrained(

@@ -224,9 +224,6 @@ def followers(units: dict[str, FSDPModule], states: str) -> dict[str, str]:
 
 @pytest.mark.table("mpt", "t5")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-@pytest.mark.filterwarnings(
-    "ignore:Using a non-tuple sequence for multidimensional indexing"
-)  # MPT
 @pytest.mark.parametrize("make", ORDERS)
 def test_order_of_models(as_rank: Join, make: Callable[[], tuple[nn.Module, str]]):
     as_rank(0)

@@ -383,7 +383,6 @@ def test_every_kind_of_tokenizer_file(tmp_path: Path):
 
 # LLM Foundry indexes in a way that newer torch deprecates.
 @pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 def test_mpt(tmp_path: Path):
     """Its class is LLM Foundry's; transformers has another one for the same `model_type`."""
     mpt = pytest.importorskip("llmfoundry.models.mpt", reason="needs the extra foundry")

@@ -118,7 +118,6 @@ def test_models_without_what_they_have_a_getter_for():
     assert len(plan(Without()).units) == 4
 
 
-@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 def test_mpt_with_a_head():
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
 
