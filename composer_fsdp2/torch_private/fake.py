@@ -252,7 +252,7 @@ class Watch(TorchDispatchMode):
         if not all(map(_is_small, made)):
             return
         if func.overloadpacket is torch.ops.aten.rand and made[0].numel() == 1:
-            # Models that drop layers draw a number for each, and drop none that is above their rate.
+            # Models that drop layers draw a number for each: none is dropped above their rate.
             with unset_fake_temporarily():
                 self._values[made[0]] = torch.full(made[0].shape, 0.5)
             return
