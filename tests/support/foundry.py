@@ -150,7 +150,7 @@ def run_of(assets: Path, *changes: dict[str, Any], loader: str = "text") -> dict
             "lr": 3e-3,
             "betas": [0.9, 0.95],
             # Some gradients are 0 but for rounding, which Adam would make steps of.
-            "eps": 1e-4,
+            "eps": 1e-3,
             "weight_decay": 0.0,
         },
         "scheduler": {"name": "constant_with_warmup", "t_warmup": "0ba"},
