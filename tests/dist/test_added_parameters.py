@@ -74,3 +74,15 @@ def test_frozen_ones_and_shards_are_stepped():
     optimizer.add_param_group({"params": [model[1].weight]})
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3), requires_grad=False)]})
     step(model, optimizer)
+
+
+@pytest.mark.world_size(1)
+def test_one_rank_has_nothing_to_average():
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepare_fully_shard(model, optimizer, {})
+    (added,) = scale_beside(model)
+    optimizer.add_param_group({"params": [added]})
+    before = added.detach().clone()
+    step(model, optimizer)
+    assert not torch.equal(added, before)

@@ -161,6 +161,17 @@ def test_layers_that_cannot_are_refused(
 
 
 @pytest.mark.world_size(2)
+def test_small_layers_are_left_out():
+    model = TinyLM(layers=2, width=128)
+    model.blocks[1].up = nn.Linear(128, 112)
+    model.blocks[1].down = nn.Linear(112, 128)
+    prepare_fully_shard(model, None, {"fp8": {"emulate": True}})
+    linear = float8.float8_linear.Float8Linear
+    chosen = [name for name, inner in model.named_modules() if isinstance(inner, linear)]
+    assert chosen == ["blocks.0.up", "blocks.0.down"]
+
+
+@pytest.mark.world_size(2)
 def test_a_machine_that_cannot_is_told():
     with pytest.raises(ConfigError, match="a run on cpu that cannot multiply fp8"):
         prepare_fully_shard(_model(), None, {"fp8": True}, device="cpu")

@@ -20,7 +20,7 @@ from torch import nn
 
 from composer_fsdp2 import PlanError, installed, prepare_fully_shard
 from composer_fsdp2.guards import order_check
-from composer_fsdp2.guards.order_check import rank_text
+from composer_fsdp2.guards.order_check import is_broken, rank_text
 from tests.support.limits import scaled
 from tests.support.models import Block, TinyComposer
 from tests.support.pool import WorkerPool
@@ -257,6 +257,24 @@ def one_rank_is_late_in_the_first_step(folder: Path) -> float:
 def test_a_rank_that_does_not_come_is_missed_before_the_timeout(pool: WorkerPool, tmp_path: Path):
     seconds, _ = pool.run(functools.partial(one_rank_is_late_in_the_first_step, tmp_path))
     assert seconds < TIMEOUT_SECONDS
+
+
+def one_rank_has_ended(folder: Path) -> str:
+    hurry(folder)
+    model = turned()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()  # closes its connections, as the end of its process does
+        return ""
+    with pytest.raises(RuntimeError) as caught:
+        step(model)
+    return str(caught.value)
+
+
+@pytest.mark.matrix
+def test_a_rank_that_has_ended_is_not_called_late(pool: WorkerPool, tmp_path: Path):
+    said, _ = pool.run(functools.partial(one_rank_has_ended, tmp_path))
+    assert is_broken(RuntimeError(said)), said
+    assert "did not come" not in said
 
 
 class Late(TinyComposer):

@@ -45,6 +45,13 @@ def test_one_with_another_layer_in_it_is_refused(key: str):
         known_block("attn", module)
 
 
+def test_one_with_more_rows_than_its_heads_have_is_refused():
+    module = MultiheadAttention(**SIZES)
+    module.Wqkv = nn.Linear(8, 32)
+    with pytest.raises(PlanError, match=r"its Wqkv is 32 wide, not \(8, 8, 8\)"):
+        known_block("attn", module)
+
+
 class Separate(nn.Module):
     """Eight heads of queries and two of keys, 32 wide in a model 16 wide."""
 

@@ -121,3 +121,13 @@ def test_a_unit_with_settings_of_its_own_cannot_move():
         pytest.raises(PlanError, match=r"settings of its own.*unused_parameters: false"),
     ):
         planned([by_name("blocks.1.experts.0", own)])
+
+
+def test_units_move_out_of_a_graph():
+    """Its hooks would be in it, and nobody traces them."""
+    model = TinyLM()
+    model.blocks[0].compile(backend="eager", fullgraph=True)
+    said = "^'blocks.0' would be units, and lie in what you compiled .* so '<root>' gathers"
+    with pytest.warns(UserWarning, match=said):
+        plan = plan_wrapping(model, [by_class(type(model.blocks[0]))])
+    assert "blocks.0" not in {unit.modules[0] for unit in plan.units}
