@@ -3,13 +3,13 @@
 Long tables are of the matrix: all tests in `tests/matrix/` and `tests/accelerator/`, and those
 marked `table` beside other tests of their subject. `table("row", "other row")` names the rows that
 are of the default tier all the same, which shows each mechanism once or twice.
-In the default tier a test that takes over `MOST_SECONDS` fails the session, by name.
+The last lines name tests of the default tier that took over `MOST_SECONDS`; a machine with other
+work on it fails nobody.
 `tests/conftest.py` registers this plugin.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -51,14 +51,6 @@ def check_seconds(item: pytest.Item, seconds: float) -> None:
     """Remembers a test of the default tier that took too long, however slow the machine is."""
     if seconds > MOST_SECONDS and in_default_tier(item) and seconds > MOST_SECONDS * measure():
         item.config.stash[TOO_SLOW].append(f"{item.nodeid}: {seconds:.0f} s")
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
-    """Fails the session for tests that are too slow."""
-    yield
-    if session.config.stash[TOO_SLOW] and session.exitstatus == pytest.ExitCode.OK:
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -49,13 +49,13 @@ def test_each_tier_has_its_tests(session: pytest.Pytester, options, names):
     assert [line.partition("::")[2] for line in lines if "::" in line] == names
 
 
-def test_a_test_that_is_too_slow_fails_the_session_by_name(session: pytest.Pytester):
+def test_a_test_that_is_too_slow_is_named(session: pytest.Pytester):
     session.makepyfile(
         "from tests.support import tiers\n"
         "def test_one(request): tiers.check_seconds(request.node, 1e6)"
     )
     done = session.runpytest_inprocess()
-    assert done.ret == pytest.ExitCode.TESTS_FAILED
+    assert done.ret == pytest.ExitCode.OK
     done.stdout.fnmatch_lines(["TOO SLOW*test_one: 1000000 s*"])
 
 
