@@ -24,6 +24,7 @@ from composer_fsdp2.cli.options import PlainTyper, Processes
 from composer_fsdp2.cli.parity import parity
 from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.config.messages import raise_errors
+from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry import run_file
 from composer_fsdp2.foundry.cluster import LAUNCHED
@@ -258,12 +259,15 @@ def _ask_doctor(
             text=True,
             timeout=limit_seconds,
         )
-    except subprocess.TimeoutExpired:
+        report = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
         return
     # Another code is of doctor itself, which stops no run.
-    if done.returncode != ExitCode.FAILED or not done.stdout:
+    if done.returncode not in (ExitCode.OK, ExitCode.FAILED):
         return
-    found = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "problem"]
+    if report["first_step"] is not None:  # the ranks inherit it
+        os.environ[FORECAST] = json.dumps(report["first_step"])
+    found = [one for one in report["findings"] if one["level"] == "problem"]
     raise_errors([f"{one['what']} {one['advice']}" for one in found])
 
 

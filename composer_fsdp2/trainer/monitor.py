@@ -29,7 +29,7 @@ from composer_fsdp2.torch_private.units import (
     shards_of,
 )
 
-__all__ = ["NAME", "FSDP2Monitor"]
+__all__ = ["NAME", "FSDP2Monitor", "Traffic"]
 
 NAME = "fsdp2_monitor"
 """in LLM Foundry's registry of callbacks"""
@@ -81,7 +81,7 @@ class FSDP2Monitor(Callback):
             )
         self.gpu_flops_available = gpu_flops_available
         self._traffic: Any = None
-        """a `_Traffic`, once there is a model to listen to"""
+        """a `Traffic`, once there is a model to listen to"""
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Checks that there is something to log, and shows the plan.
@@ -103,7 +103,7 @@ class FSDP2Monitor(Callback):
             _show(describe_sharding(state.model, run))
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
-        self._traffic = _Traffic(run)
+        self._traffic = Traffic(run)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Starts to hear of the units; a training that failed may have left it listening."""
@@ -139,7 +139,7 @@ class FSDP2Monitor(Callback):
             self._traffic.run.stop_listening(self._traffic)
 
 
-class _Traffic(StepListener):
+class Traffic(StepListener):
     """Counts the collectives of units, just before torch starts them."""
 
     def __init__(self, run: Run) -> None:

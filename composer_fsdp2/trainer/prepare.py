@@ -229,6 +229,7 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
         "gradient_sync": settings.gradient_sync != "every",
         "tensor_parallel": settings.tensor_parallel,
         "unused_parameters": settings.unused_parameters is not False,
+        "fsdp2_monitor": settings.verbose,
     }
     return [name for name, is_asked in asked.items() if is_asked]
 
@@ -242,9 +243,12 @@ def apply_to_model(
     model: nn.Module, plan: PreparePlan, reports: Sequence[MetaDeviceReport], seed: int
 ) -> Run:
     """Changes the model and its optimizer as planned. Collective: yes."""
+    predicted, detached = None, None
     if plan.settings.verbose and distributed.get_rank() == 0:
-        _show(plan.describe())
-    detached = None
+        from composer_fsdp2.trainer.comparison import Comparison, predicted_step
+
+        _show(f"FSDP2 plan:\n{plan.describe()}")
+        predicted = None if plan.optimizer is None else predicted_step(plan)
     if isinstance(plan.optimizer, Muon) and plan.groups is not None:
         plan.optimizer.assign_groups(plan.groups)
     if plan.optimizer is not None:
@@ -285,6 +289,8 @@ def apply_to_model(
     count_flops_once(model, run.batch_group)
     kept = plan.settings.optimizer_state
     apply_local_step(plan.optimizer, plan.settings.local_step, run.device, kept)
+    if predicted is not None and plan.optimizer is not None:
+        Comparison(run, plan.optimizer, predicted, _show)
     return run
 
 
@@ -350,8 +356,8 @@ def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:
 
 
 def _show(text: str) -> None:
-    """Shows the plan even where nobody set up logging: `verbose` was asked for."""
+    """Shows a text even where nobody set up logging: `verbose` was asked for."""
     if log.isEnabledFor(logging.INFO):
-        log.info("FSDP2 plan:\n%s", text)
+        log.info(text)
     else:
-        print(f"FSDP2 plan:\n{text}", file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
