@@ -24,7 +24,6 @@ from composer_fsdp2.cli.options import PlainTyper, Processes
 from composer_fsdp2.cli.parity import parity
 from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.config.messages import raise_errors
-from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.foundry import run_file
 from composer_fsdp2.foundry.cluster import LAUNCHED
@@ -247,6 +246,8 @@ def _ask_doctor(
     Raises:
         ConfigError: doctor finds problems.
     """
+    from composer_fsdp2.config.schema import FORECAST
+
     command = [*launch.own_program(), "doctor", str(run), *overrides, f"--ranks={ranks}", "--json"]
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     say("[dim]Checking the run; `--no-check` leaves that out[/]")

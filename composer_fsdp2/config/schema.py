@@ -450,7 +450,7 @@ class FSDP2Config:
     verbose: bool = setting(
         False,
         BOOLEAN,
-        "Shows the plan on rank 0, and after the first batch memory as predicted and measured.",
+        "Shows the plan on rank 0, and the first step as it was predicted and as it was.",
         see="plan.md",
         example="verbose: true",
     )

@@ -71,7 +71,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def first_run(folder) -> subprocess.CompletedProcess[str]:
-    return quickstart(folder, "max_duration=4ba", "parallelism_config.fsdp2.verbose=true")
+    return quickstart(folder, "max_duration=4ba")
 
 
 def test_the_first_step_is_as_doctor_predicted(first_run):
