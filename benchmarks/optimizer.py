@@ -12,7 +12,8 @@ plain tensors with an all-reduce of one number between them.
 `--peer hand` is torch alone: `fully_shard` by hand, and torch's `clip_grad_norm_`. `--parameters
 18900` is a model of 50 layers of 126 experts with three 8 x 8 matrices each; its figure is
 seconds a step. `--over fsdp1` compares with FSDP1's step of the same model, where torch has FSDP1.
-`--local-step` is passed on as the setting `local_step`.
+`--local-step` is passed on as the setting `local_step`. `--device cuda` is a step on GPUs, one rank
+for each of them, in seconds on the clock.
 
 Goal: ratio <= 1.40, with `fused` <= 1.80.
 """
@@ -22,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -144,9 +144,10 @@ class Stepped:
     work: Callable[[], Any]
 
     def timed(self) -> float:
-        start = time.process_time()
+        device = _shard(self.params[0]).device.type
+        start = shapes.now(device)
         self.work()
-        return time.process_time() - start
+        return shapes.now(device) - start
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,7 @@ class Wanted:
     parameters: int
     peer: str
     local_step: bool | str | None
+    device: str
 
     def stepped(self, params: Params, optimizer: torch.optim.Optimizer, clip: Any) -> Stepped:
         is_clipping = self.optimizer == CLIPPING
@@ -183,13 +185,13 @@ def _ours(wanted: Wanted) -> Stepped:
     config: dict[str, Any] = {"wrap_policy": {"classes": list(wanted.classes)}}
     if wanted.local_step is not None:
         config["local_step"] = wanted.local_step
-    prepare_fully_shard(model, optimizer, config, device="cpu")
+    prepare_fully_shard(model, optimizer, config, device=shapes.composers(wanted.device))
     return wanted.stepped(_trained(model), optimizer, lambda p: clip_grad_norm_(p, MAX_NORM))
 
 
 def _by_hand(wanted: Wanted) -> Stepped:
     model = build(wanted.parameters)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(wanted.device, (dist.get_world_size(),))
     shapes.shard_by_hand(model, wanted.classes, mesh)
     params = _trained(model)
     optimizer = wanted.build_optimizer(params)
@@ -240,7 +242,8 @@ class Gradients:
     def __init__(self, like: Params) -> None:
         generator = torch.Generator().manual_seed(1 + dist.get_rank())
         shards = [_shard(param) for param in like]
-        self.values = [torch.randn(shard.shape, generator=generator) for shard in shards]
+        drawn = [torch.randn(shard.shape, generator=generator) for shard in shards]
+        self.values = [value.to(shards[0].device) for value in drawn]
 
     def give(self, params: Params) -> None:
         for param, value in zip(params, self.values, strict=True):
@@ -303,7 +306,8 @@ def measure(wanted: Wanted, over: str, steps: int, warmup: int) -> None:
     same = {"same_bits": _same_bits(ours, theirs)} if over == "plain" else {}
     if dist.get_rank() == 0:
         told = {"optimizer": wanted.optimizer, "parameters": len(ours.params), "over": over}
-        told |= {"peer": wanted.peer, "local_step": wanted.local_step, "ranks": 2, "steps": steps}
+        told |= {"peer": wanted.peer, "local_step": wanted.local_step, "device": wanted.device}
+        told |= {"ranks": dist.get_world_size(), "steps": steps}
         _emit({**told, **value, **same}, wanted)
 
 
@@ -320,7 +324,8 @@ def measure_all(names: Sequence[str], options: argparse.Namespace) -> None:
     """Measures one after the other in one process group."""
     warnings.simplefilter("ignore")  # FSDP1 is deprecated and knows better devices than CPUs
     for name in names:
-        wanted = Wanted(name, options.parameters, options.peer, options.local_step)
+        told = (options.parameters, options.peer, options.local_step, options.device)
+        wanted = Wanted(name, *told)
         measure(wanted, options.over, options.steps, options.warmup)
 
 
@@ -337,6 +342,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--optimizer", choices=["all", *OPTIMIZERS, CLIPPING], default="all")
     parser.add_argument("--parameters", type=int, default=147)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--peer", choices=list(PEERS), default="ours")
     parser.add_argument("--over", choices=["plain", "fsdp1"], default="plain")
     parser.add_argument("--local-step", type=_local_step, default=None)
@@ -347,6 +353,8 @@ def _parse() -> argparse.Namespace:
         options.parameters <= 0 or options.parameters % A_LAYER_OF_EXPERTS
     ):
         parser.error(f"--parameters is 147, or a multiple of {A_LAYER_OF_EXPERTS}, as 18900 is")
+    if options.over == "fsdp1" and options.device == "cuda":
+        parser.error("--over fsdp1 is for --device cpu")
     if options.over == "fsdp1" and not hasattr(torch.distributed.fsdp, "FullyShardedDataParallel"):
         parser.error(f"torch {torch.__version__} has no FSDP1")
     return options
@@ -361,7 +369,8 @@ def main() -> None:
         except ImportError:
             sys.stderr.write("decoupled_lionw is left out: LLM Foundry is not installed\n")
             names.remove("decoupled_lionw")
-    shapes.run_ranks(measure_all, 2, names, options)
+    ranks = shapes.ranks_on(options.device)
+    shapes.run_ranks(measure_all, ranks, names, options, device=options.device)
 
 
 if __name__ == "__main__":

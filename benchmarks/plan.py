@@ -10,6 +10,12 @@ parameters, gradients and optimizer state, and FLOPs have to be equal (`differen
 
     PYTHONPATH=. python benchmarks/plan.py --layout HSDP --layout "FSDP on 8"
 
+`--peak` is the memory alone, of a Llama in a few settings: the predicted peak over that of torch's
+allocator in a step on as many ranks as there are GPUs. Without a GPU the model is small, on one
+rank, and the allocator is that of the CPU. Goal: 1 +- 0.10.
+
+    PYTHONPATH=. python benchmarks/plan.py --peak
+
 `--speed` runs the command itself on models of published shapes, whose `config.json` it writes into
 folders: seconds on the clock and of the processor, and the most memory of the process. Goals: 20
 seconds, 2 GB.
@@ -20,6 +26,7 @@ seconds, 2 GB.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -33,8 +40,17 @@ from typing import Any
 import shapes
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.support.plan_layouts import LAYOUTS, counted, predicted
+from tests.support.plan_layouts import (
+    LAYOUTS,
+    HuggingFace,
+    Layout,
+    allocated,
+    allocated_on_gpu,
+    counted,
+    predicted,
+)
 from tests.support.yaml_models import SHAPES
 
 GOAL = 0.10
@@ -55,6 +71,15 @@ SPEED: dict[str, tuple[str, dict[str, Any], int]] = {
     "Qwen3-235B-A22B, ep 8": (QWEN.format("experts"), QWEN_235B, 512),
 }
 """a run, the shape of its model, and ranks"""
+PEAKS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "recomputed": {"config": {"activation_checkpointing": True}},
+    "bf16": {"precision": "amp_bf16"},
+    "bf16, recomputed": {
+        "config": {"activation_checkpointing": True},
+        "precision": "amp_bf16",
+    },
+}
 
 
 def measure(names: list[str], expected: dict[str, dict[int, dict[str, Any]]]) -> None:
@@ -89,6 +114,53 @@ def _report(name: str, found: list[dict[str, Any]], expected: dict[int, dict[str
     shapes.emit("plan", value, GOAL)
 
 
+def _llama(width: int, layers: int) -> torch.nn.Module:
+    config = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        vocab_size=16 * width,
+        tie_word_embeddings=False,
+    )
+    return HuggingFace(LlamaForCausalLM(config))
+
+
+def _peak_layouts(on_gpu: bool) -> dict[str, Layout]:
+    """The same on every rank."""
+    width, length = (1024, 512) if on_gpu else (128, 128)
+    ranks = shapes.ranks_on("cuda" if on_gpu else "cpu", 1)
+
+    def build() -> torch.nn.Module:
+        return _llama(width, 8 if on_gpu else 2)
+
+    return {name: Layout(ranks, build=build, length=length, **how) for name, how in PEAKS.items()}
+
+
+def measure_peaks(on_gpu: bool, expected: dict[str, int]) -> None:
+    """Steps each layout, and prints its line on the first rank."""
+    warnings.simplefilter("ignore")
+    if on_gpu:
+        shapes.warm_up()
+    for name, layout in _peak_layouts(on_gpu).items():
+        found = allocated_on_gpu(layout) if on_gpu else allocated(layout, dist.get_rank())
+        value = {"layout": name, "device": "cuda" if on_gpu else "cpu", "ranks": layout.ranks}
+        value |= {"predicted_bytes": expected[name], "peak_bytes": found}
+        if dist.get_rank() == 0:
+            shapes.emit("plan_peak", {**value, "ratio": expected[name] / found}, GOAL)
+        gc.collect()
+
+
+def peaks() -> None:
+    """Predicts each layout in this process, and takes a step of it on ranks."""
+    on_gpu = torch.cuda.is_available()
+    layouts = _peak_layouts(on_gpu)
+    expected = {name: predicted(layout, 0)["peak"] for name, layout in layouts.items()}
+    ranks = next(iter(layouts.values())).ranks
+    shapes.run_ranks(measure_peaks, ranks, on_gpu, expected, device="cuda" if on_gpu else "cpu")
+
+
 def speed() -> None:
     """Runs `composer-fsdp2 plan` in a process of its own for each model."""
     for name, (run, shape, ranks) in SPEED.items():
@@ -117,13 +189,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", choices=list(LAYOUTS), action="append")
+    parser.add_argument("--peak", action="store_true")
     parser.add_argument("--speed", action="store_true")
     given = parser.parse_args()
     if given.speed:
         speed()
         return
-    names = given.layout or list(LAYOUTS)
     warnings.simplefilter("ignore")
+    if given.peak:
+        peaks()
+        return
+    names = given.layout or list(LAYOUTS)
     torch.set_num_threads(1)
     expected = {
         name: {rank: predicted(LAYOUTS[name], rank) for rank in {0, LAYOUTS[name].ranks - 1}}

@@ -318,6 +318,7 @@ def prepare(
     model: nn.Module,
     classes: tuple[str, ...],
     optimizer: torch.optim.Optimizer | None = None,
+    device: str = "cpu",
     **config: Any,
 ) -> Iterable[str]:
     """Shards `model` through the drop-in; returns the names of its units.
@@ -326,12 +327,18 @@ def prepare(
         model: any module.
         classes: of the modules that become units beside the root.
         optimizer: of the model.
+        device: of the ranks.
         config: what else stands under `fsdp2` in a YAML.
     """
     from composer_fsdp2 import prepare_fully_shard
 
     policy = {"wrap_policy": {"classes": list(classes)}, **config}
-    return prepare_fully_shard(model, optimizer, policy, device="cpu")[1]
+    return prepare_fully_shard(model, optimizer, policy, device=composers(device))[1]
+
+
+def composers(device: str) -> str:
+    """Returns Composer's name of a device."""
+    return "cpu" if device == "cpu" else "gpu"
 
 
 # --- accumulating gradients ---
@@ -403,9 +410,16 @@ def fake_group(world_size: int) -> Iterator[DeviceMesh]:
 
 
 def _rank_main(
-    rank: int, body: Callable[..., None], world_size: int, store: str, args: tuple[Any, ...]
+    rank: int,
+    body: Callable[..., None],
+    world_size: int,
+    store: str,
+    device: str,
+    args: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # Libraries of the stack read these instead of asking torch.distributed.
     os.environ.update(
@@ -414,8 +428,9 @@ def _rank_main(
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
     )
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
+        backend, store=dist.FileStore(store, world_size), rank=rank, world_size=world_size
     )
     try:
         body(*args)
@@ -423,24 +438,50 @@ def _rank_main(
         dist.destroy_process_group()
 
 
-def run_ranks(body: Callable[..., None], world_size: int, *args: Any) -> None:
-    """Runs `body(*args)` on `world_size` gloo ranks of this machine (loopback, no port)."""
+def ranks_on(device: str, on_cpu: int = 2) -> int:
+    """Returns the number of ranks of a benchmark: on GPUs, as many as there are."""
+    return on_cpu if device == "cpu" else torch.cuda.device_count()
+
+
+def run_ranks(body: Callable[..., None], world_size: int, *args: Any, device: str = "cpu") -> None:
+    """Runs `body(*args)` on `world_size` ranks of this machine (loopback, no port)."""
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
-        torch.multiprocessing.spawn(_rank_main, (body, world_size, store, args), nprocs=world_size)
+        torch.multiprocessing.spawn(
+            _rank_main, (body, world_size, store, device, args), nprocs=world_size
+        )
 
 
 # --- measuring ---
 
 
-def cpu_seconds(body: Callable[[], Any]) -> float:
-    """CPU seconds of this process for `body()`; its result is dropped after the clock stops."""
+def now(device: str) -> float:
+    """CPU seconds of this process; of a GPU seconds on the clock, when all of its work is done."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def warm_up() -> None:
+    """Has the GPU's libraries take the memory that they keep, in forward and in backward.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/aten/src/ATen/cuda/CublasHandlePool.cpp
+    """
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = nn.Linear(64, 64, device="cuda", dtype=dtype)
+        layer(torch.ones(64, 64, device="cuda", dtype=dtype)).sum().backward()
+    torch.cuda.synchronize()
+
+
+def cpu_seconds(body: Callable[[], Any], device: str = "cpu") -> float:
+    """Seconds of `now` for `body()`; its result is dropped after the clock stops."""
     gc.collect()
-    start = time.process_time()
+    start = now(device)
     kept = body()
-    elapsed = time.process_time() - start
+    elapsed = now(device) - start
     del kept
     return elapsed
 

@@ -5,8 +5,9 @@ d=256, fp32, 3.3 million parameters) are prepared, one with the `optimizer_state
 one without, and given the same gradients. Their optimizers' steps alternate, the order within a
 pair is swapped every time, and the figure is the median over the pairs of the ratio of process CPU
 times on rank 0. `bytes` is what moments take on rank 0 between two steps, in a share of the other
-copy's. With `--whole` forward and backward of 8 x 128 tokens are part of the step. Nothing here
-says anything about a GPU: rounding and copies take other shares of a step there.
+copy's. With `--whole` forward and backward of 8 x 128 tokens are part of the step. `--device cuda`
+is a step on GPUs, one rank for each of them, in seconds on the clock: rounding and copies take
+other shares of a step there.
 
 Goal: bytes <= 0.51 for bf16, <= 0.26 for 8 bits, of parameters that are large enough.
 """
@@ -23,6 +24,9 @@ import shapes
 import torch
 import torch.nn as nn
 from optimizer import OPTIMIZERS, Block, Model, Params
+
+from composer_fsdp2.optim.state.form import Stored
+from composer_fsdp2.optim.state.kept import KeptState
 
 POLICIES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bf16"},
@@ -44,16 +48,16 @@ class Run:
     tokens: torch.Tensor
 
     @classmethod
-    def of(cls, optimizer: str, policy: dict[str, Any]) -> Run:
+    def of(cls, optimizer: str, policy: dict[str, Any], device: str) -> Run:
         from composer_fsdp2 import prepare_fully_shard
 
         torch.manual_seed(0)
         model = Model((Block(256) for _ in range(4)), 256)
         made = OPTIMIZERS[optimizer](list(model.parameters()))
         config = {"wrap_policy": {"classes": ["Block"]}, "optimizer_state": policy}
-        prepare_fully_shard(model, made, config, device="cpu")
+        prepare_fully_shard(model, made, config, device=shapes.composers(device))
         tokens = torch.randint(512, (8, 128), generator=torch.Generator().manual_seed(1))
-        return cls(model, made, tokens)
+        return cls(model, made, tokens.to(device))
 
     @property
     def params(self) -> Params:
@@ -65,10 +69,14 @@ class Run:
         self.model(self.tokens).backward()
 
     def timed(self, whole: bool) -> float:
-        if whole:
-            return shapes.cpu_seconds(lambda: (self.give_gradients(), self.optimizer.step()))
-        self.give_gradients()
-        return shapes.cpu_seconds(self.optimizer.step)
+        def step() -> None:
+            if whole:
+                self.give_gradients()
+            self.optimizer.step()
+
+        if not whole:
+            self.give_gradients()
+        return shapes.cpu_seconds(step, self.tokens.device.type)
 
     @property
     def held_bytes(self) -> int:
@@ -77,8 +85,8 @@ class Run:
 
 
 def _nbytes(state: Any) -> int:
-    if hasattr(state, "stored"):
-        moments = [value for value in state.stored.values() if hasattr(value, "form")]
+    if isinstance(state, KeptState):
+        moments = [value for value in state.data.values() if isinstance(value, Stored)]
         return sum(moment.values.nbytes + moment.exponents.nbytes for moment in moments)
     moments = [v for v in state.values() if isinstance(v, torch.Tensor) and v.ndim]
     return sum(moment.to_local().nbytes for moment in moments)
@@ -92,7 +100,9 @@ def measure_all(names: list[str], options: argparse.Namespace) -> None:
 
 def measure(name: str, options: argparse.Namespace) -> None:
     """Steps both on every rank and prints the line of rank 0."""
-    kept, own = Run.of(options.optimizer, POLICIES[name]), Run.of(options.optimizer, {})
+    kept, own = (
+        Run.of(options.optimizer, policy, options.device) for policy in (POLICIES[name], {})
+    )
     gc.collect()
     gc.freeze()
 
@@ -104,7 +114,8 @@ def measure(name: str, options: argparse.Namespace) -> None:
     gc.unfreeze()
     if torch.distributed.get_rank() == 0:
         held = {"bytes": kept.held_bytes / own.held_bytes, "held_bytes": kept.held_bytes}
-        told = {"policy": name, "optimizer": options.optimizer, "whole": options.whole, "ranks": 2}
+        told = {"policy": name, "optimizer": options.optimizer, "whole": options.whole}
+        told |= {"device": options.device, "ranks": torch.distributed.get_world_size()}
         shapes.emit("state", {**told, **held, **value}, GOALS.get(name.removesuffix("_cpu")))
 
 
@@ -114,12 +125,14 @@ def main() -> None:
     )
     parser.add_argument("--policy", choices=["all", *POLICIES], default="all")
     parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="decoupled_adamw")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--whole", action="store_true", help="forward and backward count too")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2)
     options = parser.parse_args()
     names = list(POLICIES) if options.policy == "all" else [options.policy]
-    shapes.run_ranks(measure_all, 2, names, options)
+    ranks = shapes.ranks_on(options.device)
+    shapes.run_ranks(measure_all, ranks, names, options, device=options.device)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,8 @@ ahead in forward and backward, by hand through torch's lists in the order the bl
 parallelism wants the optimizer before the model is prepared, which steps local shards then;
 `--local-step false` has both sides step DTensors, so that the rest of the step is compared.
 
+`--device cuda` is a step on GPUs, one rank for each of them, in seconds on the clock.
+
 `--agreement` is another figure: the CPU time in which the ranks compare their numbers of
 microbatches, as the Trainer has them do before each batch, in units of that of a step.
 
@@ -52,6 +54,7 @@ COMPILER = "aot_eager"
 class Controls:
     """What both sides are told."""
 
+    device: str = "cpu"
     accumulate: str = "none"
     prefetch: int = 0
     compile: bool = False
@@ -60,7 +63,7 @@ class Controls:
 
     @property
     def ranks(self) -> int:
-        return 2 * self.tensor
+        return shapes.ranks_on(self.device, 2 * self.tensor)
 
     @property
     def reshard(self) -> bool:
@@ -80,7 +83,7 @@ def _by_hand(
 ) -> nn.Module:
     if controls.tensor > 1:
         return shapes.divide_by_hand(model, controls.tensor)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(controls.device, (dist.get_world_size(),))
     for block in model.blocks if controls.compile else ():
         block.forward = torch.compile(block.forward, backend=COMPILER)
     shapes.shard_by_hand(model, ("Block",), mesh, controls.reshard)
@@ -103,6 +106,7 @@ def _ours(
         model,
         ("Block",),
         optimizer,
+        controls.device,
         **(divided if controls.tensor > 1 else {}),
         # By hand the ends of the model are in the root: two units more cost more.
         wrap_policy={"classes": ["Block"], "embeddings": False, "lm_head": False},
@@ -147,13 +151,13 @@ class Trainee:
         self.loss = float("nan")
 
     def step(self, tokens: torch.Tensor) -> float:
-        """One optimizer step; returns its CPU seconds, the backend's threads included."""
-        start = time.process_time()
+        """One optimizer step; returns its seconds, on the CPU with the backend's threads."""
+        start = shapes.now(self.controls.device)
         microbatches = list(tokens.chunk(self.controls.microbatches))
         loss = self.accumulate(self.model, microbatches, self.controls)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        elapsed = time.process_time() - start
+        elapsed = shapes.now(self.controls.device) - start
         self.loss = loss.item()
         return elapsed
 
@@ -166,7 +170,7 @@ def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
     else:
         ours, theirs = Trainee(PEERS[peer], controls), Trainee(HAND, controls)
     batches = torch.Generator().manual_seed(dist.get_rank() // controls.tensor)
-    tokens = torch.randint(0, 2048, (4, 129), generator=batches)
+    tokens = torch.randint(0, 2048, (4, 129), generator=batches).to(controls.device)
 
     def timed(trainee: Trainee) -> Callable[[], float]:
         return lambda: trainee.step(tokens)
@@ -205,6 +209,7 @@ def main() -> None:
         choices=list(PEERS),
         default="ours",
     )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--accumulate", choices=["none", "last", "kept"], default="none")
     parser.add_argument("--prefetch", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
@@ -218,6 +223,10 @@ def main() -> None:
     parser.add_argument("--microbatch", type=int, default=4, help="of 4 samples, over FSDP1")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
+    if options.device == "cuda" and (
+        options.over == "fsdp1" or options.agreement or options.tensor > 1
+    ):
+        parser.error("--device cuda is for steps over by hand, without --tensor")
     if options.over == "fsdp1":
         import trainer_step
 
@@ -227,9 +236,10 @@ def main() -> None:
     if options.agreement:
         shapes.run_ranks(measure_agreement, 2, options.steps, options.warmup)
         return
-    given = (options.accumulate, options.prefetch, options.compile, options.tensor)
+    given = (options.device, options.accumulate, options.prefetch, options.compile, options.tensor)
     controls = Controls(*given, options.local_step)
-    shapes.run_ranks(measure, controls.ranks, options.peer, options.steps, options.warmup, controls)
+    told = (options.peer, options.steps, options.warmup, controls)
+    shapes.run_ranks(measure, controls.ranks, *told, device=options.device)
 
 
 if __name__ == "__main__":

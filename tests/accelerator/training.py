@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,29 +25,40 @@ class Pretend(Device):
     name = NAME
 
     def module_to_device(self, module: Any) -> Any:
-        return module.to(NAME)
+        return module.to(self.name)
 
     def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(NAME, non_blocking=True)
+        return tensor.to(self.name, non_blocking=True)
 
 
-def loss_on_the_host(model: nn.Module, batch: Batch) -> torch.Tensor:
+def loss_on_the_host(model: nn.Module, batch: Batch, place: str = NAME) -> torch.Tensor:
     """The loss of a model on either device."""
-    where = NAME if isinstance(model, FSDPModule) else "cpu"
+    where = place if isinstance(model, FSDPModule) else "cpu"
     return model_loss(model, tuple(part.to(where) for part in batch)).to("cpu")
 
 
 def trained_beside_a_copy(
-    settings: Mapping[str, Any], optimizer: str = "adamw", microbatches: int = 2
+    settings: Mapping[str, Any],
+    optimizer: str = "adamw",
+    microbatches: int = 2,
+    device: Device | None = None,
 ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
     """Trains both and compares them; returns the copy, the sharded model and its optimizer."""
+    device = device or Pretend()
     torch.manual_seed(0)
     model = TinyLM("two modules")
     oracle = copy.deepcopy(model)
     pair = [OPTIMIZERS[optimizer](m.parameters()) for m in (oracle, model)]
-    prepare_fully_shard(model, pair[1], settings, precision="fp32", device=Pretend())
-    home = "cpu" if settings.get("cpu_offload") else NAME
+    prepare_fully_shard(model, pair[1], settings, precision="fp32", device=device)
+    home = "cpu" if settings.get("cpu_offload") else device.name
     assert {param.device.type for param in model.parameters()} == {home}
     recipe = Recipe(steps=4, microbatches=microbatches, clip_norm=0.5)
-    train_together(oracle, pair[0], model, pair[1], recipe, loss_on_the_host)
+    train_together(
+        oracle,
+        pair[0],
+        model,
+        pair[1],
+        recipe,
+        functools.partial(loss_on_the_host, place=device.name),
+    )
     return oracle, model, pair[1]

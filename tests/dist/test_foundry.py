@@ -104,7 +104,7 @@ def test_packing(ranks, assets):
     same(found[0], plain[0])
 
 
-@pytest.mark.table("True")
+@pytest.mark.table("False")
 @pytest.mark.parametrize("on_tokens", [True, False])
 def test_accumulation_on_tokens(on_tokens: bool, ranks, assets):
     """Without it, microbatches weigh the same: the unsharded run is cut as this one is."""

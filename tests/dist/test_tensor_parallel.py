@@ -119,6 +119,7 @@ IN_DOUBLE = {
     ("Gemma 3", "sgd"),
     ("Gemma 3", "adamw"),
     # The bias of keys has a gradient that is zero but for rounding, which AdamW makes a full step.
+    ("GLM-4", "adamw"),
     ("MPT", "adamw"),
     ("MPT, grouped", "adamw"),
 }

@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2 import installed, prepare_fully_shard
+from composer_fsdp2.torch_private.collectives import Collective, around_collectives
+from tests.accelerator.training import Pretend, trained_beside_a_copy
 from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
 from tests.support.training import built, samples_of, trainer_for
 
@@ -56,6 +58,80 @@ def test_trains_like_the_unsharded_copy(config: dict[str, Any]):
     _train(model, optimizer)
     for name, value in _whole(model).items():
         assert (value - oracle.state_dict()[name]).abs().max().item() <= 1e-5, name
+
+
+class OneGPU(Pretend):
+    """The GPU that all ranks have; Composer's own device takes one for each rank, and TF32."""
+
+    dist_backend = "gloo"
+    name = "cuda"
+
+
+def through_the_host(collective: Collective) -> Any:
+    """Sends what is on a device by way of the CPU: NCCL refuses two ranks on one GPU."""
+    sent: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def on_the_host(value: Any) -> Any:
+        if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
+            return [on_the_host(one) for one in value]
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return value
+        sent.append((value, value.cpu()))
+        return sent[-1][1]
+
+    given = {name: on_the_host(value) for name, value in collective.given.items()}
+    if "async_op" in given:
+        given["async_op"] = False  # the host has waited for the device already
+    result = collective.original(**given)
+    for there, here in sent:
+        there.copy_(here)
+    return result.to(sent[0][0].device) if sent and isinstance(result, torch.Tensor) else result
+
+
+@pytest.mark.world_size(2, backend="cpu:gloo,cuda:gloo")
+@pytest.mark.filterwarnings("ignore:gradient_sync is 'last'")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"forward_prefetch": 2}, {"activation_cpu_offload": True}, {"gradient_sync": "last"}],
+    ids=str,
+)
+def test_two_ranks_on_one_gpu_train_like_the_unsharded_copy(settings: dict[str, Any]):
+    """Torch 2.15 gathers and reduces nothing where a rank is alone."""
+    torch.cuda.set_device(0)  # or a mesh takes that of the local rank
+    with around_collectives(through_the_host):
+        trained_beside_a_copy(settings, "sgd", device=OneGPU())
+
+
+class _Losses(Callback):
+    """The loss of every batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def batch_end(self, state: State, logger: Any) -> None:
+        self.seen.append(float(state.loss))
+
+
+@pytest.mark.world_size(1, backend="nccl")
+def test_a_trainer_in_bf16_trains_like_composer_alone():
+    def losses(parallelism: Any) -> list[float]:
+        model, found = built(TinyComposer), _Losses()
+        with installed():
+            trainer = trainer_for(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=1e-2),
+                samples_of(20, 8),
+                batch=8,
+                device="gpu",
+                precision="amp_bf16",
+                parallelism_config=parallelism,
+                callbacks=[found],
+            )
+            trainer.fit()
+            trainer.close()
+        return found.seen
+
+    assert losses({"fsdp2": {}}) == pytest.approx(losses(None), rel=0.02)
 
 
 @pytest.mark.world_size(1, backend="nccl")

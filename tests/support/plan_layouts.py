@@ -18,9 +18,10 @@ from transformers import (
     MixtralForCausalLM,
 )
 
-from composer_fsdp2 import Muon
+from composer_fsdp2 import Muon, prepare_fully_shard
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.estimate.trace import Trace, Work, observe_steps, trace_steps
+from composer_fsdp2.step.run import Run, run_of
 from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
 from tests.support.experts import EXPERTS, FAMILIES, choose, force
 from tests.support.models import VOCAB, TinyLM, llama_config, lm_loss
@@ -254,12 +255,7 @@ def allocated(layout: Layout, rank: int) -> int:
         run = work.prepare(model, optimizer)
         for name in ("first step", "second step"):
             with record_function(name):
-                optimizer.zero_grad()
-                with run.accumulation.batch(), run.accumulation.microbatch(last=True):
-                    outputs, loss = work.compute(run.model, work.batch())
-                    loss.backward()
-                del outputs, loss
-                optimizer.step()
+                _step(run, optimizer, work.batch(), work.compute)
     events: Any = recorded.profiler.kineto_results.events()
     start = min(event.start_ns() for event in events if event.name() == "second step")
     now, peak = 0, 0
@@ -268,3 +264,38 @@ def allocated(layout: Layout, rank: int) -> int:
         now += change
         peak = max(peak, now) if time >= start else peak
     return peak
+
+
+def allocated_on_gpu(layout: Layout) -> int:
+    """The same on this rank's GPU, where the allocator itself knows. Collective: yes."""
+    torch.manual_seed(0)
+    start = torch.cuda.memory_allocated()
+    model = layout.build()
+    optimizer, work = layout.optimizer(model), work_of(layout)
+    prepare_fully_shard(model, optimizer, layout.config, layout.precision, device="gpu")
+    run = run_of(model)
+    assert run is not None
+    halved = torch.autocast("cuda", torch.bfloat16, enabled=layout.precision == "amp_bf16")
+
+    def compute(model: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        with halved:
+            return work.compute(model, ids)
+
+    for _ in range(2):
+        torch.cuda.reset_peak_memory_stats()
+        _step(run, optimizer, work.batch().cuda(), compute)
+    return torch.cuda.max_memory_allocated() - start
+
+
+def _step(
+    run: Run,
+    optimizer: torch.optim.Optimizer,
+    batch: torch.Tensor,
+    compute: Callable[[nn.Module, torch.Tensor], tuple[Any, torch.Tensor]],
+) -> None:
+    optimizer.zero_grad()
+    with run.accumulation.batch(), run.accumulation.microbatch(last=True):
+        outputs, loss = compute(run.model, batch)
+        loss.backward()
+    del outputs, loss
+    optimizer.step()

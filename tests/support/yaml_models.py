@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 from composer.models import ComposerModel
 from transformers import PreTrainedModel
-from transformers.modeling_utils import no_init_weights
 
 from composer_fsdp2.shard.apply import collector_paused
 
@@ -210,6 +209,7 @@ def build_model(model: Mapping[str, Any]) -> ComposerModel:
 def _build(settings: str) -> ComposerModel:
     from llmfoundry.utils.builders import build_composer_model
     from llmfoundry.utils.config_utils import process_init_device
+    from transformers.modeling_utils import no_init_weights  # transformers 5 has it elsewhere
 
     model = json.loads(settings)
     context = process_init_device(model, fsdp_config={})

@@ -88,6 +88,19 @@ def test_a_model_that_cannot_be_traced_shows_its_state_alone(monkeypatch):
     assert "It is not known to fit in 80 GiB" in text
 
 
+class Dropping(Dense):
+    """Skips at random, as OPT skips layers."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) * (2 if torch.rand([]) < 0.1 else 1)
+
+
+def test_no_layer_of_those_skipped_at_random_is(monkeypatch):
+    found = predicted(Dropping(), Layout(2), monkeypatch)
+    assert found.notes == predicted(Dense(), Layout(2), monkeypatch).notes
+    assert found.kept is not None
+
+
 def test_what_is_offloaded_is_not_on_the_device(monkeypatch):
     found = predicted(Dense(), Layout(2), monkeypatch)
     assert found.peak["optimizer"] == found.held["optimizer"]
