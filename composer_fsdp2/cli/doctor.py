@@ -103,7 +103,7 @@ class Report:
     findings: list[Finding]
     units: WrapPlan | None = None
     step: Mapping[str, Any] | None = None
-    """bytes of the first step by kind; `None` where nobody asks for them"""
+    """bytes of a step as predicted; `None` where nobody asks for them"""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -162,13 +162,13 @@ def diagnose(
             if parts is not None and (machine.gpus or parts.settings.verbose):
                 from composer_fsdp2.foundry.forecast import forecast_run
                 from composer_fsdp2.tools.doctor import memory_findings
-                from composer_fsdp2.trainer.comparison import first_step
+                from composer_fsdp2.trainer.comparison import bytes_of
 
                 with quiet(errors=True):
                     forecast = forecast_run(parts, cluster)
                 if machine.gpus:
                     found += memory_findings(forecast, machine.gpus[0])
-                step = first_step(forecast)
+                step = bytes_of(forecast)
             run = dataclasses.replace(
                 run,
                 builds_on_meta=rehearsal.builds_on_meta,
@@ -274,7 +274,7 @@ def _print_json(report: Report, error: str | None = None) -> None:
         "machine": {**dataclasses.asdict(machine), "backend": backend_of(bool(machine.gpus))},
         "run": None,
         "findings": [dataclasses.asdict(found) for found in report.findings],
-        "first_step": report.step,
+        "step": report.step,
         "error": error,
     }
     if run is not None:

@@ -54,7 +54,7 @@ __all__ = [
 ]
 
 FORECAST = "COMPOSER_FSDP2_FORECAST"
-"""variable in which `train` gives rank 0 the bytes that doctor predicted, for `verbose`"""
+"""variable in which `train` gives rank 0 the step that doctor predicted, for `verbose`"""
 
 T = TypeVar("T")
 
@@ -450,7 +450,7 @@ class FSDP2Config:
     verbose: bool = setting(
         False,
         BOOLEAN,
-        "Shows the plan on rank 0, and the first step as it was predicted and as it was.",
+        "Shows the plan on rank 0, and the second step as predicted and as measured.",
         see="plan.md",
         example="verbose: true",
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from composer_fsdp2.estimate.trace import Trace, Window
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 
-__all__ = ["EqualBlocks", "copied", "copied_optimizer", "extended", "find_equal_blocks"]
+__all__ = ["EqualBlocks", "copied", "extended", "find_equal_blocks"]
 
 _PERIODS = 6
 """longest period that is looked for"""
@@ -151,24 +151,17 @@ def copied(
             for number, block in enumerate(held)
             if number not in blocks.left_out(periods)
         )
-    return copy.deepcopy(model, memo), copied_optimizer(optimizer, memo)
-
-
-def copied_optimizer(
-    optimizer: torch.optim.Optimizer, new: Mapping[int, Any]
-) -> torch.optim.Optimizer:
-    """Returns a copy without state, of other parameters by the ids of its own. Collective: no."""
+    new = copy.deepcopy(model, memo)
     # A copy that torch makes of an optimizer has nothing but groups and state.
     other = object.__new__(type(optimizer))
-    vars(other).update(
-        {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(optimizer).items()}
-    )
+    for key, value in vars(optimizer).items():
+        vars(other)[key] = copy.copy(value) if isinstance(value, dict) else value
     other.param_groups = [
-        {**group, "params": [*dict.fromkeys(new[id(p)] for p in group["params"] if id(p) in new)]}
+        {**group, "params": [*dict.fromkeys(memo[id(p)] for p in group["params"] if id(p) in memo)]}
         for group in optimizer.param_groups
     ]
     other.state = defaultdict(dict)
-    return other
+    return new, other
 
 
 def extended(short: Trace, long: Trace, blocks: EqualBlocks, units: WrapPlan) -> Trace | None:

@@ -24,7 +24,7 @@ from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.fake import Watch, fake_ranks
 from composer_fsdp2.torch_private.tensors import local_tensor
 
-__all__ = ["STATE", "State", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
+__all__ = ["STATE", "Trace", "Window", "Work", "observe_steps", "trace_steps"]
 
 STATE = ("parameters", "buffers", "gradients", "optimizer")
 """kinds of memory that stays; others are gathered, activations, logits, backward, step and other"""
@@ -170,7 +170,7 @@ def observe_steps(
     axes = list(run.shape.axes)
     counter = CollectiveCounter(work.ranks_per_node, *axes if len(axes) == 1 else ())
     with Watch(counter.hear, mode) as watch:
-        state = State(run.model, optimizer, watch)
+        state = _State(run, optimizer, watch)
         held = state.make()
         if state_only:
             return Trace(run.plan, held, windows=[Window(("state", ""), dict(held))])
@@ -200,19 +200,19 @@ def _drop_values(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         group["params"] = [new[id(p)] for p in group["params"] if id(p) in new]
 
 
-class State:
+class _State:
     """Knows the storages of parameters, buffers, gradients and optimizer state.
 
     Args:
-        model: whose parameters are shards now; a forward exchanges them in the modules.
+        run: of the model, whose parameters are shards now; a forward exchanges them in the modules.
         optimizer: of the model.
         watch: sees the storages.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
-        self._params = [param for param in model.parameters() if not is_elsewhere(param)]
+    def __init__(self, run: Run, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
+        self._params = [param for param in run.model.parameters() if not is_elsewhere(param)]
         self._optimizer, self._watch = optimizer, watch
-        for buffer in model.buffers():
+        for buffer in run.model.buffers():
             self._note("buffers", buffer)
 
     def _note(self, kind: str, tensor: Any) -> None:
@@ -253,7 +253,7 @@ def _steps(
     work: Work,
     watch: Watch,
     counter: CollectiveCounter,
-    state: State,
+    state: _State,
     found: Trace,
 ) -> Trace:
     settings = run.settings

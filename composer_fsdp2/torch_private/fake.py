@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["FakeTensorMode", "UntraceableError", "Watch", "fake_ranks", "group_named"]
+__all__ = ["UntraceableError", "Watch", "fake_ranks", "group_named"]
 
 _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""

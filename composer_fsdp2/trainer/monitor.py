@@ -29,7 +29,7 @@ from composer_fsdp2.torch_private.units import (
     shards_of,
 )
 
-__all__ = ["NAME", "FSDP2Monitor", "Traffic"]
+__all__ = ["NAME", "FSDP2Monitor", "Traffic", "show"]
 
 NAME = "fsdp2_monitor"
 """in LLM Foundry's registry of callbacks"""
@@ -100,7 +100,7 @@ class FSDP2Monitor(Callback):
                 "parallelism_config: {fsdp2: {}}, or remove the callback."
             )
         if dist.get_global_rank() == 0:
-            _show(describe_sharding(state.model, run))
+            show(describe_sharding(state.model, run))
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
         self._traffic = Traffic(run)
@@ -202,9 +202,9 @@ def describe_sharding(model: nn.Module, run: Run) -> str:
     )
 
 
-def _show(line: str) -> None:
-    """Shows a line even where nobody set up logging: the callback was asked for."""
+def show(text: str) -> None:
+    """Shows a text even where nobody set up logging: the user asked for it."""
     if log.isEnabledFor(logging.INFO):
-        log.info(line)
+        log.info(text)
     else:
-        print(line, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
