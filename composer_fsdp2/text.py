@@ -1,10 +1,10 @@
-"""Puts names and lists of names into messages."""
+"""Puts names, lists of names and sizes into messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["child_name", "listed", "plain_name"]
+__all__ = ["child_name", "listed", "plain_name", "size_text"]
 
 
 def listed(names: Iterable[str], most: int = 5, quote: str = "'") -> str:
@@ -24,3 +24,12 @@ def plain_name(name: str) -> str:
     # Of activation checkpointing, `torch.compile` and FSDP1.
     wrappers = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module")
     return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def size_text(size: float) -> str:
+    """Returns bytes with their unit, in three digits or more."""
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        value = size / 1024**power
+        if value >= 0.9995:
+            return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.4g} {unit}"
+    return f"{size:.0f} B"

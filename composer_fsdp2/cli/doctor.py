@@ -9,6 +9,7 @@ import platform
 import resource
 import socket
 import warnings
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -101,6 +102,8 @@ class Report:
     run: Run | None
     findings: list[Finding]
     units: WrapPlan | None = None
+    step: Mapping[str, Any] | None = None
+    """bytes of a step as predicted; `None` where nobody asks for them"""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -134,7 +137,7 @@ def diagnose(
             "Give the training YAML they are for."
         )
     cluster = cluster_of(ranks, gpus_per_node)
-    machine, run, found, units = _read_machine(), None, list[Finding](), None
+    machine, run, found, units, step = _read_machine(), None, list[Finding](), None, None
     if config is not None:
         try:
             cfg = run_file.read_run(config, overrides)
@@ -155,13 +158,17 @@ def diagnose(
             run_file.check_installed()
             rehearsal = rehearsed(cfg, cluster)
             found, units = rehearsal.findings, rehearsal.units
-            if machine.gpus and rehearsal.parts is not None:
+            parts = rehearsal.parts
+            if parts is not None and (machine.gpus or parts.settings.verbose):
                 from composer_fsdp2.foundry.forecast import forecast_run
                 from composer_fsdp2.tools.doctor import memory_findings
+                from composer_fsdp2.trainer.comparison import bytes_of
 
                 with quiet(errors=True):
-                    step = forecast_run(rehearsal.parts, cluster)
-                found += memory_findings(step, machine.gpus[0])
+                    forecast = forecast_run(parts, cluster)
+                if machine.gpus:
+                    found += memory_findings(forecast, machine.gpus[0])
+                step = bytes_of(forecast)
             run = dataclasses.replace(
                 run,
                 builds_on_meta=rehearsal.builds_on_meta,
@@ -172,7 +179,7 @@ def diagnose(
         except OWN_ERRORS as error:
             found = list(findings_of(error))
     findings = examine(machine, run, found)
-    return Report(machine=machine, run=run, findings=findings, units=units)
+    return Report(machine=machine, run=run, findings=findings, units=units, step=step)
 
 
 # --- Facts. ---
@@ -267,6 +274,7 @@ def _print_json(report: Report, error: str | None = None) -> None:
         "machine": {**dataclasses.asdict(machine), "backend": backend_of(bool(machine.gpus))},
         "run": None,
         "findings": [dataclasses.asdict(found) for found in report.findings],
+        "step": report.step,
         "error": error,
     }
     if run is not None:

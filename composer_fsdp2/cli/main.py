@@ -246,6 +246,8 @@ def _ask_doctor(
     Raises:
         ConfigError: doctor finds problems.
     """
+    from composer_fsdp2.config.schema import FORECAST
+
     command = [*launch.own_program(), "doctor", str(run), *overrides, f"--ranks={ranks}", "--json"]
     alone = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     say("[dim]Checking the run; `--no-check` leaves that out[/]")
@@ -258,12 +260,15 @@ def _ask_doctor(
             text=True,
             timeout=limit_seconds,
         )
-    except subprocess.TimeoutExpired:
+        report = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
         return
     # Another code is of doctor itself, which stops no run.
-    if done.returncode != ExitCode.FAILED or not done.stdout:
+    if done.returncode not in (ExitCode.OK, ExitCode.FAILED):
         return
-    found = [one for one in json.loads(done.stdout)["findings"] if one["level"] == "problem"]
+    if report["step"] is not None:  # the ranks inherit it
+        os.environ[FORECAST] = json.dumps(report["step"])
+    found = [one for one in report["findings"] if one["level"] == "problem"]
     raise_errors([f"{one['what']} {one['advice']}" for one in found])
 
 

@@ -43,6 +43,7 @@ from composer_fsdp2.errors import ConfigError
 
 __all__ = [
     "FIELDS",
+    "FORECAST",
     "FSDP2Config",
     "GradientSync",
     "declare_setting",
@@ -51,6 +52,9 @@ __all__ = [
     "parse_config",
     "values_of",
 ]
+
+FORECAST = "COMPOSER_FSDP2_FORECAST"
+"""variable in which `train` gives rank 0 the step that doctor predicted, for `verbose`"""
 
 T = TypeVar("T")
 
@@ -443,7 +447,13 @@ class FSDP2Config:
         saves="Training stands still for 15 % of the time of a save.",
         costs="CPU memory for a copy of the shards.",
     )
-    verbose: bool = setting(False, BOOLEAN, "Shows the plan on rank 0.", example="verbose: true")
+    verbose: bool = setting(
+        False,
+        BOOLEAN,
+        "Shows the plan on rank 0, and the second step as predicted and as measured.",
+        see="plan.md",
+        example="verbose: true",
+    )
 
     extra: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     """values of the settings that `declare_setting` added, by name"""

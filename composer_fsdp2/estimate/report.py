@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from composer_fsdp2.estimate.clock import Gpu, step_times
 from composer_fsdp2.estimate.forecast import Forecast
+from composer_fsdp2.text import size_text
 
-__all__ = ["comparison_lines", "fits", "forecast_lines", "size_text", "verdict"]
+__all__ = ["comparison_lines", "fits", "forecast_lines", "verdict"]
 
 NAMES = {
     "parameters": "parameters",
@@ -24,15 +25,6 @@ NAMES = {
 """kinds of memory, in the order of the table"""
 HEADROOM = 0.08
 """share of a GPU's memory for CUDA, NCCL and gaps between tensors, which no trace has"""
-
-
-def size_text(size: float) -> str:
-    """Returns bytes with their unit, in three digits or more."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        value = size / 1024**power
-        if value >= 0.9995:
-            return f"{value:.0f} {unit}" if value >= 99.95 else f"{value:.4g} {unit}"
-    return f"{size:.0f} B"
 
 
 def fits(found: Forecast, memory_gib: float) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 
 from composer_fsdp2.estimate.clock import Gpu, step_times
 from composer_fsdp2.estimate.forecast import Forecast
-from composer_fsdp2.estimate.report import HEADROOM, size_text
+from composer_fsdp2.estimate.report import HEADROOM
+from composer_fsdp2.text import size_text
 
 __all__ = ["OFFLOAD", "Choice", "Found", "layouts_of", "search", "search_lines", "written"]
 

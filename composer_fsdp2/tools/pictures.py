@@ -211,7 +211,8 @@ def _draw_units(
 
 def _draw_step(figure: FigureBase, step: Forecast) -> None:
     """Draws the most memory between two events of a step, by kind."""
-    from composer_fsdp2.estimate.report import NAMES, size_text
+    from composer_fsdp2.estimate.report import NAMES
+    from composer_fsdp2.text import size_text
 
     def written(size: float, _: int) -> str:
         return size_text(size)

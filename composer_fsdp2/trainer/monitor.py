@@ -29,7 +29,7 @@ from composer_fsdp2.torch_private.units import (
     shards_of,
 )
 
-__all__ = ["NAME", "FSDP2Monitor"]
+__all__ = ["NAME", "FSDP2Monitor", "Traffic", "show"]
 
 NAME = "fsdp2_monitor"
 """in LLM Foundry's registry of callbacks"""
@@ -81,7 +81,7 @@ class FSDP2Monitor(Callback):
             )
         self.gpu_flops_available = gpu_flops_available
         self._traffic: Any = None
-        """a `_Traffic`, once there is a model to listen to"""
+        """a `Traffic`, once there is a model to listen to"""
 
     def after_load(self, state: State, logger: Logger) -> None:
         """Checks that there is something to log, and shows the plan.
@@ -100,10 +100,10 @@ class FSDP2Monitor(Callback):
                 "parallelism_config: {fsdp2: {}}, or remove the callback."
             )
         if dist.get_global_rank() == 0:
-            _show(describe_sharding(state.model, run))
+            show(describe_sharding(state.model, run))
         if self.gpu_flops_available is None:
             self.gpu_flops_available = get_gpu_flops_available(state)
-        self._traffic = _Traffic(run)
+        self._traffic = Traffic(run)
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Starts to hear of the units; a training that failed may have left it listening."""
@@ -139,7 +139,7 @@ class FSDP2Monitor(Callback):
             self._traffic.run.stop_listening(self._traffic)
 
 
-class _Traffic(StepListener):
+class Traffic(StepListener):
     """Counts the collectives of units, just before torch starts them."""
 
     def __init__(self, run: Run) -> None:
@@ -202,9 +202,9 @@ def describe_sharding(model: nn.Module, run: Run) -> str:
     )
 
 
-def _show(line: str) -> None:
-    """Shows a line even where nobody set up logging: the callback was asked for."""
+def show(text: str) -> None:
+    """Shows a text even where nobody set up logging: the user asked for it."""
     if log.isEnabledFor(logging.INFO):
-        log.info(line)
+        log.info(text)
     else:
-        print(line, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)

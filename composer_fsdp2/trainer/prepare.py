@@ -9,8 +9,6 @@ that it can be.
 from __future__ import annotations
 
 import contextlib
-import logging
-import sys
 import warnings
 from collections.abc import Generator, Sequence
 from typing import Any
@@ -69,8 +67,11 @@ from composer_fsdp2.step.listeners import (
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.members import check_private_members
+from composer_fsdp2.trainer.comparison import Comparison
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.groups import count_flops_once
+from composer_fsdp2.trainer.monitor import NAME as MONITOR
+from composer_fsdp2.trainer.monitor import show
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
@@ -104,10 +105,9 @@ STEP: tuple[type[StepListener], ...] = (
     UnusedHead,
     AddedParameters,
     ExplainErrors,
+    Comparison,
 )
 """what happens in a step of a prepared model, beside what torch does"""
-
-log = logging.getLogger(__name__)
 
 
 @collector_paused()
@@ -229,6 +229,7 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
         "gradient_sync": settings.gradient_sync != "every",
         "tensor_parallel": settings.tensor_parallel,
         "unused_parameters": settings.unused_parameters is not False,
+        MONITOR: settings.verbose,
     }
     return [name for name, is_asked in asked.items() if is_asked]
 
@@ -243,7 +244,7 @@ def apply_to_model(
 ) -> Run:
     """Changes the model and its optimizer as planned. Collective: yes."""
     if plan.settings.verbose and distributed.get_rank() == 0:
-        _show(plan.describe())
+        show(f"FSDP2 plan:\n{plan.describe()}")
     detached = None
     if isinstance(plan.optimizer, Muon) and plan.groups is not None:
         plan.optimizer.assign_groups(plan.groups)
@@ -347,11 +348,3 @@ def _cast_buffers(tree: ModuleTree, plan: PreparePlan) -> None:
         unit = next((unit_of[name] for name in above if name in unit_of), None)
         own = unit.mixed_precision if unit is not None else None
         cast_buffers(module, own or plan.settings.mixed_precision)
-
-
-def _show(text: str) -> None:
-    """Shows the plan even where nobody set up logging: `verbose` was asked for."""
-    if log.isEnabledFor(logging.INFO):
-        log.info("FSDP2 plan:\n%s", text)
-    else:
-        print(f"FSDP2 plan:\n{text}", file=sys.stderr, flush=True)

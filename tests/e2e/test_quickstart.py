@@ -74,6 +74,11 @@ def first_run(folder) -> subprocess.CompletedProcess[str]:
     return quickstart(folder, "max_duration=4ba")
 
 
+def test_a_step_is_as_doctor_predicted(first_run):
+    assert re.search(r"^  all-gathers of units .+ \+0\.0%$", first_run.stderr, re.MULTILINE)
+    assert re.search(r"^  reductions of units .+ \+0\.0%$", first_run.stderr, re.MULTILINE)
+
+
 def test_trains_to_the_end(first_run):
     assert first_run.returncode == 0, first_run.stderr
     assert "Starting 2 ranks" in first_run.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from composer_fsdp2.cli import main
+from composer_fsdp2.config.schema import FORECAST
 
 ROOT = Path(__file__).parents[3]
 pytest.importorskip("llmfoundry", reason="needs the extra foundry")
@@ -204,6 +206,20 @@ def test_the_first_rank_of_another_launcher_asks_doctor(
     path = write("parallelism_config: {fsdp2: {}}\ndist_timeout: 60")
     assert train(path, *options).exit_code == 0
     assert asked == [(path, [], 2, 30)] * asks
+
+
+@pytest.mark.parametrize("step", [None, {"gathered_bytes": 1}], ids=["none", "bytes"])
+def test_ranks_are_given_what_doctor_predicts(write, monkeypatch, step):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv(FORECAST, "")  # put back after the test
+    monkeypatch.delenv(FORECAST)
+    report = subprocess.CompletedProcess([], 0, json.dumps({"findings": [], "step": step}), "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: report)
+    given = []
+    monkeypatch.setattr(main, "_launch", lambda *_: given.append(os.environ.get(FORECAST)))
+    path = write("parallelism_config: {fsdp2: {}}\ndist_timeout: 60")
+    assert CliRunner().invoke(main.app, ["train", str(path), "--ranks=2"]).exit_code == 0
+    assert given == [step and json.dumps(step)]
 
 
 def broken(*_args: object) -> None:
