@@ -1,4 +1,4 @@
-"""A checkpoint of tensor parallelism resumes in any layout, and those of others in it."""
+"""A checkpoint of tensor or expert parallelism resumes in any layout, and those of others in it."""
 
 from __future__ import annotations
 
@@ -17,37 +17,52 @@ from composer_fsdp2 import Muon, install
 from tests.dist.test_tensor_parallel import grouped
 from tests.dist.test_tensor_trainer import SIZE, Language, samples
 from tests.dist.test_tensor_uneven import odd_gpt2, odd_llama
+from tests.support.experts import FAMILIES
 from tests.support.parity import full
 from tests.support.training import trainer_for
 
-LAYOUTS: dict[str, tuple[int, int, int]] = {
-    "TP 2 x FSDP 2": (4, 2, 1),
-    "TP 2 x FSDP 3": (6, 2, 1),
-    "FSDP 4": (4, 1, 1),
-    "TP 4": (4, 4, 1),
-    "HSDP 2 x 2": (4, 1, 2),
-    "FSDP 2": (2, 1, 1),
-    "TP 2": (2, 2, 1),
-    "FSDP 3": (3, 1, 1),
-    "HSDP 2 x TP 2": (4, 2, 2),
-    "one process": (1, 1, 1),
+LAYOUTS: dict[str, tuple[int, int, int, int]] = {
+    "TP 2 x FSDP 2": (4, 2, 1, 1),
+    "TP 2 x FSDP 3": (6, 2, 1, 1),
+    "FSDP 4": (4, 1, 1, 1),
+    "TP 4": (4, 4, 1, 1),
+    "HSDP 2 x 2": (4, 1, 2, 1),
+    "FSDP 2": (2, 1, 1, 1),
+    "TP 2": (2, 2, 1, 1),
+    "FSDP 3": (3, 1, 1, 1),
+    "HSDP 2 x TP 2": (4, 2, 2, 1),
+    "one process": (1, 1, 1, 1),
+    "TP 2 x EP 2": (4, 2, 1, 2),
+    "EP 4": (4, 1, 1, 4),
+    "HSDP 2 x EP 2": (4, 1, 2, 2),
 }
-"""world size, degree, and copies of the model"""
-FIRST, SECOND = "TP 2 x FSDP 2", "TP 2 x FSDP 3"
-ORDERED = [(FIRST, other) for other in LAYOUTS] + [(other, FIRST) for other in LAYOUTS]
+"""world size, degree of tensor parallelism, copies of the model, degree of expert parallelism"""
+FIRST, SECOND, EXPERTS = "TP 2 x FSDP 2", "TP 2 x FSDP 3", "TP 2 x EP 2"
+DENSE = [name for name, (*_, experts) in LAYOUTS.items() if experts == 1]
+ORDERED = [(FIRST, other) for other in DENSE] + [(other, FIRST) for other in DENSE]
 ORDERED += [(SECOND, other) for other in ("FSDP 4", "TP 4", "one process")]
 ORDERED += [(other, SECOND) for other in ("FSDP 3", "TP 4", "HSDP 2 x 2")]
 ORDERED += [("TP 4", "FSDP 3"), ("FSDP 3", "TP 4"), ("TP 4", "TP 2"), ("one process", "TP 4")]
-KINDS = itertools.product(("sharded", "full"), ("gpt2", "llama"))
+STATES = ("sharded", "full")
+KINDS = itertools.product(STATES, ("gpt2", "llama"))
 CASES = [
     (*pair, kind, state)
     for pair, (state, kind) in zip(dict.fromkeys(ORDERED), itertools.cycle(KINDS), strict=False)
 ]
 """each pair once, and each kind of model and of file with a quarter of them"""
+CASES += [
+    (*pair, "mixtral", state)
+    for other in ("one process", "FSDP 2")
+    for pair in ((EXPERTS, other), (other, EXPERTS))
+    for state in STATES
+]
+CASES += [("EP 4", "one process", "mixtral", state) for state in STATES]
+CASES += [("one process", "HSDP 2 x EP 2", "mixtral", state) for state in STATES]
 MAKE: dict[str, Callable[[], Any]] = {
     # TP 4 divides the heads. Three ranks share nothing evenly, and two not the 17 words of each.
     "gpt2": lambda: odd_gpt2(n_embd=12, n_head=4, n_inner=28, vocab_size=34),
     "llama": lambda: odd_llama(num_key_value_heads=4, intermediate_size=28, vocab_size=34),
+    "mixtral": lambda: FAMILIES["Mixtral"][0](num_key_value_heads=2, vocab_size=34),
 }
 
 
@@ -61,7 +76,7 @@ class Odd(Language):
 
 def optimizer_of(kind: str, model: Any) -> torch.optim.Optimizer:
     """Two groups or more; with two moments, or one for matrices."""
-    if kind == "gpt2":
+    if kind != "llama":
         return grouped(model)
     flat = [param for param in model.parameters() if param.ndim == 1]
     wide = [param for param in model.parameters() if param.ndim > 1]
@@ -71,11 +86,12 @@ def optimizer_of(kind: str, model: Any) -> torch.optim.Optimizer:
 
 def run(layout: str, kind: str, state: str, until: int, folder: Path, load: Path | None) -> None:
     """Trains in a layout from a checkpoint, and keeps what it has at the end."""
-    world_size, degree, copies = LAYOUTS[layout]
+    world_size, degree, copies, experts = LAYOUTS[layout]
     install()
     torch.manual_seed(0)
     model = Odd(kind)
-    fsdp2 = {"state_dict_type": state, "sharded_ckpt_prefix_dir": "last"}
+    fsdp2: dict[str, Any] = {"state_dict_type": state, "sharded_ckpt_prefix_dir": "last"}
+    fsdp2["expert_parallel"] = experts
     if copies > 1:
         fsdp2["data_parallel_replicate_degree"] = copies
     with warnings.catch_warnings():

@@ -31,6 +31,7 @@ from composer_fsdp2.tools.migrate.shared_rows import (
     FP8,
     OFF,
     OFFLOADED,
+    ON,
     REPLICATE,
     SHARD,
     add_precision,
@@ -175,6 +176,55 @@ PARALLEL_ROWS = (
 )
 """of axolotl, whatever shards"""
 
+
+def _size_rows(key: str, setting: str, without: str) -> tuple[Row, ...]:
+    return (
+        Row(key, NOT_NEEDED, without, (1, None)),
+        Row(key, RENAMED, f"`{setting}`", is_size, {setting: SAME}),
+    )
+
+
+_COPIES = _size_rows("dp_replicate_size", REPLICATE, "one copy is the default")
+_DISTRIBUTED = "distributed_config"
+_EP, _TP, _FSDP = (f"{_DISTRIBUTED}.{key}" for key in ("ep_size", "tp_size", "size"))
+_EP_SWITCH = f"{_DISTRIBUTED}.enable_expert_parallel"
+_LOADING = (
+    *degree_rows("tp_size", (1, None)),
+    *_size_rows("size", SHARD, "what the other sizes leave, as here"),
+    *_COPIES,
+    *expert_rows("ep_size"),
+    *parallel_rows("pp_size", "pipeline parallelism"),
+    Row("enable_expert_parallel", NOT_NEEDED, "no expert parallelism is asked for", OFF),
+    Row(
+        "enable_expert_parallel",
+        DECISION,
+        "neither `ep_size` nor `tp_size` says how many ranks hold the experts",
+        ON,
+        options=("fsdp2.expert_parallel=2", "=false"),
+    ),
+    Row("ep_implementation", NOT_NEEDED, "each rank sends its own tokens, all to all"),
+    Row("enable_sequence_parallel", NOT_NEEDED, "transformers has no effect for it"),
+    Row("mixed_precision", NOT_NEEDED, "off is the default", OFF),
+    Row(
+        "mixed_precision",
+        CONVERTED,
+        "parameters in bf16, reduction in fp32",
+        ON,
+        {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
+        trainer={"precision": "amp_bf16"},
+    ),
+    Row("cpu_offload", NOT_NEEDED, "off is the default", OFF),
+    Row("cpu_offload", CONVERTED, "`cpu_offload`", ON, {"cpu_offload": True}),
+    *(
+        row
+        for key in ("tp_plan", "plan", "ep_plan")
+        for row in (
+            Row(key, NOT_NEEDED, "layers and experts are found in the model", (None,)),
+            Row(key, DECISION, "layers are divided as their model says", options=("=null",)),
+        )
+    ),
+)
+"""of transformers' `DistributedConfig`, an argument of `from_pretrained`"""
 _ARGUMENTS = (
     Row("fsdp", NOT_NEEDED, "no strategy is named", (None, "", False, [])),
     Row(
@@ -201,18 +251,18 @@ _ARGUMENTS = (
     *PRECISION_ROWS,
     *CHECKPOINTING_ROWS,
     *PARALLEL_ROWS,
-    Row("dp_replicate_size", NOT_NEEDED, "one copy is the default", (1, None)),
-    Row("dp_replicate_size", RENAMED, f"`{REPLICATE}`", is_size, {REPLICATE: SAME}),
-    Row("dp_shard_size", NOT_NEEDED, "what the other sizes leave, as here", (1, None)),
-    Row("dp_shard_size", RENAMED, f"`{SHARD}`", is_size, {SHARD: SAME}),
+    *_COPIES,
+    *_size_rows("dp_shard_size", SHARD, "what the other sizes leave, as here"),
     *clipping_rows("max_grad_norm"),
+    *under(_DISTRIBUTED, _LOADING),
 )
 
 
 def _site(data: Mapping[str, Any], path: Path) -> Site | None:
-    """Returns the site of `fsdp` or a block of it; the precision alone makes none."""
-    words = data.get("fsdp")
+    """Returns the site of `fsdp`, a block of it or `distributed_config`; others make none."""
+    words, block = data.get("fsdp"), data.get(_DISTRIBUTED)
     is_said = words is True or (bool(words) and isinstance(words, str | list))
+    is_said |= bool(block) and isinstance(block, Mapping)
     if not is_said and not has_fsdp_block(data):
         return None
     keys = {key: FLAT[key] for key in data if key in FLAT}
@@ -222,6 +272,7 @@ def _site(data: Mapping[str, Any], path: Path) -> Site | None:
 
 def _finish(context: Context) -> None:
     entries = context.entries
+    _finish_experts(entries)
     version2 = finish_fsdp(context, "config.version", "fsdp_version")
     shards, copies = entries.get("dp_shard_size"), entries.get("dp_replicate_size")
     if shards and SHARD in shards.becomes and not (copies and copies.becomes):
@@ -241,8 +292,30 @@ def _finish(context: Context) -> None:
                 f"{switch.key}=true",
                 f"write {words.key} without the word offload",
             )
-    keys = ("bf16", "fp16", "fp8", "config.mixed_precision_policy")
+    keys = (
+        "bf16",
+        "fp16",
+        "fp8",
+        "config.mixed_precision_policy",
+        f"{_DISTRIBUTED}.mixed_precision",
+    )
     add_precision(context, keys, "the Trainer of transformers")
+
+
+def _finish_experts(entries: Mapping[str, Entry]) -> None:
+    """Follows the switch of transformers that has the ranks of `tp_size` hold experts alone."""
+    switch, sizes = entries.get(_EP_SWITCH), [entries.get(key) for key in (_EP, _TP, _FSDP)]
+    named = next((entry for entry in sizes[:2] if entry and entry.value is not None), None)
+    if switch is None or not switch.is_open or switch.value not in ON or named is None:
+        return
+    switch.become(NOT_NEEDED, f"`{named.path[-1]}` says how many ranks hold the experts")
+    tensor, shards = sizes[1:]
+    if named is tensor and is_size(tensor.value):
+        reason = "these ranks hold experts alone, and read a batch each here, not one together"
+        tensor.become(CHANGES, reason, expert_parallel={"degree": tensor.value})
+        if shards and is_size(shards.value):
+            both = shards.value * tensor.value
+            shards.become(CONVERTED, "they hold shards too, and count here", **{SHARD: both})
 
 
 def _ignore_strategy(context: Context, words: Entry) -> None:

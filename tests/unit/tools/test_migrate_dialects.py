@@ -198,6 +198,34 @@ ARGUMENTS = [
     ("context_parallel_size", 2, C, {"sequence_parallel": {"degree": 2, "method": "auto"}}),
     ("expert_parallel_size", "many", DEC, {}),
 ]
+LOADING = [
+    ("ep_size", 4, C, {"expert_parallel": {"degree": 4}}),
+    ("ep_size", 1, NOT, {}),
+    ("ep_size", "many", DEC, {}),
+    ("enable_expert_parallel", False, NOT, {}),
+    ("enable_expert_parallel", True, DEC, {}),
+    ("tp_size", 1, NOT, {}),
+    ("tp_size", 2, C, {"tensor_parallel": 2}),
+    ("pp_size", 1, NOT, {}),
+    ("pp_size", 2, UN, {}),
+    ("fsdp_size", 1, NOT, {}),
+    ("fsdp_size", 8, R, {SHARD: 8}),
+    ("dp_replicate_size", 1, NOT, {}),
+    ("dp_replicate_size", 2, R, {REPLICATE: 2}),
+    ("fsdp_mixed_precision", False, NOT, {}),
+    (
+        "fsdp_mixed_precision",
+        True,
+        C,
+        {"mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "fp32"}},
+    ),
+    ("fsdp_cpu_offload", False, NOT, {}),
+    ("fsdp_cpu_offload", True, C, {"cpu_offload": True}),
+    ("ep_implementation", "all_to_all", NOT, {}),
+    ("enable_sequence_parallel", True, NOT, {}),
+    *((f"{kind}_plan", None, NOT, {}) for kind in ("tp", "ep", "fsdp")),
+    *((f"{kind}_plan", {"a.b": "c"}, DEC, {}) for kind in ("tp", "ep", "fsdp")),
+]
 EXPERTS = "wrap_policy.moe_experts"
 STRATEGY = [
     ("fsdp_size", 4, C, NODES),
@@ -416,6 +444,10 @@ def in_arguments(key, value):
     return migrate_data({"training": data})
 
 
+def in_loading(**block):
+    return migrate_data({"model_init_kwargs": {"distributed_config": block}})
+
+
 def in_strategy(key, value):
     return migrate_data({"a": {"strategy_config": nested(key, value)}})
 
@@ -472,6 +504,23 @@ def test_top_of_accelerate(key, value, status, becomes):
 def test_training_arguments(key, value, status, becomes):
     report, default = in_arguments(key, value), {"state_dict_type": "full"}
     check(report, TRAINING_ARGUMENTS, f"training.{key}", status, becomes, default)
+
+
+@pytest.mark.table("ep_size-4-converted-becomes0", "fsdp_mixed_precision-True-converted-becomes14")
+@pytest.mark.parametrize(("key", "value", "status", "becomes"), LOADING)
+def test_distributed_config_of_transformers(key, value, status, becomes):
+    report, name = in_loading(**{key: value}), f"model_init_kwargs.distributed_config.{key}"
+    check(report, TRAINING_ARGUMENTS, name, status, becomes, {"state_dict_type": "full"})
+
+
+def test_old_switch_of_transformers_has_the_ranks_of_a_tensor_hold_experts():
+    report = in_loading(enable_expert_parallel=True, tp_size=4, fsdp_size=2)
+    both = {"expert_parallel": {"degree": 4}, SHARD: 8, "state_dict_type": "full"}
+    assert settings_of(report) == both
+    assert not report.having(DEC, UN)
+    report = in_loading(enable_expert_parallel=True, tp_size=2, ep_size=4)
+    assert settings_of(report)["expert_parallel"] == {"degree": 4}
+    assert settings_of(report)["tensor_parallel"] == 2
 
 
 @pytest.mark.table(
@@ -761,6 +810,7 @@ def reports_of(dialect: Dialect) -> list[Report]:
     if dialect is TRAINING_ARGUMENTS:
         reports = [in_block(key, value, top=False) for key, value, *_ in BLOCK]
         reports += [in_arguments(key, value) for key, value, *_ in ARGUMENTS]
+        reports += [in_loading(**{key: value}) for key, value, *_ in LOADING]
         return [*reports, of_axolotl(fp8=True, **FLOAT8)]
     if dialect is ROLL:
         reports = [in_strategy(key, value) for key, value, *_ in STRATEGY]
