@@ -116,11 +116,14 @@ def minimum(
     microbatches: int = 1,
     sync: str = "every",
     tensor: int = 1,
+    is_divided: Callable[[str], bool] | None = None,
 ) -> Traffic:
     """The least traffic of one step for these units; call it before the model is sharded.
 
-    With `tensor`, of what each rank of a tensor group holds of them.
+    With `tensor`, of what each rank of a tensor group holds of them: a part of the parameters that
+    `is_divided` names.
     """
+    is_divided = is_divided or _is_divided
     scatters = 1 if sync == "last" else microbatches
     averages = microbatches if sync == "every" else 1
     order = {name: index for index, (name, _) in enumerate(model.named_parameters())}
@@ -130,7 +133,8 @@ def minimum(
     least = Traffic()
     for unit in units:
         own = {name: params[name] for name in unit.params if name in params}
-        nbytes = sum(_held_bytes(name, param, tensor) for name, param in own.items())
+        parts = {name: tensor if is_divided(name) else 1 for name in own}
+        nbytes = sum(_nbytes(param) // parts[name] for name, param in own.items())
         kept = unit.reshard_after_forward is False
         for _ in range(1 if kept and sync == "last" else microbatches):
             least.gather(nbytes, shard)
@@ -140,17 +144,12 @@ def minimum(
             for _ in range(microbatches):
                 least.gather(nbytes, shard if again is True else again)
         trained = [(name, param) for name, param in own.items() if param.requires_grad]
-        if trainable := sum(_held_bytes(name, param, tensor) for name, param in trained):
+        if trainable := sum(_nbytes(param) // parts[name] for name, param in trained):
             for _ in range(scatters):
                 least.scatter(trainable, shard)
             for _ in range(averages if replicate > 1 else 0):
                 least.average(trainable // shard, replicate)
     return least
-
-
-def _held_bytes(name: str, param: torch.Tensor, tensor: int) -> int:
-    """Bytes of a parameter that a rank of a tensor group has, all of its shards together."""
-    return _nbytes(param) // (tensor if _is_divided(name) else 1)
 
 
 def _is_divided(name: str) -> bool:

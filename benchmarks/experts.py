@@ -150,9 +150,13 @@ def measure_time(degree: int, pairs: int, warmup: int) -> None:
 # --- bytes ---
 
 
-def _least(degree: int) -> comm.Traffic:
+def _is_divided(name: str) -> bool:
+    return ".self_attn." in name
+
+
+def _least(degree: int, tensor: int) -> comm.Traffic:
     """The least that the average rank sends."""
-    model = _model()
+    model, tokens = _model(), SAMPLES * LENGTH
     units = shapes.plan(model, (LAYER,)).units
     dense = [
         SimpleNamespace(
@@ -161,21 +165,41 @@ def _least(degree: int) -> comm.Traffic:
         )
         for unit in units
     ]
-    least = comm.minimum(model, dense, RANKS)
+    shard = RANKS // tensor
+    least = comm.minimum(model, dense, shard, tensor=tensor, is_divided=_is_divided)
     for layer in model.model.layers:
         own = sum(p.numel() * 4 for p in layer.block_sparse_moe.experts.parameters()) // degree
         least.gather(own, RANKS // degree)
         least.gather(own, RANKS // degree)
         least.scatter(own, RANKS // degree)
-        least.exchanged += 4 * SAMPLES * LENGTH * CHOSEN * WIDTH * 4 + EXPERTS * 8
+        least.exchanged += 4 * tokens // tensor * CHOSEN * WIDTH * 4 + EXPERTS * 8
+    if tensor > 1:
+        _add_tensor(least, model, tokens, shard, tensor)
     return least
 
 
-def measure_bytes(degree: int) -> None:
+def _add_tensor(least: comm.Traffic, model: Any, tokens: int, shard: int, tensor: int) -> None:
+    """Adds what ranks with the same tokens send each other, of attention and of experts.
+
+    Outputs are added up in forward, gradients of inputs and of the router's weights in backward.
+    What is whole on each rank has its gradient averaged.
+    """
+    for _ in model.model.layers:
+        for _ in range(4):
+            least.average(tokens * WIDTH * 4, tensor)
+        least.average(tokens * CHOSEN * 4, tensor)
+    for name, param in model.named_parameters():
+        if not _is_divided(name) and ".experts." not in name:
+            least.average(param.numel() * 4 // shard, tensor)
+
+
+def measure_bytes(degree: int, tensor: int) -> None:
     """Counts a step on every rank, and prints the mean of them."""
-    model, least = _model(), _least(degree)
-    shapes.prepare(model, (LAYER,), expert_parallel=degree)
-    generator = torch.Generator().manual_seed(dist.get_rank())
+    model, least = _model(), _least(degree, tensor)
+    plan = {"lm_head": "whole", "*.gate": "whole"}
+    config = {"tensor_parallel": {"degree": tensor, "layer_plan": plan}} if tensor > 1 else {}
+    shapes.prepare(model, (LAYER,), expert_parallel=degree, **config)
+    generator = torch.Generator().manual_seed(dist.get_rank() // tensor)
     tokens = torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=generator)
     for _ in range(2):
         with comm.CountTraffic() as counter:
@@ -190,12 +214,14 @@ def measure_bytes(degree: int) -> None:
     if dist.get_rank() == 0:
         value = {
             "degree": degree,
+            "tensor": tensor,
             "ranks": RANKS,
             "ratio": max(wire / least.wire, exchanged / least.exchanged),
             "wire_bytes": [round(wire), round(least.wire)],
             "exchanged_bytes": [round(exchanged), least.exchanged],
             "gathered_experts_bytes_of_a_layer": held,
             "calls": dict(seen.calls),
+            "minimum_calls": dict(least.calls),
         }
         shapes.emit("experts_bytes", value, BYTES_GOAL)
 
@@ -206,11 +232,12 @@ def main() -> None:
     )
     parser.add_argument("--figure", choices=["bytes", "time"], default="bytes")
     parser.add_argument("--degree", type=int, choices=[2, 4], default=2)
+    parser.add_argument("--tensor", type=int, choices=[1, 2], default=1)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     options = parser.parse_args()
     if options.figure == "bytes":
-        shapes.run_ranks(measure_bytes, RANKS, options.degree)
+        shapes.run_ranks(measure_bytes, RANKS, options.degree, options.tensor)
     else:
         shapes.run_ranks(measure_time, RANKS, options.degree, options.pairs, options.warmup)
 
