@@ -396,7 +396,9 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
     device = torch.get_device_module(where)
     stream, computing, asked = _copy_stream(where), device.current_stream(where), _asked(where)
     if len(asked) > _UNDER_WAY:
-        asked.popleft().synchronize()  # what came back before has been used
+        # The host, for it takes memory when it asks for a copy: a stream that waits only begins the
+        # copy later. What came back before has been used then, and is free.
+        asked.popleft().synchronize()
     asked.append(computing.record_event())
     with device.stream(stream):
         tensor = copied.to(where, non_blocking=True)

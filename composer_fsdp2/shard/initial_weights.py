@@ -151,9 +151,10 @@ class InitialWeights:
     @contextlib.contextmanager
     def seeded(self) -> Generator[None, None, None]:
         """Has one random stream for everything that is created; the caller's is untouched."""
-        devices = [self._device] if self._device.type == "cuda" else []
+        kind = self._device.type
+        devices = [] if kind == "cpu" else [self._device]
         # Named, because torch forks the state of every GPU of the machine by default.
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices, device_type=kind):
             torch.manual_seed(self._seed)
             yield
 

@@ -16,7 +16,9 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """Keeps the state that a step changes in CPU memory. Random states are kept from the start.
+    """Keeps the state that a step changes. Random states are kept from the start.
+
+    What is large is kept in CPU memory; buffers and metrics stay on their device.
 
     `restore` may be called again and again: for another attempt after the second one, too.
     """
@@ -38,8 +40,12 @@ class Snapshot:
         self._kept += [_keep(tensor) for tensor in tensors]
 
     def keep_buffers(self, model: nn.Module) -> None:
-        """Keeps the buffers, also against a module that puts another tensor in their place."""
-        self._kept += [_keep(module._buffers) for module in model.modules() if module._buffers]
+        """Keeps the buffers, also against a module that puts another tensor in their place.
+
+        On their device, for they are kept in every batch: the host would wait for each of them.
+        """
+        held = [module._buffers for module in model.modules() if module._buffers]
+        self._kept += [_keep(buffers, on_cpu=False) for buffers in held]
 
     def keep_metric(self, metric: nn.Module) -> None:
         """Keeps the sums of a metric, in lists or in tensors, on their device."""
@@ -77,15 +83,16 @@ class Snapshot:
             self._module.set_rng_state(self._device_random, self._device)
 
 
-def _keep(value: Any) -> Callable[[], Any]:
+def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
     """Returns a function that gives the same object back, with the values it has now."""
     if isinstance(value, torch.Tensor):
-        return functools.partial(_fill, value, _local(value).to("cpu", copy=True))
+        own = _local(value)
+        return functools.partial(_fill, value, own.to("cpu" if on_cpu else own.device, copy=True))
     if isinstance(value, dict):
         kept: Any = getattr(value, "kept", None)
         if kept is not None:
             return kept()  # state that is kept in another form than it is read
-        inside = {key: _keep(one) for key, one in value.items()}
+        inside = {key: _keep(one, on_cpu=on_cpu) for key, one in value.items()}
         return functools.partial(_fill_dict, value, inside)
     if isinstance(value, list):
         return functools.partial(_fill_list, value, [_keep(one) for one in value])

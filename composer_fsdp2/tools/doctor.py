@@ -7,6 +7,7 @@ Pure: facts in, findings and lines out. What the libraries check themselves is n
 from __future__ import annotations
 
 import dataclasses
+import re
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ __all__ = [
     "memory_findings",
     "mesh_of",
     "report_lines",
+    "runs_on",
 ]
 
 KEYS = ("model.init_device", "model.pretrained", "precision")
@@ -55,6 +57,8 @@ class Gpu:
 
     name: str
     memory_bytes: int
+    capability: tuple[int, int]
+    """its architecture, as CUDA counts them"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +76,8 @@ class Machine:
     """version of torch's NCCL"""
     interfaces: tuple[str, ...] = ()
     """names of its network interfaces"""
+    built_for: tuple[str, ...] = ()
+    """architectures that torch has code for, such as `sm_90`"""
     open_files: int = -1
     """how many a process may have, sockets too; -1 is any number"""
 
@@ -146,7 +152,7 @@ def examine(machine: Machine, run: Run | None, rehearsed: Iterable[Finding] = ()
         run: what is asked for.
         rehearsed: what going through the run found.
     """
-    found = [*_patches(machine), *_members(machine)]
+    found = [*_patches(machine), *_members(machine), *_architectures(machine)]
     found += [*_environment(machine, run), *_network(machine, run)]
     if run is not None:
         found += _asked(run)
@@ -223,6 +229,39 @@ def _members(machine: Machine) -> Iterator[Finding]:
             "PatchError.",
             "Install a torch this package was tested with (2.7 to 2.15)"
             + ("." if needed else f", or leave {feature} out."),
+        )
+
+
+def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
+    """Returns whether a GPU can run one of the architectures that torch was compiled for.
+
+    Code (`sm_90`) runs on the same major version from its minor one on. PTX (`compute_90`) is
+    compiled for every later GPU when it is loaded.
+
+    Source: https://docs.nvidia.com/cuda/cuda-c-programming-guide/#binary-compatibility
+    """
+    known = re.findall(r"\b(sm|compute)_(\d+)(\d)", " ".join(built_for))
+    return not known or any(
+        (int(major), int(minor)) <= capability
+        and (kind == "compute" or int(major) == capability[0])
+        for kind, major, minor in known
+    )
+
+
+def _architectures(machine: Machine) -> Iterator[Finding]:
+    for gpu in dict.fromkeys(machine.gpus):
+        if runs_on(gpu.capability, machine.built_for):
+            continue
+        torch, (major, minor) = machine.versions.get("torch"), gpu.capability
+        # Wheels of CUDA 12.6 are the last for GPUs before Turing, those of 12.8 the first for
+        # Blackwell: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
+        wheel = "cu128" if major >= 10 else "cu126"
+        yield Finding(
+            "problem",
+            f"{gpu.name} has compute capability {major}.{minor}, and torch {torch} was compiled "
+            f"for {', '.join(machine.built_for)}. Its first kernel there would fail.",
+            f"pip install --force-reinstall torch=={str(torch).partition('+')[0]} --index-url "
+            f"https://download.pytorch.org/whl/{wheel}",
         )
 
 

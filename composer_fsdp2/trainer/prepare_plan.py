@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -53,6 +55,7 @@ from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 
 __all__ = ["PreparePlan", "activation_choice", "trainer_rules"]
 
+log = logging.getLogger(__name__)
 
 _ENCODE = "_prepare_encoder_decoder_kwargs_for_generation"
 """what transformers' `generate` calls the encoder in"""
@@ -227,6 +230,17 @@ def _check_offload(settings: FSDP2Config, device_type: str) -> None:
         raise ConfigError(
             "'cpu_offload' is set, and this torch has no gloo. Norms of what lives in CPU memory "
             "are reduced there, which other backends cannot. Install a torch with gloo."
+        )
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    is_slow = settings.cpu_offload and torch.get_num_threads() == 1 < cores
+    if is_slow and dist.get_global_rank() == 0:
+        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/run.py#L764
+        log.warning(
+            "With cpu_offload the optimizer steps on the CPU, and each rank has one thread, but "
+            "%d cores. torchrun gives ranks one thread where nothing is set. Set "
+            "OMP_NUM_THREADS=%d before it starts.",
+            cores,
+            cores,
         )
 
 

@@ -9,6 +9,7 @@
 #include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
@@ -428,6 +429,37 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("_foreach_copy_", copy_each);
 }
 
+// ---------------------------------------------------------------------------- autocast
+
+// Gives an operation what it computes in under autocast.
+template <bool NARROW>
+void cast(const c10::OperatorHandle& op, c10::Stack* stack) {
+  c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::AutocastPrivateUse1);
+  const auto type = NARROW ? at::autocast::get_autocast_dtype(KIND) : at::kFloat;
+  for (size_t i = stack->size() - op.schema().arguments().size(); i < stack->size(); ++i) {
+    c10::IValue& value = (*stack)[i];
+    if (value.isTensor()) value = at::autocast::cached_cast(type, value.toTensor(), KIND);
+  }
+  op.callBoxed(stack);
+}
+
+// The lists are those of a GPU, and not those of the CPU, which computes norms in the narrow type.
+void register_autocast() {
+  static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::AutocastPrivateUse1, __FILE__, __LINE__);
+  const auto each = [](std::initializer_list<const char*> names, auto kernel) {
+    for (std::string name : names) {
+      const size_t overload = name.find(", ");
+      if (overload != std::string::npos) name.replace(overload, 2, ".");
+      library.impl(name.c_str(), kernel());
+    }
+  };
+#define NAMED(...) #__VA_ARGS__,
+  each({AT_FORALL_LOWER_PRECISION_FP(NAMED)}, [] { return torch::CppFunction::makeFromBoxedFunction<&cast<true>>(); });
+  each({AT_FORALL_FP32(NAMED) AT_FORALL_FP32_SET_OPT_DTYPE(NAMED)},
+       [] { return torch::CppFunction::makeFromBoxedFunction<&cast<false>>(); });
+#undef NAMED
+}
+
 // torch registers kernels of its own for the collectives of such a device, and warns that these replace them.
 struct Quiet final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
@@ -450,11 +482,13 @@ PYBIND11_MODULE(pretend, module) {
   static Hooks hooks;
   at::RegisterPrivateUse1HooksInterface(&hooks);
   register_collectives();
-  // Operators without a derivative, which those of FSDP2 and of c10d are.
+  register_autocast();
+  // Operators without a derivative, which those of FSDP2 and of c10d are, and those that autocast leaves as they are.
+  static std::vector<c10::RegistrationHandleRAII> kept;
   auto& dispatcher = c10::Dispatcher::singleton();
-  constexpr auto AUTOGRAD = c10::DispatchKey::AutogradPrivateUse1;
-  if (!dispatcher.hasBackendFallbackForDispatchKey(AUTOGRAD)) {
-    static auto kept = dispatcher.registerFallback(AUTOGRAD, c10::KernelFunction::makeFallthrough(), "pretend");
+  for (const auto key : {c10::DispatchKey::AutogradPrivateUse1, c10::DispatchKey::AutocastPrivateUse1}) {
+    if (!dispatcher.hasBackendFallbackForDispatchKey(key))
+      kept.push_back(dispatcher.registerFallback(key, c10::KernelFunction::makeFallthrough(), "pretend"));
   }
   module.def("set_limit", [](size_t bytes) { limit = bytes; });
   module.def("held", [] { return held; });

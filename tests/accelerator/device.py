@@ -102,9 +102,11 @@ def _module() -> types.ModuleType:
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.empty_cache = module._lazy_init = lambda: None
-    module.manual_seed = module.manual_seed_all = lambda seed: None  # it draws as the CPU does
-    module.get_rng_state = lambda device=None: torch.get_rng_state()
-    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    # It draws as the CPU does. Its own state shows who seeds it and who puts it back.
+    own = torch.zeros(16, dtype=torch.uint8, device="cpu")
+    module.manual_seed = module.manual_seed_all = lambda seed: own.view(torch.int64).fill_(seed)
+    module.get_rng_state = lambda device=None: own.clone()
+    module.set_rng_state = lambda state, device=None: own.copy_(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
     return module
 

@@ -27,6 +27,17 @@ def test_computes_as_the_cpu_does():
     assert torch.equal(own.grad.cpu(), w.grad)
 
 
+def test_autocast_is_that_of_a_gpu():
+    x, weight = ones(3, 3), torch.ones(3, 3, device=NAME, requires_grad=True)
+    with torch.autocast(NAME, torch.bfloat16):
+        product = x @ weight
+        norm = torch.nn.functional.layer_norm(product, (3,))
+    assert (product.dtype, norm.dtype) == (torch.bfloat16, torch.float32)
+    product.float().sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+
+
 def test_a_missing_wait_is_an_error():
     value, stream = ones(3), torch.pretend.Stream()
     stream.wait_stream(torch.pretend.current_stream())

@@ -47,6 +47,12 @@ def test_trains_as_an_unsharded_copy(name: str, optimizer: str, microbatches: in
     trained_beside_a_copy(SETTINGS[name], optimizer, microbatches)
 
 
+@pytest.mark.world_size(2, backend=BACKEND)
+@pytest.mark.parametrize("name", ["plain", "activations on the CPU", "shards on the CPU"])
+def test_trains_in_bf16_as_an_unsharded_copy_does_under_autocast(name: str):
+    trained_beside_a_copy(SETTINGS[name], precision="amp_bf16")
+
+
 @pytest.mark.world_size(4, backend=BACKEND)
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("name", ["plain", "shards on the CPU"])
@@ -120,7 +126,10 @@ def test_a_rank_that_does_not_come_is_missed_before_the_timeout():
 def test_meta_starts_on_the_device():
     with torch.device("meta"):
         model = TinyLM("two modules")
+    torch.manual_seed(1234)
+    before = torch.pretend.get_rng_state()
     prepare_fully_shard(model, None, {}, precision="fp32", device=Pretend())
     assert {param.device.type for param in model.parameters()} == {NAME}
     assert all(full(param).isfinite().all() for param in model.parameters())
     assert model.head.weight is model.embed.weight
+    assert torch.equal(torch.pretend.get_rng_state(), before)

@@ -10,13 +10,14 @@ import pytest
 import torch
 from composer.core import Callback, State
 from composer.optim import DecoupledAdamW
+from transformers import LlamaForCausalLM
 
 from composer_fsdp2 import installed, prepare_fully_shard
 from composer_fsdp2.checkpoint.write import Staging
 from tests.accelerator import device
 from tests.accelerator.device import BACKEND, NAME
 from tests.accelerator.training import Pretend
-from tests.support.models import TinyComposer, TinyLM, batches, lm_loss
+from tests.support.models import TinyComposer, TinyLM, batches, llama_config, lm_loss
 from tests.support.training import built, samples_of, trainer_for
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -32,15 +33,19 @@ SEARCHED = 3
 
 @pytest.mark.world_size(2, backend=BACKEND)
 @pytest.mark.filterwarnings("ignore:gradient_sync is 'last'")
-@pytest.mark.parametrize("name", SETTINGS)
-def test_forward_backward_and_step_wait_for_nothing(name: str):
+@pytest.mark.parametrize(
+    ("name", "precision"), [*((name, "fp32") for name in SETTINGS), ("recomputed", "amp_bf16")]
+)
+def test_forward_backward_and_step_wait_for_nothing(name: str, precision: str):
     model = TinyLM("two modules")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    prepare_fully_shard(model, optimizer, SETTINGS[name], precision="fp32", device=Pretend())
+    prepare_fully_shard(model, optimizer, SETTINGS[name], precision=precision, device=Pretend())
     for step, batch in enumerate(batches(5, 8)):
         ids, targets = (part.to(NAME) for part in batch)
         with device.waits() if step >= SEARCHED else contextlib.nullcontext(Counter()) as found:
-            lm_loss(model(ids), targets).backward()
+            with torch.autocast(NAME, torch.bfloat16, enabled=precision == "amp_bf16"):
+                loss = lm_loss(model(ids), targets)
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         assert not found, found
@@ -57,9 +62,18 @@ class Waits(Callback):
         self.found.clear()
 
 
+class Buffered(TinyComposer):
+    """Has a buffer in each block."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for block in self.net.blocks:
+            block.register_buffer("seen", torch.zeros(2))
+
+
 def waits_of(parallelism: Any, size: int | str, layers: int = 3) -> Counter[str]:
     """The waits of a batch of the Trainer, once the first ones are over."""
-    model = built(lambda: TinyComposer(layers=layers)).to(NAME)
+    model = built(lambda: Buffered(layers=layers)).to(NAME)
     with installed(), device.waits() as found:
         waits = Waits(found)
         trainer = trainer_for(
@@ -90,6 +104,33 @@ def test_no_wait_comes_from_a_unit_or_a_microbatch():
     found = waits_of({"fsdp2": {}}, 4, layers=3)
     assert waits_of({"fsdp2": {}}, 4, layers=6) == found
     assert waits_of({"fsdp2": {}}, 1, layers=3) == found
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_a_batch_that_may_be_tried_again_keeps_buffers_without_a_wait():
+    found = waits_of({"fsdp2": {}}, "auto")
+    assert found
+    assert not [place for place in found if "snapshot" in place], found
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+@pytest.mark.parametrize("method", ["ulysses", "gather_kv"])
+def test_a_divided_sequence_waits_no_more_often_for_more_layers(method: str):
+    found = []
+    for layers in (1, 3):
+        model = LlamaForCausalLM(llama_config(num_hidden_layers=layers))
+        settings = {"sequence_parallel": {"degree": 2, "method": method}}
+        prepare_fully_shard(model, None, settings, precision="fp32", device=Pretend())
+        for ids, _ in batches(2, 4, length=8):
+            mask = torch.ones_like(ids)
+            mask[0, -2:] = 0
+            given = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+            with device.waits() as waits:
+                on = {name: value.pin_memory().to(NAME) for name, value in given.items()}
+                model(**on, position_ids=torch.arange(8, device=NAME).expand(4, 8)).loss.backward()
+        found.append(waits)
+    assert found[0] == found[1]
+    assert found[0]
 
 
 @pytest.mark.world_size(2, backend=BACKEND)

@@ -34,8 +34,9 @@ Form = Literal["own", "bf16", "signed", "unsigned"]
 
 BLOCK = 256
 """most elements that share an exponent"""
-_AT_ONCE = {"cpu": 2**16, "cuda": 2**23}
-"""elements that are converted at a time: temporary tensors take some 20 bytes for each"""
+_AT_ONCE = 2**16, 2**23
+"""elements that are converted at a time, on the CPU and on an accelerator: temporary tensors take
+some 20 bytes for each"""
 _INT = torch.int32
 _NAN = 0x7FC00000
 _LARGEST_CODE = {"signed": 127, "unsigned": 255}
@@ -65,7 +66,7 @@ class Place:
 
     def chunks(self, device: torch.device) -> Iterator[slice]:
         """Cuts the rows, so that not too much is converted at a time."""
-        step = max(1, _AT_ONCE.get(device.type, 2**20) // max(1, self.row))
+        step = max(1, _AT_ONCE[device.type != "cpu"] // max(1, self.row))
         return (slice(start, start + step) for start in range(0, self.rows, step))
 
 

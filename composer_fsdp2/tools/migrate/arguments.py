@@ -304,13 +304,13 @@ def _finish(context: Context) -> None:
 
 def _finish_experts(entries: Mapping[str, Entry]) -> None:
     """Follows the switch of transformers that has the ranks of `tp_size` hold experts alone."""
-    switch, sizes = entries.get(_EP_SWITCH), [entries.get(key) for key in (_EP, _TP, _FSDP)]
-    named = next((entry for entry in sizes[:2] if entry and entry.value is not None), None)
+    switch, shards = entries.get(_EP_SWITCH), entries.get(_FSDP)
+    experts, tensor = entries.get(_EP), entries.get(_TP)
+    named = next((entry for entry in (experts, tensor) if entry and entry.value is not None), None)
     if switch is None or not switch.is_open or switch.value not in ON or named is None:
         return
     switch.become(NOT_NEEDED, f"`{named.path[-1]}` says how many ranks hold the experts")
-    tensor, shards = sizes[1:]
-    if named is tensor and is_size(tensor.value):
+    if tensor is not None and named is tensor and is_size(tensor.value):
         reason = "these ranks hold experts alone, and read a batch each here, not one together"
         tensor.become(CHANGES, reason, expert_parallel={"degree": tensor.value})
         if shards and is_size(shards.value):

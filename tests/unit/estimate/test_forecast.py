@@ -114,9 +114,9 @@ def test_what_is_offloaded_is_not_on_the_device(monkeypatch):
 def test_doctor_tells_a_run_that_cannot_fit(monkeypatch):
     found = predicted(Dense(), Layout(2), monkeypatch)
     kept = sum(found.held.values())
-    assert list(memory_findings(found, Gpu("GPU", 2 * found.peak_bytes))) == []
-    (maybe,) = memory_findings(found, Gpu("GPU", found.peak_bytes))
-    (never,) = memory_findings(found, Gpu("GPU", kept - 1))
+    assert list(memory_findings(found, Gpu("GPU", 2 * found.peak_bytes, (9, 0)))) == []
+    (maybe,) = memory_findings(found, Gpu("GPU", found.peak_bytes, (9, 0)))
+    (never,) = memory_findings(found, Gpu("GPU", kept - 1, (9, 0)))
     assert (maybe.level, never.level) == ("warning", "problem")
     assert "The first step would run out of memory." in never.what
 

@@ -17,7 +17,15 @@ from composer_fsdp2.cli import main
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.foundry.findings import Finding
 from composer_fsdp2.plan.mesh_shape import MeshShape
-from composer_fsdp2.tools.doctor import Machine, Run, describe_run, examine, mesh_of
+from composer_fsdp2.tools.doctor import (
+    Gpu,
+    Machine,
+    Run,
+    describe_run,
+    examine,
+    mesh_of,
+    runs_on,
+)
 from composer_fsdp2.torch_private import members
 from composer_fsdp2.torch_private.members import (
     EVERY_RUN,
@@ -222,6 +230,38 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
 def test_interfaces_that_nccl_finds(written: str):
     here = machine(environment={"NCCL_SOCKET_IFNAME": written}, interfaces=("lo", "eth0"))
     assert examine(here, RUN) == []
+
+
+CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "expected"),
+    [
+        ((8, 9), CU126, True),
+        ((9, 0), CU126, True),
+        ((10, 0), CU126, False),
+        ((12, 0), (*CU126, "sm_120", "compute_120"), True),
+        ((12, 1), ("sm_75", "compute_75"), True),
+        ((7, 0), ("sm_75", "compute_75"), False),
+        ((10, 3), ("sm_90a", "sm_100a"), True),
+        ((9, 0), ("gfx90a",), True),  # ROCm counts in another way
+        ((9, 0), (), True),
+    ],
+)
+def test_architectures_that_torch_has_code_for(capability, built_for, expected: bool):
+    assert runs_on(capability, built_for) == expected
+
+
+@pytest.mark.parametrize(("capability", "wheel"), [((10, 0), "cu128"), ((7, 0), "cu126")])
+def test_a_gpu_without_kernels_is_a_problem(capability, wheel: str):
+    gpus = (Gpu("B200", 2**37, capability),) * 8
+    here = machine(versions={**MACHINE.versions, "torch": "2.7.0+cu118"}, gpus=gpus)
+    (found,) = examine(dataclasses.replace(here, built_for=("sm_80", "sm_90")), None)
+    assert found.level == "problem"
+    assert "torch 2.7.0+cu118 was compiled for sm_80, sm_90. Its first kernel" in found.what
+    assert f"torch==2.7.0 --index-url https://download.pytorch.org/whl/{wheel}" in found.advice
+    assert examine(here, None) == []
 
 
 def test_a_good_run_gives_no_findings():

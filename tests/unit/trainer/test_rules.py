@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from composer.models import ComposerModel
@@ -9,12 +11,17 @@ from torch import nn
 from torchmetrics import MeanMetric, MetricCollection
 
 from composer_fsdp2.blocks.activation import plan_activation
+from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.config.wrapping import Selector, UnitSettings, WrapPolicy
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.plan.wrap_plan import ShardUnit
-from composer_fsdp2.trainer.prepare_plan import activation_choice, trainer_rules
+from composer_fsdp2.trainer.prepare_plan import (
+    _check_offload,
+    activation_choice,
+    trainer_rules,
+)
 from tests.support.models import AcrossChildren, Block, TinyComposer, TinyLM
 
 
@@ -292,3 +299,21 @@ def test_neither_hook_nor_blocks_is_an_error():
     for model in (AcrossChildren(), Plain()):
         with pytest.raises(PlanError, match="no module was chosen"):
             checkpointed(model)
+
+
+# --- Threads. ---
+
+
+@pytest.mark.parametrize(("offload", "cores", "told"), [(True, 8, 1), (True, 2, 0), (False, 8, 0)])
+def test_an_optimizer_on_the_cpu_with_one_thread_is_told(
+    monkeypatch, caplog, offload: bool, cores: int, told: int
+):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: range(cores))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as torchrun starts ranks
+    try:
+        _check_offload(parse_config({"cpu_offload": offload}), "cuda")
+    finally:
+        torch.set_num_threads(threads)
+    assert caplog.text.count("Set OMP_NUM_THREADS=4 before it starts") == told
