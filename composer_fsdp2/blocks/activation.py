@@ -396,8 +396,8 @@ def _from_cpu(packed: _Packed) -> torch.Tensor:
     device = torch.get_device_module(where)
     stream, computing, asked = _copy_stream(where), device.current_stream(where), _asked(where)
     if len(asked) > _UNDER_WAY:
-        # The host, for it takes memory when it asks for a copy: a stream that waits only begins the
-        # copy later. What came back before has been used then, and is free.
+        # The host has to wait. It takes memory when it asks for a copy, and a stream that waits
+        # would only begin the copy later. Copies that were used before are free then.
         asked.popleft().synchronize()
     asked.append(computing.record_event())
     with device.stream(stream):

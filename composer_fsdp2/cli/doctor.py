@@ -102,8 +102,8 @@ class Report:
     run: Run | None
     findings: list[Finding]
     units: WrapPlan | None = None
-    step: Mapping[str, Any] | None = None
-    """bytes of a step as predicted; `None` where nobody asks for them"""
+    predicted_step: Mapping[str, Any] | None = None
+    """bytes of a step; `None` where nobody asks for them"""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -179,7 +179,7 @@ def diagnose(
         except OWN_ERRORS as error:
             found = list(findings_of(error))
     findings = examine(machine, run, found)
-    return Report(machine=machine, run=run, findings=findings, units=units, step=step)
+    return Report(machine=machine, run=run, findings=findings, units=units, predicted_step=step)
 
 
 # --- Facts. ---
@@ -275,7 +275,7 @@ def _print_json(report: Report, error: str | None = None) -> None:
         "machine": {**dataclasses.asdict(machine), "backend": backend_of(bool(machine.gpus))},
         "run": None,
         "findings": [dataclasses.asdict(found) for found in report.findings],
-        "step": report.step,
+        "predicted_step": report.predicted_step,
         "error": error,
     }
     if run is not None:

@@ -266,8 +266,8 @@ def _ask_doctor(
     # Another code is of doctor itself, which stops no run.
     if done.returncode not in (ExitCode.OK, ExitCode.FAILED):
         return
-    if report["step"] is not None:  # the ranks inherit it
-        os.environ[FORECAST] = json.dumps(report["step"])
+    if (step := report["predicted_step"]) is not None:
+        os.environ[FORECAST] = json.dumps(step)  # the ranks inherit the variable
     found = [one for one in report["findings"] if one["level"] == "problem"]
     raise_errors([f"{one['what']} {one['advice']}" for one in found])
 

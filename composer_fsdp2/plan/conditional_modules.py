@@ -131,6 +131,13 @@ def move_units(
             "all of them in every step.",
             stacklevel=3,
         )
+    return inside | _move_out_of_graphs(tree, chosen, problems)
+
+
+def _move_out_of_graphs(
+    tree: ModuleTree, chosen: dict[int, Decision], problems: list[str]
+) -> set[int]:
+    """Moves units to the module around what the user compiled as one graph; as `move_units`."""
     graphs = {id(module): _graph_of(module) for _, module in tree.modules()}
     if graphs[id(tree.root)] == "in place":
         problems.append(
@@ -163,9 +170,9 @@ def move_units(
             f"unit gathers in a hook, which the graph cannot hold, so '{outer}' "
             "gathers them whole, which takes more memory. Compile the blocks instead: "
             "`compile: true`.",
-            stacklevel=3,
+            stacklevel=4,
         )
-    return inside | in_graphs
+    return in_graphs
 
 
 def _move(

@@ -253,15 +253,13 @@ def _architectures(machine: Machine) -> Iterator[Finding]:
         if runs_on(gpu.capability, machine.built_for):
             continue
         torch, (major, minor) = machine.versions.get("torch"), gpu.capability
-        # Wheels of CUDA 12.6 are the last for GPUs before Turing, those of 12.8 the first for
-        # Blackwell: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
-        wheel = "cu128" if major >= 10 else "cu126"
+        # Source: https://github.com/pytorch/pytorch/blob/main/RELEASE.md
+        cuda = "12.8 or newer" if major >= 10 else "12.6 or older"
         yield Finding(
             "problem",
             f"{gpu.name} has compute capability {major}.{minor}, and torch {torch} was compiled "
-            f"for {', '.join(machine.built_for)}. Its first kernel there would fail.",
-            f"pip install --force-reinstall torch=={str(torch).partition('+')[0]} --index-url "
-            f"https://download.pytorch.org/whl/{wheel}",
+            f"for {', '.join(machine.built_for)}. The first kernel would fail.",
+            f"Install a wheel of torch that was built with CUDA {cuda}.",
         )
 
 

@@ -58,7 +58,7 @@ class Comparison(Traffic):
 
     @classmethod
     def wanted(cls, run: Run) -> bool:
-        """Collective: no. `composer-fsdp2 train` leaves the forecast in the environment."""
+        """Says whether `composer-fsdp2 train` left a forecast to this rank. Collective: no."""
         asked = run.settings.verbose and run.optimizer is not None and FORECAST in os.environ
         return asked and distributed.get_rank() == 0
 

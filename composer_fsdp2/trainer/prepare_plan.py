@@ -221,24 +221,25 @@ def _place_of(device: str | Device | None, mesh: DeviceMesh | None) -> tuple[Dev
 
 
 def _check_offload(settings: FSDP2Config, device_type: str) -> None:
-    if settings.cpu_offload and device_type == "cpu":
+    if not settings.cpu_offload:
+        return
+    if device_type == "cpu":
         raise ConfigError(
             "'cpu_offload' is set in a run on the CPU. Everything is in CPU memory already, so it "
             "would have no effect. Take it out, or train on a GPU."
         )
-    if settings.cpu_offload and not distributed.is_gloo_available():
+    if not distributed.is_gloo_available():
         raise ConfigError(
             "'cpu_offload' is set, and this torch has no gloo. Norms of what lives in CPU memory "
             "are reduced there, which other backends cannot. Install a torch with gloo."
         )
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    is_slow = settings.cpu_offload and torch.get_num_threads() == 1 < cores
-    if is_slow and dist.get_global_rank() == 0:
-        # https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/run.py#L764
+    if torch.get_num_threads() == 1 < cores and dist.get_global_rank() == 0:
+        # Source: https://github.com/pytorch/pytorch/blob/v2.7.0/torch/distributed/run.py#L764
         log.warning(
-            "With cpu_offload the optimizer steps on the CPU, and each rank has one thread, but "
-            "%d cores. torchrun gives ranks one thread where nothing is set. Set "
-            "OMP_NUM_THREADS=%d before it starts.",
+            "With cpu_offload the optimizer steps on the CPU, where each rank has %d cores and "
+            "uses one thread. torchrun gives a rank one thread unless OMP_NUM_THREADS is set. Set "
+            "OMP_NUM_THREADS=%d before torchrun starts.",
             cores,
             cores,
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from composer_fsdp2 import (
 from composer_fsdp2.plan.planner import plan_wrapping
 from composer_fsdp2.shard.apply import apply_plan
 from composer_fsdp2.torch_private import members
+from tests.support.limits import Limit
 from tests.support.models import TinyComposer, TinyLM
 from tests.support.training import samples_of, trainer_for
 
@@ -393,12 +393,12 @@ def _answers_with_a_list(_module: nn.Module) -> Any:
 @contextlib.contextmanager
 def _every_rank_raises(kind: type[Exception], message: str) -> Iterator[list[Any]]:
     """The same error on every rank within seconds; after it, collectives still meet."""
-    started = time.monotonic()
+    limit = Limit(5)
     errors: list[Any] = []
     with pytest.raises(kind, match=message) as caught:
         yield errors
     errors.append(caught.value)
-    assert time.monotonic() - started < 5
+    assert limit.left()
     texts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(texts, str(caught.value))
     assert len(set(texts)) == 1, texts

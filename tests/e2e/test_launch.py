@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from composer_fsdp2.cli.launch import launch_ranks, rank_error
 from tests.support.faults_table import record
-from tests.support.limits import scaled
+from tests.support.limits import Limit, scaled
 from tests.support.pool import start_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.new_python]
@@ -99,13 +99,13 @@ if os.environ["RANK"] == "1":
 print(os.getpid(), flush=True)
 time.sleep(600)
 """
-    started = time.monotonic()
+    limit = Limit(60)
     code, out, err = Launcher(program, tmp_path).wait(120)
     assert code == 1
     assert f"Rank 1 failed: {reason}" in err
     assert "last words" in err
     assert "All it wrote: " in err
-    assert time.monotonic() - started < 60
+    assert limit.left()
     assert not alive(int(out))
 
 
@@ -132,7 +132,7 @@ with rank_guard():
 def test_an_exception_on_one_rank_is_shown_once_and_ends_all(tmp_path):
     raised = tmp_path / "raised"
     code, _, err = Launcher(f"FILE = {str(raised)!r}\n{RAISES}", tmp_path).wait(120)
-    assert time.time() - float(raised.read_text()) < 30
+    assert time.time() - float(raised.read_text()) < scaled(30)
     assert code == 1
     assert "Rank 1 failed: ValueError: broken on purpose" in err
     assert err.count("ValueError: broken on purpose") == 1

@@ -3,8 +3,8 @@
 Long tables are of the matrix: all tests in `tests/matrix/` and `tests/accelerator/`, and those
 marked `table` beside other tests of their subject. `table("row", "other row")` names the rows that
 are of the default tier all the same, which shows each mechanism once or twice.
-The last lines name tests of the default tier that took over `MOST_SECONDS`; a machine with other
-work on it fails nobody.
+The last lines name tests of the default tier that took over `MOST_SECONDS`. No session fails for
+them: a machine may have other work.
 `tests/conftest.py` registers this plugin.
 """
 

@@ -203,7 +203,7 @@ _LOADING = (
         options=("fsdp2.expert_parallel=2", "=false"),
     ),
     Row("ep_implementation", NOT_NEEDED, "each rank sends its own tokens, all to all"),
-    Row("enable_sequence_parallel", NOT_NEEDED, "transformers has no effect for it"),
+    Row("enable_sequence_parallel", NOT_NEEDED, "transformers ignores the key"),
     Row("mixed_precision", NOT_NEEDED, "off is the default", OFF),
     Row(
         "mixed_precision",
@@ -303,7 +303,7 @@ def _finish(context: Context) -> None:
 
 
 def _finish_experts(entries: Mapping[str, Entry]) -> None:
-    """Follows the switch of transformers that has the ranks of `tp_size` hold experts alone."""
+    """Converts `tp_size` to experts where `enable_expert_parallel` is true."""
     switch, shards = entries.get(_EP_SWITCH), entries.get(_FSDP)
     experts, tensor = entries.get(_EP), entries.get(_TP)
     named = next((entry for entry in (experts, tensor) if entry and entry.value is not None), None)
@@ -311,11 +311,11 @@ def _finish_experts(entries: Mapping[str, Entry]) -> None:
         return
     switch.become(NOT_NEEDED, f"`{named.path[-1]}` says how many ranks hold the experts")
     if tensor is not None and named is tensor and is_size(tensor.value):
-        reason = "these ranks hold experts alone, and read a batch each here, not one together"
+        reason = "these ranks hold experts alone; here each of them reads a batch of its own"
         tensor.become(CHANGES, reason, expert_parallel={"degree": tensor.value})
         if shards and is_size(shards.value):
             both = shards.value * tensor.value
-            shards.become(CONVERTED, "they hold shards too, and count here", **{SHARD: both})
+            shards.become(CONVERTED, "the ranks of `tp_size` hold shards too", **{SHARD: both})
 
 
 def _ignore_strategy(context: Context, words: Entry) -> None:

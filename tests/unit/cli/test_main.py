@@ -213,7 +213,9 @@ def test_ranks_are_given_what_doctor_predicts(write, monkeypatch, step):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv(FORECAST, "")  # put back after the test
     monkeypatch.delenv(FORECAST)
-    report = subprocess.CompletedProcess([], 0, json.dumps({"findings": [], "step": step}), "")
+    report = subprocess.CompletedProcess(
+        [], 0, json.dumps({"findings": [], "predicted_step": step}), ""
+    )
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: report)
     given = []
     monkeypatch.setattr(main, "_launch", lambda *_: given.append(os.environ.get(FORECAST)))

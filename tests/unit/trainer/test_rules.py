@@ -316,4 +316,4 @@ def test_an_optimizer_on_the_cpu_with_one_thread_is_told(
         _check_offload(parse_config({"cpu_offload": offload}), "cuda")
     finally:
         torch.set_num_threads(threads)
-    assert caplog.text.count("Set OMP_NUM_THREADS=4 before it starts") == told
+    assert caplog.text.count("Set OMP_NUM_THREADS=4 before torchrun starts") == told
