@@ -131,8 +131,8 @@ def prepare_fully_shard(
         model: on cpu or the device on every rank; on meta on ranks above 0; or on meta everywhere.
         optimizers: at most one, with or without state; or `None` to build it afterwards.
         fsdp2_config: a mapping, our config, Composer's `FSDP2Config`, or FSDP1's `FSDPConfig`.
-        precision: the training precision, for `mixed_precision: DEFAULT` and `PURE`. Defaults to
-            amp_fp16 on GPU and fp32 on CPU, as in FSDP1.
+        precision: the training precision, for `mixed_precision: DEFAULT` and `PURE`; fp32 by
+            default, which casts nothing. A Trainer gives its own.
         device: where the shards live; the current accelerator, else the CPU, by default.
         auto_microbatching: has ranks agree before each of the units' collectives, so that all leave
             a step in which one runs out of memory.

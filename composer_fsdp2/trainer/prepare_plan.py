@@ -106,7 +106,7 @@ class PreparePlan:
         refuse_gradients(tree)
         check_hooks(tree)
         self.shape = shape = MeshShape.resolve(settings, dist.get_world_size())
-        self.compute = _compute_dtype(precision, self.device_type, place)
+        self.compute = _compute_dtype(precision, place)
         optional = settings.unused_parameters
         named = optional if isinstance(optional, tuple) else ()
         self.conditional = [] if optional is False else conditional_modules(tree, named)
@@ -256,11 +256,8 @@ def _open_weights(path: str, tree: ModuleTree) -> PretrainedWeights:
     return weights
 
 
-def _compute_dtype(
-    precision: str | Precision | None, device_type: str, place: Device | None
-) -> torch.dtype:
-    if precision is None:
-        precision = Precision.AMP_FP16 if device_type == "cuda" else Precision.FP32
+def _compute_dtype(precision: str | Precision | None, place: Device | None) -> torch.dtype:
+    precision = precision or Precision.FP32
     name = precision.value if isinstance(precision, Precision) else str(precision)
     dtype = compute_dtype(name)
     if place is not None:
