@@ -156,7 +156,9 @@ def peaks() -> None:
     """Predicts each layout in this process, and takes a step of it on ranks."""
     on_gpu = torch.cuda.is_available()
     layouts = _peak_layouts(on_gpu)
-    expected = {name: predicted(layout, 0)["peak"] for name, layout in layouts.items()}
+    expected = {
+        name: predicted(layout, 0, on_gpus=on_gpu)["peak"] for name, layout in layouts.items()
+    }
     ranks = next(iter(layouts.values())).ranks
     shapes.run_ranks(measure_peaks, ranks, on_gpu, expected, device="cuda" if on_gpu else "cpu")
 

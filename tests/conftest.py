@@ -226,8 +226,12 @@ def ranks(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
     pools = request.config.stash[POOLS]
 
     def run(
-        world_size: int, func: Callable[..., Any], *args: Any, timeout: float = TEST_SECONDS
+        world_size: int,
+        func: Callable[..., Any],
+        *args: Any,
+        timeout: float = TEST_SECONDS,
+        backend: str = "gloo",
     ) -> list[Any]:
-        return pools.get(world_size).run(functools.partial(func, *args), timeout)
+        return pools.get(world_size, backend).run(functools.partial(func, *args), timeout)
 
     return run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +43,8 @@ class Work:
     compute: Callable[[nn.Module, Any], tuple[Any, torch.Tensor]]
     """returns outputs and loss of a microbatch"""
     microbatches: int = 1
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """makes what the steps run in"""
     ahead: int = 0
     """units that are gathered before they are needed"""
     ranks: int
@@ -144,7 +147,7 @@ def trace_steps(
             _drop_values(model, optimizer)
         # Outside of the mode, in which a mesh would have no numbers of ranks.
         run = work.prepare(model, optimizer)
-        with mode:
+        with mode, work.around():
             return observe_steps(run, optimizer, work, mode, state_only=state_only)
 
 
@@ -283,7 +286,8 @@ def _steps(
                         found.kept = watch.now - start
                     outputs[:] = [made]
                     watch.kind = "backward"
-                    (loss / total).backward()
+                    # The method would run without the mode that `around` may be.
+                    torch.autograd.backward(loss / total)
                     del batch, made, loss
                 state.bytes()  # gradients that the next microbatch adds to
                 # The second stands for those that are not traced.

@@ -25,7 +25,7 @@ import torch
 
 from tests.support.pool import PRETEND as BACKEND
 
-__all__ = ["BACKEND", "NAME", "build", "limited_memory", "missing", "register", "waits"]
+__all__ = ["BACKEND", "NAME", "build", "held", "limited_memory", "missing", "register", "waits"]
 
 NAME = "pretend"
 SOURCES = [Path(__file__).with_name(name) for name in ("device.cpp", "memory.h")]
@@ -145,10 +145,15 @@ def _register_fsdp_operators() -> None:
             own.lib.impl(name, for_cuda, "PrivateUse1")
 
 
+def held() -> int:
+    """Returns the bytes that are allocated now."""
+    return _device.held()
+
+
 @contextlib.contextmanager
 def limited_memory(more_bytes: int) -> Generator[None]:
     """Lets memory run out once that much more than now is allocated."""
-    _device.set_limit(_device.held() + more_bytes)
+    _device.set_limit(held() + more_bytes)
     try:
         yield
     finally:

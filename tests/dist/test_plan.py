@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from tests.support.plan_layouts import LAYOUTS, PEAKS, allocated, counted, predicted
+from tests.support.plan_layouts import LAYOUTS, PEAKS, Dense, Layout, allocated, counted, predicted
 
 PRELOAD = ["tests.support.plan_layouts"]
 
@@ -45,3 +46,22 @@ def test_the_peak_is_that_of_the_allocator(name: str, ranks: Callable[..., list[
         pytest.importorskip("llmfoundry", reason="needs the extra foundry")
     found = ranks(PEAKS[name].ranks, allocated_on, name)
     assert predicted(PEAKS[name], 0)["peak"] == pytest.approx(found[0], rel=0.1)
+
+
+def together(foreach: bool | None) -> Layout:
+    """Small in activations, so that the step of the optimizer has the most memory."""
+
+    def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=foreach)
+
+    return Layout(2, build=lambda: Dense(layers=16), optimizer=adamw, rows=1, length=2)
+
+
+def allocated_by_a_step_of_all() -> int:
+    return allocated(together(True), dist.get_rank())
+
+
+def test_on_gpus_torch_steps_all_tensors_at_once(ranks: Callable[..., list[int]]):
+    found, unsaid = ranks(2, allocated_by_a_step_of_all)[0], together(None)
+    assert predicted(unsaid, 0, on_gpus=True)["peak"] == pytest.approx(found, rel=0.02)
+    assert predicted(unsaid, 0)["peak"] < 0.95 * found

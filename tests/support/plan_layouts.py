@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from composer_fsdp2 import Muon, prepare_fully_shard
 from composer_fsdp2.config.schema import parse_config
 from composer_fsdp2.estimate.trace import Trace, Work, observe_steps, trace_steps
 from composer_fsdp2.step.run import Run, run_of
-from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
+from composer_fsdp2.trainer.forecast import GpuAutocast, compute_loss, preparing, traced_settings
 from tests.support.experts import EXPERTS, FAMILIES, choose, force
 from tests.support.models import VOCAB, TinyLM, llama_config, lm_loss
 
@@ -140,10 +141,11 @@ LAYOUTS: dict[str, Layout] = {
 }
 
 
-def work_of(layout: Layout, rank: int = 0) -> Work:
+def work_of(layout: Layout, rank: int = 0, *, on_gpus: bool = False) -> Work:
     settings, _ = traced_settings(parse_config(layout.config))
     return Work(
-        prepare=preparing(settings, layout.precision),
+        prepare=preparing(settings, layout.precision, steps_together=on_gpus),
+        around=GpuAutocast if on_gpus else contextlib.nullcontext,
         batch=lambda: torch.arange(layout.rows * layout.length).view(layout.rows, -1) % VOCAB,
         compute=compute_loss(layout.precision),
         microbatches=layout.microbatches,
@@ -154,10 +156,11 @@ def work_of(layout: Layout, rank: int = 0) -> Work:
     )
 
 
-def predicted(layout: Layout, rank: int) -> dict[str, Any]:
+def predicted(layout: Layout, rank: int, *, on_gpus: bool = False) -> dict[str, Any]:
     """Bytes of a rank, with no other process."""
     model = layout.build()
-    return numbers(trace_steps(model, layout.optimizer(model), work_of(layout, rank)))
+    work = work_of(layout, rank, on_gpus=on_gpus)
+    return numbers(trace_steps(model, layout.optimizer(model), work))
 
 
 def counted(layout: Layout, rank: int) -> dict[str, Any]:
@@ -255,7 +258,7 @@ def allocated(layout: Layout, rank: int) -> int:
         run = work.prepare(model, optimizer)
         for name in ("first step", "second step"):
             with record_function(name):
-                _step(run, optimizer, work.batch(), work.compute)
+                step(run, optimizer, work.batch(), work.compute)
     events: Any = recorded.profiler.kineto_results.events()
     start = min(event.start_ns() for event in events if event.name() == "second step")
     now, peak = 0, 0
@@ -283,11 +286,11 @@ def allocated_on_gpu(layout: Layout) -> int:
 
     for _ in range(2):
         torch.cuda.reset_peak_memory_stats()
-        _step(run, optimizer, work.batch().cuda(), compute)
+        step(run, optimizer, work.batch().cuda(), compute)
     return torch.cuda.max_memory_allocated() - start
 
 
-def _step(
+def step(
     run: Run,
     optimizer: torch.optim.Optimizer,
     batch: torch.Tensor,

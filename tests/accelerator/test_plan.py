@@ -1,0 +1,81 @@
+"""The peak of a step as `plan` predicts it for a GPU, against what the device's memory counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_fsdp2 import prepare_fully_shard
+from composer_fsdp2.step.run import run_of
+from tests.accelerator.device import BACKEND, NAME, held
+from tests.accelerator.training import Pretend
+from tests.support.plan_layouts import HuggingFace, Layout, predicted, step, work_of
+
+LENGTH = 256
+PRELOAD = ["tests.support.plan_layouts"]
+
+
+def mpt() -> nn.Module:
+    """Whose attention is no fused kernel: its softmax computes in fp32 on GPUs alone."""
+    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
+
+    config = MPTConfig(
+        d_model=32,
+        n_layers=3,
+        n_heads=4,
+        vocab_size=64,
+        max_seq_len=LENGTH,
+        attn_config={"attn_impl": "torch"},
+    )
+    return HuggingFace(MPTForCausalLM(config))
+
+
+class Peak(TorchDispatchMode):
+    """The most memory after any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, held())
+        return result
+
+
+def layout(recomputed: bool) -> Layout:
+    config = {"activation_checkpointing": recomputed}
+    return Layout(1, config, build=mpt, precision="amp_bf16", length=LENGTH)
+
+
+def counted(recomputed: bool) -> int:
+    """The peak of the second step on this rank."""
+    given, before, peak = layout(recomputed), held(), 0
+    model = given.build()
+    optimizer, work = given.optimizer(model), work_of(given)
+    prepare_fully_shard(model, optimizer, given.config, given.precision, device=Pretend())
+    run = run_of(model)
+    assert run is not None
+
+    def compute(model: nn.Module, ids: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        with torch.autocast(NAME, torch.bfloat16):
+            return work.compute(model, ids)
+
+    for _ in range(2):
+        batch = work.batch().to(NAME)
+        with Peak() as seen:
+            step(run, optimizer, batch, compute)
+        peak = seen.bytes - before
+    return peak
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_the_peak_of_a_step_under_autocast(recomputed: bool, ranks: Callable[..., list[int]]):
+    pytest.importorskip("llmfoundry", reason="needs the extra foundry")
+    found = ranks(1, counted, recomputed, backend=BACKEND)[0]
+    assert predicted(layout(recomputed), 0, on_gpus=True)["peak"] == pytest.approx(found, rel=0.02)
