@@ -333,7 +333,7 @@ def prepare(
     from composer_fsdp2 import prepare_fully_shard
 
     policy = {"wrap_policy": {"classes": list(classes)}, **config}
-    return prepare_fully_shard(model, optimizer, policy, device=composers(device))[1]
+    return prepare_fully_shard(model, optimizer, policy, "fp32", composers(device))[1]
 
 
 def composers(device: str) -> str:
@@ -402,6 +402,7 @@ def fake_group(world_size: int) -> Iterator[DeviceMesh]:
     """A group of `world_size` ranks in one process that moves no data; yields its 1-D CPU mesh."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    os.environ.update(LOCAL_RANK="0")  # Composer chooses a GPU by it
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
         yield init_device_mesh("cpu", (world_size,))

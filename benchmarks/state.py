@@ -6,8 +6,8 @@ one without, and given the same gradients. Their optimizers' steps alternate, th
 pair is swapped every time, and the figure is the median over the pairs of the ratio of process CPU
 times on rank 0. `bytes` is what moments take on rank 0 between two steps, in a share of the other
 copy's. With `--whole` forward and backward of 8 x 128 tokens are part of the step. `--device cuda`
-is a step on GPUs, one rank for each of them, in seconds on the clock: rounding and copies take
-other shares of a step there.
+is a step on GPUs, one rank for each of them, in seconds on the clock, of a model with d=2048 and
+200 million parameters: rounding and copies take other shares of a step there.
 
 Goal: bytes <= 0.51 for bf16, <= 0.26 for 8 bits, of parameters that are large enough.
 """
@@ -52,7 +52,8 @@ class Run:
         from composer_fsdp2 import prepare_fully_shard
 
         torch.manual_seed(0)
-        model = Model((Block(256) for _ in range(4)), 256)
+        width = 256 if device == "cpu" else 2048
+        model = Model((Block(width) for _ in range(4)), width)
         made = OPTIMIZERS[optimizer](list(model.parameters()))
         config = {"wrap_policy": {"classes": ["Block"]}, "optimizer_state": policy}
         prepare_fully_shard(model, made, config, device=shapes.composers(device))

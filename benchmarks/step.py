@@ -17,7 +17,8 @@ ahead in forward and backward, by hand through torch's lists in the order the bl
 parallelism wants the optimizer before the model is prepared, which steps local shards then;
 `--local-step false` has both sides step DTensors, so that the rest of the step is compared.
 
-`--device cuda` is a step on GPUs, one rank for each of them, in seconds on the clock.
+`--device cuda` is a step on GPUs, one rank for each of them, in seconds on the clock. The model is
+wide enough there (d=2048, sequences of 1,024) that the GPU is busy; with `--width 256` the host is.
 
 `--agreement` is another figure: the CPU time in which the ranks compare their numbers of
 microbatches, as the Trainer has them do before each batch, in units of that of a step.
@@ -60,6 +61,18 @@ class Controls:
     compile: bool = False
     tensor: int = 1
     local_step: str = "auto"
+    width: int = 256
+
+    def build(self) -> nn.Module:
+        if self.width == 256:
+            return shapes.with_heads_of(self.tensor)
+        heads, hidden = self.width // 128, self.width * 11 // 4
+        return shapes.LlamaLike(8, self.width, 16 * self.width, hidden, heads)
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Rows, and their length with the last target."""
+        return (4, 129 if self.width == 256 else 1025)
 
     @property
     def ranks(self) -> int:
@@ -142,11 +155,11 @@ class Trainee:
         shard, self.accumulate = peer
         self.controls = controls
         if controls.tensor > 1 and shard is _ours:
-            self.model = shapes.with_heads_of(controls.tensor)
+            self.model = controls.build()
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
             shard(self.model, controls, self.optimizer)
         else:
-            self.model = shard(shapes.with_heads_of(controls.tensor), controls)
+            self.model = shard(controls.build(), controls)
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.loss = float("nan")
 
@@ -164,13 +177,14 @@ class Trainee:
 
 def measure(peer: str, steps: int, warmup: int, controls: Controls) -> None:
     """Trains both copies on every rank and prints the line of rank 0."""
+    torch.backends.cuda.matmul.allow_tf32 = True  # as Composer has it
     if peer == "every":
         ours = Trainee(OURS, controls)
         theirs = Trainee(OURS, replace(controls, accumulate="every"))
     else:
         ours, theirs = Trainee(PEERS[peer], controls), Trainee(HAND, controls)
     batches = torch.Generator().manual_seed(dist.get_rank() // controls.tensor)
-    tokens = torch.randint(0, 2048, (4, 129), generator=batches).to(controls.device)
+    tokens = torch.randint(0, 2048, controls.tokens, generator=batches).to(controls.device)
 
     def timed(trainee: Trainee) -> Callable[[], float]:
         return lambda: trainee.step(tokens)
@@ -218,6 +232,7 @@ def main() -> None:
     parser.add_argument("--agreement", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--width", type=int, help="of the model; 256 on CPUs, 2048 on GPUs")
     parser.add_argument("--over", choices=["hand", "fsdp1"], default="hand")
     parser.add_argument("--optimizer", default="adamw", help="adamw or decoupled_adamw")
     parser.add_argument("--microbatch", type=int, default=4, help="of 4 samples, over FSDP1")
@@ -237,7 +252,8 @@ def main() -> None:
         shapes.run_ranks(measure_agreement, 2, options.steps, options.warmup)
         return
     given = (options.device, options.accumulate, options.prefetch, options.compile, options.tensor)
-    controls = Controls(*given, options.local_step)
+    width = options.width or (256 if options.device == "cpu" else 2048)
+    controls = Controls(*given, options.local_step, width)
     told = (options.peer, options.steps, options.warmup, controls)
     shapes.run_ranks(measure, controls.ranks, *told, device=options.device)
 
