@@ -286,8 +286,7 @@ def _steps(
                         found.kept = watch.now - start
                     outputs[:] = [made]
                     watch.kind = "backward"
-                    # The method would run without the mode that `around` may be.
-                    torch.autograd.backward(loss / total)
+                    (loss / total).backward()
                     del batch, made, loss
                 state.bytes()  # gradients that the next microbatch adds to
                 # The second stands for those that are not traced.

@@ -20,7 +20,8 @@ from composer_fsdp2.estimate.trace import Work
 from composer_fsdp2.foundry.cluster import Cluster, environment
 from composer_fsdp2.foundry.rehearsal import Parts
 from composer_fsdp2.optim.elementwise import check_optimizer_state
-from composer_fsdp2.trainer.forecast import GpuAutocast, compute_loss, preparing, traced_settings
+from composer_fsdp2.torch_private.fake import gpu_autocast
+from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
@@ -82,7 +83,7 @@ def forecast_run(
             prepare=preparing(
                 settings, precision, steps_together=cluster.on_gpus and "optimizer" not in on_host
             ),
-            around=GpuAutocast if cluster.on_gpus else contextlib.nullcontext,
+            around=gpu_autocast if cluster.on_gpus else contextlib.nullcontext,
             batch=_batch_of(rows, config.max_seq_len),
             compute=compute_loss(precision),
             microbatches=math.ceil(size / rows),

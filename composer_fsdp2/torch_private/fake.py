@@ -9,6 +9,7 @@ weights or activations is not known: reading it raises `UntraceableError`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import math
 import weakref
@@ -37,7 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["UntraceableError", "Watch", "fake_ranks", "group_named"]
+__all__ = ["UntraceableError", "Watch", "fake_ranks", "gpu_autocast", "group_named"]
 
 _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
@@ -50,6 +51,14 @@ _FLOPS: dict[Any, Callable[..., int]] = {
         *(tensor.shape for tensor in args[:3])
     ),
 }
+
+_IN_FP32 = (
+    *("softmax.int", "log_softmax.int", "layer_norm", "group_norm", "softplus", "exp", "log"),
+    *("pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "rsqrt", "reciprocal", "cumsum"),
+    *("sum", "sum.dim_IntList", "prod", "prod.dim_int", "norm.Scalar", "norm.ScalarOpt_dim"),
+    *("nll_loss", "kl_div", "binary_cross_entropy_with_logits", "cosine_similarity"),
+)
+"""operators that autocast computes in fp32 on GPUs, and not on CPUs"""
 
 
 class UntraceableError(Exception):
@@ -122,6 +131,36 @@ class _Chunks:
         if start >= size:
             return self._tensor.new_empty(0)
         return self._tensor.narrow(self._dim, start, min(self._step, size - start))
+
+
+@contextlib.contextmanager
+def gpu_autocast() -> Generator[None]:
+    """Has autocast on the CPU compute in fp32 what it computes in fp32 on GPUs.
+
+    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/aten/src/ATen/autocast_mode.h#L820
+    """
+    library = torch.library.Library("aten", "IMPL", "AutocastCPU")
+    for name in _IN_FP32:
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "AutocastCPU"):
+            library.impl(name, functools.partial(_wide, name))
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+def _wide(name: str, *args: Any, **kwargs: Any) -> Any:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    if not any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+        args, kwargs = tree_map_only(torch.Tensor, _in_fp32, (args, kwargs))
+    once = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(once):
+        return operator(*args, **kwargs)
+
+
+def _in_fp32(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def group_named(name: str) -> dist.ProcessGroup:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from composer.core import Precision
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from composer_fsdp2.config.placement import Communication
 from composer_fsdp2.config.schema import FSDP2Config
@@ -23,7 +22,7 @@ from composer_fsdp2.step.run import Run
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS, apply_to_model
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
-__all__ = ["LEFT_OUT", "GpuAutocast", "compute_loss", "preparing", "traced_settings"]
+__all__ = ["LEFT_OUT", "compute_loss", "preparing", "traced_settings"]
 
 LEFT_OUT: Mapping[str, tuple[Any, str]] = {
     "cpu_offload": (False, ""),
@@ -81,34 +80,6 @@ def preparing(
         return apply_to_model(model, plan, [MetaDeviceReport("none", "", "")], seed=0)
 
     return prepare
-
-
-_IN_FP32 = (
-    *("layer_norm", "group_norm", "norm", "normalize", "softmax", "log_softmax", "softplus"),
-    *("cross_entropy", "nll_loss", "kl_div", "mse_loss", "binary_cross_entropy_with_logits"),
-    *("cosine_similarity", "pow", "rsqrt", "reciprocal", "exp", "log", "sum", "prod", "cumsum"),
-    *("__pow__", "__rpow__", "__rtruediv__"),
-)
-
-
-class GpuAutocast(TorchFunctionMode):
-    """Under autocast on the CPU, computes in fp32 what autocast computes in fp32 on GPUs.
-
-    Source: https://github.com/pytorch/pytorch/blob/v2.7.0/aten/src/ATen/autocast_mode.h#L820
-    """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        is_wide = getattr(func, "__name__", "") in _IN_FP32 and kwargs.get("dtype") is None
-        if is_wide and torch.is_autocast_enabled("cpu"):
-            args = tuple(_in_fp32(value) for value in args)
-            kwargs = {name: _in_fp32(value) for name, value in kwargs.items()}
-        return func(*args, **kwargs)
-
-
-def _in_fp32(value: Any) -> Any:
-    is_narrow = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_narrow else value
 
 
 def compute_loss(precision: str) -> Callable[[Any, Any], tuple[Any, torch.Tensor]]:

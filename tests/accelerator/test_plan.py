@@ -21,7 +21,7 @@ PRELOAD = ["tests.support.plan_layouts"]
 
 
 def mpt() -> nn.Module:
-    """Whose attention is no fused kernel: its softmax computes in fp32 on GPUs alone."""
+    """Whose softmax and norms are in fp32 on GPUs alone: its attention is no fused kernel."""
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
 
     config = MPTConfig(
@@ -30,6 +30,7 @@ def mpt() -> nn.Module:
         n_heads=4,
         vocab_size=64,
         max_seq_len=LENGTH,
+        norm_type="layernorm",
         attn_config={"attn_impl": "torch"},
     )
     return HuggingFace(MPTForCausalLM(config))
