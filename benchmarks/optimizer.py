@@ -277,7 +277,7 @@ def _same_bits(one: Stepped, other: Stepped) -> bool:
         for first, second in zip(one.params, other.params, strict=True)
         for a, b in zip(_held(one, first), _held(other, second), strict=True)
     ]
-    # The number of the step may be on the CPU.
+    # Composer keeps the number of the step on the GPU, LocalStep on the CPU.
     equal = [a.dtype == b.dtype and torch.equal(a, b.to(a.device)) for a, b in pairs]
     same = torch.tensor(float(all(equal)))
     dist.all_reduce(same, op=dist.ReduceOp.MIN)

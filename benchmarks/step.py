@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--agreement", action="store_true")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
-    parser.add_argument("--width", type=int, help="of the model; 256 on CPUs, 2048 on GPUs")
+    parser.add_argument("--width", type=int, help="256 on CPUs, 2048 on GPUs, by default")
     parser.add_argument("--over", choices=["hand", "fsdp1"], default="hand")
     parser.add_argument("--optimizer", default="adamw", help="adamw or decoupled_adamw")
     parser.add_argument("--microbatch", type=int, default=4, help="of 4 samples, over FSDP1")
@@ -242,6 +242,9 @@ def main() -> None:
         options.over == "fsdp1" or options.agreement or options.tensor > 1
     ):
         parser.error("--device cuda is for steps over by hand, without --tensor")
+    plain = options.over == "hand" and not options.agreement and options.tensor == 1
+    if options.width is not None and (options.width % 128 or not plain):
+        parser.error("--width is a multiple of 128, for steps over by hand, without --tensor")
     if options.over == "fsdp1":
         import trainer_step
 

@@ -44,7 +44,7 @@ class Work:
     """returns outputs and loss of a microbatch"""
     microbatches: int = 1
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """makes what the steps run in"""
+    """makes the context of the steps"""
     ahead: int = 0
     """units that are gathered before they are needed"""
     ranks: int

@@ -135,7 +135,9 @@ class _Chunks:
 
 @contextlib.contextmanager
 def gpu_autocast() -> Generator[None]:
-    """Has autocast on the CPU compute in fp32 what it computes in fp32 on GPUs.
+    """Has autocast on the CPU compute those operators in fp32 that it computes so on GPUs.
+
+    This holds for the whole process, in backward and in recomputation as well.
 
     Source: https://github.com/pytorch/pytorch/blob/v2.7.0/aten/src/ATen/autocast_mode.h#L820
     """

@@ -59,13 +59,13 @@ def preparing(
     Args:
         settings: from `traced_settings`.
         precision: of the run on its GPUs; Composer would refuse some on a CPU.
-        steps_together: as torch's optimizers do on GPUs unless they are told otherwise, all tensors
-            of a group at once, which takes temporary tensors as large as the shards.
+        steps_together: step all tensors of a group at once, which is the default of torch's
+            optimizers on GPUs, and takes temporary tensors as large as the shards.
     """
 
     def prepare(model: nn.Module, optimizer: torch.optim.Optimizer) -> Run:
-        for group in optimizer.param_groups:
-            if steps_together and group.get("foreach", 0) is None and not group.get("fused"):
+        for group in optimizer.param_groups if steps_together else ():
+            if _may_step_together(group):
                 group["foreach"] = True
         mesh = build_mesh(MeshShape.resolve(settings, dist.get_world_size()), "cpu")
         plan = PreparePlan(
@@ -80,6 +80,13 @@ def preparing(
         return apply_to_model(model, plan, [MetaDeviceReport("none", "", "")], seed=0)
 
     return prepare
+
+
+def _may_step_together(group: Mapping[str, Any]) -> bool:
+    """Says whether the user left `foreach` to torch, and nothing in the group excludes it."""
+    excluded = group.get("fused") or group.get("differentiable")
+    is_undecided = "foreach" in group and group["foreach"] is None
+    return is_undecided and not excluded and not isinstance(group["lr"], torch.Tensor)
 
 
 def compute_loss(precision: str) -> Callable[[Any, Any], tuple[Any, torch.Tensor]]:

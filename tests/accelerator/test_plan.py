@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +15,10 @@ from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.step.run import run_of
 from tests.accelerator.device import BACKEND, NAME, held
 from tests.accelerator.training import Pretend
-from tests.support.plan_layouts import HuggingFace, Layout, predicted, step, work_of
+from tests.support.plan_layouts import Layout, mpt, predicted, step, work_of
 
 LENGTH = 256
 PRELOAD = ["tests.support.plan_layouts"]
-
-
-def mpt() -> nn.Module:
-    """Whose softmax and norms are in fp32 on GPUs alone: its attention is no fused kernel."""
-    from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
-
-    config = MPTConfig(
-        d_model=32,
-        n_layers=3,
-        n_heads=4,
-        vocab_size=64,
-        max_seq_len=LENGTH,
-        norm_type="layernorm",
-        attn_config={"attn_impl": "torch"},
-    )
-    return HuggingFace(MPTForCausalLM(config))
 
 
 class Peak(TorchDispatchMode):
@@ -50,8 +35,11 @@ class Peak(TorchDispatchMode):
 
 
 def layout(recomputed: bool) -> Layout:
+    """An MPT whose norms and softmax compute in fp32 on GPUs, and in bf16 on CPUs."""
     config = {"activation_checkpointing": recomputed}
-    return Layout(1, config, build=mpt, precision="amp_bf16", length=LENGTH)
+    sizes = {"d_model": 32, "n_layers": 3, "vocab_size": 64, "max_seq_len": LENGTH}
+    build = functools.partial(mpt, norm_type="layernorm", **sizes)
+    return Layout(1, config, build=build, precision="amp_bf16", length=LENGTH)
 
 
 def counted(recomputed: bool) -> int:

@@ -202,17 +202,11 @@ def gpt2() -> nn.Module:
     return HuggingFace(GPT2LMHeadModel(config))
 
 
-def mpt() -> nn.Module:
+def mpt(**options: Any) -> nn.Module:
     from llmfoundry.models.mpt import MPTConfig, MPTForCausalLM
 
-    config = MPTConfig(
-        d_model=WIDTH,
-        n_layers=DEPTH,
-        n_heads=4,
-        vocab_size=WORDS,
-        max_seq_len=TOKENS,
-        attn_config={"attn_impl": "torch"},
-    )
+    sizes = {"d_model": WIDTH, "n_layers": DEPTH, "vocab_size": WORDS, "max_seq_len": TOKENS}
+    config = MPTConfig(n_heads=4, attn_config={"attn_impl": "torch"}, **{**sizes, **options})
     return HuggingFace(MPTForCausalLM(config))
 
 

@@ -108,7 +108,8 @@ def start_server(extra: tuple[str, ...] = ()) -> ForkServerContext:
     The first call decides what `extra` modules it imports.
     """
     context = multiprocessing.get_context("forkserver")
-    if not glob.glob("/dev/nvidia[0-9]*"):  # libraries like torchao start CUDA, and no fork has it
+    # Importing torchao starts CUDA, which a forked rank cannot start again.
+    if not glob.glob("/dev/nvidia[0-9]*"):
         context.set_forkserver_preload([*PRELOAD, *extra, "tests.support.frozen"])
     # The libraries read these when they are loaded, which for a forked rank is in the server.
     with mock.patch.dict(os.environ, SINGLE_THREADED):

@@ -86,7 +86,7 @@ def test_the_tables_have_outcomes_figures_and_errors(report: dict[str, Any], tmp
 @pytest.mark.parametrize(
     ("said", "kept"),
     [
-        ('File "/home/ada/x/train.py", line 3', 'File "train.py", line 3'),
+        ('File "/data/x/train.py", line 3', 'File "train.py", line 3'),
         ("no ~/data/c4/index.json, 1/2 GB", "no index.json, 1/2 GB"),
         (f"{socket.gethostname()}: by ada", "...: by ..."),
     ],
