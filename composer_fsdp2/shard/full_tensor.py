@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.parallel.expert.held import held_by, whole_expert
 from composer_fsdp2.parallel.row_order import order_of
-from composer_fsdp2.shard.apply import reshard
 
 __all__ = ["full_tensor"]
 
@@ -43,9 +43,13 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
         >>> full_tensor(model, "0.weight").shape
         torch.Size([8, 4])
     """
-    # A unit that stayed gathered shows a copy in the compute dtype, from before the step.
-    reshard(model)
+    owner = model
     try:
+        for part in ("", *name.split(".")[:-1]):
+            owner = owner.get_submodule(part)
+            # A unit that stayed gathered shows a copy in the compute dtype, from before the step.
+            if isinstance(owner, FSDPModule):
+                owner.reshard()
         param = model.get_parameter(name)
     except AttributeError as error:
         known = [other for other, _ in model.named_parameters(remove_duplicate=False)]

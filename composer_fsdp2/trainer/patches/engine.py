@@ -294,15 +294,14 @@ def _problem(row: PatchPoint) -> str | None:
     """Returns in one sentence why a row cannot be installed, or None."""
     if (missing := _missing(row)) is not None:
         return missing
-    here = _here(row)
     if row.takes:
         owner, name = _locate(row.target)
         lacks = row.takes - inspect.signature(getattr(owner, name)).parameters.keys()
         if not lacks:
             return None
         return (
-            f"'{row.target}' of {here} takes no {', '.join(sorted(lacks))}, which the replacement "
-            f"was written for ({row.versions})."
+            f"'{row.target}' of {_here(row)} takes no {', '.join(sorted(lacks))}, which the "
+            f"replacement was written for ({row.versions})."
         )
     try:
         found = fingerprint(_read(row))
@@ -312,8 +311,8 @@ def _problem(row: PatchPoint) -> str | None:
         return None
     known = ", ".join(sorted(row.fingerprints))
     return (
-        f"The source of '{row.source or row.target}' of {here} (fingerprint {found}) is not one "
-        f"the replacement was written for ({row.versions}: {known})."
+        f"The source of '{row.source or row.target}' of {_here(row)} (fingerprint {found}) is not "
+        f"one the replacement was written for ({row.versions}: {known})."
     )
 
 
