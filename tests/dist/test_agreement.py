@@ -185,6 +185,7 @@ def test_where_gloo_does_not_get_through_the_device_is_asked():
         assert found.min_max(dist.get_rank()) == (0, 1)
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(2, timeout=60)
 def test_a_rank_without_the_interface_is_given_up_soon():
     """The others would wait for it as long as a collective may take, half an hour."""

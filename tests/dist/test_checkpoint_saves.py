@@ -51,6 +51,7 @@ def test_five_and_five_steps_are_ten(kind: str, tmp_path: Path):
     _check_resume(tmp_path, {"state_dict_type": kind, "async_save": True}, FORMATS[kind])
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_hsdp(tmp_path: Path):
     fsdp2 = {"async_save": True, "data_parallel_replicate_degree": 2}

@@ -83,6 +83,7 @@ def predicted(fsdp2: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
     return numbers
 
 
+@pytest.mark.table("hsdp")
 @pytest.mark.parametrize(
     ("count", "config"),
     [(2, {}), (2, {"gradient_sync": "last"}), (4, HSDP)],

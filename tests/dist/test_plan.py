@@ -23,7 +23,7 @@ def counted_on(name: str) -> dict[str, Any]:
     return counted(LAYOUTS[name], dist.get_rank())
 
 
-@pytest.mark.table("FSDP of odd sizes", "last microbatch", "experts")
+@pytest.mark.table("experts")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_step_takes_what_was_predicted(name: str, ranks: Callable[..., list[dict[str, Any]]]):
     """Bytes and calls of collectives, FLOPs and bytes held exactly, the peak within 10 %."""

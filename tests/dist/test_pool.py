@@ -164,12 +164,14 @@ def _die_on_rank_zero() -> None:
     dist.barrier()
 
 
+@pytest.mark.matrix
 def test_dead_rank_is_reported(ranks):
     with pytest.raises(RankError, match="rank 0 failed\ndied, exit code 7"):
         ranks(2, _die_on_rank_zero)
     assert ranks(2, _sum_of_ranks) == [3.0, 3.0]
 
 
+@pytest.mark.matrix
 def test_rank_out_of_time_is_reported_with_its_stack(ranks):
     ranks(2, _sum_of_ranks)
     with pytest.raises(RankError, match=r"still busy after 1 s\n(?s:.*)"):

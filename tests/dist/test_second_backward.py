@@ -124,10 +124,12 @@ def _train(model: nn.Module, loss: Any, part: slice) -> None:
 
 
 @pytest.mark.table("prefetch-between two forwards", "every unit watched-one unit")
-@pytest.mark.smoke
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting",
+    [pytest.param(s, marks=pytest.mark.smoke if s == "default" else ()) for s in SETTINGS],
+)
 def test_trains_as_in_one_process(way: str, setting: str):
     make, loss = WAYS[way]
     torch.manual_seed(0)

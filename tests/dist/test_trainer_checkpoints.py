@@ -111,6 +111,7 @@ def test_hsdp_resumes(kind: str, tmp_path: Path):
         assert written == [".metadata", "__0_0.distcp", "__1_0.distcp", "checksums.json"]
 
 
+@pytest.mark.matrix
 @pytest.mark.world_size(4)
 def test_reshard_to_two_ranks_resumes(tmp_path: Path):
     _check_resume(tmp_path, {"reshard_after_forward": 2}, "ep0-ba5")

@@ -397,7 +397,7 @@ def test_composers_config_with_a_mesh_of_its_own():
     assert model.embed.weight.to_local().shape[0] in (8, 9)
 
 
-@pytest.mark.table("HYBRID_SHARD-10-False", "NO_SHARD-20-True")
+@pytest.mark.table("HYBRID_SHARD-10-False")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(
     ("strategy", "rows", "held"),

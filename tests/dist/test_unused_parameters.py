@@ -166,7 +166,7 @@ def test_experts_in_microbatches(sync: str, dtype: str | None):
     train_routed(Sparse, config, "adamw", routes, microbatches=2)
 
 
-@pytest.mark.table("last", "reduce_scatter_only")
+@pytest.mark.table("reduce_scatter_only")
 @pytest.mark.fault("ranks use other experts, or none", "survived")
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("sync", ["every", "last", "reduce_scatter_only"])
