@@ -25,6 +25,7 @@ RUNS = sorted((ROOT / "yamls" / "experts").glob("*.yaml"))
 DEGREE = 8
 
 
+@pytest.mark.table("mixtral-8x7b")
 @pytest.mark.parametrize("path", RUNS, ids=lambda path: path.stem)
 def test_what_its_comment_says_is_planned(path: Path):
     values: dict[str, Any] = plain(OmegaConf.load(path))  # pyright: ignore

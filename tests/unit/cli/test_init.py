@@ -148,12 +148,14 @@ def test_answers_that_cannot_be(init, given, said):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.table("mpt-7b")
 @pytest.mark.parametrize(
     ("model", "said"),
     [
         ("mpt-tiny", "It fits in 79.1 GiB: a step takes "),
         ("mpt-7b", "It does not fit in 79.1 GiB: a step takes "),
     ],
+    ids=["mpt-tiny", "mpt-7b"],
 )
 def test_whether_the_run_fits_a_gpu_is_said(init, assets, model, said):
     tokenizer = f"--tokenizer={assets}/tokenizer"

@@ -39,6 +39,7 @@ def predicted(
     return forecast(model, optimizer, plan.units, work_of(layout), notes=notes, **options)
 
 
+@pytest.mark.table("recomputed")
 @pytest.mark.parametrize(
     ("config", "width", "traced"),
     [
