@@ -44,6 +44,10 @@ _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 """of operators that send something"""
+_OPS: Any = torch.ops
+_ASKS_DEVICE = _OPS.prim.device.default
+_QUICKER = {_OPS.aten.detach.default: _OPS.aten.alias.default}
+"""operators that are the same below autograd, and for which torch takes half the time"""
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     # torch counts it on GPUs alone.
@@ -244,15 +248,13 @@ class Watch(TorchDispatchMode):
     # --- Operations. ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # half of all calls
+        if func is _ASKS_DEVICE:  # half of all calls
             return args[0].device
         if DTensor in types:  # it calls again, with what this rank has
             return NotImplemented
         kwargs = kwargs or {}
         given = _tensors_in((*args, *kwargs.values()))
-        if func is torch.ops.aten.detach.default:
-            # The same here, below autograd, where torch takes twice as long for it.
-            func = torch.ops.aten.alias.default
+        func = _QUICKER.get(func, func)
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
