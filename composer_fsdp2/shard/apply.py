@@ -282,11 +282,10 @@ def apply_plan(
     shard_mesh, make_hook = probe_reduction(mesh)
     layout = Layout.read(tree, plan)
     carried = _attributes(tree)
-    seed = of_rank0(shared_seed()) if seed is None else seed
     weights = InitialWeights(
         tree,
         torch.empty(0, device=mesh.device_type).device,  # with its index
-        seed,
+        of_rank0(shared_seed()) if seed is None else seed,
         rank0_has_values=rank0_has_values,
         some_on_meta=some_on_meta,
         source=source,

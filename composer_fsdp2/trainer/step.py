@@ -170,13 +170,15 @@ class EvenTraining(_Even):
         kept.keep_buffers(trainer.state.model)
         self.left, self.adding = self.left - 1, True
         try:
-            with override_attribute(
-                trainer._original_model, "update_metric", lambda *_, **__: None
-            ):
+            with override_attribute(trainer._original_model, "update_metric", _nothing):
                 yield
         finally:
             self.adding = False
             kept.restore()
+
+
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    pass
 
 
 class _Evaluation(_Even):

@@ -160,9 +160,7 @@ class _HuggingFace(Kind):
         known = namespace["ALL_ATTENTION_FUNCTIONS"]
         # For all models of the process: each attention has an `Attend` of its own. Public, see
         # https://github.com/huggingface/transformers/blob/v4.51.3/src/transformers/modeling_utils.py#L5819
-        known.register(
-            _NAME, lambda own, *args, **kwargs: getattr(own, ATTEND)(own, *args, **kwargs)
-        )
+        known.register(_NAME, _call_attend)
         capped = implementation != "sdpa" and getattr(module.config, "attn_logit_softcapping", None)
         is_fused = implementation != "eager" and not capped
         usual = known[implementation] if is_fused else namespace["eager_attention_forward"]
@@ -196,6 +194,10 @@ def _tried_rules(make: Callable[..., Any], model: Any, device: torch.device) -> 
         narrows_masks=window is None,
         unseeing="all" if bool(seen_by(0, 3).all()) else "average",
     )
+
+
+def _call_attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return getattr(module, ATTEND)(module, *args, **kwargs)
 
 
 def _attend_as_transformers(

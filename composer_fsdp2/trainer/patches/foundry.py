@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from composer_fsdp2.trainer.patches.engine import Feature, PatchPoint, asked_by_class
 
@@ -49,6 +50,10 @@ _MONOLITH = Feature(
 )
 
 
+def _asks_for_parallelism(cfg: Any, *_args: Any, **_kwargs: Any) -> bool:
+    return "parallelism_config" in cfg
+
+
 FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
     _row(
         target=f"{_PACKAGE}.{_TRAIN}:dist",
@@ -74,7 +79,7 @@ FOUNDRY_ROWS: tuple[PatchPoint, ...] = (
         why="refuses parallelism_config without asking the transform of any plugin",
         upstream=f"{_UPSTREAM}/utils/config_utils.py#L302",
         takes={"transforms"},
-        asks=lambda cfg, *_args, **_kwargs: "parallelism_config" in cfg,
+        asks=_asks_for_parallelism,
     ),
     _row(
         target=f"{_PACKAGE}.optim.adaptive_lion:dist",
