@@ -145,11 +145,18 @@ def _read_config(
         *map(registry.config_transforms.get, registry.config_transforms.get_all()),
         note_unknown,
     ]
-    with notes.step("The configuration"), environment(cluster.first_rank()):
-        logged, config = make_dataclass_and_log_config(
-            copy.deepcopy(cfg), TrainConfig, TRAIN_CONFIG_KEYS, transforms=transforms
-        )
-        return config, logged
+    given = copy.deepcopy(cfg)
+    # Goes on with a batch that can be divided, to find what else there is.
+    for batch in (None, cluster.ranks):
+        if batch is not None:
+            given["global_train_batch_size"] = batch
+        with notes.step("The configuration"), environment(cluster.first_rank()):
+            logged, config = make_dataclass_and_log_config(
+                given, TrainConfig, TRAIN_CONFIG_KEYS, transforms=transforms
+            )
+            return config, logged
+        if "global_train_batch_size" not in given:
+            break
     with notes.step("The configuration"):
         plain: Any = OmegaConf.to_container(cfg, resolve=True)
         _note_unknown(notes, plain)  # a key that is missing may be a misspelt one
