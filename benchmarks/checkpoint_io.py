@@ -194,7 +194,7 @@ def _timed_saves() -> Iterator[list[float]]:
     def batch_checkpoint(self: Any, state: Any, logger: Any) -> None:
         before = self.last_checkpoint_batch
         # Waiting for the save before this one is no part of what this one costs.
-        background = getattr(self, save._ATTRIBUTE, None)
+        background = save._backgrounds.get(self)
         if background is not None and background.thread is not None:
             due = self.save_interval(state, _event())
             if due:

@@ -26,6 +26,7 @@ __all__ = [
     "broadcast_from_rank0",
     "installation",
     "is_fake",
+    "of_rank0",
     "raise_on_all_ranks",
 ]
 
@@ -197,6 +198,14 @@ def any_rank(flag: bool, device: torch.device) -> bool:
     found = torch.tensor([int(flag)], device=device)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return bool(found.item())
+
+
+def of_rank0(value: Any) -> Any:
+    """Returns rank 0's plain value. Collective: yes, over the default group."""
+    holder = [value]
+    if dist.is_initialized() and not is_fake() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(holder, src=0)
+    return holder[0]
 
 
 @torch.no_grad()

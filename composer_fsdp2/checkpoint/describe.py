@@ -23,6 +23,7 @@ from composer_fsdp2.checkpoint.source import (
     files_of,
     open_checkpoint,
 )
+from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import CheckpointError
 
 __all__ = ["MESH", "compare_checkpoints", "describe_checkpoint", "find_ties", "verify_checkpoint"]
@@ -333,8 +334,7 @@ def _layout(entry: TensorEntry) -> str:
 
 
 def _text(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(" ".join(repr(value).split()), 80)
 
 
 def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | None:

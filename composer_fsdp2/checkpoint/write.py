@@ -39,6 +39,7 @@ from composer_fsdp2.checkpoint.staging import (
 )
 from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.torch_private.tensors import local_part
 
 __all__ = [
     "Savers",
@@ -258,7 +259,7 @@ class Staging:
                 kept = self._tensors[way] = made
             if not on_cpu:
                 self._sources.add(value.device.type)
-            _local(kept).copy_(_local(value), non_blocking=True)
+            local_part(kept).copy_(local_part(value), non_blocking=True)
             return kept
         if isinstance(value, dict):
             return {key: self._copy(item, (*way, key)) for key, item in value.items()}
@@ -267,10 +268,6 @@ class Staging:
         return copy.deepcopy(value)
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _layout(tensor: torch.Tensor) -> Any:
     placements = tensor.placements if isinstance(tensor, DTensor) else None
-    return placements, _local(tensor).shape, tensor.dtype
+    return placements, local_part(tensor).shape, tensor.dtype

@@ -12,15 +12,16 @@ import typer
 from rich.markup import escape
 
 from composer_fsdp2.cli.console import ExitCode, progress, reported, say
-from composer_fsdp2.cli.options import AsJson, PlainTyper
+from composer_fsdp2.cli.options import AsJson
 from composer_fsdp2.errors import CheckpointError, ConfigError
+from composer_fsdp2.text import size_text
 
 __all__ = ["app"]
 
 _LINES = 20
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
-app = PlainTyper(
+app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
     help="""Look at, convert, verify and compare checkpoints: folders of shards and single files.
@@ -127,7 +128,7 @@ def convert(
             return
         for remark in remarks:
             say(f"[yellow]{escape(remark)}[/]")
-        total = _size(sum(sizes.values()))
+        total = size_text(sum(sizes.values()))
         typer.echo(f"Wrote {destination}: {_count(len(sizes), 'file')}, {total}")
 
 
@@ -144,7 +145,7 @@ def verify(path: PathArgument, as_json: AsJson = False) -> None:
         else:
             parts = _count(found["parts"], "value")
             result = "is not good" if found["problems"] else "is whole"
-            typer.echo(f"{path} {result}: {parts}, {_size(found['size_bytes'])}")
+            typer.echo(f"{path} {result}: {parts}, {size_text(found['size_bytes'])}")
             for problem in found["problems"]:
                 typer.echo(f"  {problem}")
         raise typer.Exit(ExitCode.FAILED if found["problems"] else ExitCode.OK)
@@ -212,7 +213,7 @@ def _describe(found: dict[str, Any]) -> Iterator[str]:
             f"{found['tensors']} tensors, {found['objects']} objects" if found["tensors"] else None,
         ),
         ("in pieces", pieces),
-        ("size", f"{_size(found['size_bytes'])} in {_count(len(found['files']), 'file')}"),
+        ("size", f"{size_text(found['size_bytes'])} in {_count(len(found['files']), 'file')}"),
     )
     yield from (f"  {name:12}{value}" for name, value in items if value not in (None, ""))
     for optimizer, groups in found["optimizers"].items():
@@ -254,11 +255,3 @@ def _differences(
 
 def _count(n: int, what: str) -> str:
     return f"{n:,} {what}{'' if n == 1 else 's'}"
-
-
-def _size(size_bytes: int) -> str:
-    size, units = float(size_bytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        units.pop(0)
-    return f"{size:.{0 if units[0] == 'bytes' else 1}f} {units[0]}"

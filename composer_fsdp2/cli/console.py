@@ -15,11 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from composer_fsdp2.cli import launch
-from composer_fsdp2.errors import CheckpointError, ConfigError, PatchError, PlanError
+from composer_fsdp2.foundry.findings import OWN_ERRORS
 
 __all__ = ["EXIT_CODES", "ExitCode", "progress", "reported", "say"]
-
-_USER_ERRORS = (CheckpointError, ConfigError, PatchError, PlanError)
 
 
 class ExitCode(IntEnum):
@@ -54,7 +52,7 @@ def reported() -> Generator[None]:
     """
     try:
         yield
-    except _USER_ERRORS as error:
+    except OWN_ERRORS as error:
         say(f"[bold red]{type(error).__name__}:[/] {_cure_apart(str(error))}")
         raise typer.Exit(ExitCode.USAGE) from None
     except launch.RankError as error:
@@ -96,7 +94,7 @@ def say(markup: str) -> None:
 
 
 @contextmanager
-def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
+def progress(title: str, unit: str = "B") -> Generator[Callable[..., None]]:
     """Shows how far a task is, with its speed and the time left, on standard error.
 
     A terminal has a bar, which is gone when the task is done. A log file or a pipe has nothing: a
@@ -104,32 +102,26 @@ def progress(title: str, unit: str = "bytes") -> Generator[Callable[..., None]]:
 
     Args:
         title: what is done, for example "Converting".
-        unit: what is counted; bytes have units of their own.
+        unit: what is counted; bytes, which are B, are shown in MB and GB.
 
     Yields:
         A function that takes what was done since its last call and the total, and perhaps another
         title.
     """
-    from rich import progress as rich
+    from tqdm import tqdm
 
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:  # where a bar of rich that is switched off writes an empty line
-        yield lambda *_: None
-        return
-    amount = [rich.MofNCompleteColumn(), rich.TextColumn(unit), rich.TimeElapsedColumn()]
-    if unit == "bytes":
-        amount = [rich.DownloadColumn(), rich.TransferSpeedColumn()]
-    columns: list[rich.ProgressColumn] = [
-        rich.TextColumn("{task.description}", markup=False),
-        rich.BarColumn(),
-        *amount,
-        rich.TimeRemainingColumn(),
-        rich.TextColumn("left"),
-    ]
-    with rich.Progress(*columns, console=console, transient=True) as bars:
-        bar = bars.add_task(title, total=None)
+    with tqdm(
+        desc=title,
+        unit=unit,
+        unit_scale=unit == "B",
+        leave=False,
+        disable=not sys.stderr.isatty(),
+        file=sys.stderr,
+    ) as bar:
 
         def advance(done: int, total: int | None, title: str = title) -> None:
-            bars.update(bar, advance=done, total=total, description=title)
+            bar.total = total
+            bar.update(done)
+            bar.set_description(title)
 
         yield advance

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import resource
-import socket
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
@@ -44,7 +43,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
-_VARIABLES = ("FSDP_VERSION", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE")
+_VARIABLES = ("FSDP_VERSION", "RANK", "WORLD_SIZE")
 
 
 def doctor(
@@ -163,7 +162,7 @@ def diagnose(
             if parts is not None and (machine.gpus or parts.settings.verbose):
                 from composer_fsdp2.foundry.forecast import forecast_run
                 from composer_fsdp2.tools.doctor import memory_findings
-                from composer_fsdp2.trainer.comparison import bytes_of
+                from composer_fsdp2.trainer.monitor import bytes_of
 
                 with quiet(errors=True):
                     forecast = forecast_run(parts, cluster)
@@ -253,7 +252,6 @@ def _read_machine() -> Machine:
         members=member_states(),
         environment={name: os.environ[name] for name in read if name in os.environ},
         nccl=nccl_version(),
-        interfaces=tuple(name for _, name in socket.if_nameindex()),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
 

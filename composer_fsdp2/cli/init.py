@@ -150,7 +150,7 @@ def _memory_of(gpu: str) -> float:
 
 def _ask(given: dict[str, Any]) -> dict[str, Any]:
     """Asks for what is not given; nobody can answer where there is no terminal."""
-    from composer_fsdp2.tools.starter import check_answers, read_gpus
+    from composer_fsdp2.tools.starter import check_answers
 
     missing = [name for name, value in given.items() if value is None]
     if missing and not _is_terminal():
@@ -163,17 +163,17 @@ def _ask(given: dict[str, Any]) -> dict[str, Any]:
     _warn_of_missing(given["data"])
     for name in missing:
         while given[name] is None:
-            default = str(_local_gpus()) if name == "gpus" else None
-            text = typer.prompt(_QUESTIONS[name], default=default, err=True).strip()
+            default, kind = (_local_gpus(), int) if name == "gpus" else (None, str)
+            answer = typer.prompt(_QUESTIONS[name], default=default, type=kind, err=True)
+            answer = answer.strip() if kind is str else answer
             try:
-                answer = read_gpus(text) if name == "gpus" else text
                 check_answers({**given, name: answer})
             except ConfigError as error:  # the other answers stay
                 say(f"[red]{escape(str(error))}[/]")
                 continue
             given[name] = answer
             if name == "data":
-                _warn_of_missing(text)
+                _warn_of_missing(answer)
     return given
 
 

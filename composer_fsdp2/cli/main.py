@@ -20,7 +20,7 @@ from composer_fsdp2.cli.console import EXIT_CODES, ExitCode, reported, say
 from composer_fsdp2.cli.doctor import diagnose, doctor, installed, print_report
 from composer_fsdp2.cli.init import init, quickstart
 from composer_fsdp2.cli.migrate import migrate
-from composer_fsdp2.cli.options import PlainTyper, Processes
+from composer_fsdp2.cli.options import Processes
 from composer_fsdp2.cli.parity import parity
 from composer_fsdp2.cli.plan import plan
 from composer_fsdp2.config.messages import raise_errors
@@ -52,7 +52,7 @@ _LogDir = Annotated[
     typer.Option(help="Output of ranks above 0; default a new temporary folder."),
 ]
 
-app = PlainTyper(
+app = typer.Typer(
     name="composer-fsdp2",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -205,7 +205,10 @@ def _start_or_join(
                     "--ranks or --log-dir is given, but a launcher has already started the ranks. "
                     "It would have no effect. Remove it, and give the launcher its own option."
                 )
-            if check and _begins_a_run():
+            # The first rank alone, and not in a run that goes on after a failure.
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            begins = (os.environ["RANK"], restarts) == ("0", "0")
+            if check and begins and not launch.under_own_launcher():
                 # The others wait where ranks meet: `dist_timeout` at most.
                 limit = run_file.read_setting(read, "dist_timeout")
                 limit = limit / 2 if isinstance(limit, int | float) else 300
@@ -225,15 +228,6 @@ def _start_or_join(
             threads = max(1, len(os.sched_getaffinity(0)) // number)
             os.environ.setdefault("OMP_NUM_THREADS", str(threads))
         _launch([command, str(run), *overrides], number, log_dir)
-
-
-def _begins_a_run() -> bool:
-    """Returns whether this is the first rank that another launcher has started, for the first time.
-
-    A run that goes on after a failure has been looked at.
-    """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return (os.environ["RANK"], restarts) == ("0", "0") and not launch.under_own_launcher()
 
 
 def _ask_doctor(

@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from composer_fsdp2.cli.console import ExitCode, reported, say
 from composer_fsdp2.cli.options import AsJson
+from composer_fsdp2.config.messages import shortened
 from composer_fsdp2.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -215,11 +216,12 @@ def _describe(report: Report) -> list[str]:
 def _describe_group(group: list[Entry]) -> list[str]:
     entry = group[0]
     new = [f"{name}: {value}" for name, value in {**entry.settings, **entry.beside}.items()]
-    keys = []
-    for one in group:
-        value = str(one.value)
-        shown = value if len(value) <= _LONGEST else f"{value[:_LONGEST]}..."
-        keys.append(one.key if one.status.value == "added" else f"{one.key}: {shown}")
+    keys = [
+        one.key
+        if one.status.value == "added"
+        else f"{one.key}: {shortened(str(one.value), _LONGEST)}"
+        for one in group
+    ]
     arrow = f" -> {', '.join(new)}" if new else ""
     lines = [f"  {', '.join(keys)}{arrow}", f"      {entry.reason}"]
     return lines + [f"      decide: {option}" for option in entry.options]

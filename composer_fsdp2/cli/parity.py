@@ -173,7 +173,7 @@ def _train(job: Job, place: Path, ranks: int, steps: int) -> tuple[Step, ...]:
     OmegaConf.save(job.config, place / "run.yaml")
     command = [*launch.own_program(), "train", str(place / "run.yaml")]
     started, done = time.monotonic(), threading.Event()
-    with progress(f"  {job.name}: {job.kind}", "steps") as show:
+    with progress(f"  {job.name}: {job.kind}", " steps") as show:
 
         def follow() -> None:
             count = 0

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
 from dataclasses import dataclass
-from typing import Any
 
+from composer_fsdp2.config.parallel import Untried, check_untried, number_is_degree
 from composer_fsdp2.config.placement import OptimizerState
 from composer_fsdp2.config.setting import (
     NULL,
@@ -20,15 +20,11 @@ from composer_fsdp2.config.setting import (
 __all__ = ["EXPERT_PARALLEL", "ExpertSpec", "check_expert_parallel_together"]
 
 
-def _parse_modules(key: str, raw: Any, errors: list[str]) -> Any:
-    return () if raw == "auto" else one_or_more(key, raw, errors)
-
-
 _MODULES = ValueType(
     expected="auto, or a list of patterns",
     accepts=lambda value: isinstance(value, tuple),
     check_inside=check_patterns,
-    parse=_parse_modules,
+    parse=lambda key, raw, errors: () if raw == "auto" else one_or_more(key, raw, errors),
 )
 
 
@@ -46,25 +42,16 @@ class ExpertSpec:
     )
 
 
-def _number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:
-    is_number = isinstance(raw, int) and not isinstance(raw, bool)
-    return {"degree": raw} if is_number else raw
-
-
 EXPERT_PARALLEL = mapping(
     ExpertSpec,
     expected="null, a number or a mapping",
     others=NULL,
-    parse=_number_is_degree,
+    parse=number_is_degree,
     example="expert_parallel: {degree: 4}",
 )
 
 
-def _divides(given: Any) -> bool:
-    return given is not None and given.degree > 1
-
-
-_UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+_UNTRIED: Untried = {
     "fp8": (bool, "scales would be those of one rank's tokens"),
     "compile": (bool, "how many tokens an expert gets is known on the host alone"),
     "tiled_mlp": (
@@ -90,20 +77,6 @@ _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "torch's optimizers step no experts together with other weights",
     ),
 }
-"""Settings that have not been tried with expert parallelism: which values, and what may go wrong"""
 
-
-def check_expert_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """Refuses what has not been tried with it; see `_UNTRIED`."""
-    if not _divides(values["expert_parallel"]):
-        return
-    for name, (is_untried, why) in _UNTRIED.items():
-        if is_untried(values[name]):
-            errors.append(
-                f"'{name}' is {_shown(values[name])} beside 'expert_parallel', which has not been "
-                f"tried: {why}. The run might train another model. Leave one of them out."
-            )
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "set"
+check_expert_parallel_together = functools.partial(check_untried, "expert_parallel", _UNTRIED)
+"""finds what has not been tried with it"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,19 +26,18 @@ __all__ = [
     "TENSOR_PARALLEL",
     "SequenceSpec",
     "TensorSpec",
+    "Untried",
     "check_sequence_parallel_together",
     "check_strategy",
     "check_tensor_parallel_together",
+    "check_untried",
+    "number_is_degree",
 ]
 
 STYLES = ("colwise", "colwise_rep", "rowwise", "whole")
 """how a layer of a `layer_plan` is divided"""
 
 _NAMES_OF_DEGREE = ("degree", "tensor_parallel_degree")
-
-
-def _is_plan(value: Any) -> bool:
-    return isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
 
 
 def _parse_plan(_key: str, raw: Any, _errors: list[str]) -> Any:
@@ -60,7 +60,9 @@ def _check_plan(key: str, plan: tuple[tuple[Any, Any], ...], errors: list[str]) 
 
 _PLAN = ValueType(
     expected="a mapping of module names to styles",
-    accepts=_is_plan,
+    accepts=lambda value: (
+        isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value)
+    ),
     parse=_parse_plan,
     check_inside=_check_plan,
 )
@@ -79,13 +81,14 @@ class TensorSpec:
     )
 
 
-def _number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:
+def number_is_degree(_key: str, raw: Any, _errors: list[str]) -> Any:
+    """Parses a number as the degree of a mapping."""
     return {"degree": raw} if type(raw) is int else raw
 
 
 def _with_composers_names(key: str, raw: Any, errors: list[str]) -> Any:
     """Takes a number for the degree, and `tensor_parallel_degree`, which is Composer's name."""
-    raw = _number_is_degree(key, raw, errors)
+    raw = number_is_degree(key, raw, errors)
     if not isinstance(raw, Mapping):
         return raw
     return {"degree" if key in _NAMES_OF_DEGREE else key: value for key, value in raw.items()}
@@ -99,7 +102,10 @@ TENSOR_PARALLEL = mapping(
     example="tensor_parallel: {degree: 2}",
 )
 
-_UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+Untried = Mapping[str, tuple[Callable[[Any], bool], str]]
+"""settings that have not been tried beside another one: which values, and what may go wrong"""
+
+_UNTRIED: Untried = {
     "communication": (
         lambda given: given.allocate_from_process_group or given.symmetric_memory,
         "NCCL's own memory is that of one group of ranks",
@@ -115,20 +121,21 @@ _UNTRIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "blocks of 8 bits would end where layers are divided",
     ),
 }
-"""Settings that have not been tried with tensor parallelism: which values, and what may go wrong"""
 
 
-def check_tensor_parallel_together(values: Mapping[str, Any], errors: list[str]) -> None:
-    """Refuses what has not been tried with it; see `_UNTRIED`."""
-    spec = values["tensor_parallel"]
-    if spec is None or spec.degree == 1:
-        return
-    for name, (is_untried, why) in _UNTRIED.items():
-        if is_untried(values[name]):
+def check_untried(key: str, untried: Untried, values: Mapping[str, Any], errors: list[str]) -> None:
+    """Refuses settings that have not been tried beside a degree above 1 of the setting `key`."""
+    for name, (is_untried, why) in untried.items():
+        if values[key] is not None and values[key].degree > 1 and is_untried(values[name]):
+            shown = ascii_repr(values[name]) if isinstance(values[name], bool) else "set"
             errors.append(
-                f"'{name}' is set beside 'tensor_parallel', which has not been tried: {why}. "
-                "The run might train another model. Leave one of them out."
+                f"'{name}' is {shown} beside '{key}', which has not been tried: {why}. The run "
+                "might train another model. Leave one of them out."
             )
+
+
+check_tensor_parallel_together = functools.partial(check_untried, "tensor_parallel", _UNTRIED)
+"""finds what has not been tried with it"""
 
 
 def check_strategy(tp: Any) -> None:
@@ -173,7 +180,7 @@ SEQUENCE_PARALLEL = mapping(
     SequenceSpec,
     expected="null, a number or a mapping",
     others=NULL,
-    parse=_number_is_degree,
+    parse=number_is_degree,
     example="sequence_parallel: {degree: 4}",
 )
 

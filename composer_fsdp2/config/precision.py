@@ -71,14 +71,10 @@ class PrecisionSpec:
     )
 
 
-def _upper_case(_key: str, raw: Any, _errors: list[str]) -> Any:
-    return raw.upper() if isinstance(raw, str) else raw
-
-
 PRECISION = mapping(
     PrecisionSpec,
     expected="DEFAULT, PURE, FULL or a mapping",
     others=choice(*_PRESETS),
-    parse=_upper_case,
+    parse=lambda _key, raw, _errors: raw.upper() if isinstance(raw, str) else raw,
     example="mixed_precision: {param_dtype: bf16, reduce_dtype: fp32}",
 )

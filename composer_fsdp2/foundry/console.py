@@ -167,9 +167,7 @@ def _memory_bytes(state: State) -> int:
     """Returns the most that this rank has held: of its GPU, or of CPU memory."""
     if state.device.name == "gpu" and torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    # macOS counts in bytes, Linux in kilobytes.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _show(text: str) -> None:

@@ -149,7 +149,13 @@ class GatheredParameters(StepListener):
     def before_forward(self, unit: str, group: Any) -> None:
         """Refuses transformations of torch.func, which run no hooks of autograd. Collective: no."""
         if in_function_transform():
-            raise PlanError(_transformed(unit))
+            raise PlanError(
+                f"'{unit or 'the model'}' was called inside a transformation of torch.func (vmap, "
+                "grad, jvp or their like). FSDP2 gathers and reduces in hooks of autograd, which "
+                "such a transformation does not run: gradients would be lost. Call the model with "
+                "a batch and take gradients with torch.autograd.grad (create_graph=True for second "
+                "ones), or transform a function inside the unit's own forward."
+            )
 
     def before_unsharded(self, unit: str, group: Any) -> None:
         """Looks for tensors in the places of the shards. Collective: no."""
@@ -287,16 +293,6 @@ def _is_plain(param: object) -> bool:
 
 def _unit_text(name: str) -> str:
     return f"unit '{name}'" if name else "the root unit"
-
-
-def _transformed(unit: str) -> str:
-    return (
-        f"'{unit or 'the model'}' was called inside a transformation of torch.func (vmap, "
-        "grad, jvp or their like). FSDP2 gathers and reduces in hooks of autograd, which such "
-        "a transformation does not run: gradients would be lost. Call the model with a batch "
-        "and take gradients with torch.autograd.grad (create_graph=True for second ones), or "
-        "transform a function inside the unit's own forward."
-    )
 
 
 def _changed(param: _Param) -> str:

@@ -25,6 +25,7 @@ from composer_fsdp2.parallel.expert.held import held_by, is_elsewhere
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,
+    local_part,
     local_tensor,
 )
 
@@ -44,11 +45,6 @@ __all__ = [
 
 Groups = tuple[ProcessGroup, ...]
 """over which a sum of a tensor's elements still has to be taken; none for a whole tensor"""
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's shard, sharing its memory; the tensor itself if it is not sharded."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def groups_of(tensor: torch.Tensor, *, rows: bool = False) -> Groups:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -27,6 +26,7 @@ from composer_fsdp2.parallel.expert.experts import layer_of
 from composer_fsdp2.parallel.expert.held import shard_of
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
+from composer_fsdp2.ranks import of_rank0
 from composer_fsdp2.shard.initial_weights import InitialWeights, shared_seed
 from composer_fsdp2.shard.layout import Layout, Place, place_of
 from composer_fsdp2.shard.unit_hooks import (
@@ -282,11 +282,10 @@ def apply_plan(
     shard_mesh, make_hook = probe_reduction(mesh)
     layout = Layout.read(tree, plan)
     carried = _attributes(tree)
-    seed = _agreed_seed() if seed is None else seed
     weights = InitialWeights(
         tree,
-        _device_of(mesh),
-        seed,
+        torch.empty(0, device=mesh.device_type).device,  # with its index
+        of_rank0(shared_seed()) if seed is None else seed,
         rank0_has_values=rank0_has_values,
         some_on_meta=some_on_meta,
         source=source,
@@ -333,21 +332,6 @@ def apply_plan(
 def _unit(module: Any) -> Any:
     assert isinstance(module, FSDPModule)
     return module
-
-
-def _agreed_seed() -> int:
-    holder = [shared_seed()]
-    if dist.get_world_size() > 1 and dist.get_backend() != "fake":
-        dist.broadcast_object_list(holder, src=0)
-    return holder[0]
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(
-        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
-    )
 
 
 def _shard_unit(

@@ -203,7 +203,12 @@ class InitialWeights:
         try:
             missing = [name for item in todo for name in self._initialise(item, blank[id(item[1])])]
             if missing:
-                error = PlanError(_uninitialised(missing))
+                error = PlanError(
+                    f"Nothing initialises {listed(missing, 20)}. The model is on meta on every "
+                    "rank, so training would start from uninitialised memory. Give the module a "
+                    "`reset_parameters()` that sets them, handle it in the model's "
+                    "`param_init_fn`, or build the model on cpu on rank 0 (`init_device: mixed`)."
+                )
         except Exception as caught:  # an initialiser is the user's code
             error = caught
         if any_rank(error is not None, self._device):
@@ -379,15 +384,6 @@ def _constructor_arguments(module: nn.Module) -> dict[str, object] | None:
                 return None
             arguments[parameter.name] = next(iter(sizes))[0]
     return arguments
-
-
-def _uninitialised(names: list[str]) -> str:
-    return (
-        f"Nothing initialises {listed(names, 20)}. The model is on meta on every rank, so training "
-        "would start from uninitialised memory. Give the module a `reset_parameters()` that sets "
-        "them, handle it in the model's `param_init_fn`, or build the model on cpu on rank 0 "
-        "(`init_device: mixed`)."
-    )
 
 
 def shared_seed() -> int:

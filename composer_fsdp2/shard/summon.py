@@ -33,8 +33,9 @@ from composer_fsdp2.parallel.row_order import (
 from composer_fsdp2.shard.apply import is_sharded
 from composer_fsdp2.shard.optimizer import shard_like
 from composer_fsdp2.shard.unit_hooks import hooks_around
+from composer_fsdp2.text import listed
 from composer_fsdp2.torch_private.members import check_private_members
-from composer_fsdp2.torch_private.tensors import without_fsdp_hooks_after_load
+from composer_fsdp2.torch_private.tensors import local_part, without_fsdp_hooks_after_load
 from composer_fsdp2.torch_private.units import (
     CHANGES_PARAMETERS,
     is_busy,
@@ -270,7 +271,7 @@ class _Whole:
         # In place: FSDP2 gathers padded memory of its own, of which the local tensor is a view.
         if is_elsewhere(self.shard):
             return
-        local, part = _local(self.shard), _local(shard_like(self.full, self.shard))
+        local, part = local_part(self.shard), local_part(shard_like(self.full, self.shard))
         if not torch.equal(local, part):
             self.own = local.clone() if self.own is None else self.own
             local.copy_(part)
@@ -278,7 +279,7 @@ class _Whole:
     @torch.no_grad()
     def restore(self) -> None:
         if self.own is not None:
-            _local(self.shard).copy_(self.own)
+            local_part(self.shard).copy_(self.own)
 
     @torch.no_grad()
     def write(self, with_grads: bool) -> None:
@@ -286,15 +287,10 @@ class _Whole:
         assert self.full is not None
         if is_elsewhere(self.shard):
             return
-        _local(self.shard).copy_(_local(shard_like(self.full, self.shard)))
+        local_part(self.shard).copy_(local_part(shard_like(self.full, self.shard)))
         if with_grads:
             grad = self.full.grad
             self.shard.grad = None if grad is None else shard_like(grad, self.shard)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.detach().to_local()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @dataclass(slots=True, eq=False)
@@ -436,7 +432,13 @@ class _Summoned:
                 full.data = values
                 full.grad = grad if self.with_grads else full.grad
         if changed:
-            raise PlanError(_written_elsewhere(changed))
+            raise PlanError(
+                f"{listed(changed)}: the full parameter was not in its place when the block "
+                "ended, had another shape, or its shards had changed. It is not clear which values "
+                "are meant, so none were written. Write into the full parameters (`param.copy_`, "
+                "`param.data = ...`), and keep backward, the optimizer's step and assignments to "
+                "modules out of the block."
+            )
 
 
 _BLOCKS: list[_Summoned] = []
@@ -453,7 +455,7 @@ def _whole(
     assert isinstance(tensor, DTensor)
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
     full = full if order is None else order.to_model(full)
-    if full.untyped_storage().data_ptr() == _local(tensor).untyped_storage().data_ptr():
+    if full.untyped_storage().data_ptr() == local_part(tensor).untyped_storage().data_ptr():
         full = full.clone()  # with one shard there is nothing to gather
     return full.to("cpu" if on_cpu else tensor.device_mesh.device_type)
 
@@ -464,14 +466,4 @@ def _refuse(*_args: Any, **_kwargs: Any) -> Any:
         "full parameters are summoned. FSDP2 would take them for its shards. Convert copies "
         "(`{name: value.half() for name, value in model.state_dict().items()}`), or do it before "
         "the block."
-    )
-
-
-def _written_elsewhere(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:5])
-    return (
-        f"{shown}: the full parameter was not in its place when the block ended, had another "
-        "shape, or its shards had changed. It is not clear which values are meant, so none were "
-        "written. Write into the full parameters (`param.copy_`, `param.data = ...`), and keep "
-        "backward, the optimizer's step and assignments to modules out of the block."
     )

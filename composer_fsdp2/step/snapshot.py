@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from composer_fsdp2.torch_private.tensors import local_part
 
 __all__ = ["Snapshot"]
 
@@ -86,7 +87,7 @@ class Snapshot:
 def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
     """Returns a function that gives the same object back, with the values it has now."""
     if isinstance(value, torch.Tensor):
-        own = _local(value)
+        own = local_part(value.detach())
         return functools.partial(_fill, value, own.to("cpu" if on_cpu else own.device, copy=True))
     if isinstance(value, dict):
         kept: Any = getattr(value, "kept", None)
@@ -100,7 +101,7 @@ def _keep(value: Any, *, on_cpu: bool = True) -> Callable[[], Any]:
 
 
 def _fill(tensor: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
-    _local(tensor).copy_(copy)
+    local_part(tensor.detach()).copy_(copy)
     return tensor
 
 
@@ -114,11 +115,6 @@ def _fill_dict(held: dict[Any, Any], inside: Mapping[Any, Callable[[], Any]]) ->
 def _fill_list(held: list[Any], inside: Sequence[Callable[[], Any]]) -> list[Any]:
     held[:] = [put_back() for put_back in inside]
     return held
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _keep_attributes(module: nn.Module) -> Callable[[], Any]:

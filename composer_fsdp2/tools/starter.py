@@ -13,7 +13,7 @@ from typing import Any, Literal
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import ConfigError
 
-__all__ = ["GOALS", "SHAPES", "Answers", "Goal", "check_answers", "read_gpus", "starter_yaml"]
+__all__ = ["GOALS", "SHAPES", "Answers", "Goal", "check_answers", "starter_yaml"]
 
 Goal = Literal["pretrain", "finetune", "lora"]
 GOALS: tuple[Goal, ...] = ("pretrain", "finetune", "lora")
@@ -58,20 +58,6 @@ class Answers:
         return -(-self.gpus // _GPUS_PER_NODE) if self.gpus else 1
 
 
-def read_gpus(text: str) -> int:
-    """Reads a number of GPUs.
-
-    Raises:
-        ConfigError: the text is no number.
-    """
-    if not text.strip().isdecimal():
-        raise ConfigError(
-            f"'{text}' is no number of GPUs. Ranks are counted from it. Write 0 for the CPU, or a "
-            "whole number, for example 8."
-        )
-    return int(text)
-
-
 def check_answers(given: Mapping[str, Any]) -> None:
     """Refuses answers from which no run can be made.
 
@@ -94,7 +80,7 @@ def check_answers(given: Mapping[str, Any]) -> None:
             "is nothing to start from. Write a folder or a name on the Hugging Face hub, or the "
             "goal pretrain."
         )
-    if gpus is not None and gpus > _GPUS_PER_NODE and gpus % _GPUS_PER_NODE:
+    if gpus is not None and (gpus < 0 or (gpus > _GPUS_PER_NODE and gpus % _GPUS_PER_NODE)):
         raise ConfigError(
             f"{gpus} GPUs do not fill nodes of {_GPUS_PER_NODE}. Launchers start the same "
             f"number of ranks on each node. Write a multiple of {_GPUS_PER_NODE}."

@@ -50,6 +50,7 @@ __all__ = [
     "is_whole_graph",
     "layouts_of",
     "local_gradients",
+    "local_part",
     "local_tensor",
     "local_value",
     "make_wrapper_subclass",
@@ -127,6 +128,11 @@ def values_known() -> contextlib.AbstractContextManager[Any]:
 def unsafe_view(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the same values in the same memory, and no view for autograd."""
     return _OPERATORS.aten._unsafe_view(tensor, tensor.shape)
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's shard, sharing its memory; the tensor itself if it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_tensor(tensor: Any) -> torch.Tensor:

@@ -22,7 +22,6 @@ __all__ = [
     "attach",
     "backward_number",
     "carry_requires_grad",
-    "device_of",
     "drop_unreduced",
     "free_after_forward",
     "frees_after_forward",
@@ -130,11 +129,6 @@ def reduction_bytes(group: Any) -> int:
 def shards_of(group: Any) -> int:
     """Returns between how many ranks the group's parameters are divided."""
     return group.mesh_info.shard_mesh_size
-
-
-def device_of(group: Any) -> torch.device:
-    """Returns where the group gathers."""
-    return group.device
 
 
 def is_root(unit: FSDPModule) -> bool | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from composer.algorithms import EMA
 from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist, reproducibility
@@ -38,7 +39,7 @@ from composer_fsdp2.errors import CheckpointError
 from composer_fsdp2.optim.lion_state import ADAPTIVE_LIONS, lion_as_text
 from composer_fsdp2.optim.muon.optimizer import Muon
 from composer_fsdp2.parallel.row_order import order_of, whole_to_part
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.load_steps import (
@@ -48,7 +49,6 @@ from composer_fsdp2.trainer.load_steps import (
     fetched,
     left_out_notes,
     lossy_notes,
-    mixes_averages,
     remove_keys,
     run_on_all_ranks,
     set_rates_by_schedules,
@@ -224,7 +224,10 @@ class _Load:
         averages = self.averages and str(self.saved.path)
         facts = raise_on_all_ranks({"~averages": averages, "~carried": self.carried is not None})
         path = next((fact["~averages"] for fact in facts if fact["~averages"]), None)
-        mixed = not self.weights_only and mixes_averages(self.state, values)
+        # Averages beside an optimizer's state that is not theirs: right for evaluation alone.
+        has_ema = any(isinstance(algorithm, EMA) for algorithm in self.state.algorithms)
+        mixed = not self.weights_only and "optimizers" in values
+        mixed = mixed and not ("algorithms" in values and has_ema)
         if values.get("model"):
             values["model"] = _divided(self.state.model, values["model"])
         # The model may leave its base out, which torch would miss when told to be strict, as it
@@ -408,9 +411,7 @@ def _from_rank0(values: StateDict | None) -> StateDict:
     if values is not None:
         parts = [name for name in ("model", "optimizers") if name in values["state"]]
         kept = {name: values["state"].pop(name) for name in parts}
-    box: list[Any] = [(values, list(kept))]
-    dist.broadcast_object_list(box, src=0)
-    received, parts = box[0]
+    received, parts = of_rank0((values, list(kept)))
     received["state"].update({name: kept.get(name) for name in parts})
     return received
 

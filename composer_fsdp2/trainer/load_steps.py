@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.algorithms import EMA
 from composer.core import State
 from composer.utils import checkpoint as composers
 from composer.utils import dist
@@ -36,7 +35,6 @@ __all__ = [
     "fetched",
     "left_out_notes",
     "lossy_notes",
-    "mixes_averages",
     "remove_keys",
     "run_on_all_ranks",
     "set_node_rank",
@@ -215,19 +213,6 @@ def _remote_folder(path: str, folder: str, object_store: Any, state: State) -> A
 
 
 # --- Averages of EMA as the model; see [Note: EMA in checkpoints]. ---
-
-
-def mixes_averages(state: State, loaded: StateDict) -> bool:
-    """Whether averages are loaded beside an optimizer's state that is not theirs.
-
-    It is right for evaluation, and not to be trained. Collective: no.
-
-    Args:
-        state: of the run.
-        loaded: `loaded["state"]` of a checkpoint whose model is averages.
-    """
-    has_ema = any(isinstance(algorithm, EMA) for algorithm in state.algorithms)
-    return "optimizers" in loaded and not ("algorithms" in loaded and has_ema)
 
 
 def check_trains_own_weights(run: Run) -> None:

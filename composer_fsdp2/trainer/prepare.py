@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from composer.core import Precision
 from composer.devices import Device
-from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
+from composer.utils.parallelism import FSDP2Config as OfComposer
 from torch import distributed, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from composer_fsdp2.blocks.activation import ActivationCheckpointing
@@ -31,11 +30,10 @@ from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.guards.explain import ExplainErrors
+from composer_fsdp2.guards.explain import ExplainErrors, UnusedHead
 from composer_fsdp2.guards.order_check import OrderCheck, Watchdog, is_broken
 from composer_fsdp2.guards.out_of_memory import OOMGuard
 from composer_fsdp2.guards.parameters import AddedParameters, GatheredParameters
-from composer_fsdp2.guards.unused_head import UnusedHead
 from composer_fsdp2.optim.elementwise import apply_local_step
 from composer_fsdp2.optim.lion_state import LionAverages
 from composer_fsdp2.optim.muon.optimizer import Muon
@@ -67,11 +65,10 @@ from composer_fsdp2.step.listeners import (
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.step.unused_parameters import UnusedParameters
 from composer_fsdp2.torch_private.members import check_private_members
-from composer_fsdp2.trainer.comparison import Comparison
 from composer_fsdp2.trainer.config import resolve_settings
 from composer_fsdp2.trainer.groups import count_flops_once
 from composer_fsdp2.trainer.monitor import NAME as MONITOR
-from composer_fsdp2.trainer.monitor import show
+from composer_fsdp2.trainer.monitor import Comparison, show
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
@@ -185,7 +182,8 @@ def prepare_fully_shard(
             settings,
             precision,
             device,
-            mesh=_given_mesh(fsdp2_config),
+            # Composer's State built it, or the user put it into Composer's config.
+            mesh=fsdp2_config.device_mesh if isinstance(fsdp2_config, OfComposer) else None,
             transformations=TRANSFORMATIONS,
         )
         facts = plan.facts()
@@ -232,11 +230,6 @@ def _features(settings: FSDP2Config, auto_microbatching: bool) -> list[str]:
         MONITOR: settings.verbose,
     }
     return [name for name, is_asked in asked.items() if is_asked]
-
-
-def _given_mesh(config: Any) -> DeviceMesh | None:
-    """Returns the mesh Composer's State built, or the user put into Composer's config."""
-    return config.device_mesh if isinstance(config, ComposerFSDP2Config) else None
 
 
 def apply_to_model(

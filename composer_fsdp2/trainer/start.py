@@ -28,7 +28,7 @@ from composer_fsdp2.checkpoint.write import point_to
 from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.optim.lion_state import save_lions_as_text
-from composer_fsdp2.ranks import raise_on_all_ranks
+from composer_fsdp2.ranks import of_rank0, raise_on_all_ranks
 from composer_fsdp2.torch_private.tensors import is_compiled
 from composer_fsdp2.trainer.algorithms import move_averages
 from composer_fsdp2.trainer.config import asks_for_fsdp2, concerns_fsdp2
@@ -178,16 +178,14 @@ def settle_autoresume(state: State, arguments: Mapping[str, Any]) -> None:
         return
     folder = Path(format_name_with_dist(str(given), state.run_name))
     link = folder / format_name_with_dist(str(latest), state.run_name)
-    found: list[Any] = [()]
-    error = None
+    found, error = (), None
     if dist.get_global_rank() == 0 and folder.is_dir():
         try:
-            found = [_settle(folder, link, str(arguments["save_filename"]), state)]
+            found = _settle(folder, link, str(arguments["save_filename"]), state)
         except Exception as failed:  # the other ranks wait for what rank 0 finds
             error = CheckpointError(f"'{folder}' cannot be searched for checkpoints: {failed}")
     raise_on_all_ranks({}, error)
-    dist.broadcast_object_list(found, src=0)
-    _candidates[state] = link, found[0]
+    _candidates[state] = link, of_rank0(found)
 
 
 def _settle(folder: Path, link: Path, filename: str, state: State) -> tuple[Path, ...]:

@@ -17,8 +17,8 @@ from composer_fsdp2 import installed
 from composer_fsdp2.config.schema import FORECAST, parse_config
 from composer_fsdp2.estimate.forecast import forecast
 from composer_fsdp2.estimate.trace import Work
-from composer_fsdp2.trainer.comparison import bytes_of
 from composer_fsdp2.trainer.forecast import compute_loss, preparing, traced_settings
+from composer_fsdp2.trainer.monitor import bytes_of
 from composer_fsdp2.trainer.prepare import TRANSFORMATIONS
 from composer_fsdp2.trainer.prepare_plan import PreparePlan
 from tests.support.models import TinyComposer, batches

@@ -145,7 +145,7 @@ def test_different_batches_in_a_group_are_an_error_on_every_rank():
         ({"tp": {"strategy": "ffn"}, "fsdp2": {}}, "strategy 'ffn'.*different data"),
         (
             {"tp": {"degree": 2}, "fsdp2": {"cpu_offload": True}},
-            "'cpu_offload' is set beside 'tensor_parallel'",
+            "'cpu_offload' is true beside 'tensor_parallel'",
         ),
         ({"tp": {"degree": 2}, "fsdp2": {"tensor_parallel": 2}}, "Both 'tp' and"),
     ],

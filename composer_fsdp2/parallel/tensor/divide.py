@@ -33,7 +33,7 @@ from composer_fsdp2.parallel.row_order import RowOrder, part_of, set_order, show
 from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
 from composer_fsdp2.plan.module_tree import ModuleTree, ParamRef, canonical_param_ids
-from composer_fsdp2.ranks import broadcast_from_rank0, is_fake
+from composer_fsdp2.ranks import broadcast_from_rank0, is_fake, of_rank0
 from composer_fsdp2.torch_private.tensors import copy_hooks
 
 __all__ = ["divide_layers", "draws"]
@@ -55,7 +55,8 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     places: dict[int, list[ParamRef]] = {}
     for ref in tree.params:
         places.setdefault(same[id(ref.param)], []).append(ref)
-    on_meta = _names_on_meta(tree)
+    # Parameters of rank 0 on meta get values when they are sharded.
+    on_meta = of_rank0([ref.name for ref in tree.params if ref.param.is_meta])
     done: set[int] = set()
     inputs: dict[str, _WholeInput] = {}
     for name, cut in plan.cuts.items():
@@ -87,14 +88,6 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
             first.param.register_post_accumulate_grad_hook(average)
 
 
-def _names_on_meta(tree: ModuleTree) -> list[str]:
-    """Parameters of rank 0 on meta, which get values when they are sharded. Collective: yes."""
-    holder = [[ref.name for ref in tree.params if ref.param.is_meta]]
-    if not is_fake() and dist.get_world_size() > 1:
-        dist.broadcast_object_list(holder, src=0)
-    return holder[0]
-
-
 def _layout(
     cut: Cut, attribute: str, module: nn.Module, degree: int, padding: int
 ) -> tuple[Placement, RowOrder | None]:
@@ -123,10 +116,7 @@ def _divided(
     keep_on_meta: bool,
 ) -> nn.Parameter:
     """This rank's part of a parameter as rank 0 has it."""
-    device = torch.device(mesh.device_type)
-    if mesh.device_type != "cpu":
-        index = torch.get_device_module(mesh.device_type).current_device()
-        device = torch.device(mesh.device_type, index)
+    device = torch.empty(0, device=mesh.device_type).device  # with its index
     pretends = is_fake()
     where = torch.device("meta") if keep_on_meta else param.device if pretends else device
     whole = torch.empty_like(param, device=where) if param.is_meta else param.detach().to(where)

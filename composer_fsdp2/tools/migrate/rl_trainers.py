@@ -406,10 +406,6 @@ def _verl_site(data: Mapping[str, Any], path: Path) -> Site | None:
     return None
 
 
-def _finish_verl(context: Context) -> None:
-    add_dtypes(context, "verl", param_dtype="bf16", reduce_dtype="fp32")
-
-
 VERL = Dialect(
     "verl",
     "verl with FSDP",
@@ -420,5 +416,5 @@ VERL = Dialect(
         Row("*.strategy", UNSUPPORTED, _FOREIGN_ENGINE, _ENGINES, options=(_FOREIGN_OPTION,)),
     ),
     _VERL_AROUND,
-    _finish_verl,
+    lambda context: add_dtypes(context, "verl", param_dtype="bf16", reduce_dtype="fp32"),
 )

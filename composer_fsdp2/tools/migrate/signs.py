@@ -206,12 +206,6 @@ def check_is_run(path: File, cfg: DictConfig) -> None:
     data: Any = OmegaConf.to_container(cfg, resolve=False)
     if not isinstance(data, dict) or _OF_A_RUN & data.keys():
         return
-    inside = data.get("parameters")
-    if isinstance(inside, dict) and _OF_A_RUN & inside.keys():
-        raise ConfigError(
-            f"'{path}' is a job of mcli: the run is under its key 'parameters', where LLM Foundry "
-            "does not look for it. Put what is under 'parameters' into a file of its own."
-        )
     kind = max(_SIGNS, key=lambda kind: len(_SIGNS[kind] & data.keys()))
     if _SIGNS[kind] & data.keys():
         raise ConfigError(

@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 from composer_fsdp2.cli.main import app
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.tools.migrate.python_code.files import migrate_code
-from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
 from composer_fsdp2.tools.migrate.python_code.table import CODE_ROWS, Found, Kind
-from composer_fsdp2.tools.migrate.python_code.uses import find_uses
+from composer_fsdp2.tools.migrate.python_code.uses import Source, Unreadable, find_uses
 from tests.support.limits import Limit
 
 FSDP = "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"

@@ -1,4 +1,4 @@
-"""Looks through the Python files and notebooks below a folder, and describes the uses in each."""
+"""Looks through the Python files below a folder, and describes the uses in each."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from composer_fsdp2.errors import ConfigError
-from composer_fsdp2.tools.migrate.python_code.source import NOTEBOOK, Source, Unreadable
 from composer_fsdp2.tools.migrate.python_code.table import Kind
-from composer_fsdp2.tools.migrate.python_code.uses import Use, find_uses
+from composer_fsdp2.tools.migrate.python_code.uses import Source, Unreadable, Use, find_uses
 
 __all__ = ["CodeFile", "code_as_dict", "describe_code", "migrate_code"]
 
+_NOTEBOOK = ".ipynb"
 _SKIPPED = frozenset({"__pycache__", "build", "node_modules", "site-packages"})
 _ENVIRONMENT = ("pyvenv.cfg", "conda-meta")
 """files of a virtual environment, whatever its name"""
@@ -67,29 +67,28 @@ def migrate_code(path: Path) -> list[CodeFile]:
     # Links to folders are not followed, so there are no loops and nothing outside is read.
     for folder, subfolders, names in os.walk(path, onerror=note):
         subfolders[:] = sorted(name for name in subfolders if _is_wanted(Path(folder, name)))
-        found = (Path(folder, name) for name in sorted(names) if name.endswith((".py", NOTEBOOK)))
+        found = (Path(folder, name) for name in sorted(names) if name.endswith((".py", _NOTEBOOK)))
         # A pipe would wait for ever; a link that leads nowhere is reported when it is read.
         files += [_examine(file) for file in found if file.is_file() or not file.exists()]
     if not files:
         raise ConfigError(
             f"'{path}' has no Python file. There is nothing to look through. Give a file, or a "
-            "folder with files *.py or *.ipynb that is not hidden and no virtual environment."
+            "folder with files *.py that is not hidden and no virtual environment."
         )
     return files
 
 
 def _examine(path: Path) -> CodeFile:
-    is_notebook = path.suffix == NOTEBOOK
+    if path.suffix == _NOTEBOOK:
+        instead = f"write it as Python first: jupyter nbconvert --to script {path}"
+        return CodeFile(path, problem=f"notebooks are not looked through; {instead}")
     try:
-        raw = path.read_bytes()
-        source = Source.read_notebook(raw) if is_notebook else Source.read(raw)
-        return CodeFile(path, find_uses(source), source.problem)
+        return CodeFile(path, find_uses(Source.read(path.read_bytes())))
     except OSError as error:
         return CodeFile(path, problem=error.strerror or str(error))
     except Unreadable as error:
         version = ".".join(map(str, sys.version_info[:2]))
-        reader = "" if is_notebook else f"Python {version} cannot parse it: "
-        return CodeFile(path, problem=f"{reader}{error}")
+        return CodeFile(path, problem=f"Python {version} cannot parse it: {error}")
 
 
 def _is_wanted(folder: Path) -> bool:
@@ -122,28 +121,26 @@ def code_as_dict(files: Sequence[CodeFile]) -> dict[str, Any]:
             {
                 "path": str(file.path),
                 "problem": file.problem,
-                "uses": [_use_as_dict(use) for use in file.uses],
+                "uses": [
+                    {
+                        "line": use.line,
+                        "column": use.column,
+                        "found": use.row.title,
+                        "kind": use.row.kind.value,
+                        "certain": use.certain,
+                        "use": use.row.use,
+                        "reason": use.row.reason,
+                        "code": use.code,
+                        "replacement": use.replacement,
+                    }
+                    for use in file.uses
+                ],
             }
             for file in files
             if file.uses or file.problem
         ],
         "files_read": len(files) - counts["not read"],
         "counts": counts,
-    }
-
-
-def _use_as_dict(use: Use) -> dict[str, Any]:
-    return {
-        **({} if use.cell is None else {"cell": use.cell}),
-        "line": use.line,
-        "column": use.column,
-        "found": use.row.title,
-        "kind": use.row.kind.value,
-        "certain": use.certain,
-        "use": use.row.use,
-        "reason": use.row.reason,
-        "code": use.code,
-        "replacement": use.replacement,
     }
 
 
@@ -167,8 +164,7 @@ def _describe_file(file: CodeFile) -> Iterator[str]:
         row = uses[0].row
         yield f"  {'' if certain else f'{_PERHAPS} '}{row.kind.value}: {title}"
         for use in uses:
-            cell = "" if use.cell is None else f":cell {use.cell}"
-            line = f"      {file.path}{cell}:{use.line}:{use.column}  {use.code}"
+            line = f"      {file.path}:{use.line}:{use.column}  {use.code}"
             yield _printable(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 3]}...")
             if use.replacement is not None:
                 yield from _wrapped("        write: ", use.replacement, 15)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-__all__ = ["CODE_ROWS", "NUMBER", "SAVED", "VALUES", "CodeRow", "Found", "Kind"]
+__all__ = ["CODE_ROWS", "CodeRow", "Found", "Kind"]
 
 
 class Kind(str, Enum):
@@ -39,8 +39,6 @@ class Found(str, Enum):
     TEXT = "text"
     """inside a string"""
     VARIABLE = "environment variable"
-    READ = "read"
-    """a number, or the values, read out of `parameters()`, `state_dict()` or `.grad`"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -641,34 +639,6 @@ _ATTRIBUTES = (
         use="reshard_after_forward and the two degrees, or take it out",
         reason="the configuration of an FSDP2 run does not have this attribute",
     ),
-)
-
-# --- Numbers and values of shards. ---
-
-NUMBER = CodeRow(
-    title="number of a parameter",
-    found=Found.READ,
-    names=("item", "float", "int", "bool", "complex", "any", "all"),
-    use="float(composer_fsdp2.full_tensor(model, name).norm()) on every rank, or read inside "
-    "composer_fsdp2.summon_full_params(model)",
-    reason="parameters, their gradients and values of state_dict() are shards: one number read "
-    "out of them raises ShardReadError",
-)
-VALUES = CodeRow(
-    title="values of a parameter",
-    found=Found.READ,
-    names=("tolist", "numpy", "asarray", "array"),
-    use="composer_fsdp2.full_tensor(model, name).numpy() on every rank, or read inside "
-    "composer_fsdp2.summon_full_params(model)",
-    reason="a rank holds a part of the values; param.to_local() is that part",
-)
-SAVED = CodeRow(
-    title="parameters saved with torch.save or pickle",
-    found=Found.READ,
-    names=("save", "dump", "dumps"),
-    use="save_folder of the Trainer, or torch.save inside composer_fsdp2.summon_full_params(model)",
-    reason="a shard would be written under the shape of the whole tensor; pickling one raises "
-    "ShardReadError",
 )
 
 CODE_ROWS: tuple[CodeRow, ...] = (

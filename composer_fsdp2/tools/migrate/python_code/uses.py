@@ -1,29 +1,66 @@
-"""Finds uses of FSDP1 and reads of shards in Python code; imports and executes nothing of it.
+"""Finds uses of FSDP1 in Python code; imports and executes nothing of it.
 
 [Note: one file, one scope] Names are collected for the whole file. A name that is imported and
-bound to something else as well, in whatever function, is not certain. The values that names hold
-are followed through one assignment and no further; reads of shards that are missed raise
-`ShardReadError` in the run.
+bound to something else as well, in whatever function, is not certain. Reads of shards are not
+looked for: they raise `ShardReadError` in the run.
 """
 
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+import warnings
 from dataclasses import dataclass
 
-from composer_fsdp2.tools.migrate.python_code.source import Source, Unreadable
 from composer_fsdp2.tools.migrate.python_code.table import (
     CODE_ROWS,
-    NUMBER,
-    SAVED,
-    VALUES,
     CodeRow,
     Found,
     Kind,
 )
 
-__all__ = ["Use", "find_uses"]
+__all__ = ["Source", "Unreadable", "Use", "find_uses"]
+
+
+class Unreadable(Exception):
+    """Says why a file is not Python."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Holds the code of a file."""
+
+    text: str
+    tree: ast.Module
+    lines: tuple[str, ...]
+
+    @staticmethod
+    def read(raw: bytes) -> Source:
+        """Decodes as the file declares, and parses.
+
+        Raises:
+            Unreadable: Python itself could not read the file.
+        """
+        try:
+            encoding, _ = tokenize.detect_encoding(io.BytesIO(raw).readline)
+            text = io.TextIOWrapper(io.BytesIO(raw), encoding).read()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of the file's own style
+                tree = ast.parse(text)
+        except SyntaxError as error:
+            where = f"line {error.lineno}: " if error.lineno else ""
+            raise Unreadable(f"{where}{error.msg}") from None
+        except (LookupError, ValueError) as error:
+            raise Unreadable(str(error)) from None
+        except (RecursionError, MemoryError):
+            raise Unreadable("it is nested too deeply for Python's parser") from None
+        return Source(text, tree, tuple(text.split("\n")))
+
+    def column(self, line: int, utf8: int) -> int:
+        """Returns the characters before a place that `ast` counts in bytes of UTF-8."""
+        return len(self.lines[line - 1].encode()[:utf8].decode(errors="ignore"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +72,15 @@ class Use:
     column: int
     """both count from 1, in characters"""
     certain: bool
-    """false where imports do not tell whose name it is, and for all reads of shards"""
+    """false where imports do not tell whose name it is"""
     code: str
     """the line it is in"""
     replacement: str | None = None
     """the new line, where only another function has to be named"""
-    cell: int | None = None
-    """of a notebook, in which lines are counted"""
 
 
 def find_uses(source: Source) -> list[Use]:
-    """Returns all uses of FSDP1 and reads of shards in a file, in order of place.
+    """Returns all uses of FSDP1 in a file, in order of place.
 
     Raises:
         Unreadable: the file is nested too deeply.
@@ -55,7 +90,7 @@ def find_uses(source: Source) -> list[Use]:
         finder.visit(source.tree)
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
-    return sorted(finder.uses.values(), key=lambda use: (use.cell or 0, use.line, use.column))
+    return sorted(finder.uses.values(), key=lambda use: (use.line, use.column))
 
 
 # --- The table, by kind of place. ---
@@ -86,23 +121,6 @@ _CONFIG_CALLEES = frozenset(home for row in _KEYS.values() for home in row.homes
 _CONFIG_NAMES = frozenset(name for row in _KEYS.values() for name in row.owners)
 """arguments that hold such a configuration"""
 
-_COLLECTIONS = ("parameters", "named_parameters", "state_dict", "get_model_state_dict")
-_TENSORS = {"grad", "weight", "bias"}
-_OTHER_STATE = re.compile("sched|scaler|sampler|loader|timestamp|metric", re.IGNORECASE)
-_WHOLE_OR_LOCAL = {
-    *("full_tensor", "to_local", "numel", "nelement", "size", "shape", "dim", "ndim", "dtype"),
-    *("device", "stride", "layout", "names", "keys", "element_size", "data_ptr", "requires_grad"),
-    *("type", "get_device", "placements", "device_mesh", "itemsize", "nbytes", "backward"),
-}
-"""attributes of a shard that can be read"""
-_READERS = {
-    **dict.fromkeys(("float", "int", "bool", "complex"), NUMBER),
-    **dict.fromkeys(("np.asarray", "np.array", "numpy.asarray", "numpy.array"), VALUES),
-    **dict.fromkeys(("torch.save", "pickle.dump", "pickle.dumps"), SAVED),
-}
-"""functions that read their first argument"""
-_READING_METHODS = {"item": NUMBER, "tolist": VALUES, "numpy": VALUES}
-
 
 # --- The origin of names. ---
 
@@ -121,15 +139,6 @@ def _last_name(node: ast.AST) -> str:
     return getattr(node, "attr", getattr(node, "id", ""))
 
 
-def _is_collection(node: ast.AST) -> bool:
-    """Returns whether an expression calls for all parameters or a state dict of them."""
-    return (
-        isinstance(node, ast.Call)
-        and _last_name(node.func) in _COLLECTIONS
-        and not _OTHER_STATE.search(ast.unparse(node.func))
-    )
-
-
 class _Names:
     """Holds the origins of a file's names; see [Note: one file, one scope]."""
 
@@ -143,18 +152,13 @@ class _Names:
         """expressions that hold FSDP1 modules; False where `isinstance` asks whether they do"""
         self.configs: set[str] = set()
         """expressions that a Trainer takes its configuration from"""
-        self.shards: set[str] = set()
-        """names of parameters, gradients and state dicts"""
         self.checks: set[ast.AST] = set()
         """parts of the classes of `isinstance`"""
-        self.tests: set[ast.AST] = set()
-        """parts of conditions"""
         self._meanings: dict[str, dict[str, bool]] = {}
         nodes = list(ast.walk(tree))
         self._read_bindings(nodes)
         for node in nodes:
             self._read_objects(node)
-            self._read_shards(node)
         self.configs.discard("")
         self.modules.pop("", None)
 
@@ -176,15 +180,6 @@ class _Names:
         if head not in self.imported and head not in self.aliases and certain:
             found |= {f"{module}.{name}": False for module in self.wildcards}
         return found
-
-    def holds_shards(self, node: ast.AST) -> bool:
-        """Returns whether an expression is made of parameters, gradients or a state dict."""
-        parts = list(ast.walk(node))
-        names = {part.attr for part in parts if isinstance(part, ast.Attribute)}
-        if names & _WHOLE_OR_LOCAL:
-            return False
-        held = any(isinstance(part, ast.Name) and part.id in self.shards for part in parts)
-        return held or bool(names & _TENSORS) or any(map(_is_collection, parts))
 
     def _read_bindings(self, nodes: list[ast.AST]) -> None:
         """Reads imports, aliases and all other bindings."""
@@ -235,22 +230,6 @@ class _Names:
             case _:
                 pass
 
-    def _read_shards(self, node: ast.AST) -> None:
-        """Reads which names hold parameters; a call may return anything for those it is given."""
-        match node:
-            case ast.For() | ast.comprehension() if self.holds_shards(node.iter):
-                names = [n.id for n in ast.walk(node.target) if isinstance(n, ast.Name)]
-                self.shards.update(names[-1:])  # of a name and its parameter the second
-            case ast.Assign(targets=[target]) | ast.AugAssign(target=target):
-                value = node.value
-                own = value.func if isinstance(value, ast.Call) else value
-                if _is_collection(value) or self.holds_shards(own):
-                    self.shards.add(_dotted(target))
-            case ast.If() | ast.While() | ast.Assert() | ast.IfExp():
-                self.tests.update(ast.walk(node.test))
-            case _:
-                pass
-
     def _is_class(self, node: ast.AST) -> bool:
         return bool(_CLASSES & self.meanings(node).keys())
 
@@ -265,8 +244,6 @@ class _Finder(ast.NodeVisitor):
         self.calls: dict[ast.AST, ast.Call] = {}
         """the call of each function that is called"""
         self.format: ast.JoinedStr | None = None
-        self.is_whole = False
-        """inside of `with summon_full_params`"""
 
     def _report(self, row: CodeRow | None, node: ast.AST, certain: bool = True) -> bool:
         """Adds a use, and returns whether there is a row for it."""
@@ -281,9 +258,8 @@ class _Finder(ast.NodeVisitor):
         column = self.source.column(line, utf8) + 1
         can_replace = certain and row.kind is Kind.REPLACE and self.format is None
         replacement = self._new_line(row, node) if can_replace else None
-        cell, inside = self.source.place(line)
         code = self.source.lines[line - 1].strip()
-        use = Use(row, inside, column, certain, code, replacement, cell)
+        use = Use(row, line, column, certain, code, replacement)
         self.uses.setdefault((line, column, row.title), use)
         return True
 
@@ -367,7 +343,6 @@ class _Finder(ast.NodeVisitor):
             self._check_argument(name, place, value, names)
         if isinstance(node.func, ast.Attribute) and given and node.func.attr in ("get", "pop"):
             self._check_item(node.func.value, given[0])
-        self._check_read(node)
         self.generic_visit(node)
 
     def _check_argument(
@@ -449,34 +424,3 @@ class _Finder(ast.NodeVisitor):
             if node.value == variable or f"{variable}=" in node.value:
                 self._report(row, node)
         self._report(_NAMED.get(node.value), node)
-
-    # --- Reads of shards, see [Note: numbers of shards]. ---
-
-    def visit_With(self, node: ast.With | ast.AsyncWith) -> None:
-        before = self.is_whole
-        called = [i.context_expr for i in node.items if isinstance(i.context_expr, ast.Call)]
-        self.is_whole |= any(_last_name(call.func) == "summon_full_params" for call in called)
-        self.generic_visit(node)
-        self.is_whole = before
-
-    visit_AsyncWith = visit_With
-
-    def visit_FormattedValue(self, node: ast.FormattedValue) -> None:
-        if node.format_spec is not None:  # formats as a number
-            self._report_read(NUMBER, node.value, node.value)
-        self.generic_visit(node)
-
-    def _check_read(self, node: ast.Call) -> None:
-        """Whether the model is sharded cannot be seen, so every read is a 'perhaps'."""
-        name, callee = _last_name(node.func), _dotted(node.func)
-        if isinstance(node.func, ast.Attribute) and name in _READING_METHODS:
-            self._report_read(_READING_METHODS[name], node, node.func.value)
-        elif name in ("any", "all") and node in self.names.tests:
-            self._report_read(NUMBER, node, node)
-        elif node.args:
-            row = NUMBER if callee.startswith("math.") else _READERS.get(callee)
-            self._report_read(row, node, node.args[0])
-
-    def _report_read(self, row: CodeRow | None, node: ast.expr, value: ast.expr) -> None:
-        if row is not None and not self.is_whole and self.names.holds_shards(value):
-            self._report(row, node, certain=False)
