@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import resource
+import socket
 import warnings
 from collections.abc import Mapping
 from importlib import metadata
@@ -43,7 +44,7 @@ __all__ = [
 ]
 
 _PACKAGES = ("composer-fsdp2", "torch", "mosaicml", "llm-foundry", "transformers")
-_VARIABLES = ("FSDP_VERSION", "RANK", "WORLD_SIZE")
+_VARIABLES = ("FSDP_VERSION", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE")
 
 
 def doctor(
@@ -252,6 +253,7 @@ def _read_machine() -> Machine:
         members=member_states(),
         environment={name: os.environ[name] for name in read if name in os.environ},
         nccl=nccl_version(),
+        interfaces=tuple(name for _, name in socket.if_nameindex()),
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     )
 

@@ -178,8 +178,9 @@ def rank_guard() -> Generator[None]:
     An exception that torch has written down for the launcher ends the rank without a second copy
     of its traceback on the console.
     """
-    # The kernel ends this rank when the launcher is killed and cannot do it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        # The kernel ends this rank when the launcher is killed and cannot do it.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != int(os.environ[_PARENT]):
         raise SystemExit(128 + signal.SIGTERM)
     # Python's own handler prints a traceback; Composer replaces this one with an orderly exit.

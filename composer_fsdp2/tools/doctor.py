@@ -74,6 +74,8 @@ class Machine:
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     nccl: tuple[int, ...] | None = None
     """version of torch's NCCL"""
+    interfaces: tuple[str, ...] = ()
+    """names of its network interfaces"""
     built_for: tuple[str, ...] = ()
     """architectures that torch has code for, such as `sm_90`"""
     open_files: int = -1
@@ -288,7 +290,22 @@ def _environment(machine: Machine, run: Run | None) -> Iterator[Finding]:
 
 
 def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
-    """Yields a finding about open files that keep ranks from connecting."""
+    """Yields findings about interfaces and open files that keep ranks from connecting."""
+    here = machine.interfaces
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        written = machine.environment.get(name, "")
+        # NCCL takes beginnings of names, after `=` whole ones, and after `^` those it may not use.
+        whole = name.startswith("GLOO") or written.startswith("=")
+        names = written.lstrip("=").split(",")
+        found = [one in here if whole else any(i.startswith(one) for i in here) for one in names]
+        yield from _warnings(
+            (
+                written and not written.startswith("^") and not any(found),
+                f"{name} is {written}, and the interfaces of this machine are {', '.join(here)}. "
+                "Ranks could not connect here.",
+                "Write the name of the interface that the nodes share; `ip address` lists them.",
+            )
+        )
     if run is None or run.settings is None:
         return
     asked = run.settings

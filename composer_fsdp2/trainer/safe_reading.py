@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import tarfile
 from collections.abc import Callable, Collection, Mapping
@@ -73,13 +74,25 @@ def is_required(name: str) -> bool:
 def vet_evaluated_algorithms(state_dict: Mapping[str, Any], excluded: Collection[str]) -> None:
     """Refuses descriptions that Composer is about to evaluate, and no others.
 
+    What Python cannot parse it cannot execute; Composer warns of it.
+
     Raises:
         CheckpointError: evaluating one could execute code.
     """
     for name, text in descriptions(state_dict):
         evaluated = name not in excluded and is_required(name)
-        if evaluated and not is_plain_call(name, text):
+        if evaluated and not is_plain_call(name, text) and _can_be_parsed(f"algorithms.{text}"):
             raise executes(name, text)
+
+
+def _can_be_parsed(text: str) -> bool:
+    try:
+        ast.parse(text, mode="eval")
+    except (RecursionError, MemoryError):
+        pass  # Composer's own attempt may get further
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def load_resumption(original: Callable[..., Any], state: Any, load_path: str) -> Any:

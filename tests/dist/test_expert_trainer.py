@@ -169,9 +169,7 @@ def _difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
-@pytest.mark.table(
-    "Mixtral-EP 2 x FSDP 2-FSDP 4-sharded", "Mixtral-FSDP 4-TP 2 x EP 2-full"
-)
+@pytest.mark.table("Mixtral-EP 2 x FSDP 2-FSDP 4-sharded", "Mixtral-FSDP 4-TP 2 x EP 2-full")
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("case", PAIRS)
 def test_checkpoints_of_another_layout(case: tuple[str, str, str], kind: str, tmp_path: Path):

@@ -206,7 +206,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.table()
+@pytest.mark.table
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_a_run_goes_on_as_if_it_had_not_stopped(case: str, tmp_path: Path):

@@ -125,7 +125,7 @@ def test_operations_count_once(ranks: Any, assets: Path):
 # --- Evaluation. ---
 
 
-@pytest.mark.table()
+@pytest.mark.table
 @pytest.mark.parametrize("questions", [8, 5])
 def test_evaluation_is_that_of_the_unsharded_run(
     questions: int, ranks: Any, assets: Path, tmp_path: Path

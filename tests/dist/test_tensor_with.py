@@ -101,7 +101,7 @@ def groups_together(
     assert_same_values(oracle, model)
 
 
-@pytest.mark.table()
+@pytest.mark.table
 @VIEWS
 @GRADS
 @pytest.mark.world_size(4)
@@ -254,7 +254,7 @@ def averages_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name.replace("module.", ""): full(value) for name, value in values.items()}
 
 
-@pytest.mark.table()
+@pytest.mark.table
 @VIEWS
 @pytest.mark.filterwarnings("ignore:SWA has known issues")
 @pytest.mark.world_size(4)

@@ -81,7 +81,7 @@ def test_what_each_rank_of_a_tensor_group_holds(plan, assets: Path):
     """By hand: rows and biases of Wqkv and up_proj, and columns of the two others."""
     run = run_of(assets, {"parallelism_config": {"tp": {"degree": 2}, "fsdp2": {}}})
     run["model"]["n_layers"] = 1
-    divided = (48 * 16 + 48 + 16 * 16 + 32 * 16 + 32 + 16 * 32)
+    divided = 48 * 16 + 48 + 16 * 16 + 32 * 16 + 32 + 16 * 32
     code, shown, said = plan(run, "--ranks=4")
     assert code == 0, said
     assert "mesh: dp_shard 2 x tp 2" in shown

@@ -115,6 +115,20 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "unset RANK WORLD_SIZE",
     ),
     "switch": (machine(environment=SWITCHED), None, "warning", "FSDP_VERSION=2", "unset"),
+    "interface": (
+        machine(environment={"GLOO_SOCKET_IFNAME": "eth"}, interfaces=("lo", "eth0")),
+        None,
+        "warning",
+        "GLOO_SOCKET_IFNAME is eth, and the interfaces of this machine are lo, eth0",
+        "the interface that the nodes share",
+    ),
+    "interface of NCCL": (
+        machine(environment={"NCCL_SOCKET_IFNAME": "=eth"}, interfaces=("lo", "eth0")),
+        None,
+        "warning",
+        "NCCL_SOCKET_IFNAME is =eth",
+        "`ip address`",
+    ),
     "open files": (
         machine(open_files=1024),
         run({**HSDP, "async_save": True}, ranks=512),
@@ -210,6 +224,12 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         "checkpoint convert",
     ),
 }
+
+
+@pytest.mark.parametrize("written", ["eth", "^docker", "=eth0", "ib,eth"])
+def test_interfaces_that_nccl_finds(written: str):
+    here = machine(environment={"NCCL_SOCKET_IFNAME": written}, interfaces=("lo", "eth0"))
+    assert examine(here, RUN) == []
 
 
 CU126 = ("sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90")

@@ -8,11 +8,13 @@ from composer_fsdp2.tools.migrate.python_code.files import migrate_code
 from composer_fsdp2.tools.migrate.python_code.uses import Source, find_uses
 
 
-def test_a_notebook_is_not_read_and_says_so(tmp_path):
-    (tmp_path / "train.ipynb").write_text("{}")
-    (file,) = migrate_code(tmp_path)
-    assert file.needs_work
-    assert f"jupyter nbconvert --to script {file.path}" in str(file.problem)
+def test_a_notebook_that_speaks_of_fsdp_is_named_and_others_are_not(tmp_path):
+    (tmp_path / "plot.ipynb").write_text('{"cells": []}')
+    (tmp_path / "train.ipynb").write_text('{"cells": [{"source": "from torch import FSDP"}]}')
+    plot, train = migrate_code(tmp_path)
+    assert not plot.needs_work
+    assert train.needs_work
+    assert f"jupyter nbconvert --to script {train.path}" in str(train.problem)
 
 
 @pytest.mark.parametrize(
