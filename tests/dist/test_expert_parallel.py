@@ -24,6 +24,7 @@ from composer_fsdp2.parallel.expert.held import is_elsewhere
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
 from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.step.run import run_of
+from composer_fsdp2.step.unused_parameters import UnusedParameters
 from tests.support.experts import EXPERTS, FAMILIES, Sparse, choose, force
 from tests.support.models import VOCAB
 from tests.support.parity import (
@@ -607,8 +608,16 @@ def mpt(kind: str) -> nn.Module:
 def test_foundry(kind: str, degree: int):
     """Such a layer is one unit, and each rank has rows of its own experts."""
     models = [mpt(kind).double() for _ in range(2)]
+    for model in models:
+        # Nobody sends a token to the last two experts of the first layer.
+        router = next(m for name, m in model.named_modules() if name.endswith(".router.layer"))
+        router.register_forward_hook(lambda _, __, out: out - torch.tensor([0.0, 0.0, 9.0, 9.0]))
     config = {"expert_parallel": degree, "mixed_precision": "FULL"}
     train(models, config, "adamw", data=batches(6), tolerance=EXACT)
+    run = run_of(models[1])
+    unused = None if run is None else run.listener(UnusedParameters)
+    assert unused is not None
+    assert not unused._always  # every rank uses its experts, so that nothing is compared again
     for experts, layer in layers_of(models[1]).items():
         assert isinstance(layer, StackedExperts)
         assert all(len(param) == 24 * EXPERTS // degree for param in experts.parameters())
@@ -735,6 +744,20 @@ def _adapted() -> nn.Module:
     return model
 
 
+def _of_another_version() -> nn.Module:
+    """LLM Foundry's experts, of which a class computes otherwise than the one that was read."""
+
+    def forward(_glu: Any, x: torch.Tensor, _number: int) -> torch.Tensor:
+        return x
+
+    model = mpt("glu")
+    for module in model.modules():
+        if stack_size(module) is not None:
+            mlp: Any = module.mlp
+            mlp.__class__ = type("GLU", (type(mlp),), {"forward": forward})
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception], str]] = {
     "ranks": (_mixtral, {"expert_parallel": 3}, ConfigError, "does not divide the 4 ranks"),
     "experts": (
@@ -750,6 +773,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], type[Exception
         "has no list of experts",
     ),
     "stack": (Unknown, {"expert_parallel": 2}, PlanError, "which lie in one tensor"),
+    "another version": (
+        _of_another_version,
+        {"expert_parallel": 2},
+        PlanError,
+        "has no list of experts",
+    ),
     "router": (Renamed, {"expert_parallel": 2}, PlanError, "not known how Mixture"),
     "no match": (
         _mixtral,
