@@ -10,7 +10,8 @@ them:
   counts samples. They are a `RankGroup`, the kind of `Divided` that says so;
 - `row_order.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
   checkpoints for one parameter at a time;
-- `expert/held.py`: which ranks hold an expert, asked by the same rooms and by norms.
+- `expert/held.py`: which ranks hold an expert, asked by the same rooms and by norms; of a whole
+  unit `layer_of` in `expert/experts.py`, asked by `shard`, the monitor and unused parameters.
 
 So another way to divide a model is a folder beside these three, its setting, and one line in
 `TRANSFORMATIONS`.

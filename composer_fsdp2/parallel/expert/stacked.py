@@ -105,8 +105,7 @@ class StackedExperts(ExpertLayer):
         """Cuts this rank's slice out of each parameter; see [Note: stacked experts] in `held`."""
         for name, held in self._held.items():
             param = self._experts.get_parameter(name)
-            # A copy, for a view would keep the experts of all ranks.
-            own = nn.Parameter(held.own(param.detach()).clone(), param.requires_grad)
+            own = nn.Parameter(held.own(param.detach()), param.requires_grad)
             held.note(own)
             path, _, attribute = name.rpartition(".")
             self._experts.get_submodule(path)._parameters[attribute] = own
