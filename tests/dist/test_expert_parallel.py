@@ -50,7 +50,7 @@ Batch = list[torch.Tensor]
 
 pytestmark = [
     pytest.mark.world_size(RANKS),
-    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+    pytest.mark.filterwarnings(r"ignore:FSDP2-wrapped module \((?!Experts\)).* returned a view"),
 ]
 
 
@@ -233,7 +233,7 @@ def test_as_in_one_process(family: str, degree: int, optimizer: str):
     train(pair(family), {"expert_parallel": {"degree": degree}}, optimizer)
 
 
-@pytest.mark.table("Mixtral-4", "Qwen3-MoE-2")
+@pytest.mark.table("Mixtral-4")
 @LAYOUTS
 @pytest.mark.parametrize(
     "family",
@@ -329,7 +329,7 @@ def test_sequences_are_divided_too(family: str, degree: int):
     train(models, config, "adamw", data=data, clip=0.05)
 
 
-@pytest.mark.table("Mixtral-2", "Mixtral-4")
+@pytest.mark.table("Mixtral-2")
 @LAYOUTS
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen3-MoE"])
 def test_other_layers_are_divided_too(family: str, degree: int):
@@ -562,6 +562,9 @@ def test_one_expert_on_each_rank(family: str, optimizer: str):
     tolerance = 1e-5 if optimizer == "muon" else TOLERANCE
     config = {"expert_parallel": 2}
     train(models, config, optimizers=optimizers, data=batches(5), tolerance=tolerance)
+    for experts, layer in layers_of(models[1]).items():
+        if isinstance(layer, StackedExperts):
+            assert all(2 * local_part(p).numel() == p.numel() for p in experts.parameters())
     values, state = models[1].state_dict(), optimizers[1].state_dict()
     values = {name: value.clone() for name, value in values.items()}
     with torch.no_grad():
