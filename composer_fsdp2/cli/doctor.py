@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import os
 import platform
@@ -211,11 +210,8 @@ def cluster_of(ranks: int | None, gpus_per_node: int | None) -> Cluster:
 def rehearsed(cfg: DictConfig, cluster: Cluster) -> Rehearsal:
     """Goes through a run, without what libraries say when they are imported."""
     with environment(OFFLINE), quiet():
-        gc.disable()  # imports make a million objects of which none is garbage
-        try:
-            from composer_fsdp2.foundry.rehearsal import rehearse
-        finally:
-            gc.enable()
+        from composer_fsdp2.foundry.rehearsal import rehearse
+
         return rehearse(cfg, cluster)
 
 

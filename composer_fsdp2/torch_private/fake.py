@@ -14,7 +14,7 @@ import importlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,10 +44,6 @@ _KNOWN_ELEMENTS = 2**20
 """larger tensors have no known values"""
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem")
 """of operators that send something"""
-_OPS: Any = torch.ops
-_ASKS_DEVICE = _OPS.prim.device.default
-_QUICKER = {_OPS.aten.detach.default: _OPS.aten.alias.default}
-"""operators that are the same below autograd, and for which torch takes half the time"""
 _FLOPS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     # torch counts it on GPUs alone.
@@ -225,8 +221,6 @@ class Watch(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         reference, before, known = self._held.get(key, (None, 0, kind or self.kind))
         kind = kind or known
-        if reference is not None and size == before and kind == known:
-            return  # a view, or a result in place
         self.now[known] -= before
         if reference is None:
             reference = weakref.ref(storage, lambda _: self._drop(key))
@@ -248,18 +242,15 @@ class Watch(TorchDispatchMode):
     # --- Operations. ---
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _ASKS_DEVICE:  # half of all calls
-            return args[0].device
         if DTensor in types:  # it calls again, with what this rank has
             return NotImplemented
         kwargs = kwargs or {}
-        given = _tensors_in((*args, *kwargs.values()))
-        func = _QUICKER.get(func, func)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         try:
             result = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             result = self._unknown(func, args, kwargs, given, error)
-        made = _tensors_in((result,))
+        made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for tensor in made:
             if tensor.device.type != "meta" and self._is_own(tensor):
                 self.note(tensor.untyped_storage())
@@ -333,17 +324,6 @@ class Watch(TorchDispatchMode):
             self.balanced = True
             return mask.new_empty((rows, mask.dim()), dtype=torch.int64)
         raise UntraceableError(f"{func} reads values of a {tuple(given[0].shape)}") from error
-
-
-def _tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
-    """Returns tensors among values and in lists of them, in less time than torch's leaves take."""
-    found: list[torch.Tensor] = []
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found += _tensors_in(value)  # pyright: ignore[reportUnknownArgumentType]
-    return found
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
