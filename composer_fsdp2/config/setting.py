@@ -188,27 +188,46 @@ def settings_of(spec: type[Any]) -> Mapping[str, Setting[Any]]:
 
 _MOST = 2**63
 """No count of anything is larger, and Python does not write numbers of thousands of digits."""
+_MOST_VALUES = 200_000
+_DEEPEST = 50
+_LONGEST_TEXT = 10_000
+"""more than any settings have"""
 
 
 def plain(value: Any) -> Any:
     """Copies nested mappings and sequences of any type into dicts and lists.
 
     Raises:
-        ConfigError: something in it cannot be read, or it contains itself.
+        ConfigError: something in it cannot be read, or is larger than any settings are.
     """
+    left = iter(range(_MOST_VALUES))
 
-    def copied(value: Any) -> Any:
+    def copied(value: Any, depth: int) -> Any:
+        if depth > _DEEPEST or next(left, None) is None:
+            raise ConfigError(
+                f"The settings hold more than {_MOST_VALUES} values, are nested more than "
+                f"{_DEEPEST} deep, or contain themselves. No run needs that. Write patterns, such "
+                "as 'model.layers.*', for many names."
+            )
         if isinstance(value, str):
+            if len(value) > _LONGEST_TEXT:
+                raise ConfigError(
+                    f"A text of {len(value)} characters is among the settings. No name or pattern "
+                    "is so long. Correct it."
+                )
             return str.__str__(value)
         if isinstance(value, Mapping):
             pairs: Any = value.items()
-            return {copied(str(key)): copied(item) for key, item in pairs}
+            keys_and_values = ((key if isinstance(key, str) else str(key), v) for key, v in pairs)
+            return {copied(key, depth): copied(item, depth + 1) for key, item in keys_and_values}
         if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
-            return [copied(item) for item in value]
+            return [copied(item, depth + 1) for item in value]
         return value
 
     try:
-        return copied(value)
+        return copied(value, 0)
+    except ConfigError:
+        raise
     except Exception as error:  # OmegaConf reads late: interpolations fail here
         raise ConfigError(
             f"The settings cannot be read: {ascii_repr(error)}. Nothing in them could be "

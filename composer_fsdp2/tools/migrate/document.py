@@ -24,6 +24,7 @@ from composer_fsdp2.tools.migrate.report import ADDED, SAME, Entry, Path, Site, 
 __all__ = ["Document", "dump", "parse_value", "read_settings"]
 
 _MOST_VALUES = 1_000_000
+_MOST_BYTES = 10_000_000
 _LONGEST_NOTE = 600
 _WHOLE_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+")
 """as YAML 1.2 counts lines; `splitlines` ends them at more characters"""
@@ -303,6 +304,8 @@ def read_settings(value: str, folder: File | None) -> tuple[dict[str, Any] | Non
         place = next((p for p in (folder / path, File.cwd() / path) if p.is_file()), None)
         if place is None:
             return None, f"{value!r} is neither in {str(folder)!r} nor in the current folder"
+        if place.stat().st_size > _MOST_BYTES:
+            return None, f"{str(place)!r} is larger than {_MOST_BYTES:,} bytes"
         document = Document(place.read_text(encoding="utf-8-sig"), str(place))
     except (OSError, ValueError, ConfigError) as error:
         return None, f"{value!r} cannot be read: {error}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -169,6 +169,30 @@ def test_nothing_but_configerror(kind: str):
 @pytest.mark.parametrize("value", [None, 3, "fsdp2", [], ["a"], NoRepr(), b""])
 def test_settings_that_are_no_mapping(value: Any):
     assert "no mapping" in said(value)
+
+
+class Counted(dict[str, int]):
+    """Counts how many of its keys are looked at."""
+
+    looked = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for key in super().__iter__():
+            self.looked += 1
+            yield key
+
+    def keys(self) -> Any:
+        return iter(self)
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self)
+
+
+def test_a_million_unknown_keys():
+    """They are not all read, and still less compared with the names of settings."""
+    given = Counted({f"key{number}": number for number in range(10**6)})
+    assert len(said(given)) < 1000
+    assert given.looked < 300_000
 
 
 def test_thousands_of_unknown_keys_are_cut():
