@@ -191,7 +191,7 @@ class Experts(ExpertLayer, nn.Module):
         parts = zip(self._own, rows.split(list(sizes)), strict=True)
         made = [expert(part) for expert, part in parts if len(part) or self._calls_all]
         # An empty result that depends on the rows, so that backward passes through the unit. A
-        # copy, because newer torch warns of a view.
+        # copy, because a block may add to the result in place.
         return torch.cat(made) if made else rows.clone()
 
     def is_trained(self) -> bool:
