@@ -335,7 +335,10 @@ def test_without_guards_a_forward_is_tried_again():
         memory = Memory.of(trainer, "forward", {0, 1}, start=STABLE)
         with memory.limited():
             found = fit(trainer)
-    assert memory.times == 2
+    # A rank that is slower may be brought out by the other before its own memory runs out.
+    times = torch.tensor(memory.times)
+    dist.all_reduce(times)
+    assert 2 <= times <= 4
     assert_equal(found, wanted)
 
 
