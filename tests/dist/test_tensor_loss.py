@@ -95,7 +95,7 @@ CASES = {
 }
 
 
-@pytest.mark.table("True-4-3")
+@pytest.mark.table
 @VIEWS
 @pytest.mark.world_size(4)
 @pytest.mark.parametrize(("tied", "degree", "chunks"), sorted(CASES))

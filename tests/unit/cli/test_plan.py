@@ -71,6 +71,7 @@ def test_a_model_with_new_weights_is_tied(plan, assets: Path):
     assert found["forecast"]["held"]["parameters"] == 4 * elements / 2
 
 
+@pytest.mark.matrix
 def test_a_key_that_nobody_reads_is_said(plan, assets: Path):
     code, _, said = plan(run_of(assets, FSDP2), "model.n_layers=1", "--compare=model.n_layer=1,2")
     assert code == 0, said
