@@ -1,8 +1,8 @@
 """What a request to the store costs, of many processes that ask at the same time.
 
-So many processes of this machine ask one TCPStore, each `REQUESTS` times for each kind of request
-that a rank makes when a run starts, ends or fails. No batch after the first ones makes any
-(`ranks.py`). Milliseconds of a request, median of the processes.
+Method: `--clients` processes of this machine send requests to one TCPStore, each process `REQUESTS`
+of each kind that a rank sends when a run starts, ends or fails. Figures are milliseconds of a
+request, the median of the processes. Batches after the first ones send none (`ranks.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _ask(port: int, number: int, clients: int, results: Any) -> None:
 
 
 def store_under(clients: int) -> dict[str, float]:
-    """Returns the milliseconds of each kind of request, of so many processes that ask together."""
+    """Returns the milliseconds of each kind of request while `clients` processes send them."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])
     server, results = TCPStore("127.0.0.1", 0, is_master=True), context.Queue()

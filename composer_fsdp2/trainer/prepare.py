@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from composer.core import Precision
 from composer.devices import Device
-from composer.utils.parallelism import FSDP2Config as OfComposer
+from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
 from torch import distributed, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -183,7 +183,9 @@ def prepare_fully_shard(
             precision,
             device,
             # Composer's State built it, or the user put it into Composer's config.
-            mesh=fsdp2_config.device_mesh if isinstance(fsdp2_config, OfComposer) else None,
+            mesh=fsdp2_config.device_mesh
+            if isinstance(fsdp2_config, ComposerFSDP2Config)
+            else None,
             transformations=TRANSFORMATIONS,
         )
         facts = plan.facts()

@@ -15,7 +15,13 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_fsdp2 import PlanError, installed, prepare_fully_shard, summon_full_params
+from composer_fsdp2 import (
+    PlanError,
+    full_tensor,
+    installed,
+    prepare_fully_shard,
+    summon_full_params,
+)
 from tests.support.models import Block, TinyComposer, TinyLM, batches, lm_loss
 from tests.support.training import samples_of, trainer_for
 
@@ -341,3 +347,17 @@ def test_torchs_debug_mode_may_stay_alive():
         assert mode.get_total_counts() > 0
         modes.append(mode)
     lm_loss(model(ids), targets).backward()
+
+
+@pytest.mark.world_size(2)
+def test_full_tensor_of_units_that_stayed_gathered():
+    """They show a copy in the compute dtype, inside the root unit and in it."""
+    torch.manual_seed(0)
+    model = TinyLM()
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    config = {"reshard_after_forward": False, "mixed_precision": {"param_dtype": "bf16"}}
+    prepare_fully_shard(model, None, config, device="cpu")
+    for name, value in expected.items():
+        with torch.no_grad():
+            model(batches(1, 4)[0][0])
+        assert torch.equal(full_tensor(model, name), value), name
