@@ -7,8 +7,9 @@ host to host is counted: agreements (`step/agreement.py`), comparisons of the or
 (`guards/order_check.py`), and requests to the store at which the ranks met. The first batch is one
 line and the median of batches after the third is another. No count depends on the number of ranks.
 
-Model: gloo sends a small all-reduce around a ring, in 2 (ranks - 1) hops one after the other, and
-`--hop-us` is the time of a hop. `host_ms` is that time for all agreements and comparisons of a
+Model: gloo sends a small all-reduce around a ring, in 2 (ranks - 1) hops one after the other; from
+32 ranks on there are two of them, around a row of ranks and around a column. `--hop-us` is the time
+of a hop. `host_ms` is that time for all agreements and comparisons of a
 batch: hosts wait so long for each other, while devices go on.
 
 Goal: no request to the store in a batch after the first ones.
@@ -32,7 +33,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import composer_fsdp2
 from composer_fsdp2.guards import joint_exit, order_check
-from composer_fsdp2.step.agreement import agreement_of
+from composer_fsdp2.step.agreement import agreement_of, neighbours
 from composer_fsdp2.torch_private.collectives import Collective, around_collectives
 from composer_fsdp2.torch_private.tensors import default_store
 
@@ -70,30 +71,31 @@ class Counts(Callback):
 
     def __init__(self) -> None:
         self.batches: list[dict[str, int]] = []
-        self._before = agreement_of(torch.device("cpu")).collectives
-        self._now = Counter[str]()
+        self._requests = 0
+        self._before = self._told()
 
-    def count(self, collective: Collective) -> Any:
-        """Makes a collective, and counts it if it compares the order of others."""
-        self._now["comparisons"] += collective.group in order_check._channels.values()
-        return collective()
+    def _told(self) -> dict[str, int]:
+        channels = order_check._channels.values()
+        return {
+            "agreements": agreement_of(torch.device("cpu")).collectives,
+            "comparisons": sum(channel.collectives for channel in channels),
+            "store_requests": self._requests,
+        }
 
     def ask(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """Counts a request to the store."""
 
         def asked(*args: Any) -> Any:
-            self._now["store_requests"] += 1
+            self._requests += 1
             return method(*args)
 
         return asked
 
     def batch_end(self, state: State, logger: Any) -> None:
         """Ends the counts of a batch."""
-        told = agreement_of(torch.device("cpu")).collectives
-        names = ("comparisons", "store_requests")
-        found = {"agreements": told - self._before, **{name: self._now[name] for name in names}}
-        self.batches.append(found)
-        self._before, self._now = told, Counter()
+        told = self._told()
+        self.batches.append({name: count - self._before[name] for name, count in told.items()})
+        self._before = told
 
 
 class Store:
@@ -125,8 +127,7 @@ def _trained(name: str) -> list[dict[str, int]]:
         device_train_microbatch_size=size,
         callbacks=[counts],
     )
-    with around_collectives(counts.count):
-        trainer.fit()
+    trainer.fit()
     trainer.close()
     return counts.batches
 
@@ -139,7 +140,7 @@ def hosts(worlds: list[int], hop_us: float) -> None:
         steady = {key: statistics.median(b[key] for b in batches[3:]) for key in batches[0]}
         for when, found in (("first", batches[0]), ("steady", steady)):
             small = found["agreements"] + found["comparisons"]
-            times = {f"host_ms_{n}": small * 2 * (n - 1) * hop_us / 1e3 for n in worlds}
+            times = {f"host_ms_{n}": small * 2 * neighbours(n) * hop_us / 1e3 for n in worlds}
             if dist.get_global_rank() == 0:
                 value = {"case": name, "batch": when, **found, "hop_us": hop_us, **times}
                 # With `auto` a rank looks into the store while it waits: no longer, no request.

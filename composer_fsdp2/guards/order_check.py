@@ -31,7 +31,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from composer_fsdp2.errors import PlanError
 from composer_fsdp2.ranks import is_fake
-from composer_fsdp2.step.agreement import agreement_of, gloo_group
+from composer_fsdp2.step.agreement import Agreement, agreement_of, connected
 from composer_fsdp2.step.run import Run, StepListener
 from composer_fsdp2.torch_private.tensors import default_store, timeout_of
 from composer_fsdp2.torch_private.units import backward_number
@@ -240,13 +240,11 @@ _KEPT = 4096
 _CHECKSUM = 2**24
 
 # A channel for all models: every gloo group has threads of its own until the process ends.
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
-    weakref.WeakKeyDictionary()
-)
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Agreement] = weakref.WeakKeyDictionary()
 
 
-def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup | None:
-    """Returns the group for comparing, `None` with a warning if gloo does not get through."""
+def _channel(timeout_seconds: float, device: torch.device) -> Agreement | None:
+    """Returns the channel for comparing, `None` with a warning if gloo does not get through."""
     world = dist.group.WORLD
     assert world is not None
     # A rank has no channel when the first model is prepared, and after a collective of it failed.
@@ -254,7 +252,7 @@ def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup 
         return _channels[world]
     # A rank can only end when its messages have arrived, or are late.
     timeout = datetime.timedelta(seconds=timeout_seconds)
-    channel = gloo_group(
+    channel = connected(
         timeout,
         device,
         "They do not compare the order of their collectives (order_check). Set GLOO_SOCKET_IFNAME "
@@ -266,11 +264,12 @@ def _channel(timeout_seconds: float, device: torch.device) -> dist.ProcessGroup 
     return channel
 
 
-def _reduce(numbers: torch.Tensor, operation: Any, channel: dist.ProcessGroup) -> None:
+@contextlib.contextmanager
+def _forgetting() -> Generator[None]:
+    """Has another channel made after an error: gloo raises the same one ever after."""
     try:
-        dist.all_reduce(numbers, operation, channel)
+        yield
     except RuntimeError:
-        # Gloo raises the same error in every later collective of the group.
         _channels.clear()
         raise
 
@@ -323,9 +322,9 @@ class OrderCheck(StepListener):
             self._compare("the next forward of training")
             self._ended = self._reduced and self._once
         if is_next and not self._is_asked:
-            sums = torch.tensor(self._terms())
-            _reduce(sums, dist.ReduceOp.SUM, self._channel)
-            self.check(*sums.tolist())
+            with _forgetting():
+                total, squares = self._channel.total(self._terms())
+            self.check(total, squares)
 
     def before_gather(self, unit: str, group: Any) -> None:
         """Collective: yes, in a step that is checked."""
@@ -365,9 +364,9 @@ class OrderCheck(StepListener):
     def _compare(self, subject: str, shown: bool = True) -> None:
         """Raises on every rank if this is not next on all of them. Collective: yes."""
         code = zlib.crc32(subject.encode())
-        found = torch.tensor([code, -code])
         try:
-            _reduce(found, dist.ReduceOp.MAX, self._channel)
+            with _forgetting():
+                least, most = self._channel.min_max(code)
         except RuntimeError as error:
             if not timed_out(error):
                 raise  # a rank has ended
@@ -378,9 +377,8 @@ class OrderCheck(StepListener):
                 "below: it may have another number of microbatches, or wait for data; if it is "
                 "only slow, raise `dist_timeout`.\n" + self._watchdog.report()
             ) from None
-        if found[0] != -found[1]:
-            everyone: list[list[str]] = [[]] * self._channel.size()
-            dist.all_gather_object(everyone, [*self._shown, subject], group=self._channel)
+        if least != most:
+            everyone: list[list[str]] = self._channel.of_all([*self._shown, subject])
             raise PlanError(_first_error(everyone) or _difference(everyone))
         if shown:
             self._shown.append(subject)
@@ -407,12 +405,11 @@ class OrderCheck(StepListener):
             PlanError: on every rank, with the first difference.
         """
         # Only equal numbers have a mean square that is the square of their mean.
-        if total**2 == squares * self._channel.size():
+        if total**2 == squares * dist.get_world_size():
             self._start_batch()
             return
-        everyone: list[tuple[int, list[str]]] = [(0, [])] * self._channel.size()
         mine = (self._count - len(self._last), list(self._last))
-        dist.all_gather_object(everyone, mine, group=self._channel)
+        everyone: list[tuple[int, list[str]]] = self._channel.of_all(mine)
         self._start_batch()
         raise PlanError(
             "The ranks ran different units in the last batch, and took each other's weights or "

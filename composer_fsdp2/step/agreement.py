@@ -3,12 +3,17 @@
 [Note: agreements] How many microbatches a batch has, whether data is left, who used a parameter:
 these are numbers of the host, and the host needs the answer before it goes on. Sent through NCCL
 they queue behind all that the device still has to compute, and reading the answer waits for it. So
-they go over a group for CPU tensors: a host waits for the slowest host, and devices go on. Where
-the default group takes CPU tensors (gloo, or `cpu:gloo,cuda:nccl`) it is used. Else one gloo group
-of all ranks is made when the first model is prepared, with the timeout of the default group, for
-all models and as long as the process lives. It holds every rank under HSDP too: what is agreed on
-is the same in all copies. Its collectives are torch's public functions, so a `JointExit` counts and
-joins them as any other.
+they go over groups for CPU tensors: a host waits for the slowest host, and devices go on. Where
+the default group takes CPU tensors (gloo, or `cpu:gloo,cuda:nccl`) it is used. Else gloo groups
+are made when the first model is prepared, with the timeout of the default group, for all models
+and as long as the process lives. They hold every rank under HSDP too: what is agreed on is the same
+in all copies. Their collectives are torch's public functions, so a `JointExit` counts and joins
+them as any other.
+
+[Note: rows of ranks] gloo sends a small number around a ring, one rank after the other, and
+connects each rank of a group with each other. So many ranks stand in rows and columns: a number
+goes around the rows, and what came of it around the columns. Of 1,024 ranks 124 hops follow each
+other instead of 2,046, and a rank has 62 sockets instead of 1,023.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
+import math
 import os
 import socket
 import struct
@@ -31,11 +37,13 @@ from torch.distributed.constants import default_pg_timeout
 from composer_fsdp2.ranks import any_rank, is_fake
 from composer_fsdp2.torch_private.tensors import set_timeout, timeout_of
 
-__all__ = ["Agreement", "agreement_of", "gloo_group"]
+__all__ = ["Agreement", "agreement_of", "connected", "gloo_groups", "neighbours"]
 
 
 _PROBE = datetime.timedelta(seconds=60)
 """how long ranks try to connect, after all of them have come"""
+_ROWS_FROM = 32
+"""ranks that stand in rows; see [Note: rows of ranks]"""
 _SIOCGIFADDR = 0x8915
 """asks Linux for the address of an interface"""
 
@@ -44,15 +52,17 @@ class Agreement:
     """Computes maxima and sums of small numbers over all ranks; see [Note: agreements].
 
     Args:
-        group: takes tensors of `device`; the default group by default.
+        groups: take tensors of `device`: one of all ranks, or this rank's row and its column; the
+            default group by default.
         device: on which the numbers are sent: the CPU, or where gloo does not get through that of
             the default group, whose answers wait for it.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+        self, groups: Sequence[dist.ProcessGroup] = (), device: torch.device | str = "cpu"
     ) -> None:
-        self.group, self.device = group, torch.device(device)
+        self.groups, self.device = tuple(groups), torch.device(device)
+        self._parts = self.groups or (None,)
         self.collectives = 0
         """how many were made so far"""
 
@@ -79,8 +89,19 @@ class Agreement:
             return value
         box = [value]
         self.collectives += 1
-        dist.broadcast_object_list(box, src=0, group=self.group)
+        for group in self._parts:
+            dist.broadcast_object_list(box, group=group, group_src=0)
         return box[0]
+
+    def of_all(self, value: Any) -> list[Any]:
+        """Returns the plain value of each rank. Collective: yes."""
+        values = [value]
+        self.collectives += 1
+        for group in self._parts:
+            parts: list[list[Any]] = [[]] * dist.get_world_size(group)
+            dist.all_gather_object(parts, values, group=group)
+            values = [one for part in parts for one in part]
+        return values
 
     def _reduced(self, numbers: Sequence[int], operation: Any) -> list[int]:
         if dist.get_world_size() == 1:
@@ -88,7 +109,8 @@ class Agreement:
         # 64 bits: squares of checksums are among the numbers, and counts over many ranks.
         sent = torch.tensor(list(numbers), dtype=torch.int64, device=self.device)
         self.collectives += 1
-        dist.all_reduce(sent, op=operation, group=self.group)
+        for group in self._parts:
+            dist.all_reduce(sent, op=operation, group=group)
         return sent.tolist()
 
 
@@ -110,7 +132,8 @@ def agreement_of(device: torch.device) -> Agreement:
 
 
 def _made(world: dist.ProcessGroup, device: torch.device) -> Agreement:
-    if world.size() == 1 or is_fake(world) or takes_cpu_tensors(dist.get_backend_config(world)):
+    takes = takes_cpu_tensors(dist.get_backend_config(world)) and len(_members(world)) == 1
+    if world.size() == 1 or is_fake(world) or takes:
         return Agreement()
     # A new group gets the default of its backend, not what the default group was given.
     timeout = timeout_of(world, device) or default_pg_timeout
@@ -118,8 +141,44 @@ def _made(world: dist.ProcessGroup, device: torch.device) -> Agreement:
         "Their agreements before each batch go through the device then, and every one of them "
         "waits for it. Set GLOO_SOCKET_IFNAME to the interface they share."
     )
-    group = gloo_group(timeout, device, lost)
-    return Agreement(group) if group is not None else Agreement(None, device)
+    return connected(timeout, device, lost) or Agreement((), device)
+
+
+def connected(timeout: datetime.timedelta, device: torch.device, lost: str) -> Agreement | None:
+    """Returns an agreement over new groups, `None` with a warning where gloo does not get through.
+
+    Collective: yes, over the default group too. The arguments are those of `gloo_groups`.
+    """
+    world: Any = dist.group.WORLD
+    groups = gloo_groups(_members(world), timeout, device, lost)
+    return None if groups is None else Agreement(groups)
+
+
+def _members(world: dist.ProcessGroup) -> list[list[int]]:
+    """Returns the ranks of each group to make."""
+    # With a default group that is bound to a device, torch 2.7 has NCCL split for each group that
+    # a rank is not in, a gloo group too, and waits for ever.
+    is_bound = world.bound_device_id is not None
+    return [list(range(world.size()))] if is_bound else rows_and_columns(world.size())
+
+
+def rows_and_columns(count: int) -> list[list[int]]:
+    """Returns the ranks of each row, then of each column; see [Note: rows of ranks].
+
+    Args:
+        count: of all ranks. Few of them, or a prime number, make one row.
+    """
+    everyone = list(range(count))
+    divisors = [d for d in range(1, math.isqrt(count) + 1) if count % d == 0]
+    height = divisors[-1] if count >= _ROWS_FROM else 1
+    width = count // height
+    rows = [everyone[begin : begin + width] for begin in range(0, count, width)]
+    return rows + [everyone[begin::width] for begin in range(width if height > 1 else 0)]
+
+
+def neighbours(count: int) -> int:
+    """How many ranks each of `count` ranks is connected with in its row and its column."""
+    return sum(len(group) - 1 for group in rows_and_columns(count) if 0 in group)
 
 
 def takes_cpu_tensors(backends: str) -> bool:
@@ -127,31 +186,36 @@ def takes_cpu_tensors(backends: str) -> bool:
     return any(one.partition(":")[0] == "cpu" for one in backends.split(","))
 
 
-def gloo_group(
-    timeout: datetime.timedelta, device: torch.device, lost: str
-) -> dist.ProcessGroup | None:
-    """Returns a new gloo group of all ranks, `None` with a warning where gloo does not get through.
+def gloo_groups(
+    members: Sequence[Sequence[int]], timeout: datetime.timedelta, device: torch.device, lost: str
+) -> list[dist.ProcessGroup] | None:
+    """Returns this rank's new gloo groups, `None` with a warning where gloo does not get through.
 
     Collective: yes, over the default group too.
 
     Args:
-        timeout: of its collectives.
+        members: the ranks of each group, those of other ranks too.
+        timeout: of their collectives.
         device: of the default group's collectives.
         lost: follows in the warning: what the ranks do without, and what to do about it.
     """
     _name_interface()
     any_rank(False, device)  # a rank that is late would look like one that cannot be reached
-    group, failed = None, "on another rank"
-    try:
-        made: Any = dist.new_group(backend="gloo", timeout=min(timeout, _PROBE))
-        set_timeout(timeout, made)
-        group = made
-    except (RuntimeError, ValueError) as error:
-        failed = str(error)
-    if any_rank(group is None, device):
-        warnings.warn(f"gloo cannot connect the ranks: {failed}. {lost}", stacklevel=2)
+    groups: list[dist.ProcessGroup] = []
+    failed = None
+    for ranks in members:  # all of them on every rank, after an error too: groups have numbers
+        try:
+            made: Any = dist.new_group(ranks=ranks, backend="gloo", timeout=min(timeout, _PROBE))
+            if dist.get_rank() in ranks:
+                set_timeout(timeout, made)
+                groups.append(made)
+        except (RuntimeError, ValueError) as error:  # noqa: PERF203
+            failed = str(error)
+    if any_rank(failed is not None, device):
+        said = failed or "on another rank"
+        warnings.warn(f"gloo cannot connect the ranks: {said}. {lost}", stacklevel=2)
         return None
-    return group
+    return groups
 
 
 def _name_interface() -> None:

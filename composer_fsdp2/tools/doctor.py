@@ -20,6 +20,7 @@ from composer_fsdp2.foundry.findings import Finding, findings_of
 from composer_fsdp2.plan.mesh_shape import MeshShape
 from composer_fsdp2.shard.communication import missing_for
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
+from composer_fsdp2.step.agreement import neighbours
 from composer_fsdp2.text import size_text
 from composer_fsdp2.torch_private.members import EVERY_RUN
 from composer_fsdp2.trainer.patches import describe_patches
@@ -311,7 +312,8 @@ def _network(machine: Machine, run: Run | None) -> Iterator[Finding]:
     asked = run.settings
     # A group for agreements, one for the order of collectives, and those of saves.
     saves = asked.async_save and 1 + (asked.data_parallel_replicate_degree not in (None, 1))
-    sockets = (1 + (asked.order_check != "never") + saves) * (run.ranks - 1) + 100
+    agreements = (1 + (asked.order_check != "never")) * neighbours(run.ranks)
+    sockets = agreements + saves * (run.ranks - 1) + 100
     yield from _warnings(
         (
             0 <= machine.open_files < sockets,

@@ -38,7 +38,7 @@ from composer_fsdp2.checkpoint.write import (
 from composer_fsdp2.errors import CheckpointError, ConfigError
 from composer_fsdp2.plan.mesh_shape import TENSOR_AXIS
 from composer_fsdp2.ranks import raise_on_all_ranks
-from composer_fsdp2.step.agreement import gloo_group
+from composer_fsdp2.step.agreement import gloo_groups
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.text import plain_name
 from composer_fsdp2.trainer.algorithms import spread_averages, whole_averages
@@ -375,13 +375,14 @@ def _device_of(state: State) -> torch.device:
 def _background_of(saver: CheckpointSaver, state: State) -> _Background | None:
     if saver not in _backgrounds:
         # gloo, because the copies are in CPU memory.
-        everyone = gloo_group(
+        groups = gloo_groups(
+            [range(dist.get_world_size())],
             default_pg_timeout,
             _device_of(state),
             "Training waits while a checkpoint is written, as without async_save. Set "
             "GLOO_SOCKET_IFNAME to the interface they share.",
         )
-        _backgrounds[saver] = None if everyone is None else _Background(state, everyone)
+        _backgrounds[saver] = None if groups is None else _Background(state, groups[0])
     return _backgrounds[saver]
 
 

@@ -133,33 +133,58 @@ def test_a_loss_that_is_no_number_is_told_from_host_to_host():
 
 
 @contextlib.contextmanager
-def as_on_nccl() -> Generator[None]:
-    """Has a default group that seems to take no CPU tensors, so that another one is made."""
+def as_on_nccl(rows_from: int = 32) -> Generator[None]:
+    """Has a default group that seems to take no CPU tensors, so that others are made."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_ROWS_FROM", rows_from)
         patch.setattr(agreement, "_agreements", weakref.WeakKeyDictionary())
         patch.setattr(dist, "get_backend_config", lambda _group: "cuda:nccl")
         yield
 
 
 @pytest.mark.world_size(4)
-@pytest.mark.parametrize("config", [{}, {"data_parallel_replicate_degree": 2}], ids=str)
-def test_a_group_of_all_ranks_is_made_once(config: dict[str, Any]):
-    with as_on_nccl():
+@pytest.mark.parametrize(
+    ("config", "rows_from"),
+    [({}, 32), ({"data_parallel_replicate_degree": 2}, 32), ({}, 4)],
+    ids=["one group", "hsdp", "rows"],
+)
+def test_groups_of_all_ranks_are_made_once(config: dict[str, Any], rows_from: int):
+    with as_on_nccl(rows_from):
         first, second = TinyLM(), TinyLM()
         prepare_fully_shard(first, None, config, device="cpu")
         found = agreement_of(CPU)
         prepare_fully_shard(second, None, config, device="cpu")
         assert agreement_of(CPU) is found
-        world = dist.group.WORLD
-        assert found.group not in (None, world)
-        assert dist.get_process_group_ranks(found.group) == [0, 1, 2, 3]
-        # Torch rounds to milliseconds on the way to the backend, down or up.
-        told, given = (timeout_of(group, CPU) for group in (found.group, world))
-        assert abs(told - given) < datetime.timedelta(seconds=0.1)
+        world, rank = dist.group.WORLD, dist.get_rank()
+        row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
+        members = [dist.get_process_group_ranks(group) for group in found.groups]
+        assert members == ([row, column] if rows_from == 4 else [[0, 1, 2, 3]])
+        for group in found.groups:
+            assert group is not world
+            # Torch rounds to milliseconds on the way to the backend, down or up.
+            told, given = (timeout_of(one, CPU) for one in (group, world))
+            assert abs(told - given) < datetime.timedelta(seconds=0.1)
         assert found.total([dist.get_rank(), 1]) == [6, 4]
         assert found.min_max(dist.get_rank()) == (0, 3)
         assert found.any_rank(dist.get_rank() == 2)
         assert found.of_rank0(f"rank {dist.get_rank()}") == "rank 0"
+        assert found.of_all(f"rank {dist.get_rank()}") == [f"rank {n}" for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "columns"),
+    [(1024, 32, 32), (1000, 25, 40), (64, 8, 8), (1016, 8, 127), (37, 1, 0), (16, 1, 0)],
+)
+def test_a_number_passes_few_ranks_one_after_the_other(ranks: int, rows: int, columns: int):
+    made = agreement.rows_and_columns(ranks)
+    assert [len(group) for group in made] == [ranks // rows] * rows + [rows] * columns
+    for part in (made[:rows], made[rows:]):
+        assert sorted(rank for group in part for rank in group) == (
+            list(range(ranks)) if part else []
+        )
+    # Whoever is in a column with this rank stands in another row.
+    assert {len({*row} & {*column}) for row in made[:rows] for column in made[rows:]} <= {1}
+    assert agreement.neighbours(ranks) == ranks // rows - 1 + max(0, rows - 1)
 
 
 @pytest.mark.world_size(2)
@@ -167,7 +192,7 @@ def test_nothing_is_made_where_the_default_group_takes_cpu_tensors():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(agreement, "_agreements", weakref.WeakKeyDictionary())
         patch.setattr(dist, "new_group", lambda **_: pytest.fail("a group was made"))
-        assert agreement_of(CPU).group is None
+        assert agreement_of(CPU).groups == ()
     assert takes_cpu_tensors("cpu:gloo,cuda:nccl")
     assert not takes_cpu_tensors("cuda:nccl")
 
@@ -181,7 +206,7 @@ def test_where_gloo_does_not_get_through_the_device_is_asked():
         patch.setattr(dist, "new_group", refused)
         with pytest.warns(UserWarning, match="gloo cannot connect the ranks: no route to host.*wa"):
             found = agreement_of(torch.device("cpu"))
-        assert found.group is None
+        assert found.groups == ()
         assert found.min_max(dist.get_rank()) == (0, 1)
 
 
@@ -194,7 +219,7 @@ def test_a_rank_without_the_interface_is_given_up_soon():
         if dist.get_rank() == 1:
             patch.setenv("GLOO_SOCKET_IFNAME", "none0")
         with pytest.warns(UserWarning, match="gloo cannot connect the ranks: .*GLOO_SOCKET_IFNAME"):
-            assert agreement_of(CPU).group is None
+            assert agreement_of(CPU).groups == ()
         patch.undo()
     group = dist.new_group(backend="gloo")  # names of groups are the same on both ranks still
     dist.barrier(group)
@@ -215,33 +240,34 @@ def test_gloo_is_told_the_interface_where_the_host_name_leads_to_loopback(
 
 
 class Limited(Callback):
-    """On one rank, memory runs out for microbatches of more than two samples."""
+    """On one rank, memory runs out after backward for microbatches of more than two samples."""
 
     def __init__(self) -> None:
         self.times = 0
 
-    def after_forward(self, state: State, logger: Any) -> None:
+    def after_backward(self, state: State, logger: Any) -> None:
         if dist.get_rank() == 1 and len(state.outputs) > 2:
             self.times += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
 
-@pytest.mark.world_size(2, timeout=60)
+@pytest.mark.world_size(4, timeout=60)
+@pytest.mark.parametrize("rows_from", [32, 4], ids=["one group", "rows"])
 @pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive")
-def test_ranks_leave_what_they_agree_on_together_too():
-    """Rank 1 fails before rank 0 does, which waits in the group that was made."""
+def test_ranks_leave_what_they_agree_on_together_too(rows_from: int):
+    """The others have come to the end of the attempt: in its row, or in the column behind that."""
     model, limited = built(TinyComposer), Limited()
-    with as_on_nccl(), installed():
+    with as_on_nccl(rows_from), installed():
         trainer = trainer_for(
             model,
             torch.optim.SGD(model.parameters(), lr=0.1),
-            samples_of(2, 8),
+            samples_of(4, 8),
             device_train_microbatch_size="auto",
             callbacks=[limited],
         )
         trainer.fit()
         found = agreement_of(CPU)
-        assert found.group is not None
+        assert len(found.groups) == (2 if rows_from == 4 else 1)
         assert found.collectives > 0
         trainer.close()
     assert limited.times == (1 if dist.get_rank() == 1 else 0)

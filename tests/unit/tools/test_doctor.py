@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Machine, Run | None, str, str, str]] = {
         machine(open_files=1024),
         run({**HSDP, "async_save": True}, ranks=512),
         "warning",
-        "each of 512 ranks has about 2144 open",
+        "each of 512 ranks has about 1214 open",
         "ulimit -n 65536",
     ),
     "no copy engines": (
