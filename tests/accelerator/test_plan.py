@@ -9,29 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import prepare_fully_shard
 from composer_fsdp2.step.run import run_of
 from tests.accelerator.device import BACKEND, NAME, held
-from tests.accelerator.training import Pretend
+from tests.accelerator.training import Peak, Pretend
 from tests.support.plan_layouts import Layout, mpt, predicted, step, work_of
 
 LENGTH = 256
 PRELOAD = ["tests.support.plan_layouts"]
-
-
-class Peak(TorchDispatchMode):
-    """The most memory after any operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.bytes = max(self.bytes, held())
-        return result
 
 
 def layout(recomputed: bool) -> Layout:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from composer_fsdp2 import PlanError, prepare_fully_shard, summon_full_params
 from composer_fsdp2.optim.state.form import Stored
 from composer_fsdp2.optim.state.kept import KeptState
+from tests.accelerator import device
 from tests.accelerator.device import BACKEND, NAME
-from tests.accelerator.training import Pretend, trained_beside_a_copy
+from tests.accelerator.training import Peak, Pretend, trained_beside_a_copy
 from tests.dist.test_order_check import TIMEOUT_SECONDS, Turned
 from tests.support.models import TinyLM
 from tests.support.parity import full
@@ -71,6 +73,35 @@ def test_summoned_parameters_are_whole_and_written_back(name: str):
             own.detach().add_(1)
     for own, whole in zip(model.parameters(), oracle.parameters(), strict=True):
         assert (full(own) - whole.detach() - 1).abs().max() <= 1e-6
+
+
+class Chain(nn.Module):
+    """Twelve layers, each of which saves an activation for backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = part(x).tanh()
+        return x
+
+
+@pytest.mark.world_size(2, backend=BACKEND)
+def test_few_activations_of_a_block_are_under_way_at_a_time():
+    """Each copy to or from the CPU takes memory on the device until the device has made it."""
+    model = nn.Sequential(Chain(), Chain())
+    settings = {"wrap_policy": {"classes": ["Chain"]}, "activation_cpu_offload": True}
+    prepare_fully_shard(model, None, settings, precision="fp32", device=Pretend())
+    x = torch.ones(4096, 16, device=NAME)
+    before = device.held()
+    with Peak() as peak:
+        loss = model(x).sum()
+    assert peak.bytes - before < 8 * x.nbytes
+    with device.waits() as found:
+        loss.backward()
+    assert any(name.startswith("synchronize an event in ") for name in found), found
 
 
 @pytest.mark.world_size(2, backend=BACKEND)

@@ -12,9 +12,10 @@ from composer.devices import Device
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_fsdp2 import prepare_fully_shard
-from tests.accelerator.device import BACKEND, NAME
+from tests.accelerator.device import BACKEND, NAME, held
 from tests.support.models import TinyLM, lm_loss
 from tests.support.parity import OPTIMIZERS, Batch, Recipe, model_loss, train_together
 
@@ -30,6 +31,19 @@ class Pretend(Device):
 
     def tensor_to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.name, non_blocking=True)
+
+
+class Peak(TorchDispatchMode):
+    """The most memory after any operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.bytes = max(self.bytes, held())
+        return result
 
 
 def loss_on_the_host(

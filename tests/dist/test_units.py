@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from composer.utils.parallelism import FSDP2Config as ComposerFSDP2Config
@@ -24,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from composer_fsdp2 import FSDP2Config, TrainerFSDP2Config, prepare_fully_shard
 from composer_fsdp2.config.precision import PrecisionSpec
 from composer_fsdp2.errors import ConfigError
+from composer_fsdp2.shard import unit_hooks
 from composer_fsdp2.shard.precision import compute_dtype, resolve_precision
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from tests.support.models import WIDTH, Block, TinyComposer, TinyLM, batches, lm_loss
@@ -616,3 +618,14 @@ def test_a_forward_in_inference_mode_before_and_between_steps(reshard: bool):
         return found
 
     trains_alike(oracle, model, loss)
+
+
+def test_an_average_of_many_ranks_is_known_however_it_is_rounded():
+    """As NCCL computes it: each rank sends a part of its number, and the sum goes around."""
+    ranks = 8192
+    sent = np.arange(ranks, dtype=np.float32) / np.float32(ranks)
+    found = float(sent.cumsum()[-1])
+    assert abs(found - (ranks - 1) / 2) > 1e-3
+    assert unit_hooks._is_average(found, ranks)
+    assert unit_hooks._is_average(0.5, 2)
+    assert not unit_hooks._is_average(1.0, 2)
