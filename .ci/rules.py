@@ -165,7 +165,6 @@ def _sources(*folders: str) -> list[Source]:
 PACKAGE_RULES = {
     "arrow": code.wrong_arrows,
     "patches": code.imported_patches,
-    "division": code.imported_divisions,
     "library": code.wrong_libraries,
     "assignment": code.foreign_assignments,
     "assert": code.caught_asserts,

@@ -33,11 +33,6 @@ ORDER = (
     ),
 )
 """Stages of the way a model takes. Each may import itself and those before it."""
-DIVISIONS = {
-    *("ExpertParallel", "SequenceParallel", "TensorParallel", "draw_together"),
-    "sequence_attention",
-}
-"""All that files outside of a folder of parallel/ import from it: see [Note: dividing]."""
 ROOM = "torch_private/"
 """The only folder that names private members of torch."""
 GLUE = {
@@ -133,15 +128,6 @@ def imported_patches(source: Source) -> Iterator[Found]:
     """Yields imports of the patches in the rest of their stage."""
     if source.part == "trainer" and not source.own.startswith("trainer/patches/"):
         yield from (found for found in source.own_imports if "trainer.patches" in found[1])
-
-
-def imported_divisions(source: Source) -> Iterator[Found]:
-    """Yields imports from inside a folder of parallel/ in files outside of it."""
-    for line, name in source.own_imports:
-        folder, *inside = name.removeprefix("parallel.").split(".")
-        known = not name.startswith("parallel.") or len(inside) < 2 or inside[-1] in DIVISIONS
-        if not known and not source.own.startswith(f"parallel/{folder}/"):
-            yield line, f"'{name}' belongs to parallel/{folder}/ alone"
 
 
 def wrong_libraries(source: Source) -> Iterator[Found]:

@@ -49,14 +49,6 @@ CODE: dict[str, tuple[Any, str, str, str | None]] = {
         "import composer_fsdp2.trainer.patches.core",
         "import composer_fsdp2.trainer.load",
     ),
-    "division": (
-        code.imported_divisions,
-        "parallel/tensor/x.py",
-        "from composer_fsdp2.parallel.expert.plan import plan_experts",
-        "from composer_fsdp2.parallel.tensor.known import Cut\n"
-        "from composer_fsdp2.parallel.held import held_by\n"
-        "from composer_fsdp2.parallel.expert.transformation import ExpertParallel",
-    ),
     "glue": (code.wrong_libraries, "trainer/x.py", "import llmfoundry.x", "import composer"),
     "torch alone": (code.wrong_libraries, "plan/x.py", "import yaml", "import torch.nn, json"),
     "checkpoint": (code.wrong_libraries, "checkpoint/x.py", "import rich", "import safetensors"),
