@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.estimate.collectives import CollectiveCounter, Key
 from composer_fsdp2.optim.state.form import Stored
-from composer_fsdp2.parallel.expert.held import is_elsewhere
+from composer_fsdp2.parallel.held import is_elsewhere
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
 from composer_fsdp2.ranks import is_fake

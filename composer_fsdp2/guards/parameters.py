@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert.held import held_by
+from composer_fsdp2.parallel.held import held_by
 from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.ranks import raise_on_all_ranks
 from composer_fsdp2.shard.summon import is_shown

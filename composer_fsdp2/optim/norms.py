@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from composer_fsdp2.parallel.expert.held import held_by, is_elsewhere
+from composer_fsdp2.parallel.held import held_by, is_elsewhere
 from composer_fsdp2.torch_private.tensors import (
     TORCH_FUNCTION_OFF,
     layouts_of,

@@ -10,11 +10,13 @@ them:
   counts samples. They are a `RankGroup`, the kind of `Divided` that says so;
 - `row_order.py`: how ranks hold the rows of a parameter, asked by the optimizer, `summon` and
   checkpoints for one parameter at a time;
-- `expert/held.py`: which ranks hold an expert, asked by the same rooms and by norms; of a whole
-  unit `layer_of` in `expert/experts.py`, asked by `shard`, the monitor and unused parameters.
+- `held.py`: which ranks hold a parameter such as an expert's, asked by the same rooms, by norms and
+  by tensor parallelism; `layer_of` a unit, asked by `shard`, the monitor and unused parameters.
+  Before anything is applied, `ShardUnit.holders` says it of units;
+- `sequence_attention`, which users call, and `draw_together`, for `generate`.
 
 So another way to divide a model is a folder beside these three, its setting, and one line in
-`TRANSFORMATIONS`.
+`TRANSFORMATIONS`. No file outside of a folder imports anything else from it.
 """
 
 from __future__ import annotations

@@ -81,6 +81,8 @@ class ShardUnit:
     role: Role | None = None
     is_block: bool = True
     """as in its `Decision`; see `WrapPlan.blocks`"""
+    holders: int = 1
+    """ranks that hold its parts between them, such as experts, each of which is whole on a rank"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from torch.distributed.fsdp import (
 
 from composer_fsdp2.config.placement import CPUOffload
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert.experts import layer_of
-from composer_fsdp2.parallel.expert.held import shard_of
+from composer_fsdp2.parallel.held import layer_of, shard_of
 from composer_fsdp2.plan.module_tree import ModuleTree, attribute_of, canonical_param_ids
 from composer_fsdp2.plan.wrap_plan import ShardUnit, WrapPlan
 from composer_fsdp2.ranks import of_rank0

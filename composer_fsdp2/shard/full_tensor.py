@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.config.messages import nearest
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert.held import held_by, whole_expert
+from composer_fsdp2.parallel.held import held_by
 from composer_fsdp2.parallel.row_order import order_of
 
 __all__ = ["full_tensor"]
@@ -59,7 +59,7 @@ def full_tensor(model: nn.Module, name: str, *, gradient: bool = False) -> torch
         ) from error
     value = param.grad if gradient else param.detach()
     if (held := held_by(param)) is not None:
-        return whole_expert(held, value)
+        return held.whole(value)
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     order = order_of(param)
     return whole if whole is None or order is None else order.to_model(whole)

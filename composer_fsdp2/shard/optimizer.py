@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert.held import held_by, is_elsewhere
+from composer_fsdp2.parallel.held import held_by, is_elsewhere
 from composer_fsdp2.parallel.row_order import whole_to_part
 from composer_fsdp2.plan.module_tree import ModuleTree, canonical_param_ids
 from composer_fsdp2.ranks import broadcast_from_rank0

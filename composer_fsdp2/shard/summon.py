@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from composer_fsdp2.errors import ConfigError, PlanError
-from composer_fsdp2.parallel.expert.held import Held, held_by, is_elsewhere, whole_expert
+from composer_fsdp2.parallel.held import Held, held_by, is_elsewhere
 from composer_fsdp2.parallel.row_order import (
     RowOrder,
     order_of,
@@ -450,7 +450,7 @@ def _whole(
 ) -> torch.Tensor | None:
     """Gathers a tensor into memory of its own, as the model has it. Collective: yes."""
     if held is not None:
-        found = whole_expert(held, tensor)
+        found = held.whole(tensor)
         return found if found is None or not on_cpu else found.cpu()
     assert isinstance(tensor, DTensor)
     full = tensor.detach().full_tensor()  # pyright: ignore[reportAttributeAccessIssue]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer_fsdp2.parallel.expert.held import Held, held_by
+from composer_fsdp2.parallel.held import Held, held_by
 from composer_fsdp2.parallel.row_order import RowOrder, order_of
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.progress import counting_bytes

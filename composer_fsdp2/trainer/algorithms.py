@@ -28,8 +28,7 @@ from composer_fsdp2.optim.norms import (
     gradient_norm,
     local_part,
 )
-from composer_fsdp2.parallel.expert.held import Held, held_by
-from composer_fsdp2.parallel.expert.views import seen_by_all, taken_from_all
+from composer_fsdp2.parallel.held import Held, held_by
 from composer_fsdp2.parallel.row_order import RowOrder, order_of, to_model_order, to_ranks_order
 from composer_fsdp2.shard.apply import is_sharded, reshard
 from composer_fsdp2.shard.optimizer import shard_like
@@ -161,7 +160,7 @@ def save_ema(original: Callable[..., dict[str, Any]], ema: EMA) -> dict[str, Any
 
 
 def _as_in_model(tensor: torch.Tensor, form: _Form | None) -> torch.Tensor:
-    return seen_by_all(form, tensor) if isinstance(form, Held) else to_model_order(tensor, form)
+    return form.to_usual(tensor) if isinstance(form, Held) else to_model_order(tensor, form)
 
 
 def load_ema(
@@ -290,7 +289,7 @@ def _fill(
                 "algorithms out with load_ignore_keys: [state/algorithms]."
             )
         if isinstance(form, Held):
-            value = taken_from_all(form, value, tensor)
+            value = form.from_usual(value, tensor)
         else:
             value = to_ranks_order(value, form, tensor)
         tensor.copy_(value if isinstance(value, DTensor) else shard_like(value, tensor))

@@ -19,7 +19,7 @@ from torch import nn
 from composer_fsdp2.config.schema import FORECAST
 from composer_fsdp2.errors import ConfigError
 from composer_fsdp2.optim.norms import local_part
-from composer_fsdp2.parallel.expert.experts import layer_of
+from composer_fsdp2.parallel.held import layer_of
 from composer_fsdp2.step.run import Run, StepListener, run_of
 from composer_fsdp2.text import plain_name, size_text
 from composer_fsdp2.torch_private.members import check_private_members

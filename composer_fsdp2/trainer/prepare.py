@@ -74,8 +74,8 @@ from composer_fsdp2.trainer.prepare_plan import PreparePlan
 __all__ = ["STEP", "TRANSFORMATIONS", "prepare_fully_shard"]
 
 TRANSFORMATIONS: tuple[Transformation[Any], ...] = (
-    TensorParallel(),
     ExpertParallel(),
+    TensorParallel(),  # divides nothing in a unit that ranks hold between them
     SequenceParallel(),
     TiledMLP(),
     ChunkedLoss(),

@@ -19,9 +19,9 @@ from composer_fsdp2 import Muon, clip_grad_norm_, full_tensor, install, prepare_
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.optim.norms import gradient_norm, local_part
 from composer_fsdp2.parallel.expert.exchange import Routing, exchange
-from composer_fsdp2.parallel.expert.experts import ExpertLayer, layer_of
-from composer_fsdp2.parallel.expert.held import is_elsewhere
+from composer_fsdp2.parallel.expert.experts import ExpertLayer
 from composer_fsdp2.parallel.expert.stacked import StackedExperts, stack_size
+from composer_fsdp2.parallel.held import is_elsewhere, layer_of
 from composer_fsdp2.parallel.row_order import group_dividing
 from composer_fsdp2.step.run import run_of
 from composer_fsdp2.step.unused_parameters import UnusedParameters
@@ -486,7 +486,7 @@ def test_load_counts_each_token_of_training_once():
 def layers_of(model: nn.Module) -> dict[nn.Module, ExpertLayer]:
     """How the experts of each module are shared."""
     found = {module: layer_of(module) for module in model.modules()}
-    return {module: layer for module, layer in found.items() if layer is not None}
+    return {module: layer for module, layer in found.items() if isinstance(layer, ExpertLayer)}
 
 
 def test_a_rank_has_its_experts():

@@ -7,34 +7,20 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composer_fsdp2.parallel.expert.exchange import Routing, exchange
-from composer_fsdp2.parallel.expert.held import Held, put_elsewhere
-from composer_fsdp2.parallel.expert.mesh import ExpertMesh
 from composer_fsdp2.parallel.expert.views import show_all_experts
+from composer_fsdp2.parallel.held import Held, HeldLayer, Holders
 from composer_fsdp2.torch_private.units import backward_number
 
-__all__ = ["ExpertLayer", "Experts", "layer_of"]
-
-LAYER = "_fsdp2_experts"
-"""attribute of a module that holds experts without being an `ExpertLayer`, for `layer_of`"""
+__all__ = ["ExpertLayer", "Experts"]
 
 
-def layer_of(module: object) -> ExpertLayer | None:
-    """Returns how a module shares its experts with other ranks. Collective: no."""
-    return module if isinstance(module, ExpertLayer) else getattr(module, LAYER, None)
-
-
-class ExpertLayer:
+class ExpertLayer(HeldLayer):
     """The experts of one layer, to which ranks send their tokens."""
 
-    mesh: ExpertMesh
-    """the ranks that hold them"""
-    count: int
-    """of all experts"""
-
-    def begin(self, mesh: ExpertMesh, count: int) -> None:
+    def begin(self, mesh: Holders, count: int) -> None:
         """Sets what every layer has."""
         self.mesh, self.count = mesh, count
         self._routings: list[weakref.ref[Routing]] = []
@@ -44,16 +30,6 @@ class ExpertLayer:
     def share(self) -> int:
         """Experts of each rank."""
         return self.count // self.mesh.degree
-
-    def keep_own(self) -> set[nn.Parameter]:
-        """Frees the experts of other ranks; see the notes in `held`.
-
-        Collective: no. Just before the unit is sharded, when every rank has the same weights.
-
-        Returns:
-            What FSDP2 is to leave alone.
-        """
-        raise NotImplementedError
 
     def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
         """Returns what this rank's experts make of rows. Collective: no.
@@ -91,7 +67,7 @@ class ExpertLayer:
                 )
                 for one in (tokens, weights)
             )
-        routing = Routing.agree(chosen, self.count, group, self.mesh.own_tokens(len(tokens)))
+        routing = Routing.agree(chosen, self.count, group, self._own_tokens(len(tokens)))
         self._remember(routing)
         token = routing.order // chosen.shape[1]
         rows = tokens.index_select(0, token)
@@ -123,13 +99,19 @@ class ExpertLayer:
         return found[0].chosen if known else chosen
 
     def take_load(self) -> torch.Tensor:
-        """Returns how many tokens of this rank each expert got in training, (experts,).
-
-        Of all forwards since the last call, what is computed again left out. Collective: no.
-        """
+        """Returns how many tokens each expert got, as `HeldLayer` says."""
         empty = torch.zeros(self.count, dtype=torch.int64, device=self.mesh.usual.device_type)
         load, self._load = empty + self._load, 0
         return load
+
+    def _own_tokens(self, count: int) -> slice:
+        """Returns which of its tokens this rank sends; ranks with the same ones send the rest."""
+        tensor = self.mesh.tensor
+        if tensor is None:
+            return slice(0, count)
+        step = -(-count // tensor.size())
+        start = min(step * tensor.get_local_rank(), count)
+        return slice(start, min(start + step, count))
 
     def _remember(self, routing: Routing) -> None:
         """Keeps the routing as long as the graph of this forward lives, which holds it."""
@@ -152,7 +134,7 @@ class Experts(ExpertLayer, nn.Module):
             zeros; otherwise it has none.
     """
 
-    def __init__(self, experts: nn.ModuleList, mesh: ExpertMesh, *, calls_all: bool) -> None:
+    def __init__(self, experts: nn.ModuleList, mesh: Holders, *, calls_all: bool) -> None:
         super().__init__()
         self.begin(mesh, len(experts))
         self.training = experts.training
@@ -170,10 +152,10 @@ class Experts(ExpertLayer, nn.Module):
         return list(self.children())[begin : begin + self.share]
 
     def keep_own(self) -> set[nn.Parameter]:
-        """Frees the experts of other ranks; see [Note: experts elsewhere] in `held`."""
+        """Frees the experts of other ranks; see [Note: held elsewhere]."""
         others = [expert for expert in self.children() if expert not in self._own]
         for expert in others:
-            put_elsewhere(expert, self.mesh)
+            _put_elsewhere(expert, self.mesh)
         return {param for expert in others for param in expert.parameters()}
 
     def made_of(self, rows: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
@@ -197,3 +179,20 @@ class Experts(ExpertLayer, nn.Module):
     def is_trained(self) -> bool:
         """Whether an expert of this rank is trained."""
         return any(param.requires_grad for expert in self._own for param in expert.parameters())
+
+
+def _put_elsewhere(module: nn.Module, mesh: Holders) -> None:
+    """Frees the parameters of an expert that other ranks hold. Collective: no."""
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is None:
+                continue
+            empty = DTensor.from_local(
+                torch.empty(0, dtype=param.dtype, device=mesh.elsewhere.device_type),
+                mesh.elsewhere,
+                [Shard(0)],
+                run_check=False,
+                shape=param.shape,
+                stride=param.stride(),
+            )
+            part._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)

@@ -195,7 +195,7 @@ def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
         for start in starts if len(outside) < len(unit.params) else ():
             own = tuple(name for name in unit.params if name.startswith(start))
             if own:
-                changed.append(_unit_of_experts(by_start[start], own, unit))
+                changed.append(_unit_of_experts(by_start[start], plan.degree, own, unit))
                 taken += by_start[start].elements
         changed.append(replace(unit, params=outside, numel=unit.numel - taken))
     made = {unit.modules[0] for unit in changed if unit.reason == REASON}
@@ -209,7 +209,9 @@ def with_expert_units(plan: ExpertPlan, units: WrapPlan) -> WrapPlan:
     return replace(units, units=tuple(changed))
 
 
-def _unit_of_experts(held: ExpertList, params: tuple[str, ...], around: ShardUnit) -> ShardUnit:
+def _unit_of_experts(
+    held: ExpertList, degree: int, params: tuple[str, ...], around: ShardUnit
+) -> ShardUnit:
     """Freed after forward as the block around it is, unless that is the whole model."""
     return ShardUnit(
         modules=(held.name,),
@@ -217,6 +219,7 @@ def _unit_of_experts(held: ExpertList, params: tuple[str, ...], around: ShardUni
         numel=held.elements,
         reshard_after_forward=around.reshard_after_forward or around.top_level,
         reason=REASON,
+        holders=degree,
         mixed_precision=around.mixed_precision,
         is_block=False,
     )

@@ -19,10 +19,9 @@ import torch
 from torch import nn
 
 from composer_fsdp2.fingerprint import fingerprint
-from composer_fsdp2.parallel.expert.experts import LAYER, ExpertLayer
-from composer_fsdp2.parallel.expert.held import Held
-from composer_fsdp2.parallel.expert.mesh import ExpertMesh
+from composer_fsdp2.parallel.expert.experts import ExpertLayer
 from composer_fsdp2.parallel.expert.views import show_all_experts
+from composer_fsdp2.parallel.held import LAYER, Held, Holders
 
 __all__ = ["StackedExperts", "holds_stack", "stack_size"]
 
@@ -82,7 +81,7 @@ class StackedExperts(ExpertLayer):
         mesh: the ranks that hold them.
     """
 
-    def __init__(self, experts: Any, mesh: ExpertMesh) -> None:
+    def __init__(self, experts: Any, mesh: Holders) -> None:
         count = stack_size(experts)
         assert count is not None
         self.begin(mesh, count)
@@ -102,7 +101,7 @@ class StackedExperts(ExpertLayer):
         show_all_experts(experts)
 
     def keep_own(self) -> set[nn.Parameter]:
-        """Cuts this rank's slice out of each parameter; see [Note: stacked experts] in `held`."""
+        """Cuts this rank's slice out of each parameter; see [Note: stacks]."""
         for name, held in self._held.items():
             param = self._experts.get_parameter(name)
             own = nn.Parameter(held.own(param.detach()), param.requires_grad)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -14,16 +15,20 @@ from composer_fsdp2.config.schema import FSDP2Config
 from composer_fsdp2.errors import ConfigError, PlanError
 from composer_fsdp2.parallel.division import Divided, Division, untried_items
 from composer_fsdp2.parallel.expert.experts import Experts
-from composer_fsdp2.parallel.expert.mesh import ExpertMesh
 from composer_fsdp2.parallel.expert.plan import ExpertPlan, plan_experts, with_expert_units
 from composer_fsdp2.parallel.expert.routers import known_block
 from composer_fsdp2.parallel.expert.stacked import StackedExperts
 from composer_fsdp2.parallel.expert.views import show_all_states
+from composer_fsdp2.parallel.held import Holders
+from composer_fsdp2.plan.mesh_shape import REPLICATE_AXIS, TENSOR_AXIS
 from composer_fsdp2.plan.module_tree import ModuleTree
 from composer_fsdp2.plan.wrap_plan import WrapPlan
-from composer_fsdp2.torch_private.tensors import is_plain
+from composer_fsdp2.torch_private.tensors import is_plain, root_mesh
 
 __all__ = ["ExpertParallel"]
+
+_EXPERTS, _SHARDS = "ep", "efsdp"
+"""axes of the mesh of experts, `dp_replicate x efsdp x ep`"""
 
 
 class ExpertParallel(Division[ExpertPlan]):
@@ -88,7 +93,7 @@ class ExpertParallel(Division[ExpertPlan]):
     def apply_on(self, tree: ModuleTree, plan: ExpertPlan, mesh: DeviceMesh) -> Divided:
         """Connects the blocks. Collective: yes, over the default group."""
         modules = dict(tree.modules())
-        ranks = ExpertMesh.build(mesh, plan.degree)
+        ranks = _holders(mesh, plan.degree)
         for held in plan.lists:
             block, experts = modules[held.name.rpartition(".")[0]], modules[held.name]
             if not isinstance(experts, nn.ModuleList):
@@ -106,6 +111,37 @@ class _DividedExperts(Divided):
     def connect_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Has its state dicts show the experts as FSDP2 alone would shard them."""
         show_all_states(optimizer)
+
+
+def _holders(usual: DeviceMesh, degree: int) -> Holders:
+    """Divides the ranks of a run once more. Collective: yes (creates process groups).
+
+    Args:
+        usual: the axes that FSDP2 shards other weights over.
+        degree: ranks that hold the experts between them; divides the ranks of one copy, and is
+            a multiple of the ranks that have the same tokens.
+    """
+    root, tensor = root_mesh(usual), None
+    if TENSOR_AXIS in (root.mesh_dim_names or ()):
+        tensor = root[TENSOR_AXIS]
+        usual = DeviceMesh(
+            usual.device_type, root.mesh.flatten(-2), mesh_dim_names=usual.mesh_dim_names
+        )
+    ranks = usual.mesh
+    sizes = (*ranks.shape[:-1], ranks.shape[-1] // degree, degree)
+    names = (REPLICATE_AXIS, _SHARDS, _EXPERTS)[-len(sizes) :]
+    # A second root: one parameter may not lie on axes of two, and no expert lies on `ep`.
+    root = DeviceMesh(usual.device_type, ranks.reshape(sizes), mesh_dim_names=names)
+    single = [DeviceMesh(usual.device_type, [rank]) for rank in (0, 1)]
+    group = root.get_group(_EXPERTS)
+    return Holders(
+        shards=root[names[:-1]],
+        group=group,
+        usual=usual,
+        tensor=tensor,
+        elsewhere=single[int(dist.get_rank() == 0)],
+        groups=(root.get_group(_SHARDS), group),
+    )
 
 
 def _refuse_quantised(tree: ModuleTree, plan: ExpertPlan) -> None:

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composer_fsdp2.parallel.expert.held import Held, held_by
-from composer_fsdp2.parallel.expert.mesh import ExpertMesh
+from composer_fsdp2.parallel.held import Held, Holders, held_by
 from composer_fsdp2.parallel.row_order import part_of
 
-__all__ = ["seen_by_all", "show_all_experts", "show_all_states", "taken_from_all"]
+__all__ = ["show_all_experts", "show_all_states"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,40 +158,6 @@ def _local(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     local = value.to_local() if isinstance(value, DTensor) else value
     assert isinstance(param, DTensor)
     return local.to(param.device_mesh.device_type)
-
-
-def seen_by_all(held: Held, value: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of an expert as FSDP2 alone would shard it.
-
-    Collective: yes, over the ranks of one copy of the model.
-
-    Args:
-        held: of its parameter.
-        value: as a rank holds it, divided as the parameter is.
-    """
-    shape = held.whole_shape(value.shape)
-    (local,) = _moved([_Part(held, shape, _local(value, value))], to_all=True)
-    return _to_all(held, shape, local)
-
-
-def taken_from_all(held: Held, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of an expert as this rank holds it: the reverse of `seen_by_all`.
-
-    Collective: yes, over the ranks of one copy of the model, for a DTensor.
-
-    Args:
-        held: of its parameter.
-        value: sharded over all ranks, or whole.
-        like: divided as the parameter is.
-    """
-    if isinstance(value, DTensor):
-        part = _Part(held, held.whole_shape(like.shape), _local(value, like))
-        (local,) = _moved([part], to_all=False)
-        return _own(local, like)
-    if held.place != held.mesh.place:
-        return like
-    assert isinstance(like, DTensor)
-    return part_of(held.own(value), like.device_mesh, like.placements)
 
 
 # --- Models ---
@@ -377,7 +342,7 @@ def _described(value: Any, param: torch.Tensor) -> tuple[torch.dtype | None, Any
 
 
 def _told(
-    kept: Mapping[int, Mapping[Any, tuple[torch.dtype | None, Any]]], mesh: ExpertMesh
+    kept: Mapping[int, Mapping[Any, tuple[torch.dtype | None, Any]]], mesh: Holders
 ) -> dict[int, dict[Any, tuple[torch.dtype | None, Any]]]:
     """Returns what ranks hold of the state of their experts. Collective: yes, over their group."""
     everyone: list[Any] = [None] * mesh.degree

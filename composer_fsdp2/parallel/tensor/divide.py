@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from composer_fsdp2.parallel.held import held_by
 from composer_fsdp2.parallel.row_order import RowOrder, part_of, set_order, show_usual_order
 from composer_fsdp2.parallel.tensor.known import Cut, home_of, is_conv1d
 from composer_fsdp2.parallel.tensor.layers import LayerPlan
@@ -81,10 +82,9 @@ def divide_layers(tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> None:
     for name, counts in plan.counts.items():
         _divide_counts(modules[name], counts, plan.degree)
     average = functools.partial(_average, mesh.get_group())
-    others = () if plan.experts is None else plan.experts.inside
     for first, *_ in places.values():
-        same_on_all = not first.name.startswith(others)
-        if id(first.param) not in done and same_on_all and first.param.requires_grad:
+        same_on_all = id(first.param) not in done and held_by(first.param) is None
+        if same_on_all and first.param.requires_grad:
             first.param.register_post_accumulate_grad_hook(average)
 
 

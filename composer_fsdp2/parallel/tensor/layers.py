@@ -8,7 +8,7 @@ known as well: it sees one rank's part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import nn
 
 from composer_fsdp2.config.parallel import TensorSpec
 from composer_fsdp2.errors import PlanError
-from composer_fsdp2.parallel.expert.plan import ExpertPlan
 from composer_fsdp2.parallel.tensor.known import (
     Cut,
     KnownBlock,
@@ -58,8 +57,6 @@ class LayerPlan:
     """name of a module -> attributes that are divided by the degree, and what they were"""
     whole: tuple[str, ...] = ()
     """layers that would be divided, if their sizes allowed it"""
-    experts: ExpertPlan | None = None
-    """which are not divided: ranks hold them between them"""
 
     def __str__(self) -> str:
         added = {name: f", {rows} rows of padding" for name, rows in self.padding.items()}
@@ -84,7 +81,7 @@ class _Search:
 
 
 def plan_layers(
-    tree: ModuleTree, spec: TensorSpec, shard: int, experts: ExpertPlan | None = None
+    tree: ModuleTree, spec: TensorSpec, shard: int, held: Sequence[str] = ()
 ) -> LayerPlan:
     """Decides which layers are divided; see [Note: which plan].
 
@@ -94,13 +91,13 @@ def plan_layers(
         tree: the model, before anything is changed.
         spec: `tensor_parallel`.
         shard: ranks over which FSDP2 shards what a tensor group holds.
-        experts: those that ranks hold between them.
+        held: modules whose parts ranks hold between them, each of them whole.
 
     Raises:
         PlanError: for a model in which nothing is known, sizes that do not divide, and layers
             whose neighbours are not known.
     """
-    inside = () if experts is None else experts.inside
+    inside = tuple(f"{name}." for name in held)
     modules = {n: module for n, module in tree.modules() if not f"{n}.".startswith(inside)}
     search = _Search(tree, spec, modules, _asked(tree, spec))
     for name, style in search.asked.items():
@@ -147,7 +144,6 @@ def plan_layers(
         },
         counts={name: block.counts for name, block in search.known.items() if block.counts},
         whole=tuple(search.whole),
-        experts=experts,
     )
 
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the first transformation of a model, before FSDP2 shards what is left.
+"""Tensor parallelism: divides layers between ranks, before FSDP2 shards what is left.
 
 [Note: one stream] Ranks of a group compute the same outside of divided layers, so dropout there
 must draw the same numbers on all of them. Each of them takes the random state of the first one
@@ -30,7 +30,6 @@ from composer_fsdp2.parallel.division import (
     RankGroup,
     untried_items,
 )
-from composer_fsdp2.parallel.expert.plan import plan_experts
 from composer_fsdp2.parallel.row_order import group_dividing, show_usual_state
 from composer_fsdp2.parallel.tensor.divide import divide_layers
 from composer_fsdp2.parallel.tensor.known import unknown_adapter
@@ -95,7 +94,8 @@ class TensorParallel(Division[LayerPlan]):
                 f"tensor_parallel has degree {spec.degree}, and {why}. Ranks would compute another "
                 "model, or wait for each other. Leave tensor parallelism out, or that."
             )
-        return plan_layers(facts.tree, spec, facts.shard_ranks, plan_experts(facts))
+        held = [unit.modules[0] for unit in facts.units.units if unit.holders > 1]
+        return plan_layers(facts.tree, spec, facts.shard_ranks, held)
 
     def apply_on(self, tree: ModuleTree, plan: LayerPlan, mesh: DeviceMesh) -> Divided:
         """Divides the layers of the plan. Collective: yes, over the default group."""
@@ -122,19 +122,19 @@ class TensorParallel(Division[LayerPlan]):
             kind = plan.cuts[module].kind if module in plan.cuts else "norm"
             if kind != "norm" and (kind, attribute) != ("rows", "bias"):
                 cut.add(same[id(ref.param)])
-        inside, holders = ((), 1) if (e := plan.experts) is None else (e.inside, e.degree)
         gathered: dict[str, int] = {}
         held = held_bytes = divided = elements = 0
         for number, ref in {same[id(ref.param)]: ref for ref in reversed(tree.params)}.items():
             size = ref.param.numel()
-            is_expert = ref.name.startswith(inside)
-            part = -(-size // plan.degree) if number in cut or is_expert else size
+            unit = owners.get(ref.name)
+            holders = 1 if unit is None else unit.holders
+            part = -(-size // plan.degree) if number in cut or holders > 1 else size
             share = -(-part // shape.shard)  # the first rank's, which has the most
             elements, divided = elements + size, divided + size * (number in cut)
             held, held_bytes = held + share, held_bytes + share * ref.param.element_size()
-            if (unit := owners.get(ref.name)) is not None:
+            if unit is not None:
                 name = unit.modules[0] or "<root>"
-                gathered[name] = gathered.get(name, 0) + (size // holders if is_expert else part)
+                gathered[name] = gathered.get(name, 0) + (size // holders if holders > 1 else part)
         largest = max(gathered, key=lambda name: gathered[name])
         return GroupSizes(
             mesh=shape.describe(),
