@@ -44,6 +44,11 @@ def llama(**changes: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | changes)))
 
 
+def llama4() -> nn.Module:
+    config = transformers.Llama4TextConfig(**SIZES, num_local_experts=2)
+    return transformers.Llama4ForCausalLM(config)
+
+
 def qwen3() -> nn.Module:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**SIZES, attention_bias=True))
 
@@ -342,6 +347,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         {"tensor_parallel": 2},
         PlanError,
         "nothing in the model is known to be divisible",
+    ),
+    "experts": (
+        llama4,
+        {"tensor_parallel": 2},
+        PlanError,
+        "keeps plain tensors with a division of its own.* write ep: {degree: 2} beside tp",
     ),
     "rows": (
         lambda: llama(intermediate_size=27),

@@ -232,7 +232,8 @@ def _styles_of_model(search: _Search) -> dict[str, str]:
                     f"The tensor plan of {type(module).__name__} gives '{pattern}' the style "
                     f"'{written}', which keeps plain tensors with a division of its own. Their "
                     "checkpoints and gradients would be those of one rank. Leave tensor "
-                    "parallelism out for this model."
+                    "parallelism out for this model, or have ranks hold whole experts between "
+                    "them: write ep: {degree: 2} beside tp."
                 )
     return found
 
